@@ -1,0 +1,13 @@
+"""Shared by all tests: the CPU platform and a persistent compilation cache."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pathlib  # noqa: E402
+
+import jax  # noqa: E402
+
+# Programs compiled by one run of the suite are read back by the next.
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / "runs" / "test_compilation_cache"))
+jax.config.update("jax_persistent_compilation_cache_min_compile_time_secs", 0.5)
