@@ -1,0 +1,91 @@
+"""What the commands share: flags, one-line errors, the platform's quiet start, the compilation cache."""
+
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags
+
+from qwen3next_jax.config import Config, default_config, from_dict
+from qwen3next_jax.errors import UserError, did_you_mean
+
+USER_ERROR = 2  # exit code
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Parses flags, runs `main()`, exits with its code. A `UserError` becomes one line on standard error and exit code 2."""
+    def guarded(argv: Sequence[str]) -> int | None:
+        if len(argv) > 1:
+            return _report(f"unexpected argument {argv[1]!r}: expected flags of the form --name=value")
+        try:
+            return main()
+        except UserError as error:
+            return _report(str(error))
+    app.run(guarded, flags_parser=_parse)
+
+
+def _report(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        _check_overrides(argv)
+        return flags.FLAGS(argv)
+    except (flags.Error, UserError) as error:
+        if "--help" in argv or "-h" in argv or "--helpfull" in argv:
+            raise
+        sys.exit(_report(str(error).removeprefix("FATAL Flags parsing error: ")))
+
+
+def _check_overrides(argv: Sequence[str]) -> None:
+    """Refuses `--config.a.b` for settings that do not exist, before the config file is read."""
+    for argument in argv[1:]:
+        name = argument.lstrip("-").split("=", 1)[0]
+        if not (argument.startswith("-") and name.startswith("config.")):
+            continue
+        settings, path = default_config(), name.split(".")[1:]
+        for depth, key in enumerate(path):
+            if not isinstance(settings, dict) or key not in settings:
+                where = "--" + ".".join(("config", *path[:depth + 1]))
+                known = settings if isinstance(settings, dict) else ()
+                hint = did_you_mean(key, known) or (f"; known here: {', '.join(known)}" if known else "")
+                raise UserError(f"{where}: no such setting{hint}")
+            settings = settings[key]
+
+
+def define_config_flag() -> Callable[[], Config]:
+    """Defines `--config=FILE.py` and its `--config.section.key=value` overrides; call the result for the validated Config."""
+    from ml_collections import config_flags
+
+    holder = config_flags.DEFINE_config_file("config", None, "Python file with get_config(); override with --config.train.steps=…")
+
+    def get() -> Config:
+        if holder.value is None:
+            raise UserError("--config is missing: expected a file such as --config=configs/tiny.py")
+        return from_dict(Config, holder.value.to_dict())
+    return get
+
+
+def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path]:
+    """Defines `--workdir`; call the result (with the config's name where it has a default) for the path."""
+    text = "folder of the run" + (" (default: runs/<name of the config>)" if default_from_config else "")
+    holder = flags.DEFINE_string("workdir", None, text)
+
+    def get(name: str | None = None) -> pathlib.Path:
+        if holder.value:
+            return pathlib.Path(holder.value)
+        if name is None:
+            raise UserError("--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny")
+        return pathlib.Path("runs") / name
+    return get
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache folder, so that a command's second start does not compile again."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path.home() / ".cache" / "qwen3next_jax" / "compiled"))
+        jax.config.update("jax_persistent_compilation_cache_min_compile_time_secs", 1.0)

@@ -1,0 +1,61 @@
+"""Gated attention (2505.06708): grouped-query attention whose heads pass an elementwise sigmoid gate.
+
+Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context, normal, rms_norm, rotate, zeros
+from qwen3next_jax.ops import attention
+
+
+class GatedAttention(nnx.Module):
+    """Query, key and value projections → per-head norms and partial RoPE → attention → gate → projection."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
+        c, std = config, config.initializer_range
+        self.config = config
+        d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.q_proj = normal(rngs, (*stack, d, n, 2 * k), std, dtype)  # [query | gate] per head
+        self.k_proj = normal(rngs, (*stack, d, m, k), std, dtype)
+        self.v_proj = normal(rngs, (*stack, d, m, k), std, dtype)
+        self.o_proj = normal(rngs, (*stack, n, k, d), std, dtype)
+        self.q_norm = zeros((*stack, k), dtype)
+        self.k_norm = zeros((*stack, k), dtype)
+
+    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict | None]:
+        """x [B, T, D] → [B, T, D]; with a cache also the cache with these tokens' keys and values written."""
+        c, dtype = self.config, x_BTD.dtype
+        query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
+        q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1)
+        k_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
+        v_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
+        q_BTNK = rms_norm(q_BTNK, self.q_norm[...], c.rms_norm_eps)
+        k_BTMK = rms_norm(k_BTMK, self.k_norm[...], c.rms_norm_eps)
+        q_BTNK = rotate(q_BTNK, context.positions, c.rotary_dim, c.rope_theta)
+        k_BTMK = rotate(k_BTMK, context.positions, c.rotary_dim, c.rope_theta)
+
+        if cache is None:
+            o_BTNK = attention(q_BTNK, k_BTMK, v_BTMK, segment_ids=context.segment_ids)
+        else:
+            cache = {"k": _write(cache["k"], k_BTMK, context.positions), "v": _write(cache["v"], v_BTMK, context.positions)}
+            o_BTNK = attention(q_BTNK, cache["k"], cache["v"], q_positions=context.positions)
+
+        o_BTNK = o_BTNK * jax.nn.sigmoid(gate_BTNK.astype(jnp.float32)).astype(dtype)
+        return jnp.einsum("btnk,nkd->btd", o_BTNK, self.o_proj[...].astype(dtype)), cache
+
+    @staticmethod
+    def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
+        """Empty cache of `length` slots."""
+        shape = (batch, length, config.num_key_value_heads, config.head_dim)
+        return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
+
+
+def _write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Writes each token into its slot. Padding after a row's end lands in slots that later tokens overwrite before
+    any query can see them; slots past the end are dropped."""
+    row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
+    return cache_BSMK.at[row_B1, positions_BT].set(new_BTMK.astype(cache_BSMK.dtype), mode="drop")

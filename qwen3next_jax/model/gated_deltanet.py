@@ -1,0 +1,83 @@
+"""Gated DeltaNet (2412.06464), the recurrent layer of Qwen3-Next.
+
+Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key head, K/V their widths,
+C = 2K + RV channels of one key head that pass the convolution, W convolution width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context, normal, rms_norm_plain
+from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections → causal convolution + SiLU → gated delta rule → gated norm → projection.
+
+    The input projection keeps the released checkpoint's grouping: one slab [q | k | v | z] per key head, so that
+    sharding G keeps every value head beside its key head.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
+        c, std = config, config.initializer_range
+        self.config = config
+        d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
+        r, k, v = h // g, c.linear_key_head_dim, c.linear_value_head_dim
+        self.in_proj_qkvz = normal(rngs, (*stack, d, g, 2 * k + 2 * r * v), std, dtype)
+        self.in_proj_ba = normal(rngs, (*stack, d, g, 2 * r), std, dtype)
+        self.conv_kernel = normal(rngs, (*stack, c.linear_conv_kernel_dim, g, 2 * k + r * v), std, dtype)
+        a_log, dt_bias = _initial_decay(rngs, (*stack, h), c.decay_init)
+        self.a_log, self.dt_bias = nnx.Param(a_log), nnx.Param(dt_bias)
+        self.norm = nnx.Param(jnp.ones((*stack, v), dtype))
+        self.out_proj = normal(rngs, (*stack, h, v, d), std, dtype)
+
+    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict | None]:
+        """x [B, T, D] → [B, T, D]; with a cache also the cache after these tokens."""
+        c, dtype = self.config, x_BTD.dtype
+        k, v, h = c.linear_key_head_dim, c.linear_value_head_dim, c.linear_num_value_heads
+        b, t, g = *x_BTD.shape[:2], c.linear_num_key_heads
+        r = h // g
+
+        qkvz_BTGC = jnp.einsum("btd,dgc->btgc", x_BTD, self.in_proj_qkvz[...].astype(dtype))
+        ba_BTGR2 = jnp.einsum("btd,dgr->btgr", x_BTD, self.in_proj_ba[...].astype(dtype), preferred_element_type=jnp.float32)
+        beta_BTH = jax.nn.sigmoid(ba_BTGR2[..., :r]).reshape(b, t, h)
+        decay_rate_H = jnp.exp(self.a_log[...].astype(jnp.float32))
+        g_BTH = -decay_rate_H * jax.nn.softplus(ba_BTGR2[..., r:].reshape(b, t, h) + self.dt_bias[...].astype(jnp.float32))
+
+        mixed_BTGC, z_BTGRV = jnp.split(qkvz_BTGC, (2 * k + r * v,), axis=-1)
+        mixed_BTGC, conv_state = causal_conv1d(
+            mixed_BTGC, self.conv_kernel[...].astype(dtype), activation="silu",
+            initial_state=None if cache is None else cache["conv"], segment_ids=context.segment_ids)
+        q_BTGK, k_BTGK, v_BTGRV = jnp.split(mixed_BTGC, (k, 2 * k), axis=-1)
+        o_BTHV, state = gated_delta_rule(
+            q_BTGK, k_BTGK, v_BTGRV.reshape(b, t, h, v), g=g_BTH, beta=beta_BTH,
+            initial_state=None if cache is None else cache["state"], segment_ids=context.segment_ids)
+
+        o_BTHV = rms_norm_plain(o_BTHV, self.norm[...], c.rms_norm_eps)
+        gate_BTHV = jax.nn.silu(z_BTGRV.reshape(b, t, h, v).astype(jnp.float32))
+        o_BTHV = (o_BTHV.astype(jnp.float32) * gate_BTHV).astype(dtype)
+        y_BTD = jnp.einsum("bthv,hvd->btd", o_BTHV, self.out_proj[...].astype(dtype))
+        return y_BTD, None if cache is None else {"conv": conv_state, "state": state}
+
+    @staticmethod
+    def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
+        """Cache before the first token: constant size, whatever `length`."""
+        c = config
+        g, h, k, v = c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        channels = (g, 2 * k + h // g * v)
+        return {"conv": jnp.zeros((batch, c.linear_conv_kernel_dim - 1, *channels), c.dtype),
+                "state": jnp.zeros((batch, h, k, v), jnp.float32)}
+
+
+def _initial_decay(rngs: nnx.Rngs, shape: tuple[int, ...], kind: str) -> tuple[jax.Array, jax.Array]:
+    """Start values of (A_log, dt_bias); see `ModelConfig.decay_init`."""
+    if kind == "ones":
+        a = jax.random.uniform(rngs.params(), shape, minval=0.01, maxval=16.0)
+        return jnp.log(a), jnp.ones(shape)
+    # The lowest A is kept off 0, whose logarithm is not finite.
+    a = jax.random.uniform(rngs.params(), shape, minval=1e-4, maxval=16.0)
+    log_dt = jax.random.uniform(rngs.params(), shape, minval=jnp.log(1e-3), maxval=jnp.log(0.1))
+    dt = jnp.exp(log_dt)
+    return jnp.log(a), dt + jnp.log(-jnp.expm1(-dt))  # softplus of this bias is dt

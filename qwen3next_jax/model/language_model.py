@@ -1,0 +1,190 @@
+"""Qwen3-Next: embedding, the stack of decoder layers, final norm, output head, multi-token prediction.
+
+Layers repeat with a period (3 recurrent + 1 attention in the released model). The parameters of every repeat are
+stacked on a leading axis and the period is the body of one `lax.scan`, so that 48 layers trace and compile as 4. A
+pattern without a period is its own period: one repeat, and no scan.
+
+Letters: B batch, T time, D model, V vocabulary, E experts.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.block import MIXERS, Block
+from qwen3next_jax.model.layers import Context, document_positions, normal, rms_norm, zeros
+from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
+
+
+class Features(NamedTuple):
+    """What the loss needs of one forward pass; logits are left to whoever can compute them in pieces.
+
+    hidden: [B, T, D] after the final norm.
+    mtp_hidden: per depth d, [B, T, D]; position t predicts token t+2+d (the last 1+d positions of a row mean nothing).
+    router: statistics of the sparse layers (see `SparseMoE`), each stacked on a leading axis in layer order; {} if none.
+    mtp_router: the same for the one layer of the MTP module, summed over depths; {} if none.
+    hidden_states, router_logits: per layer, where asked for; else None.
+    """
+
+    hidden: jax.Array
+    mtp_hidden: tuple[jax.Array, ...]
+    router: dict[str, jax.Array]
+    mtp_router: dict[str, jax.Array]
+    hidden_states: tuple[jax.Array, ...] | None = None
+    router_logits: tuple[jax.Array, ...] | None = None
+
+
+class Output(NamedTuple):
+    """logits [B, T, V]; mtp_logits: per depth d, [B, T-1-d, V], position t predicts token t+2+d; balance_loss: pooled
+    over the trunk's sparse layers as transformers' `load_balancing_loss_func` does, padding excluded.
+
+    hidden_states (embedding output, then every layer's; the last one after the final norm) and router_logits
+    ([B, T, E] per sparse layer) only where asked for. Logits, router logits and losses are float32.
+    """
+
+    logits: jax.Array
+    mtp_logits: tuple[jax.Array, ...]
+    balance_loss: jax.Array
+    hidden_states: tuple[jax.Array, ...] | None = None
+    router_logits: tuple[jax.Array, ...] | None = None
+
+
+class Qwen3Next(nnx.Module):
+    """A Qwen3-Next language model with parameters of `dtype`; operands of matrix products are of `config.dtype`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
+        c = config
+        self.config = config
+        self.embedding = normal(rngs, (c.vocab_size, c.hidden_size), c.initializer_range, dtype)
+        stack = (c.num_hidden_layers // c.period,)
+        self.layers = nnx.List([Block(c, kind, sparse, rngs=rngs, stack=stack, dtype=dtype)
+                                for kind, sparse in c.layer_kinds[:c.period]])
+        self.final_norm = zeros((c.hidden_size,), dtype)
+        if not c.tie_word_embeddings:
+            self.head = normal(rngs, (c.hidden_size, c.vocab_size), c.initializer_range, dtype)
+        if c.mtp_depth:
+            self.mtp = MultiTokenPrediction(c, rngs=rngs, dtype=dtype)
+
+    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *,
+                 output_hidden_states: bool = False) -> Output:
+        """tokens [B, T] int32 → logits at every position and MTP depth.
+
+        Args:
+          segment_ids: [B, T] int32, non-decreasing along T: documents 1, 2, …, then 0 for padding at the end. Nothing
+            passes from one document to another. None: every row is one document.
+          output_hidden_states: also return each layer's output and router logits.
+        """
+        f = self.features(tokens, segment_ids, capture=output_hidden_states)
+        t = tokens.shape[1]
+        mtp_logits = tuple(self.logits(h[:, :max(t - 1 - d, 0)]) for d, h in enumerate(f.mtp_hidden))
+        return Output(self.logits(f.hidden), mtp_logits, pooled_balance_loss(f.router), f.hidden_states, f.router_logits)
+
+    def features(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, remat: bool = False,
+                 capture: bool = False) -> Features:
+        """The forward pass up to, but without, the output head. `remat`: keep only each layer's input for the backward."""
+        b, t = tokens.shape
+        if segment_ids is None:
+            context = Context(jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)))
+        else:
+            context = Context(document_positions(segment_ids), segment_ids, counted=segment_ids > 0)
+        embedded = self.embed(tokens)
+        x, per_layer, _ = self._run_layers(embedded, context, None, remat, capture)
+        hidden = self._final(x)
+        mtp_hidden, mtp_router = self._run_mtp(hidden, embedded, context, remat)
+
+        hidden_states = (embedded, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
+        router_logits = tuple(layer["router_logits"] for layer in per_layer if "router_logits" in layer) if capture else None
+        statistics = [{name: layer[name] for name in ("load", "probability", "z", "tokens")}
+                      for layer in per_layer if "load" in layer]
+        router = jax.tree.map(lambda *s: jnp.stack(s), *statistics) if statistics else {}
+        return Features(hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits)
+
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache: list,
+               segment_ids: jax.Array | None = None) -> tuple[jax.Array, list]:
+        """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T] → (final-normed states [B, T, D], cache).
+
+        `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding changes no cache entry that
+        a later token can see.
+        """
+        x, _, cache = self._run_layers(self.embed(tokens), Context(positions, segment_ids), cache, False, False)
+        return self._final(x), cache
+
+    def init_cache(self, batch: int, length: int) -> list:
+        """Cache of `length` slots before the first token: per position in the period, stacked over its repeats."""
+        c = self.config
+        repeats = c.num_hidden_layers // c.period
+        return [jax.tree.map(lambda leaf: jnp.zeros((repeats, *leaf.shape), leaf.dtype),
+                             jax.eval_shape(lambda kind=kind: MIXERS[kind].init_cache(c, batch, length)))
+                for kind, _ in c.layer_kinds[:c.period]]
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        return self.embedding[...][tokens].astype(self.config.dtype)
+
+    def head_weight(self) -> jax.Array:
+        """[D, V], of the parameters' dtype."""
+        return self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] → [..., V], float32."""
+        return jnp.einsum("...d,dv->...v", hidden, self.head_weight().astype(hidden.dtype),
+                          preferred_element_type=jnp.float32)
+
+    def _final(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
+
+    def _run_layers(self, x, context: Context, cache: list | None, remat: bool, capture: bool):
+        """→ (x, per layer its auxiliary outputs, cache)."""
+        graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
+        repeats = self.config.num_hidden_layers // self.config.period
+
+        def period(x, params_and_cache):
+            auxes, caches = [], []
+            for graphdef, block_params, block_cache in zip(graphdefs, *params_and_cache):
+                def apply(block_params, x, graphdef=graphdef, block_cache=block_cache):
+                    return nnx.merge(graphdef, block_params)(x, context, block_cache)
+                x, aux, block_cache = (jax.checkpoint(apply) if remat else apply)(block_params, x)
+                if not capture:
+                    aux.pop("router_logits", None)
+                auxes.append(aux | ({"x": x} if capture else {}))
+                caches.append(block_cache)
+            return x, (auxes, caches)
+
+        inputs = (list(params), cache if cache is not None else [None] * len(params))
+        if repeats == 1:
+            x, outputs = period(x, jax.tree.map(lambda leaf: leaf[0], inputs))
+            auxes, caches = jax.tree.map(lambda leaf: leaf[None], outputs)
+        else:
+            x, (auxes, caches) = jax.lax.scan(period, x, inputs)
+        per_layer = [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
+        return x, per_layer, caches
+
+    def _run_mtp(self, hidden, embedded, context: Context, remat: bool):
+        """→ (per depth the normed states, router statistics summed over depths)."""
+        states, total = [], {}
+        segment_ids = context.segment_ids
+        if segment_ids is None:
+            segment_ids = jnp.ones(hidden.shape[:2], jnp.int32)
+        for depth in range(self.config.mtp_depth):
+            counted = targets_in_document(segment_ids, 2 + depth)
+            graphdef, params = nnx.split(self.mtp)
+            shifted = jnp.roll(embedded, -(1 + depth), axis=1)
+
+            def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
+                return nnx.merge(graphdef, params)(hidden, shifted, context._replace(counted=counted))[:2]
+            hidden, aux = (jax.checkpoint(apply) if remat else apply)(params, hidden, shifted)
+            aux.pop("router_logits", None)
+            total = jax.tree.map(jnp.add, total, aux) if total else aux
+            states.append(hidden)
+        return tuple(states), total
+
+
+def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
+    """transformers' `load_balancing_loss_func`: choices and probabilities pooled over all layers; balance gives top-k."""
+    if not router:
+        return jnp.zeros((), jnp.float32)
+    tokens = jnp.maximum(jnp.sum(router["tokens"]), 1.0)
+    load, probability = jnp.sum(router["load"], axis=0) / tokens, jnp.sum(router["probability"], axis=0) / tokens
+    return load.shape[0] * jnp.sum(load * probability)

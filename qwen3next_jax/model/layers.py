@@ -1,0 +1,71 @@
+"""What every layer shares: parameter initialisers, the zero-centred RMSNorm, rotary positions, the forward context.
+
+Letters: B batch, T time, N heads, D the normalised or rotated width.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Context(NamedTuple):
+    """What the layers of one forward pass have in common.
+
+    positions: [B, T] int32, each token's position in its document (with a cache: its slot in the cache, too).
+    segment_ids: [B, T] int32, the document of each token, 0 = padding; None when every row is one document.
+    counted: [B, T] bool, the tokens whose routing enters the router statistics; None for all.
+    """
+
+    positions: jax.Array
+    segment_ids: jax.Array | None = None
+    counted: jax.Array | None = None
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param((stddev * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
+
+
+def zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, dtype))
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted); dtype of `x`."""
+    return _rms_normalise(x, eps, 1.0 + weight.astype(jnp.float32))
+
+
+def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x̂ · weight: the form that the output norm of Gated DeltaNet alone uses."""
+    return _rms_normalise(x, eps, weight.astype(jnp.float32))
+
+
+def _rms_normalise(x: jax.Array, eps: float, scale: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
+
+
+def document_positions(segment_ids: jax.Array) -> jax.Array:
+    """[B, T] segment ids → [B, T] int32 positions that restart at 0 in every document."""
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
+def rotate(x_BTND: jax.Array, positions_BT: jax.Array, rotary_dim: int, theta: float) -> jax.Array:
+    """Rotary position embedding (2104.09864, rotate-half form) of the first `rotary_dim` of D dimensions.
+
+    Angles are float32: at 262k positions a bfloat16 angle would be off by whole turns.
+    """
+    if rotary_dim == 0:
+        return x_BTND
+    half = rotary_dim // 2
+    inverse_frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half))
+    angle = positions_BT[:, :, None, None].astype(jnp.float32) * inverse_frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second, rest = jnp.split(x_BTND.astype(jnp.float32), (half, rotary_dim), axis=-1)
+    rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1)
+    return rotated.astype(x_BTND.dtype)

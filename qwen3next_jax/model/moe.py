@@ -1,0 +1,108 @@
+"""Feed-forward layers: the sparse mixture of experts with a gated shared expert, and the dense SwiGLU.
+
+Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E experts, I expert width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context, normal
+from qwen3next_jax.ops import expert_mlp
+
+
+class DenseMLP(nnx.Module):
+    """down(silu(gate x) · up x)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
+        d, i, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.gate_up = normal(rngs, (*stack, d, 2, i), std, dtype)
+        self.down = normal(rngs, (*stack, i, d), std, dtype)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        return _swiglu(x_BTD, self.gate_up[...], self.down[...]), {}
+
+
+class SparseMoE(nnx.Module):
+    """Σ over the top experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No token is ever dropped.
+
+    Auxiliary output, summed (not averaged) over the counted tokens so that micro-batches and devices add up exactly:
+      load [E]: choices of each expert; probability [E]: router probability of each; z []: logsumexp(logits)²;
+      tokens []: counted tokens. `router_logits` [B, T, E] as well, for whoever asks for them.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
+        c, std = config, config.initializer_range
+        self.config = config
+        d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
+        self.router = normal(rngs, (*stack, d, e), std, dtype)
+        self.gate_up = normal(rngs, (*stack, e, d, 2, i), std, dtype)
+        self.down = normal(rngs, (*stack, e, i, d), std, dtype)
+        if s:
+            self.shared_gate_up = normal(rngs, (*stack, d, 2, s), std, dtype)
+            self.shared_down = normal(rngs, (*stack, s, d), std, dtype)
+            self.shared_gate = normal(rngs, (*stack, d), std, dtype)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        c, dtype = self.config, x_BTD.dtype
+        x_RD = x_BTD.reshape(-1, c.hidden_size)
+        # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
+        # unless told otherwise).
+        logits_RE = jnp.einsum("rd,de->re", x_RD.astype(jnp.float32), self.router[...].astype(jnp.float32),
+                               precision=jax.lax.Precision.HIGHEST)
+        probability_RE = jax.nn.softmax(logits_RE, axis=-1)
+        weight_RA, expert_RA = jax.lax.top_k(probability_RE, c.num_experts_per_tok)
+        if c.norm_topk_prob:
+            weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
+
+        y_RD = _routed(x_RD, weight_RA.astype(dtype), expert_RA, self.gate_up[...].astype(dtype), self.down[...].astype(dtype))
+        if c.shared_expert_intermediate_size:
+            shared_RD = _swiglu(x_RD, self.shared_gate_up[...], self.shared_down[...])
+            openness_R1 = jax.nn.sigmoid((x_RD @ self.shared_gate[...].astype(dtype))[:, None].astype(jnp.float32))
+            y_RD = y_RD + openness_R1.astype(dtype) * shared_RD
+        aux = _router_statistics(logits_RE, probability_RE, expert_RA, context.counted)
+        return y_RD.reshape(x_BTD.shape), aux | {"router_logits": logits_RE.reshape(*x_BTD.shape[:2], -1)}
+
+
+def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
+    gate_up = jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype))
+    hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+    return hidden @ down_ID.astype(x.dtype)
+
+
+def _routed(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
+    """Every token through its chosen experts: sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum."""
+    r, a = expert_RA.shape
+    expert_Q = expert_RA.reshape(-1)  # Q = R·A choices
+    order_Q = jnp.argsort(expert_Q, stable=True)
+    inverse_Q = jnp.argsort(order_Q)
+    group_sizes_E = _counts(expert_Q, gate_up_ED2I.shape[0])
+    x_QD = _permute(jnp.repeat(x_RD, a, axis=0), order_Q, inverse_Q)
+    y_QD = expert_mlp(x_QD, gate_up_ED2I, down_EID, group_sizes_E)
+    y_RAD = _permute(y_QD, inverse_Q, order_Q).reshape(r, a, -1)
+    return jnp.einsum("rad,ra->rd", y_RAD, weight_RA)
+
+
+def _counts(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
+    """How often each of `experts` occurs in `expert` [Q] (int32), or the sum of `weight` [Q] over its occurrences.
+    A comparison and a sum, which fuse; a scatter-add would run serially on CPU and TPU."""
+    hit_QE = expert[:, None] == jnp.arange(experts)
+    return jnp.sum(hit_QE, axis=0, dtype=jnp.int32) if weight is None else weight @ hit_QE.astype(weight.dtype)
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[order] for a permutation whose inverse is known: its gradient is a gather too, not a scatter."""
+    return x[order]
+
+
+_permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None))
+
+
+def _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT) -> dict[str, jax.Array]:
+    tokens, a = expert_RA.shape
+    counted_R = jnp.ones(tokens, jnp.float32) if counted_BT is None else counted_BT.reshape(-1).astype(jnp.float32)
+    z_R = jnp.square(jax.nn.logsumexp(logits_RE, axis=-1))
+    return {"load": _counts(expert_RA.reshape(-1), logits_RE.shape[-1], jnp.repeat(counted_R, a)),
+            "probability": counted_R @ probability_RE, "z": counted_R @ z_R, "tokens": jnp.sum(counted_R)}

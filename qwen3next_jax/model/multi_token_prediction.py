@@ -1,0 +1,46 @@
+"""Multi-token prediction: one extra decoder layer, applied once per depth, that predicts tokens beyond the next one.
+
+At depth d = 0, 1, … position t combines the state of depth d-1 (the trunk's final-normed state at d = 0) with the
+embedding of token t+1+d, and predicts token t+2+d. Depths share the module, as in the released model's multi-step
+training. Each depth attends to the keys of its own depth: a drafting cache then holds one key/value list per depth,
+every entry computed from exactly the inputs it had in training, so cached drafting reproduces the trained logits at
+every depth; and each depth is a plain causal layer that any attention kernel can run.
+
+Letters: B batch, T time, D model.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen3next_jax.config import FULL, ModelConfig
+from qwen3next_jax.model.block import Block
+from qwen3next_jax.model.layers import Context, normal, rms_norm, zeros
+
+
+class MultiTokenPrediction(nnx.Module):
+    """norm → fc([embedding ; state]) → a full-attention layer → norm."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        d = config.hidden_size
+        self.config = config
+        self.embedding_norm = zeros((d,), dtype)
+        self.hidden_norm = zeros((d,), dtype)
+        self.fc = normal(rngs, (2 * d, d), config.initializer_range, dtype)  # the embedding's half first
+        self.block = Block(config, FULL, config.num_experts > 0, rngs=rngs, dtype=dtype)
+        self.norm = zeros((d,), dtype)
+
+    def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context,
+                 cache: dict | None = None) -> tuple[jax.Array, dict[str, jax.Array], dict | None]:
+        """One depth: states [B, T, D] and embeddings of the tokens they are combined with → (normed states, aux, cache)."""
+        eps, dtype = self.config.rms_norm_eps, hidden_BTD.dtype
+        pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], eps),
+                                rms_norm(hidden_BTD, self.hidden_norm[...], eps)), axis=-1)
+        x_BTD, aux, cache = self.block(pair @ self.fc[...].astype(dtype), context, cache)
+        return rms_norm(x_BTD, self.norm[...], eps), aux, cache
+
+
+def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
+    """[B, T] bool: whether token t + `offset` exists, is no padding, and lies in the document of token t."""
+    later_BT = jnp.pad(segment_ids_BT[:, offset:], ((0, 0), (0, min(offset, segment_ids_BT.shape[1]))))
+    return (segment_ids_BT > 0) & (later_BT == segment_ids_BT)

@@ -1,0 +1,100 @@
+"""The training objective, as sums that add up exactly over micro-batches and devices.
+
+    total = CE + w_mtp · mean_d MTP_d + w_balance · mean_l balance_l + w_z · mean_l z_l
+
+CE and MTP_d are means over the targets of the whole batch, balance_l and z_l over its tokens (l runs over the sparse
+layers, the MTP module's included). Every piece is divided by the batch's own counts, which follow from the segment ids
+alone, so a micro-batch contributes a share and the shares sum to the batch's value.
+
+Letters: B batch, T time, R = B·T, D model, V vocabulary, E experts, L sparse layers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.model import Features, Qwen3Next
+from qwen3next_jax.model.multi_token_prediction import targets_in_document
+from qwen3next_jax.ops import linear_cross_entropy
+
+
+class Counts(NamedTuple):
+    """Targets of the next-token loss, targets of each MTP depth, non-padding tokens; float32, of the whole batch."""
+
+    targets: jax.Array
+    mtp_targets: tuple[jax.Array, ...]
+    tokens: jax.Array
+
+
+def count_targets(segment_ids: jax.Array, mtp_depth: int) -> Counts:
+    """segment_ids [B, T] → what the sums over this batch are divided by (at least 1, so that padding alone gives 0)."""
+    def total(mask):
+        return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+    return Counts(total(targets_in_document(segment_ids, 1)),
+                  tuple(total(targets_in_document(segment_ids, 2 + d)) for d in range(mtp_depth)),
+                  total(segment_ids > 0))
+
+
+def expert_load(features: Features, config: Config, counts: Counts) -> jax.Array:
+    """[L, E]: each expert's share of all choices, times E (1 = perfect balance); its sum over micro-batches is the batch's."""
+    stacked = _per_layer(features, counts, "load")
+    return jax.lax.stop_gradient(stacked * (config.model.num_experts / config.model.num_experts_per_tok))
+
+
+def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, counts: Counts,
+               load: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """This (micro-)batch's share of the loss and of each of its parts.
+
+    Args:
+      batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same document.
+      counts: of the whole batch.
+      load: [L, E] `expert_load` of the whole batch; None where this batch is the whole.
+
+    Returns:
+      (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d` (share of targets hit
+      by the depth's best guess), `top1`, `balance_loss`, `router_z`, and `expert_load` [L, E].
+    """
+    train = config.train
+    tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
+    features = model.features(tokens_BT, segment_ids_BT, remat=train.remat == "block")
+    head_DV = model.head_weight()
+
+    loss, top1 = _cross_entropy(features.hidden, head_DV, tokens_BT, segment_ids_BT, 1, counts.targets)
+    parts = {"loss": loss, "top1": top1}
+    mtp_losses = []
+    for d, hidden_BTD in enumerate(features.mtp_hidden):
+        mtp_loss, mtp_top1 = _cross_entropy(hidden_BTD, head_DV, tokens_BT, segment_ids_BT, 2 + d, counts.mtp_targets[d])
+        mtp_losses.append(mtp_loss)
+        parts |= {f"mtp_loss/{d}": mtp_loss, f"mtp_top1/{d}": mtp_top1}
+    total = loss
+    if mtp_losses:
+        total = total + train.mtp_loss_weight * sum(mtp_losses) / len(mtp_losses)
+    if features.router or features.mtp_router:
+        own_load = expert_load(features, config, counts)
+        load = own_load if load is None else load
+        balance = jnp.mean(jnp.sum(load * _per_layer(features, counts, "probability"), axis=-1))
+        router_z = jnp.mean(_per_layer(features, counts, "z"))
+        total = total + train.balance_loss_weight * balance + train.router_z_loss_weight * router_z
+        parts |= {"balance_loss": balance, "router_z": router_z, "expert_load": own_load}
+    return total, parts | {"total_loss": total}
+
+
+def _cross_entropy(hidden_BTD, head_DV, tokens_BT, segment_ids_BT, offset, targets) -> tuple[jax.Array, jax.Array]:
+    """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the same document."""
+    weight_R = targets_in_document(segment_ids_BT, offset).reshape(-1).astype(jnp.float32) / targets
+    target_R = jnp.roll(tokens_BT, -offset, axis=1).reshape(-1)
+    hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    loss, aux = linear_cross_entropy(hidden_RD, head_DV, target_R, weight_R)
+    return loss, jnp.sum(aux.correct * weight_R)
+
+
+def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
+    """[L, …]: a router statistic of every sparse layer per token of the whole batch, the MTP module's layer last."""
+    layers = []
+    if features.router:
+        layers.append(features.router[name] / counts.tokens)
+    if features.mtp_router:
+        layers.append(features.mtp_router[name][None] / sum(counts.mtp_targets))
+    return jnp.concatenate(layers)

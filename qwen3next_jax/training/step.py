@@ -1,0 +1,88 @@
+"""The train step: a pure function of (state, batch), compiled once, its state donated.
+
+The state is a plain dict: params (float32), opt_state, step (int32, steps taken so far).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
+from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+
+State = dict
+Batch = dict[str, jax.Array]
+
+
+def abstract_model(config: Config) -> tuple[nnx.GraphDef, dict]:
+    """(graph definition, parameters as shapes): the structure of the model without its memory."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config.model, rngs=nnx.Rngs(config.train.seed))))
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def init_state(config: Config, params: dict | None = None) -> State:
+    """The state before the first step; `params` None draws them from `train.seed`."""
+    if params is None:
+        params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(
+            Qwen3Next(config.model, rngs=nnx.Rngs(config.train.seed)), nnx.Param)))()
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    return {"params": params, "opt_state": jax.jit(optimizer.init)(params), "step": jnp.zeros((), jnp.int32)}
+
+
+def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated.
+
+    batch: tokens and segment_ids, [B, T] int32. With gradient accumulation the rows are taken as k micro-batches whose
+    sum equals the one batch. Only the balance loss is not a sum over rows: it multiplies the whole batch's expert load
+    into each token's probability. So the load is counted first, in a forward pass without gradients (skipped where
+    `balance_loss_weight` is 0); this costs up to a third of a step and makes k micro-batches equal to one batch.
+    """
+    graphdef, _ = abstract_model(config)
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    schedule = learning_rate_schedule(config.optimizer, config.train.steps)
+
+    def gradients(params, batch, counts, load=None):
+        def loss(params):
+            return total_loss(nnx.merge(graphdef, params), batch, config, counts, load)
+        (_, parts), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, parts
+
+    def train_step(state: State, batch: Batch):
+        counts = count_targets(batch["segment_ids"], config.model.mtp_depth)
+        if config.train.gradient_accumulation == 1:
+            grads, parts = gradients(state["params"], batch, counts)
+        else:
+            grads, parts = _accumulate(graphdef, gradients, state["params"], batch, counts, config)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        metrics = parts | {"grad_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"]),
+                           "tokens": counts.tokens}
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def _accumulate(graphdef, gradients: Callable, params: dict, batch: Batch, counts: Counts, config: Config):
+    """(gradients, parts) of the whole batch as the sum over its micro-batches."""
+    k = config.train.gradient_accumulation
+    micro_batches = jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
+
+    def summed(f: Callable):
+        shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.scan(lambda total, b: (jax.tree.map(jnp.add, total, f(b)), None), zeros, micro_batches)[0]
+
+    load = None
+    if config.train.balance_loss_weight and _has_experts(config):
+        load = summed(lambda b: expert_load(
+            nnx.merge(graphdef, params).features(b["tokens"], b["segment_ids"]), config, counts))
+    return summed(lambda b: gradients(params, b, counts, load))
+
+
+def _has_experts(config: Config) -> bool:
+    return any(sparse for _, sparse in config.model.layer_kinds) or (config.model.mtp_depth > 0 and config.model.num_experts > 0)
