@@ -1,0 +1,116 @@
+"""Causal depthwise convolution over time, with document resets and a carried state.
+
+B batch, T time, W kernel width, D channels (any trailing channel axes, flattened).
+"""
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None):
+  """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), each channel by itself.
+
+  Args:
+    x: [B, T, *channels].
+    kernel: [W, *channels]; kernel[W - 1] multiplies the current token.
+    activation: "silu" or None.
+    initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None for zeros. With
+      `segment_ids` they belong to the first segment.
+    segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at the end. No input crosses
+      from one document to another; padding rows give zeros.
+
+  Returns:
+    y: [B, T, *channels] in x's dtype; products and sum in float32 (float64 for float64).
+    final_state: [B, W - 1, *channels] in x's dtype: the last W - 1 inputs, oldest first. With `segment_ids` those of the
+      last segment, with zeros where an input belongs to another document; padding at the end is skipped.
+
+  Raises:
+    ValueError: shapes, dtypes or the activation do not fit.
+  """
+  _check(x, kernel, activation, initial_state, segment_ids)
+  batch, time, channels = x.shape[0], x.shape[1], x.shape[2:]
+  width = kernel.shape[0]
+  x_BTD, kernel_WD = x.reshape(batch, time, -1), kernel.reshape(width, -1)
+  if initial_state is None:
+    before = jnp.zeros((batch, width - 1, x_BTD.shape[2]), x.dtype)
+  else:
+    before = initial_state.reshape(batch, width - 1, -1).astype(x.dtype)
+  extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
+  ids = None
+  if segment_ids is not None:
+    ids = jnp.concatenate([jnp.repeat(segment_ids[:, :1], width - 1, axis=1), segment_ids], axis=1)
+  y_BTD = _convolve(activation, extended, kernel_WD, ids)
+  if ids is None:
+    final = extended[:, time:]
+  else:
+    length_B = jnp.sum(segment_ids > 0, axis=1)
+    window = jax.vmap(lambda rows, start: jax.lax.dynamic_slice_in_dim(rows, start, width - 1))
+    same = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
+    final = jnp.where(same[..., None], window(extended, length_B), 0)
+  return y_BTD.reshape(x.shape), final.reshape(batch, width - 1, *channels)
+
+
+def _check(x, kernel, activation, initial_state, segment_ids):
+  if activation not in ("silu", None):
+    raise ValueError(f"activation={activation!r}: expected 'silu' or None")
+  if x.ndim < 3:
+    raise ValueError(f"x has shape {x.shape}: expected [B, T, *channels]")
+  if kernel.ndim != x.ndim - 1 or kernel.shape[1:] != x.shape[2:] or kernel.shape[0] < 1:
+    raise ValueError(f"kernel has shape {kernel.shape}: expected [width, *channels] with channels {x.shape[2:]}")
+  state_shape = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
+  if initial_state is not None and initial_state.shape != state_shape:
+    raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}")
+  if segment_ids is not None and segment_ids.shape != x.shape[:2]:
+    raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
+
+
+def _taps(extended, kernel, ids):
+  """Per tap w: the inputs it multiplies [B, T, D] and its mask [B, T, 1], or None."""
+  width = kernel.shape[0]
+  time = extended.shape[1] - width + 1
+  for w in range(width):
+    mask = None
+    if ids is not None:
+      here = ids[:, width - 1:]
+      mask = ((ids[:, w:w + time] == here) & (here > 0))[..., None]
+    yield extended[:, w:w + time], mask
+
+
+def _before_activation(extended, kernel, ids):
+  wide = jnp.promote_types(jnp.float32, extended.dtype)
+  total = 0
+  for (x, mask), weight in zip(_taps(extended, kernel, ids), kernel.astype(wide)):
+    term = x.astype(wide) * weight
+    total += term if mask is None else jnp.where(mask, term, 0)
+  return total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolve(activation, extended, kernel, ids):
+  z = _before_activation(extended, kernel, ids)
+  return (jax.nn.silu(z) if activation == "silu" else z).astype(extended.dtype)
+
+
+def _convolve_forward(activation, extended, kernel, ids):
+  return _convolve(activation, extended, kernel, ids), (extended, kernel, ids)
+
+
+def _convolve_backward(activation, residuals, dy):
+  extended, kernel, ids = residuals
+  wide = jnp.promote_types(jnp.float32, extended.dtype)
+  dz = dy.astype(wide)
+  if activation == "silu":
+    z = _before_activation(extended, kernel, ids)
+    gate = jax.nn.sigmoid(z)
+    dz *= gate * (1 + z * (1 - gate))
+  width = kernel.shape[0]
+  dextended, dkernel = 0, []
+  for w, (x, mask) in enumerate(_taps(extended, kernel, ids)):
+    dterm = dz if mask is None else jnp.where(mask, dz, 0)
+    dkernel.append(jnp.sum(x.astype(wide) * dterm, axis=(0, 1)))
+    dextended += jnp.pad(dterm * kernel[w].astype(wide), ((0, 0), (w, width - 1 - w), (0, 0)))
+  return dextended.astype(extended.dtype), jnp.stack(dkernel).astype(kernel.dtype), None
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)

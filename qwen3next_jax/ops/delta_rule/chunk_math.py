@@ -1,0 +1,209 @@
+"""One chunk of the gated delta rule, forward and backward, as pure functions of arrays.
+
+Written once and used by the XLA forms (any leading batch dimensions) and inside the Pallas kernels (rank 2).
+The derivation is in docs/delta_rule.md. Every product has a name there; the names here follow it:
+
+  gamma  decay from the chunk's start to row i        rho  decay from row i to the chunk's end
+  pair   decay from row j to row i (lower triangle)    carry  decay over the whole chunk
+  A = (I + L)^{-1}, L the strictly lower part of beta (K K^T) * pair;  P = (Q K^T) * pair;  written = V' = A R
+
+q arrives multiplied by K^{-1/2} (and by zero on padding rows), so that no scale appears below.
+
+C chunk length, K key width, V value width; a 1 is a column or row kept for broadcasting; `...` leading batch dimensions.
+"""
+import typing
+
+import jax
+import jax.numpy as jnp
+
+HIGHEST = jax.lax.Precision.HIGHEST
+NORM_EPSILON = 1e-6
+
+
+def _dot(x, y, x_dim: int, y_dim: int, precision=None):
+  batch = tuple(range(x.ndim - 2))
+  wide = jnp.promote_types(jnp.float32, x.dtype)
+  return jax.lax.dot_general(x, y, (((x.ndim - 2 + x_dim,), (y.ndim - 2 + y_dim,)), (batch, batch)),
+                             precision=precision, preferred_element_type=wide)
+
+
+class Products(typing.NamedTuple):
+  """Matrix products with operands in `operand` and at least float32 accumulation."""
+  operand: typing.Any
+
+  def nn(self, x, y):
+    """x @ y."""
+    return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self._precision)
+
+  def nt(self, x, y):
+    """x @ y^T."""
+    return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self._precision)
+
+  def tn(self, x, y):
+    """x^T @ y."""
+    return _dot(x.astype(self.operand), y.astype(self.operand), 0, 0, self._precision)
+
+  @property
+  def _precision(self):
+    return None if jnp.dtype(self.operand) == jnp.bfloat16 else HIGHEST
+
+
+EXACT = Products(jnp.float32)
+
+
+def lower_mask(size: int, strict: bool = False):
+  """[size, size] booleans: row >= column, or row > column."""
+  row = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
+  column = jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
+  return row > column if strict else row >= column
+
+
+# ---- inputs -----------------------------------------------------------------------------------------------
+
+def encode_segments(segment_ids):
+  """[B, T] ids (0 = padding at the end) to signed ids: a padding row carries minus the last document's id.
+
+  |id| then says which state a row belongs to, and the sign whether it is a token at all.
+  """
+  ids = segment_ids.astype(jnp.int32)
+  return jnp.where(ids > 0, ids, -jnp.maximum(jax.lax.cummax(ids, axis=ids.ndim - 1), 1))
+
+
+def inverse_norm(x):
+  """[..., 1] rsqrt(sum x^2 + 1e-6)."""
+  return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
+
+
+def inverse_norm_backward(dy, x, scale):
+  """Gradient of x for y = x * inverse_norm(x), `scale` being inverse_norm(x)."""
+  y = x * scale
+  return scale * (dy - y * jnp.sum(dy * y, axis=-1, keepdims=True))
+
+
+def prepare_qk(q, k, normalize: bool):
+  """q and k, L2-normalised over the width where asked, q also multiplied by K^{-1/2}."""
+  if normalize:
+    q, k = q * inverse_norm(q), k * inverse_norm(k)
+  return q * q.shape[-1] ** -0.5, k
+
+
+# ---- decay ------------------------------------------------------------------------------------------------
+
+class Decay(typing.NamedTuple):
+  pair: jax.Array   # [..., C, C], zero above the diagonal and across documents
+  gamma: jax.Array  # [..., C, 1]
+  rho: jax.Array    # [..., C, 1]
+  carry: jax.Array  # [..., 1, 1]
+
+
+class Segments(typing.NamedTuple):
+  """|id| of the rows of one chunk, as a column and as a row, and of the incoming state."""
+  column: jax.Array    # [..., C, 1]
+  row: jax.Array       # [..., 1, C]
+  incoming: jax.Array  # [..., 1, 1]
+  last: jax.Array      # [..., 1, 1]
+
+
+def decay(total_C1, total_1C, total_11, segments: Segments | None) -> Decay:
+  """The four decays of a chunk from the inclusive running sum of g (a column, a row, and its last entry).
+
+  The exponent is masked, never the result, and never split into a product: |total| can pass 1000.
+  """
+  mask = lower_mask(total_C1.shape[-2])
+  gamma, rho, carry = total_C1, total_11 - total_C1, total_11
+  if segments is not None:
+    mask = mask & (segments.column == segments.row)
+    gamma = jnp.where(segments.column == segments.incoming, gamma, -jnp.inf)
+    rho = jnp.where(segments.column == segments.last, rho, -jnp.inf)
+    carry = jnp.where(segments.last == segments.incoming, carry, -jnp.inf)
+  pair = jnp.exp(jnp.where(mask, total_C1 - total_1C, -jnp.inf))
+  return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
+
+
+# ---- forward ----------------------------------------------------------------------------------------------
+
+def interaction(kk_CC, beta_C1, d: Decay):
+  """L: how much of row j's write row i erases."""
+  return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
+
+
+def residual(v_CV, ks_CV, beta_C1, d: Decay):
+  """R = beta (V - gamma K S): what every row would write if the chunk's other rows were not there."""
+  return beta_C1 * (v_CV - d.gamma * ks_CV)
+
+
+def next_state(state_KV, k_CK, written_CV, d: Decay, dots: Products):
+  """S' = carry S + K^T (rho V')."""
+  return d.carry * state_KV + dots.tn(k_CK, d.rho * written_CV)
+
+
+def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
+  """O = gamma (Q S) + P V'."""
+  return d.gamma * qs_CV + dots.nn(p_CC, written_CV)
+
+
+# ---- backward ---------------------------------------------------------------------------------------------
+
+class Gradients(typing.NamedTuple):
+  q: jax.Array     # [..., C, K]
+  k: jax.Array     # [..., C, K]
+  v: jax.Array     # [..., C, V]
+  beta: jax.Array  # [..., C, 1]
+  g: jax.Array     # [..., C, 1]
+
+
+def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
+  """dV' = P^T dO + rho (K dS'), the first term given."""
+  return po_CV + d.rho * dots.nn(k_CK, dstate_KV)
+
+
+def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
+  """dS = carry dS' + (gamma Q)^T dO - K^T X, the second term given; X = beta gamma dR, None without erasing."""
+  dstate = d.carry * dstate_KV + qo_KV
+  return dstate if x_CV is None else dstate - dots.tn(k_CK, x_CV)
+
+
+def chunk_gradients(q_CK, k_CK, v_CV, beta_C1, d: Decay, kk_CC, qk_CC, ks_CV, qs_CV, written_CV, dr_CV,
+                    state_KV, dstate_KV, do_CV, erase: bool, dots: Products) -> Gradients:
+  """Everything but the state pass: the gradients of one chunk's inputs from V', dR, S, dS' and dO."""
+  size = q_CK.shape[-2]
+  strict = lower_mask(size, strict=True)
+  ov_CC = dots.nt(do_CV, written_CV) * d.pair
+  vs_CK = d.rho * dots.nt(written_CV, dstate_KV)
+  os_CK = d.gamma * dots.nt(do_CV, state_KV)
+  dq_CK = os_CK + dots.nn(ov_CC, k_CK)
+  dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
+  pairs_CC = ov_CC * qk_CC
+  enter_C1 = d.gamma * jnp.sum(do_CV * qs_CV, axis=-1, keepdims=True)
+  fresh_CV = v_CV
+  dbeta_pairs = 0.
+  if erase:
+    x_CV = beta_C1 * d.gamma * dr_CV
+    rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV) * d.pair, 0)
+    n_CC = beta_C1 * rv_CC
+    dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - dots.nt(x_CV, state_KV)
+    rvkk_CC = rv_CC * kk_CC
+    pairs_CC += beta_C1 * rvkk_CC
+    dbeta_pairs = jnp.sum(rvkk_CC, axis=-1, keepdims=True)
+    enter_C1 -= jnp.sum(x_CV * ks_CV, axis=-1, keepdims=True)
+    fresh_CV = v_CV - d.gamma * ks_CV
+  leave_C1 = jnp.sum(k_CK * vs_CK, axis=-1, keepdims=True)
+  dbeta_C1 = jnp.sum(dr_CV * fresh_CV, axis=-1, keepdims=True) + dbeta_pairs
+  carry_11 = d.carry * jnp.sum(dstate_KV * state_KV, axis=(-1, -2), keepdims=True)
+  return Gradients(dq_CK, dk_CK, beta_C1 * dr_CV, dbeta_C1,
+                   decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11)
+
+
+def decay_gradient(pairs_CC, enter_C1, leave_C1):
+  """dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, [..., C, 1].
+
+  The rectangle is summed as it stands: differences of row and column sums cancel catastrophically.
+  """
+  size = pairs_CC.shape[-1]
+  lower, strict = lower_mask(size), lower_mask(size, strict=True)
+  batch = pairs_CC.shape[:-2]
+  exact = Products(pairs_CC.dtype)
+  ones = lambda mask: jnp.broadcast_to(mask.astype(pairs_CC.dtype), (*batch, size, size))
+  below = exact.tn(ones(lower), jnp.where(strict, pairs_CC, 0))  # row t: the sum over rows i >= t
+  rectangle = jnp.sum(jnp.where(strict, below, 0), axis=-1, keepdims=True)
+  return rectangle + exact.tn(ones(lower), enter_C1) + exact.nn(ones(strict), leave_C1)

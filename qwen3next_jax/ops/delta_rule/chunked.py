@@ -1,0 +1,142 @@
+"""The chunked form in XLA alone: everything inside a chunk at once for all chunks, then one pass of the state over them.
+
+Forward and backward are explicit (docs/delta_rule.md); `api` wires them into one `jax.custom_vjp`. The residuals are the
+inputs and the state at the start of every chunk; V' and the inverses are recomputed.
+
+The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine maps (`associative`).
+
+N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
+"""
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
+from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Products, Segments
+
+
+class Chunks(typing.NamedTuple):
+  """One call's inputs cut into chunks, and what every pass needs of them."""
+  q: jax.Array         # [N, B, H, C, K] normalised and scaled
+  k: jax.Array         # [N, B, H, C, K] normalised
+  v: jax.Array         # [N, B, H, C, V]
+  beta: jax.Array      # [N, B, H, C, 1]
+  decay: Decay
+  kk: jax.Array        # [N, B, H, C, C]
+  qk: jax.Array        # [N, B, H, C, C]
+  inverse: jax.Array | None  # A, [N, B, H, C, C]; None without erasing
+  p: jax.Array         # P, [N, B, H, C, C]
+
+
+def _cut(x, size: int, mode: str = "constant"):
+  """[B, T, heads, ...] to [N, B, heads, C, ...], T padded to a multiple of C."""
+  batch, time, heads = x.shape[:3]
+  x = jnp.pad(x, [(0, 0), (0, -time % size)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+  x = x.reshape(batch, -1, size, heads, *x.shape[3:])
+  return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
+
+
+def _join(x, time: int):
+  """The inverse of `_cut`."""
+  count, batch, heads, size = x.shape[:4]
+  x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), 2, 3)
+  return x.reshape(batch, count * size, heads, *x.shape[4:])[:, :time]
+
+
+def _chunks(q, k, v, g, beta, segments, size: int, normalize_qk: bool, erase: bool) -> tuple[Chunks, Products, Products]:
+  operand = v.dtype
+  dtype = jnp.promote_types(jnp.float32, operand)
+  dots, exact = Products(operand), Products(dtype)
+  heads = v.shape[2]
+  q_BTGK, k_BTGK = chunk_math.prepare_qk(q.astype(dtype), k.astype(dtype), normalize_qk)
+  q_, k_ = _cut(q_BTGK, size), _cut(k_BTGK, size)
+  v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
+  rows = None
+  if segments is not None:
+    signed = _cut(segments[:, :, None], size, "edge")  # [N, B, 1, C]
+    ids = jnp.abs(signed)
+    incoming = jnp.concatenate([ids[:1, ..., :1], ids[:-1, ..., -1:]])
+    rows = Segments(ids[..., None], ids[..., None, :], incoming[..., None], ids[..., -1:, None])
+    q_ = jnp.where(signed[..., None] > 0, q_, 0)
+  total = jnp.matmul(g_, chunk_math.lower_mask(size).astype(dtype).T, precision=chunk_math.HIGHEST)
+  d = chunk_math.decay(total[..., None], total[..., None, :], total[..., -1:, None], rows)
+  wide = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
+  kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
+  beta_ = beta_[..., None]
+  a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact) if erase else None
+  return Chunks(wide(q_), wide(k_), v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
+
+
+def _written(c: Chunks, ks, exact: Products):
+  """V' of a chunk from K S; without erasing no row sees the memory."""
+  if c.inverse is None:
+    return c.beta * c.v
+  return exact.nn(c.inverse, chunk_math.residual(c.v, ks, c.beta, c.decay))
+
+
+def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
+  """o [B, T, H, V], the final state [B, H, K, V] and the state entering each chunk [N, B, H, K, V]."""
+  c, dots, exact = _chunks(q, k, v, g, beta, segments, size, normalize_qk, erase)
+  initial_state = initial_state.astype(exact.operand)
+
+  def step(state, chunk: Chunks):
+    written = _written(chunk, dots.nn(chunk.k, state) if erase else None, exact)
+    return chunk_math.next_state(state, chunk.k, written, chunk.decay, dots), (state, written)
+
+  if parallel:
+    states, final = associative.forward_pass(c, initial_state, dots, exact)
+    written = _written(c, dots.nn(c.k, states) if erase else None, exact)
+  else:
+    needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
+    final, (states, written) = jax.lax.scan(step, initial_state, needed)
+  o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
+  return _join(o, v.shape[1]).astype(v.dtype), final, states
+
+
+def backward(q, k, v, g, beta, segments, states, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
+  """Gradients of q, k, v, g, beta and the initial state, from those of o and the final state."""
+  c, dots, exact = _chunks(q, k, v, g, beta, segments, size, normalize_qk, erase)
+  time, dtype = v.shape[1], exact.operand
+  do = _cut(do.astype(dtype), size)
+  dfinal = dfinal.astype(dtype)
+  ks = dots.nn(c.k, states) if erase else None
+  written = _written(c, ks, exact)
+  po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
+
+  def step(dstate, inputs):
+    chunk, po, qo = inputs
+    dr, x = _residual_backward(chunk, chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots), exact)
+    return chunk_math.state_backward(qo, chunk.k, x, dstate, chunk.decay, dots), (dstate, dr)
+
+  if parallel:
+    dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
+    dr, _ = _residual_backward(c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact)
+  else:
+    needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
+    dinitial, (dstates, dr) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
+  d = chunk_math.chunk_gradients(c.q, c.k, c.v, c.beta, c.decay, c.kk, c.qk, ks, dots.nn(c.q, states), written, dr,
+                                 states, dstates, do, erase, dots)
+  dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta, d.g))
+  if segments is not None:
+    dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
+  dq, dk = _prepare_backward(dq, dk, q.astype(dtype), k.astype(dtype), normalize_qk)
+  return dq, dk, dv, dg[..., 0], dbeta[..., 0], dinitial
+
+
+def _residual_backward(c: Chunks, dwritten, exact: Products):
+  """dR = A^T dV' and X = beta gamma dR (None without erasing)."""
+  if c.inverse is None:
+    return dwritten, None
+  dr = exact.tn(c.inverse, dwritten)
+  return dr, c.beta * c.decay.gamma * dr
+
+
+def _prepare_backward(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
+  """Sum over the value heads of each key head, then back through the norm and the scale of q."""
+  batch, time, groups, width = q_BTGK.shape
+  dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))
+  dq = dq * width ** -0.5
+  if normalize:
+    dq, dk = (chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x)) for dy, x in ((dq, q_BTGK), (dk, k_BTGK)))
+  return dq, dk

@@ -1,0 +1,48 @@
+"""The inverse of I + L, L strictly lower triangular, out of plain matrix products.
+
+A power series of L is unsafe at these sizes: with keys correlated 0.9 its terms grow until float32 holds nothing of the
+result. Block elimination never forms those powers: (I + L)^{-1} of a 2m block follows from the inverses of its two
+diagonal m blocks as X21 = -X22 (L21 X11).
+"""
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops.delta_rule.chunk_math import Products, lower_mask
+
+BASE = 16
+
+
+def ladder(l_CC, exact: Products, size: int):
+  """(I + L)^{-1} of blocks of `size` rows by doubling: X <- X - X L_m X, where L_m keeps of L only the lower-left m x m
+  quarter of each 2m diagonal block. Works on masked full matrices, so it also runs inside a Pallas kernel."""
+  row = jax.lax.broadcasted_iota(jnp.int32, l_CC.shape[-2:], 0)
+  column = jax.lax.broadcasted_iota(jnp.int32, l_CC.shape[-2:], 1)
+  x = (row == column).astype(l_CC.dtype)
+  x = x - jnp.where((row // 2 == column // 2) & (row > column), l_CC, 0)
+  m = 2
+  while m < size:
+    quarter = (row // (2 * m) == column // (2 * m)) & (row // m > column // m)
+    x = x - exact.nn(exact.nn(x, jnp.where(quarter, l_CC, 0)), x)
+    m *= 2
+  return x
+
+
+def unit_lower_inverse(l_CC, exact: Products):
+  """(I + L)^{-1}, [..., C, C], for C a power of two: the ladder inside 16-row diagonal blocks, then block merges."""
+  size = l_CC.shape[-1]
+  base = min(BASE, size)
+  blocks = [l_CC[..., i:i + base, i:i + base] for i in range(0, size, base)]
+  x = ladder(jnp.stack(blocks), exact, base)
+  inverses = [x[i] for i in range(len(blocks))]
+  m = base
+  while m < size:
+    merged = []
+    for i in range(0, len(inverses), 2):
+      top, bottom = inverses[i], inverses[i + 1]
+      start = i * m
+      corner = l_CC[..., start + m:start + 2 * m, start:start + m]
+      corner = -exact.nn(bottom, exact.nn(corner, top))
+      merged.append(jnp.concatenate([jnp.concatenate([top, jnp.zeros_like(top)], axis=-1),
+                                     jnp.concatenate([corner, bottom], axis=-1)], axis=-2))
+    inverses, m = merged, 2 * m
+  return inverses[0]
