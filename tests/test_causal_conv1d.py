@@ -70,7 +70,7 @@ def test_gradients_match_finite_differences(layout):
   for i in range(3):
     shifted = lambda sign: loss(*(a + sign * h * d if j == i else a for j, (a, d) in enumerate(zip(primals, direction))))
     want = (shifted(1) - shifted(-1)) / (2 * h)
-    np.testing.assert_allclose(float((gradients[i] * direction[i]).sum()), want, rtol=1e-7)
+    np.testing.assert_allclose((np.asarray(gradients[i]) * direction[i]).sum(), want, rtol=1e-7)
 
 
 def test_two_halves_chained_by_the_state_are_the_whole():

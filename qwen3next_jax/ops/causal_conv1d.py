@@ -3,6 +3,7 @@
 B batch, T time, W kernel width, D channels (any trailing channel axes, flattened).
 """
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +32,12 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
   _check(x, kernel, activation, initial_state, segment_ids)
   batch, time, channels = x.shape[0], x.shape[1], x.shape[2:]
   width = kernel.shape[0]
-  x_BTD, kernel_WD = x.reshape(batch, time, -1), kernel.reshape(width, -1)
+  size = math.prod(channels)
+  x_BTD, kernel_WD = x.reshape(batch, time, size), kernel.reshape(width, size)
   if initial_state is None:
-    before = jnp.zeros((batch, width - 1, x_BTD.shape[2]), x.dtype)
+    before = jnp.zeros((batch, width - 1, size), x.dtype)
   else:
-    before = initial_state.reshape(batch, width - 1, -1).astype(x.dtype)
+    before = initial_state.reshape(batch, width - 1, size).astype(x.dtype)
   extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
   ids = None
   if segment_ids is not None:

@@ -149,7 +149,7 @@ class Gradients(typing.NamedTuple):
   k: jax.Array     # [..., C, K]
   v: jax.Array     # [..., C, V]
   beta: jax.Array  # [..., C, 1]
-  g: jax.Array     # [..., C, 1]
+  g: jax.Array     # [..., 1, C]
 
 
 def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
@@ -195,15 +195,13 @@ def chunk_gradients(q_CK, k_CK, v_CV, beta_C1, d: Decay, kk_CC, qk_CC, ks_CV, qs
 
 
 def decay_gradient(pairs_CC, enter_C1, leave_C1):
-  """dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, [..., C, 1].
+  """dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row [..., 1, C].
 
   The rectangle is summed as it stands: differences of row and column sums cancel catastrophically.
   """
   size = pairs_CC.shape[-1]
   lower, strict = lower_mask(size), lower_mask(size, strict=True)
-  batch = pairs_CC.shape[:-2]
-  exact = Products(pairs_CC.dtype)
-  ones = lambda mask: jnp.broadcast_to(mask.astype(pairs_CC.dtype), (*batch, size, size))
-  below = exact.tn(ones(lower), jnp.where(strict, pairs_CC, 0))  # row t: the sum over rows i >= t
-  rectangle = jnp.sum(jnp.where(strict, below, 0), axis=-1, keepdims=True)
-  return rectangle + exact.tn(ones(lower), enter_C1) + exact.nn(ones(strict), leave_C1)
+  pairs_CC = jnp.where(strict, pairs_CC, 0)
+  before_CC = jax.lax.dot_general(  # row i, column t: the sum over columns j < t
+    pairs_CC, strict.astype(pairs_CC.dtype), (((pairs_CC.ndim - 1,), (1,)), ((), ())), precision=HIGHEST)
+  return jnp.sum(jnp.where(lower, before_CC + enter_C1, leave_C1), axis=-2, keepdims=True)

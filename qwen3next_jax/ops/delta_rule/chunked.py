@@ -117,11 +117,11 @@ def backward(q, k, v, g, beta, segments, states, do, dfinal, *, size: int, norma
     dinitial, (dstates, dr) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
   d = chunk_math.chunk_gradients(c.q, c.k, c.v, c.beta, c.decay, c.kk, c.qk, ks, dots.nn(c.q, states), written, dr,
                                  states, dstates, do, erase, dots)
-  dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta, d.g))
+  dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :]))
   if segments is not None:
     dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
   dq, dk = _prepare_backward(dq, dk, q.astype(dtype), k.astype(dtype), normalize_qk)
-  return dq, dk, dv, dg[..., 0], dbeta[..., 0], dinitial
+  return dq, dk, dv, dg, dbeta, dinitial
 
 
 def _residual_backward(c: Chunks, dwritten, exact: Products):

@@ -1,0 +1,135 @@
+"""Cross-entropy of a linear head, without the [rows × vocabulary] tensor of logits.
+
+Letters: R rows, C rows of a chunk, D model, V vocabulary.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Logits of one chunk. 2**22 float32 values are 16 MB, which a CPU's last-level cache holds; measured with
+# benchmarks/cross_entropy.py. Accelerators want matmuls with at least this many rows.
+_CHUNK_ELEMENTS = 2**22
+_MIN_CHUNK_ROWS = 512
+
+
+class Rows(NamedTuple):
+    """Per row, without gradient: the negative log-likelihood and logsumexp of the logits [R] float32, and whether the
+    target has the largest logit [R] bool."""
+
+    nll: jax.Array
+    logsumexp: jax.Array
+    correct: jax.Array
+
+
+def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *,
+                         chunk: int | None = None) -> tuple[jax.Array, Rows]:
+    """Σ_r weights_r · (logsumexp(x_r w) − x_r w[:, targets_r]), chunk by chunk over the rows.
+
+    When differentiated, the forward pass computes the gradients of each chunk while its logits are at hand (three
+    matmuls in all, nothing is recomputed) and the backward pass multiplies them by the scalar cotangent. Between the two
+    live dx [R, D] and dw [D, V]; never [R, V].
+
+    Args:
+      x: [R, D] in the dtype of computation.
+      w: [D, V]; cast to x's dtype for the matmuls. Tied embeddings [V, D] are passed transposed: the transpose folds
+        into the matmul.
+      targets: [R] integers in [0, V); anything where the weight is 0.
+      weights: [R] float32; a row of weight 0 does not count. Differentiable too (its gradient is nll).
+      chunk: rows per chunk; None chooses.
+
+    Returns:
+      (loss_sum, rows): a float32 scalar and the per-row figures. A tie for the largest logit goes to the smaller index.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+    """
+    _check(x, w, targets, weights, chunk)
+    rows, vocabulary = x.shape[0], w.shape[1]
+    if chunk is None:
+        chunk = max(_CHUNK_ELEMENTS // vocabulary, _MIN_CHUNK_ROWS)
+    return _operator(min(chunk, rows), x, w, targets, weights)
+
+
+def _check(x, w, targets, weights, chunk):
+    if x.ndim != 2 or x.shape[0] == 0:
+        raise ValueError(f"x has shape {x.shape}: expected [R, D] with at least one row")
+    if w.ndim != 2 or w.shape[0] != x.shape[1]:
+        raise ValueError(f"w has shape {w.shape}: expected [D, V] with D = {x.shape[1]}, as in x")
+    for name, array in (("targets", targets), ("weights", weights)):
+        if array.shape != x.shape[:1]:
+            raise ValueError(f"{name} has shape {array.shape}: expected [R] = {x.shape[:1]}")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets has dtype {targets.dtype}: expected integers")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk = {chunk}: expected at least 1")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _operator(chunk, x, w, targets, weights):
+    loss, rows, _ = _walk(chunk, x, w, targets, weights, gradients=False)
+    return loss, rows
+
+
+def _forward(chunk, x, w, targets, weights):
+    loss, rows, (dx, dw) = _walk(chunk, x, w, targets, weights, gradients=True)
+    # A cast to w's dtype must wait for the cotangent; an empty slice carries that dtype.
+    return (loss, rows), (dx, dw, rows.nll, w[:0], weights[:0])
+
+
+def _backward(chunk, residuals, cotangents):
+    dx, dw, nll, w_empty, weights_empty = residuals
+    scale = cotangents[0]
+    return ((scale * dx).astype(dx.dtype), (scale * dw).astype(w_empty.dtype), None,
+            (scale * nll).astype(weights_empty.dtype))
+
+
+_operator.defvjp(_forward, _backward)
+
+
+def _walk(chunk, x, w, targets, weights, *, gradients):
+    """(loss, rows, (dx, dw)), dw in the dtype of accumulation."""
+    rows, width = x.shape
+    wide = jnp.promote_types(jnp.float32, x.dtype)
+    w_DV = w.astype(x.dtype)
+    padded = -(-rows // chunk) * chunk
+    chunks = tuple(jnp.pad(a, ((0, padded - rows),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, chunk, *a.shape[1:])
+                   for a in (x, targets.astype(jnp.int32), weights.astype(wide)))
+
+    def step(carry, inputs):
+        loss, dw_DV = carry
+        x_CD, target_C, weight_C = inputs
+        figures, dx_CD, dw_chunk_DV = _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients)
+        loss = loss + jnp.sum(weight_C * figures.nll)
+        return (loss, dw_DV + dw_chunk_DV if gradients else None), (figures, dx_CD)
+
+    zero = (jnp.zeros((), wide), jnp.zeros(w.shape, wide) if gradients else None)
+    if padded == chunk:
+        (loss, dw), (figures, dx) = step(zero, tuple(a[0] for a in chunks))
+    else:
+        (loss, dw), (figures, dx) = jax.lax.scan(step, zero, chunks)
+        figures, dx = jax.tree.map(lambda a: a.reshape(padded, *a.shape[2:]), (figures, dx))
+    return loss, Rows(*(a[:rows] for a in figures)), (dx[:rows] if gradients else None, dw)
+
+
+def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
+    logits_CV = jnp.dot(x_CD, w_DV, preferred_element_type=wide)
+    index_1V = jnp.arange(w_DV.shape[1], dtype=jnp.int32)[None]
+    hit_CV = index_1V == target_C[:, None]
+    largest_C = jnp.max(logits_CV, axis=1)
+    exp_CV = jnp.exp(logits_CV - largest_C[:, None])
+    total_C = jnp.sum(exp_CV, axis=1)
+    logsumexp_C = largest_C + jnp.log(total_C)
+    target_logit_C = jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)
+    best_C = jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1)
+    figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C == target_C)
+    if not gradients:
+        return figures, None, None
+    # Divide after the matmul's operand is made small: exp · (weight / total), less weight at the target.
+    dlogits_CV = exp_CV * (weight_C / total_C)[:, None] - jnp.where(hit_CV, weight_C[:, None], 0)
+    dlogits_CV = dlogits_CV.astype(x_CD.dtype)
+    dx_CD = jnp.dot(dlogits_CV, w_DV.T, preferred_element_type=wide).astype(x_CD.dtype)
+    dw_DV = jnp.dot(x_CD.T, dlogits_CV, preferred_element_type=wide)
+    return figures, dx_CD, dw_DV
