@@ -47,6 +47,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
     _check(q, k, v, segment_ids, kv_segment_ids, q_positions, implementation)
     if kv_segment_ids is None:
         kv_segment_ids = segment_ids
+    if implementation in ("splash", "cudnn"):
+        raise NotImplementedError(f"implementation={implementation!r} is not wired up")
     options = _Options(implementation, q.shape[-1] ** -0.5 if scale is None else float(scale))
     return _operator(options, q, k, v, segment_ids, kv_segment_ids, q_positions)
 
