@@ -1,0 +1,83 @@
+"""The transformers side of parity.py and training_speed.py; run by them in an interpreter that has torch.
+
+    transformers_peer.py logits MODEL_DIR TOKENS.safetensors LOGITS.safetensors
+    transformers_peer.py train MODEL_DIR TOKENS.safetensors      commands and answers as JSON lines
+
+Imports nothing of this project: its interpreter need not have JAX, nor the same Python version.
+"""
+
+import gc
+import json
+import sys
+import time
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+
+def load(directory, **kwargs):
+    """The model in float32, and how many of its tensors were missing or misshapen in the directory."""
+    model, info = transformers.Qwen3NextForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, **kwargs)
+    return model, len(info["missing_keys"]) + len(info["mismatched_keys"])
+
+
+def logits(directory, tokens_file, out_file):
+    model, missing = load(directory)
+    with torch.no_grad():
+        out = model(load_file(tokens_file)["input_ids"].long()).logits
+    save_file({"logits": out.contiguous()}, out_file)
+    print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, "missing": missing}))
+
+
+class Trainer:
+    """Forward, backward, clipping and AdamW on the batches of `tokens` [batches, B, T], in order, again and again."""
+
+    def __init__(self, directory, tokens, attention, experts, compiled, learning_rate, weight_decay, clip_norm):
+        self.model, _ = load(directory, attn_implementation=attention, experts_implementation=experts)
+        self.model.train()
+        self.forward = torch.compile(self.model) if compiled else self.model
+        self.tokens, self.step, self.clip_norm = tokens, 0, clip_norm
+        # The fused form is torch's fastest AdamW on CPU too.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), eps=1e-8,
+                                           weight_decay=weight_decay, fused=True)
+
+    def run(self, steps):
+        """→ (seconds, loss) of each step."""
+        results = []
+        for _ in range(steps):
+            batch = self.tokens[self.step % len(self.tokens)]
+            start = time.perf_counter()
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self.forward(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            self.optimizer.step()
+            results.append((time.perf_counter() - start, loss.item()))
+            self.step += 1
+        return results
+
+
+def train(directory, tokens_file):
+    tokens = load_file(tokens_file)["input_ids"].long()
+    trainer = None
+    print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "threads" in command:
+            torch.set_num_threads(command["threads"])
+            answer = {"threads": torch.get_num_threads()}
+        elif "new" in command:
+            trainer = None
+            gc.collect()
+            trainer = Trainer(directory, tokens, **command["new"])
+            answer = {"parameters": sum(p.numel() for p in trainer.model.parameters())}
+        else:
+            seconds, losses = zip(*trainer.run(command["steps"]))
+            answer = {"seconds": seconds, "losses": losses}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    {"logits": logits, "train": train}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,210 @@
+"""Hugging Face model directories ↔ `Qwen3Next`: the same numbers under the names and shapes of the released checkpoint."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
+from qwen3next_jax.interop.layout import Entry, Parameter, Slice, parameters
+from qwen3next_jax.interop.weights import Weights, name_some, read_json, weight_files, write_weights
+from qwen3next_jax.model import Qwen3Next
+
+_DIGESTS = "SHA256SUMS"
+
+
+def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
+    """A parameter tree under Hugging Face names and in Hugging Face shapes ([out, in], one tensor per expert).
+
+    Args:
+      tree: `nnx.state(model, nnx.Param)`, gradients of that structure, or either as nested plain dicts.
+      config: of the model the tree belongs to.
+
+    Raises:
+      ValueError: the tree lacks a parameter that `config` calls for, or has it in another shape.
+    """
+    return dict(_iter_tensors(tree, config))
+
+
+def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    leaves = {_dotted(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    for parameter in parameters(config):
+        if parameter.path not in leaves or leaves[parameter.path].shape != parameter.shape:
+            found = leaves[parameter.path].shape if parameter.path in leaves else "nothing"
+            raise ValueError(f"parameter {parameter.path}: expected shape {parameter.shape} by the config, found {found}")
+        for prefix, layer in parameter.layers(np.asarray(leaves[parameter.path])):
+            for part in parameter.entry.slices:
+                yield prefix + part.name, parameter.entry.to_tensor(layer, part)
+
+
+def _dotted(path: tuple) -> str:
+    """The name of a leaf: 'layers.0.mixer.q_proj', for an nnx.State (whose leaves sit in a Param) and for dicts alike."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+def read_hf_config(path: str | os.PathLike) -> ModelConfig:
+    """The architecture of a Hugging Face directory, without reading its weights (their names only).
+
+    Raises:
+      UserError: see `load_hf`.
+    """
+    directory = _directory(path)
+    return _read_config(directory, Weights(directory))
+
+
+def _directory(path: str | os.PathLike) -> pathlib.Path:
+    directory = pathlib.Path(path)
+    if directory.is_dir():
+        return directory
+    found = "is a file" if directory.exists() else "does not exist"
+    raise UserError(f"{directory} {found}: expected a Hugging Face model directory (config.json and *.safetensors)")
+
+
+def _read_config(directory: pathlib.Path, weights: Weights) -> ModelConfig:
+    has_mtp = any(name.startswith("mtp.") for name in weights.names)
+    file = directory / "config.json"
+    return parse_hf_config(read_json(file), has_mtp, str(file))
+
+
+def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
+    """The model in a Hugging Face directory.
+
+    Args:
+      path: holds config.json and model.safetensors, or shards with their index. A SHA256SUMS file there is checked.
+      dtype: "float32" or "bfloat16", of the parameters and of the arithmetic (`model.config.dtype`). Norms, A_log,
+        dt_bias, the shared expert's gate and the router are float32 in either, as training keeps them.
+
+    Raises:
+      UserError: one line naming the file and what was expected: no config.json, another model_type or a setting that is
+        not supported; tensors missing, left over, misshapen or not floating point; files truncated, damaged or pickled.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
+    config = dataclasses.replace(read_hf_config(path), dtype=dtype)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
+    arrays = {name: jnp.asarray(array) for name, array in iter_hf_params(path, config, dtype)}
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[_dotted(leaf)], shapes))
+
+
+def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
+                   dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
+    """`(dotted parameter path, array)` for every parameter of a model with `config`, from a Hugging Face directory.
+
+    One (stacked) parameter is in memory at a time; everything is checked before the first is read. `dtype` and errors
+    are those of `load_hf`.
+    """
+    directory = _directory(path)
+    weights = Weights(directory)
+    _check_digests(directory)
+    wanted = list(parameters(config))
+    _check_tensors(weights, wanted, config)
+    for parameter in wanted:
+        # One-dimensional parameters and the router steer everything else and weigh nothing.
+        small = len(parameter.entry.shape) == 1 or parameter.path.endswith(".router")
+        array = np.empty(parameter.shape, np.float32 if small else jnp.dtype(dtype))
+        for prefix, layer in parameter.layers(array):
+            for part in _stored(parameter.entry, prefix, weights.names):
+                parameter.entry.from_tensor(weights.read(prefix + part.name), part, layer)
+        yield parameter.path, array
+
+
+def _stored(entry: Entry, prefix: str, names: set[str]) -> tuple[Slice, ...]:
+    """The form in which a checkpoint with these tensor `names` stores `entry`."""
+    return (entry.fused,) if entry.fused is not None and prefix + entry.fused.name in names else entry.slices
+
+
+def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfig) -> None:
+    names = weights.names
+    expected = {prefix + part.name: part.shape for parameter in wanted for prefix in parameter.prefixes
+                for part in _stored(parameter.entry, prefix, names)}
+    missing, extra = expected.keys() - names, names - expected.keys()
+    if config.tie_word_embeddings and "lm_head.weight" in extra:
+        extra -= {"lm_head.weight"}
+        if not np.array_equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight")):
+            raise UserError(f"{weights.directory}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+                            "model.embed_tokens.weight: expected them equal, or tie_word_embeddings: false")
+    if missing:
+        raise UserError(f"{weights.directory}: the weights lack {name_some(missing)}; expected all that config.json calls for")
+    if extra:
+        raise UserError(f"{weights.directory}: the weights hold {name_some(extra)} beyond those config.json calls for; the "
+                        "config may belong to another checkpoint")
+    for name, shape in expected.items():
+        if weights.shape(name) != shape:
+            raise UserError(f"{weights.directory}: tensor {name} has shape {list(weights.shape(name))}: expected "
+                            f"{list(shape)} by config.json")
+
+
+def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None) -> None:
+    """Writes `model` as a Hugging Face directory that transformers' Qwen3NextForCausalLM loads.
+
+    Weights keep their dtype, so that `load_hf` of the result has the same bits. The directory appears whole or not at
+    all: it is written beside its place and renamed, SHA256SUMS last.
+
+    Args:
+      out_dir: must not exist yet, or be empty.
+      tokenizer: anything with `save(directory)`, or None.
+
+    Raises:
+      UserError: `out_dir` is there and not empty.
+    """
+    out = pathlib.Path(out_dir)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out}: already there: expected a new or empty directory; choose another, or remove it first")
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
+    try:
+        _write(model, partial, tokenizer)
+        partial.chmod(0o755)  # mkdtemp makes it private
+        partial.rename(out.absolute())
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any) -> None:
+    config, params = model.config, nnx.state(model, nnx.Param)
+    itemsize = {_dotted(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    sizes = {prefix + part.name: int(np.prod(part.shape)) * itemsize[parameter.path] for parameter in parameters(config)
+             for prefix in parameter.prefixes for part in parameter.entry.slices}
+    write_weights(_iter_tensors(params, config), sizes, directory)
+    fields = format_hf_config(config, dtype=str(params["embedding"][...].dtype))
+    _write_json(directory / "config.json", fields)
+    _write_json(directory / "generation_config.json", {
+        "_from_model_config": True, "bos_token_id": fields["bos_token_id"], "eos_token_id": fields["eos_token_id"]})
+    if tokenizer is not None:
+        tokenizer.save(directory)
+    files = sorted(f for f in directory.rglob("*") if f.is_file())
+    (directory / _DIGESTS).write_text("".join(f"{_digest(f)}  {f.relative_to(directory).as_posix()}\n" for f in files))
+
+
+def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _digest(file: pathlib.Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _check_digests(directory: pathlib.Path) -> None:
+    """Compares config and weights with SHA256SUMS where there is one: safetensors alone does not notice a flipped bit."""
+    if not (directory / _DIGESTS).is_file():
+        return
+    lines = (line.split(maxsplit=1) for line in (directory / _DIGESTS).read_text(errors="replace").splitlines())
+    recorded = {words[1].lstrip("*"): words[0] for words in lines if len(words) == 2}
+    for file in [directory / "config.json", *weight_files(directory)]:
+        if file.name in recorded and recorded[file.name] != (digest := _digest(file)):
+            raise UserError(f"{file}: SHA-256 is {digest[:12]}…, {_DIGESTS} says {recorded[file.name][:12]}…: damaged, or "
+                            f"changed after export; copy it again, or delete {_DIGESTS} if the change is meant")
