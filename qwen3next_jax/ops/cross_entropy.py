@@ -16,11 +16,12 @@ _MIN_CHUNK_ROWS = 512
 
 
 class Rows(NamedTuple):
-    """Per row, without gradient: the negative log-likelihood and logsumexp of the logits [R] float32, and whether the
-    target has the largest logit [R] bool."""
+    """Per row, without gradient: the negative log-likelihood and logsumexp of the logits [R] float32, the index of the
+    largest logit [R] int32, and whether that is the target [R] bool."""
 
     nll: jax.Array
     logsumexp: jax.Array
+    argmax: jax.Array
     correct: jax.Array
 
 
@@ -124,7 +125,7 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     logsumexp_C = largest_C + jnp.log(total_C)
     target_logit_C = jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)
     best_C = jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1)
-    figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C == target_C)
+    figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
     # Divide after the matmul's operand is made small: exp · (weight / total), less weight at the target.
