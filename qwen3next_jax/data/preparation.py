@@ -1,0 +1,286 @@
+"""Turns a source into shards of packed rows, once, and reads them back.
+
+`prepare` writes `<prepared_dir>/<fingerprint>/`: ArrayRecord shards (whose records carry checksums) of training and
+held-out rows and, last, `metadata.json`; the directory gets its final name in one rename, so that a killed preparation
+is never taken for a finished one and two at once do no harm (the slower one discards its work).
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from qwen3next_jax.data import sources
+from qwen3next_jax.data.packing import Packer, Row
+from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
+from qwen3next_jax.data.sources import Document, Source
+from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.errors import UserError
+
+_FORMAT = 1  # raise it when the same input no longer gives the same rows
+_METADATA = "metadata.json"
+_REREAD_SIZE = 1 << 26  # smaller sources are hashed at every start
+_BATCH_CHARACTERS = 1 << 22  # tokenized at once
+TRAIN, HELDOUT = "train", "heldout"
+
+Progress = Callable[[str, int, int], None]  # (source name, bytes read, bytes in all)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What one split of a source came to."""
+
+    documents: int = 0
+    cut_documents: int = 0  # documents that stand in more than one piece
+    text_bytes: int = 0  # UTF-8
+    tokens: int = 0  # one end-of-document token each included
+    rows: int = 0
+    padding: int = 0  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The finished rows of one source."""
+
+    source: Source
+    fingerprint: str
+    directory: pathlib.Path
+    statistics: dict[str, Statistics]  # of TRAIN and HELDOUT
+    rows: dict[str, RowReader]  # of TRAIN and HELDOUT
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything besides the text that decides what the rows are."""
+
+    row_length: int
+    heldout_fraction: float
+    seed: int
+
+
+def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: str | os.PathLike,
+            progress: Progress | None = None) -> Prepared:
+    """The rows of `source`, prepared now unless that was done before.
+
+    Args:
+      source: see `sources.resolve`.
+      tokenizer: its `fingerprint` is part of the rows'.
+      recipe: row length, held-out share and seed.
+      prepared_dir: a local directory; rows are read from it at random, so it should be on a local or fast disk.
+      progress: called now and then while documents are read.
+
+    Raises:
+      UserError: unreadable input, too little text, or prepared rows that are damaged.
+    """
+    if sources.is_remote(os.fspath(prepared_dir)):
+        raise UserError(f"data.prepared_dir {os.fspath(prepared_dir)!r}: expected a local directory, because rows are "
+                        "read from it at random; data.path may be remote")
+    parent = pathlib.Path(prepared_dir).expanduser()
+    key = fingerprint(source, tokenizer, recipe, parent)
+    directory = parent / key
+    if not (directory / _METADATA).exists():
+        _prepare(source, tokenizer, recipe, directory, progress or (lambda *_: None))
+    return _open(source, key, directory)
+
+
+def fingerprint(source: Source, tokenizer: Tokenizer, recipe: Recipe, cache_dir: pathlib.Path) -> str:
+    """Digest (20 hexadecimal digits) of all that decides the rows: files, tokenizer, recipe, format."""
+    digests = _content_digests(source, cache_dir / "content_digests.json")
+    parts = {
+        "format": _FORMAT,
+        "files": [(file.label, file.size, digest) for file, digest in zip(source.files, digests, strict=True)],
+        "text_field": source.text_field,
+        "tokenizer": tokenizer.fingerprint,
+        **dataclasses.asdict(recipe),
+    }
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+
+def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[str, Document]]:
+    """Streams `(TRAIN or HELDOUT, document)`, split by a hash of the text: equal texts land on the same side.
+
+    Neither side stays empty. When no hash falls into the held-out share (few documents), the end of the document with
+    the smallest hash is held out: `heldout_fraction` of all text, at most the whole document.
+    """
+    counts, characters = {TRAIN: 0, HELDOUT: 0}, 0
+    smallest: tuple[float, Document] | None = None  # withheld, because it decides these cases
+    for document in sources.documents(source):
+        characters += len(document.text)
+        candidate = (_unit_hash(document.text), document)
+        if smallest is None or candidate[0] < smallest[0]:
+            smallest, candidate = candidate, smallest
+        if candidate is not None:
+            side = HELDOUT if candidate[0] < heldout_fraction else TRAIN
+            counts[side] += 1
+            yield side, candidate[1]
+    assert smallest is not None  # sources.documents raises when there is none
+    value, document = smallest
+    if value < heldout_fraction and counts[TRAIN]:
+        yield HELDOUT, document
+    elif counts[HELDOUT]:
+        yield TRAIN, document
+    else:
+        yield from _cut_in_two(document, round(heldout_fraction * characters), source, whole=counts[TRAIN] > 0)
+
+
+def _unit_hash(text: str) -> float:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -> Iterator[tuple[str, Document]]:
+    size = len(document.text)
+    heldout = max(heldout, 1)
+    if whole and heldout >= size:
+        yield HELDOUT, document
+        return
+    if size < 2:
+        raise UserError(f"{source.name!r} holds a single document of {size} character: too little to train on and to "
+                        "hold out; expected at least 2 characters")
+    cut = size - min(heldout, size - 1)
+    yield TRAIN, dataclasses.replace(document, text=document.text[:cut])
+    yield HELDOUT, dataclasses.replace(document, text=document.text[cut:])
+
+
+# ---- writing
+
+
+def _prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path, progress: Progress) -> None:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(directory)
+        temporary = directory.parent / f".{directory.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        temporary.mkdir()
+    except OSError as error:
+        raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
+    try:
+        content = _write_rows(source, tokenizer, recipe, temporary, progress)
+        (temporary / _METADATA).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1) + "\n")
+        if directory.exists() and not (directory / _METADATA).exists():
+            shutil.rmtree(directory)  # emptied by hand: without metadata nobody reads it
+        try:
+            temporary.rename(directory)
+        except OSError:
+            if not (directory / _METADATA).exists():  # else another process was faster, with the same rows
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_abandoned(directory: pathlib.Path) -> None:
+    """Removes what killed preparations of this machine left behind."""
+    prefix = f".{directory.name}.{socket.gethostname()}."
+    for leftover in directory.parent.glob(f"{prefix}*"):
+        process = leftover.name.removeprefix(prefix).split(".")[0]
+        if process.isdigit() and not _is_alive(int(process)):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _write_rows(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path,
+                progress: Progress) -> dict:
+    length = recipe.row_length
+    # uint16 halves the shards for vocabularies that fit.
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    writers = {side: RowWriter(directory, side, dtype, length) for side in (TRAIN, HELDOUT)}
+    packers = {side: Packer(length, recipe.seed) for side in (TRAIN, HELDOUT)}
+    counts = {side: dataclasses.asdict(Statistics()) for side in (TRAIN, HELDOUT)}
+
+    def write(side: str, rows: Iterable[Row]) -> None:
+        for row in rows:
+            writers[side].write(row)
+            counts[side]["rows"] += 1
+            counts[side]["padding"] += length - sum(len(piece.tokens) for piece in row)
+
+    for batch in _batched(split_documents(source, recipe.heldout_fraction)):
+        encoded = tokenizer.encode_documents([document.text for _, document in batch])
+        for (side, document), tokens in zip(batch, encoded, strict=True):
+            counts[side]["documents"] += 1
+            counts[side]["text_bytes"] += len(document.text.encode())
+            counts[side]["tokens"] += len(tokens)
+            write(side, packers[side].add(tokens, document.file, document.record))
+        progress(source.name, batch[-1][1].bytes_read, source.size)
+    for side, packer in packers.items():
+        write(side, packer.finish())
+        counts[side]["cut_documents"] = packer.cut_documents
+    shards = {side: [dataclasses.asdict(shard) for shard in writer.close()] for side, writer in writers.items()}
+    return {
+        "format": _FORMAT, "source": source.name, "files": len(source.files), "dtype": dtype.name,
+        "tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
+        **dataclasses.asdict(recipe), "statistics": counts, "shards": shards,
+    }
+
+
+def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
+    batch, characters = [], 0
+    for side, document in stream:
+        batch.append((side, document))
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+# ---- reading
+
+
+def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
+    path = directory / _METADATA
+    try:
+        content = json.loads(path.read_text())
+        intact = content.pop("digest") == _digest(content)
+    except (OSError, ValueError, KeyError, AttributeError):
+        intact = False
+    if not intact:
+        raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
+    statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
+    rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], np.dtype(content["dtype"]),
+                            content["row_length"])
+            for side, shards in content["shards"].items()}
+    return Prepared(source, key, directory, statistics, rows)
+
+
+def _digest(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _content_digests(source: Source, cache_path: pathlib.Path) -> list[str]:
+    """Digest of every file's content; a large corpus's unchanged files (size, modification time) are not read again."""
+    if source.size < _REREAD_SIZE or sources.is_remote(source.name):
+        return [sources.content_digest(file) for file in source.files]
+    try:
+        cache = json.loads(cache_path.read_text())
+    except (OSError, ValueError):
+        cache = {}
+    digests, new = [], {}
+    for file in source.files:
+        entry = f"{os.path.abspath(file.path)}\0{file.size}\0{file.version}"
+        digest = cache.get(entry) or sources.content_digest(file)
+        digests.append(digest)
+        # A file changed a moment ago may change again without its modification time showing it.
+        if entry not in cache and time.time_ns() - int(file.version) > 2_000_000_000:
+            new[entry] = digest
+    if new:
+        cache_path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache_path.with_name(f".{cache_path.name}.{uuid.uuid4().hex[:8]}")
+        temporary.write_text(json.dumps(cache | new))
+        temporary.replace(cache_path)
+    return digests

@@ -1,0 +1,279 @@
+"""Documents on disk: globs of text, JSONL and Parquet files, local or gs://, read as a stream.
+
+A `Source` is one glob of `data.path` and the sorted files it matches. Every mistake that the files can hold (nothing
+matches, not UTF-8, JSON without the field, …) becomes one `UserError` that names the file and the place in it.
+"""
+
+import dataclasses
+import functools
+import glob as local_glob
+import gzip
+import hashlib
+import json
+import os
+import pathlib
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import pyarrow
+import pyarrow.parquet
+from etils import epath
+
+from qwen3next_jax.errors import UserError, did_you_mean
+
+STANDARD_LIBRARY = "Python standard library"
+_STDLIB_SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
+# Written when Python is built or installed, so they differ between two builds of one version.
+_STDLIB_BUILD_SPECIFIC = re.compile(r"_sysconfigdata.*|config-.*|sitecustomize\.py|usercustomize\.py")
+_REMOTE_SCHEMES = ("gs", "s3", "az", "hf")
+# Properties by which the object stores' listings tell one content from another, best first.
+_REMOTE_VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "mtime", "updated", "LastModified", "last_modified", "created")
+_WILDCARD = re.compile(r"[*?\[]")
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+    path: epath.Path
+    label: str  # relative to the fixed part of the glob, "/"-separated: moving the whole tree does not change it
+    size: int  # bytes on disk
+    version: str  # changes with the content: a local file's modification time, a remote object's checksum
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One glob of `data.path`, resolved."""
+
+    name: str  # the glob as the user wrote it
+    files: tuple[SourceFile, ...]  # sorted by label
+    text_field: str
+    explicit: bool  # named without wildcards: an empty file is then a mistake, not one of many
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(file.size for file in self.files)
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    text: str  # never empty, always encodable as UTF-8
+    file: int  # index into Source.files
+    record: int  # 0-based line (JSONL) or row (Parquet); 0 for text files
+    bytes_read: int  # how far into the source, in bytes on disk, reading is: for progress displays
+
+
+def resolve(path: str, text_field: str) -> Source:
+    """Finds the files of one glob; `""` is the Python standard library's own source.
+
+    Raises:
+      UserError: nothing matches, a directory was named, or gs:// support is not installed.
+    """
+    if not path:
+        return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, explicit=False)
+    files = sorted(_remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label)
+    if not files:
+        raise UserError(f"data.path {path!r} matches no file{_nearest_hint(path)}")
+    return Source(path, tuple(files), text_field, explicit=len(files) == 1 and not _WILDCARD.search(path))
+
+
+def documents(source: Source) -> Iterator[Document]:
+    """Streams the documents of `source` in the order of its files, skipping empty ones.
+
+    Raises:
+      UserError: an unreadable file or record, or no text in the whole source.
+    """
+    done, any_text = 0, False
+    for index, file in enumerate(source.files):
+        suffix = file.path.name.lower()
+        read = (_read_parquet if suffix.endswith(".parquet") else
+                _read_jsonl if suffix.endswith((".jsonl", ".jsonl.gz")) else _read_text)
+        try:
+            for record, text, position in read(file, source.text_field):
+                if text:
+                    any_text = True
+                    yield Document(text, index, record, done + position)
+        except OSError as error:
+            raise UserError(f"{file.path}: cannot be read ({error})") from error
+        done += file.size
+    if not any_text:
+        which = source.files[0].path if len(source.files) == 1 else f"all {len(source.files)} files of {source.name!r}"
+        verb = "is" if len(source.files) == 1 else "are"
+        raise UserError(f"{which} {verb} empty: expected text")
+
+
+def describe(source: Source, file: int, record: int) -> str:
+    """Where a document is: "dir/part.jsonl:17" (line or row, from 1) or "dir/book.txt"."""
+    label = source.files[file].label
+    return f"{label}:{record + 1}" if label.lower().endswith((".jsonl", ".jsonl.gz", ".parquet")) else label
+
+
+def content_digest(file: SourceFile) -> str:
+    """SHA-256 of a local file's bytes; of size and checksum for a remote object, which is not downloaded."""
+    if is_remote(os.fspath(file.path)):
+        return hashlib.sha256(f"{file.size} {file.version}".encode()).hexdigest()
+    try:
+        with file.path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{file.path}: cannot be read ({error})") from error
+
+
+# ---- finding files
+
+
+def is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _fixed_part(path: str) -> str:
+    """The directory before the first wildcard."""
+    wildcard = _WILDCARD.search(path)
+    head = path[:wildcard.start()] if wildcard else path
+    return head.rpartition("/")[0]
+
+
+def _local_files(path: str) -> list[SourceFile]:
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded):
+        raise UserError(f"data.path {path!r} is a directory; name the files in it, for example "
+                        f"{path.rstrip('/')}/**/*.txt")
+    # A file whose name contains glob characters is still found when it is named exactly.
+    found = [expanded] if os.path.exists(expanded) else local_glob.glob(expanded, recursive=True)
+    root = _fixed_part(expanded) or ("/" if expanded.startswith("/") else ".")
+    return [_local_file(f, root) for f in found if os.path.isfile(f)]
+
+
+def _local_file(path: str, root: str) -> SourceFile:
+    stat = os.stat(path)
+    label = os.path.relpath(path, root).replace(os.sep, "/")
+    return SourceFile(epath.Path(path), label, stat.st_size, str(stat.st_mtime_ns))
+
+
+def _remote_files(path: str) -> list[SourceFile]:
+    import fsspec  # comes with etils[epath]; epath's own glob refuses "**"
+
+    scheme = path.split("://")[0]
+    if scheme not in _REMOTE_SCHEMES:
+        raise UserError(f"data.path {path!r}: expected a local path or one of {', '.join(_REMOTE_SCHEMES)}")
+    try:
+        filesystem, pattern = fsspec.core.url_to_fs(path)
+        found = filesystem.glob(pattern, detail=True)
+    except ImportError as error:
+        raise UserError(f"data.path {path!r}: {scheme}:// needs another package ({error})") from error
+    except OSError as error:
+        raise UserError(f"data.path {path!r}: cannot be listed ({error})") from error
+    root = filesystem._strip_protocol(_fixed_part(path)).strip("/") + "/"
+    files = []
+    for name, info in found.items():
+        if info["type"] == "file":
+            name = name.lstrip("/")
+            version = next((str(info[key]) for key in _REMOTE_VERSIONS if info.get(key)), "")
+            files.append(SourceFile(epath.Path(f"{scheme}://{name}"), name.removeprefix(root), info["size"], version))
+    return files
+
+
+def _nearest_hint(path: str) -> str:
+    """Names the first part of a local path that does not exist, with the closest existing name."""
+    if is_remote(path):
+        return "; check the bucket's and the objects' names"
+    parent = pathlib.Path("/" if os.path.isabs(path) else ".")
+    for part in pathlib.Path(os.path.expanduser(path)).parts:
+        if _WILDCARD.search(part):
+            return f"; {parent} exists but holds nothing that matches"
+        if not (parent / part).exists():
+            names = [p.name for p in parent.iterdir()] if parent.is_dir() else []
+            return f": there is no {part!r} in {parent.resolve()}{did_you_mean(part, names)}"
+        parent = parent / part
+    return ""
+
+
+@functools.cache
+def _standard_library_files() -> tuple[SourceFile, ...]:
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [d for d in subdirectories
+                             if d not in _STDLIB_SKIPPED_DIRECTORIES and not _STDLIB_BUILD_SPECIFIC.fullmatch(d)]
+        files += [pathlib.Path(directory, name) for name in names
+                  if name.endswith(".py") and not _STDLIB_BUILD_SPECIFIC.fullmatch(name)]
+    if not files:
+        raise UserError(f"{root} holds no Python source to train on: give texts with data.path")
+    found = [_local_file(os.fspath(file), os.fspath(root)) for file in files]
+    return tuple(sorted(found, key=lambda file: file.label))
+
+
+# ---- reading files: each yields (record number, text, bytes of the file read so far)
+
+
+def _decoded(data: bytes, path: epath.Path, start: int = 0) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text at byte offset {start + error.start} (0x{data[error.start]:02x}); "
+                        f".jsonl, .jsonl.gz and .parquet are read as such, every other file as UTF-8 text") from error
+
+
+def _read_text(file: SourceFile, text_field: str) -> Iterator[tuple[int, str, int]]:
+    del text_field
+    yield 0, _decoded(file.path.read_bytes(), file.path).removeprefix("\ufeff"), file.size
+
+
+def _read_jsonl(file: SourceFile, text_field: str) -> Iterator[tuple[int, str, int]]:
+    with file.path.open("rb") as raw:
+        stream: BinaryIO = gzip.open(raw) if file.path.name.lower().endswith(".gz") else raw
+        offset = 0
+        try:
+            for record, line in enumerate(stream):
+                if line.strip():
+                    text = _decoded(line, file.path, offset).removeprefix("\ufeff")
+                    yield record, _json_text(text, text_field, f"{file.path}:{record + 1}"), min(offset, file.size)
+                offset += len(line)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{file.path}: damaged gzip file ({error})") from error
+
+
+def _json_text(line: str, field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: expected a JSON object with a field {field!r}, found {type(record).__name__}")
+    if field not in record:
+        raise UserError(f"{where}: no field {field!r}{did_you_mean(field, record)}; it has "
+                        f"{', '.join(map(repr, record)) or 'none'}; name the right one with data.text_field")
+    return _checked_text(record[field], f"{where}: field {field!r}")
+
+
+def _checked_text(text: object, where: str) -> str:
+    if not isinstance(text, str):
+        raise UserError(f"{where} is of type {type(text).__name__}: expected a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} holds half a surrogate pair at character {error.start}: not text") from error
+    return text
+
+
+def _read_parquet(file: SourceFile, text_field: str) -> Iterator[tuple[int, str, int]]:
+    with file.path.open("rb") as stream:
+        try:
+            table = pyarrow.parquet.ParquetFile(stream)
+            schema = table.schema_arrow
+            if text_field not in schema.names:
+                raise UserError(f"{file.path}: no column {text_field!r}{did_you_mean(text_field, schema.names)}; it has "
+                                f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field")
+            kind = schema.field(text_field).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UserError(f"{file.path}: column {text_field!r} is of type {kind}: expected string")
+            record, rows = 0, max(table.metadata.num_rows, 1)
+            for batch in table.iter_batches(batch_size=256, columns=[text_field]):
+                for value in batch.column(0):
+                    where = f"{file.path}: row {record + 1} of column {text_field!r}"
+                    yield record, _checked_text(value.as_py(), where), file.size * record // rows
+                    record += 1
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            raise UserError(f"{file.path}: not a readable Parquet file ({' '.join(str(error).split())[:200]})") from error

@@ -1,0 +1,263 @@
+"""Tokenizers: bytes, or any Hugging Face `tokenizer.json`, behind one small interface.
+
+`load_tokenizer("bytes")` and `load_tokenizer("path/to/tokenizer.json")` return objects with the same attributes, so
+that preparation, evaluation (bits per byte), generation (streamed text) and export need not know which one they hold.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+from etils import epath
+
+from qwen3next_jax.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+_COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
+# Longer texts are tokenized in parts cut at line ends: the library's memory grows to ~100 bytes per byte of one text.
+_LONGEST_TEXT = 1 << 20
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package needs of a tokenizer.
+
+    Attributes:
+      vocab_size: number of ids (the largest id plus one).
+      eos_id: the id that ends every document.
+      token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
+      fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
+    """
+
+    vocab_size: int
+    eos_id: int
+    token_bytes: np.ndarray
+    fingerprint: str
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n] ids of `text`, special tokens written out in it recognised, none added."""
+        ...
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int32 ids of each text: no text becomes a special token, and `eos_id` ends each."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; bytes that are not UTF-8, and ids outside the vocabulary, become U+FFFD."""
+        ...
+
+    def decode_stream(self) -> "DecodeStream":
+        """A decoder that is fed one id at a time."""
+        ...
+
+    def save(self, directory: epath.PathLike) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json` in the Hugging Face format."""
+        ...
+
+
+def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer named by `spec`.
+
+    Args:
+      spec: "bytes", the path of a Hugging Face `tokenizer.json`, or a directory that holds one (local or gs://).
+      vocab_size: the model's vocabulary, when known.
+
+    Raises:
+      UserError: no such file, not a tokenizer, no end-of-document token, or more ids than `vocab_size`.
+    """
+    tokenizer = ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise UserError(f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only {vocab_size}: "
+                        f"set model.vocab_size to at least {tokenizer.vocab_size} or choose another data.tokenizer")
+    return tokenizer
+
+
+class DecodeStream:
+    """Incremental decoding: text leaves as soon as it is complete, never half a UTF-8 character.
+
+    To continue a prompt, feed its ids first and drop what they return: some decoders treat a text's first token apart.
+    """
+
+    # A character has at most 4 bytes and a token at least one, so a longer undecodable tail is not an unfinished one.
+    _LONGEST_TAIL = 8
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # ids already shown, kept because some decoders join tokens to what precedes
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes, possibly empty."""
+        self._pending.append(int(token))
+        text = self._pending_text()
+        if text.endswith("\ufffd") and len(self._pending) < self._LONGEST_TAIL:
+            return ""
+        return self._release(text)
+
+    def end(self) -> str:
+        """What is left; an unfinished character becomes U+FFFD."""
+        return self._release(self._pending_text()) if self._pending else ""
+
+    def _pending_text(self) -> str:
+        shown = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._pending)[len(shown):]
+
+    def _release(self, text: str) -> str:
+        self._context, self._pending = self._pending, []
+        return text
+
+
+class ByteTokenizer:
+    """Ids 0 … 255 are the bytes of the UTF-8 text, 256 ends a document."""
+
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = hashlib.sha256(b"bytes, 256 = end of document").hexdigest()
+
+    def __init__(self):
+        self.token_bytes = np.array([1] * 256 + [0], np.int32)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.append(self.encode(text), np.int32(self.eos_id)) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        invalid = b"\xff"  # in no UTF-8 text
+        special = {self.eos_id: END_OF_TEXT.encode()}
+        return b"".join(bytes([i]) if i < 256 else special.get(i, invalid) for i in ids).decode("utf-8", "replace")
+
+    def decode_stream(self) -> DecodeStream:
+        return DecodeStream(self)
+
+    def save(self, directory: epath.PathLike) -> None:
+        """Writes a byte-level BPE without merges: the same ids in any program that reads Hugging Face tokenizers."""
+        model = tokenizers.models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        _save(directory, tokenizer.to_str(pretty=True), END_OF_TEXT)
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, read by the `tokenizers` library.
+
+    The end-of-document token is `eos_token` of the `tokenizer_config.json` beside it, else the first usual one that the
+    vocabulary has.
+    """
+
+    def __init__(self, spec: str):
+        path = epath.Path(spec)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.exists():
+            raise UserError(f"tokenizer {path}: no such file; expected 'bytes' or the path of a Hugging Face tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        except ValueError as error:
+            raise UserError(f"tokenizer {path}: not a Hugging Face tokenizer.json ({_one_line(error)})") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._eos_token = _eos_token(path, self._tokenizer)
+        self.eos_id = self._tokenizer.token_to_id(self._eos_token)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._json = self._tokenizer.to_str()
+        self.fingerprint = hashlib.sha256(f"{self._json}\0{self.eos_id}".encode()).hexdigest()
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        return _token_bytes(self._tokenizer, self.vocab_size)
+
+    @functools.cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, for which special tokens written out in a text are ordinary text."""
+        literal = tokenizers.Tokenizer.from_str(self._json)
+        literal.encode_special_tokens = True
+        return literal
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        parts = [_cut_at_lines(text) for text in texts]
+        flat = iter(self._literal.encode_batch_fast([p for ps in parts for p in ps], add_special_tokens=False))
+        return [np.array([i for _ in ps for i in next(flat).ids] + [self.eos_id], np.int32) for ps in parts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def decode_stream(self) -> DecodeStream:
+        return DecodeStream(self)
+
+    def save(self, directory: epath.PathLike) -> None:
+        _save(directory, self._tokenizer.to_str(pretty=True), self._eos_token)
+
+
+def _save(directory: epath.PathLike, tokenizer_json: str, eos_token: str) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "clean_up_tokenization_spaces": False}
+    directory = epath.Path(directory)
+    (directory / "tokenizer.json").write_text(tokenizer_json)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
+    config_path = path.parent / "tokenizer_config.json"
+    if config_path.exists():
+        try:
+            token = json.loads(config_path.read_text()).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{config_path}: expected a JSON object ({_one_line(error)})") from error
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            if tokenizer.token_to_id(token) is None:
+                raise UserError(f"{config_path}: eos_token {token!r} is not in the vocabulary of {path}")
+            return token
+    for token in _COMMON_EOS:
+        if tokenizer.token_to_id(token) is not None:
+            return token
+    raise UserError(f"tokenizer {path}: no end-of-document token found (tried {', '.join(_COMMON_EOS)}); name it as "
+                    f'"eos_token" in {config_path}')
+
+
+def _cut_at_lines(text: str) -> list[str]:
+    parts, start = [], 0
+    while len(text) - start > _LONGEST_TEXT:
+        end = text.rfind("\n", start, start + _LONGEST_TEXT) + 1 or start + _LONGEST_TEXT
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level BPE vocabularies (from GPT-2 on) write for each of the 256 bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _token_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> np.ndarray:
+    """int32 [vocab_size]: how many UTF-8 bytes of text each token stands for."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", ())]}
+    added = tokenizer.get_added_tokens_decoder()
+    sizes = np.zeros(vocab_size, np.int32)
+    for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
+        if i in added:
+            sizes[i] = 0 if added[i].special else len(token.encode())
+        elif "ByteLevel" in kinds:
+            sizes[i] = len(token)  # one character per byte
+        elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+            sizes[i] = 1
+        elif kinds & {"Metaspace", "ByteFallback"}:
+            sizes[i] = len(token.replace("▁", " ").encode())
+        else:
+            sizes[i] = len(tokenizer.decode([i], skip_special_tokens=False).encode())
+    return sizes
