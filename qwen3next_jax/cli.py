@@ -88,4 +88,4 @@ def enable_compilation_cache() -> None:
 
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path.home() / ".cache" / "qwen3next_jax" / "compiled"))
-        jax.config.update("jax_persistent_compilation_cache_min_compile_time_secs", 1.0)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

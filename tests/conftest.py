@@ -10,4 +10,4 @@ import jax  # noqa: E402
 
 # Programs compiled by one run of the suite are read back by the next.
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / "runs" / "test_compilation_cache"))
-jax.config.update("jax_persistent_compilation_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
