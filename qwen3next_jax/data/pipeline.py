@@ -79,7 +79,7 @@ class TrainData:
         order = self._heldout_order[:rows]
         share = _share(self.batch_size, process_index, process_count)
         for start in range(0, len(order), self.batch_size):
-            chosen = order[start:start + self.batch_size][share]
+            chosen = order[start:start + self.batch_size][share].tolist()
             batch = [self._prepared[source].rows[HELDOUT][row] for source, row in chosen]
             yield _stack(batch, share.stop - share.start, self.sequence_length)
 
@@ -132,14 +132,15 @@ def _shuffle_seed(seed: int, source: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:4], "big")
 
 
-def _heldout_order(prepared: list[Prepared], seed: int) -> list[tuple[int, int]]:
-    """(source, row) of all held-out rows: each source's shuffled, the sources interleaved in proportion to their size."""
-    order = []
+def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
+    """int64 [rows, 2] (source, row): each source's rows shuffled, the sources interleaved in proportion to their size."""
+    parts, places = [], []
     for i, p in enumerate(prepared):
         n = len(p.rows[HELDOUT])
-        permutation = np.random.default_rng(_shuffle_seed(seed, i)).permutation(n).tolist()
-        order += [((position + 0.5) / n, i, row) for position, row in enumerate(permutation)]
-    return [(i, row) for _, i, row in sorted(order)]
+        permutation = np.random.default_rng(_shuffle_seed(seed, i)).permutation(n)
+        parts.append(np.stack([np.full(n, i), permutation], axis=1))
+        places.append((np.arange(n) + 0.5) / n)
+    return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def _share(batch_size: int, process_index: int, process_count: int) -> slice:

@@ -28,7 +28,7 @@ from qwen3next_jax.errors import UserError
 _FORMAT = 1  # raise it when the same input no longer gives the same rows
 _METADATA = "metadata.json"
 _REREAD_SIZE = 1 << 26  # smaller sources are hashed at every start
-_BATCH_CHARACTERS = 1 << 22  # tokenized at once
+_BATCH_CHARACTERS = 1 << 23  # tokenized at once
 TRAIN, HELDOUT = "train", "heldout"
 
 Progress = Callable[[str, int, int], None]  # (source name, bytes read, bytes in all)
@@ -86,7 +86,7 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
     parent = pathlib.Path(prepared_dir).expanduser()
     key = fingerprint(source, tokenizer, recipe, parent)
     directory = parent / key
-    if not (directory / _METADATA).exists():
+    if not directory.exists():
         _prepare(source, tokenizer, recipe, directory, progress or (lambda *_: None))
     return _open(source, key, directory)
 
@@ -163,13 +163,10 @@ def _prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pa
     try:
         content = _write_rows(source, tokenizer, recipe, temporary, progress)
         (temporary / _METADATA).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1) + "\n")
-        if directory.exists() and not (directory / _METADATA).exists():
-            shutil.rmtree(directory)  # emptied by hand: without metadata nobody reads it
-        try:
-            temporary.rename(directory)
-        except OSError:
-            if not (directory / _METADATA).exists():  # else another process was faster, with the same rows
-                raise
+        temporary.rename(directory)
+    except OSError as error:
+        if not (directory / _METADATA).exists():  # else another process was faster, with the same rows
+            raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -208,6 +205,7 @@ def _write_rows(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory:
             counts[side]["rows"] += 1
             counts[side]["padding"] += length - sum(len(piece.tokens) for piece in row)
 
+    read = 0
     for batch in _batched(split_documents(source, recipe.heldout_fraction)):
         encoded = tokenizer.encode_documents([document.text for _, document in batch])
         for (side, document), tokens in zip(batch, encoded, strict=True):
@@ -215,7 +213,8 @@ def _write_rows(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory:
             counts[side]["text_bytes"] += len(document.text.encode())
             counts[side]["tokens"] += len(tokens)
             write(side, packers[side].add(tokens, document.file, document.record))
-        progress(source.name, batch[-1][1].bytes_read, source.size)
+        read = max(read, *(document.bytes_read for _, document in batch))  # the split withholds one and returns it late
+        progress(source.name, read, source.size)
     for side, packer in packers.items():
         write(side, packer.finish())
         counts[side]["cut_documents"] = packer.cut_documents

@@ -6,9 +6,11 @@ and verifies it when reading, so a damaged byte is an error and never a differen
 """
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import pathlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -49,12 +51,13 @@ class RowWriter:
 
     def write(self, row: Row) -> None:
         if self._writer is None:
-            path = self._directory / f"{self._prefix}-{len(self._shards):05d}.array_record"
-            self._writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,zstd:1")  # 1: random access
-            self._path, self._in_shard = path, 0
+            self._path = self._directory / f"{self._prefix}-{len(self._shards):05d}.array_record"
+            self._writer = array_record_module.ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
+            self._in_shard = 0
         header = [len(row), *(len(p.tokens) for p in row), *(p.file for p in row), *(p.record for p in row)]
         tokens = np.concatenate([piece.tokens for piece in row]).astype(self._dtype)
-        self._writer.write(np.array(header, _INTEGER).tobytes() + tokens.tobytes())
+        with self._write_errors():
+            self._writer.write(np.array(header, _INTEGER).tobytes() + tokens.tobytes())
         self._in_shard += 1
         if self._in_shard == self._rows_per_shard:
             self._finish_shard()
@@ -66,12 +69,19 @@ class RowWriter:
         return self._shards
 
     def _finish_shard(self) -> None:
-        self._writer.close()
+        with self._write_errors():
+            self._writer.close()
         self._writer = None
-        # The writer reports a full disk only sometimes, so what it wrote is opened and counted.
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
-        _open_shard(self._path, shard).close()
+        _open_shard(self._path, shard).close()  # as it will be read: nothing was lost without an error
         self._shards.append(shard)
+
+    @contextlib.contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise UserError(f"{self._path}: cannot be written ({_one_line(error)})") from error
 
 
 class RowReader:
@@ -98,7 +108,7 @@ class RowReader:
         try:
             (record,) = self._readers[shard].read([position])
         except (RuntimeError, IndexError, ValueError) as error:
-            raise _damaged(path, f"row {position} cannot be read: {' '.join(str(error).split())[:120]}") from error
+            raise _damaged(path, f"row {position} cannot be read: {_one_line(error)}") from error
         return self._decode(record, path, position)
 
     def _decode(self, record: bytes, path: pathlib.Path, position: int) -> PackedRow:
@@ -124,6 +134,10 @@ def _open_shard(path: pathlib.Path, shard: Shard) -> array_record_module.ArrayRe
     if reader.num_records() != shard.rows:
         raise _damaged(path, f"it has {reader.num_records()} readable rows instead of {shard.rows}")
     return reader
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120]
 
 
 def _damaged(path: pathlib.Path, what: str) -> UserError:

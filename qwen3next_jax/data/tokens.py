@@ -18,8 +18,9 @@ from qwen3next_jax.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
-# Longer texts are tokenized in parts cut at line ends: the library's memory grows to ~100 bytes per byte of one text.
-_LONGEST_TEXT = 1 << 20
+# Longer documents are tokenized in parts cut at line ends: the library handles one text on one core, and keeps about a
+# hundred bytes per byte of it.
+_LONGEST_TEXT = 1 << 17
 
 
 class Tokenizer(Protocol):
@@ -46,7 +47,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8, and ids outside the vocabulary, become U+FFFD."""
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def decode_stream(self) -> "DecodeStream":

@@ -1,0 +1,376 @@
+"""From files to batches: nothing lost, one integer to resume from, any number of hosts, damage is noticed."""
+
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from qwen3next_jax.config import DataConfig
+from qwen3next_jax.data import preparation, rows, sources
+from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Recipe, prepare, split_documents
+from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.errors import UserError
+
+T, B = 64, 4
+RANDOM = np.random.default_rng(0)
+WORDS = ["def", "return", "größe", "x", "\n", "import", "∀", "42"]
+TEXTS = [f"{i}: " + " ".join(RANDOM.choice(WORDS, RANDOM.integers(1, 80))) for i in range(150)]
+
+
+def write_jsonl(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_jsonl(tmp_path / "texts" / "a.jsonl", TEXTS[:90])
+    write_jsonl(tmp_path / "texts" / "b.jsonl", TEXTS[90:])
+    return DataConfig(path=f"{tmp_path}/texts/*.jsonl", prepared_dir=f"{tmp_path}/prepared", heldout_fraction=0.1)
+
+
+def load(config, **changes):
+    return TrainData(DataConfig(**(vars(config) | changes)), T, B)
+
+
+def shards(config):
+    return sorted(pathlib.Path(config.prepared_dir).glob("*/*.array_record"))
+
+
+def take(batches, n):
+    return [{name: array.copy() for name, array in batch.items()} for batch in itertools.islice(batches, n)]
+
+
+def assert_same(batches, others):
+    assert len(batches) == len(others)
+    for batch, other in zip(batches, others, strict=True):
+        for name in ("tokens", "segment_ids"):
+            np.testing.assert_array_equal(batch[name], other[name])
+
+
+def pieces_of(batch):
+    """The runs of equal segment id in every row of a batch, as bytes/256 token tuples."""
+    for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True):
+        for segment in range(1, segments.max(initial=0) + 1):
+            yield tuple(tokens[segments == segment].tolist())
+
+
+def test_an_epoch_and_the_held_out_rows_hold_every_document_once(config):
+    data = load(config)
+    stored = [p.rows[side] for p in data._prepared for side in (TRAIN, HELDOUT)]
+    texts = {}  # pieces of a document may stand in any rows; its record number collects them
+    for row in itertools.chain.from_iterable((reader[i] for i in range(len(reader))) for reader in stored):
+        for segment, origin in enumerate(row.origins, start=1):
+            texts.setdefault(origin, []).append(bytes_of(row.tokens[row.segment_ids == segment]))
+        assert (row.tokens[row.segment_ids == 0] == 0).all() and (np.diff(np.trim_zeros(row.segment_ids)) >= 0).all()
+    expected = [(text.encode() + b"\0") for text in TEXTS]
+    assert sorted(sorted(b"".join(parts)) for parts in texts.values()) == sorted(map(sorted, expected))
+    assert sum(len(b"".join(parts)) for parts in texts.values()) == sum(map(len, expected))
+    short = [e for e in expected if len(e) <= T]
+    assert len(short) > 10  # most of these stand whole in a row
+    whole = {parts[0] for parts in texts.values() if len(parts) == 1}
+    assert len(whole & set(short)) > 0.8 * len(short)
+    figures = data.describe()
+    assert figures["documents"] == len(TEXTS) and figures["bytes"] == sum(len(e) - 1 for e in expected)
+    assert figures["tokens"] == sum(map(len, expected)) and figures["padding_share"] < 0.05
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def bytes_of(tokens):
+    """Tokens of the byte tokenizer as bytes, the end of the document as 0."""
+    return bytes((tokens % 256).tolist())
+
+
+def test_epochs_are_permutations_in_different_orders(config):
+    data = load(config)
+    seen = [row.tobytes() for batch in take(data.batches(0), 2 * data.rows // B + 1) for row in batch["tokens"]]
+    first, second = seen[:data.rows], seen[data.rows:2 * data.rows]
+    assert sorted(first) == sorted(second) and first != second
+    assert len(set(first)) == data.rows > 20
+
+
+def test_resume_and_repetition_give_the_same_batches(config):
+    data = load(config)
+    straight = take(data.batches(0), 25)
+    assert straight[0]["tokens"].dtype == straight[0]["segment_ids"].dtype == np.int32
+    assert straight[0]["tokens"].shape == straight[0]["segment_ids"].shape == (B, T)
+    assert_same(take(data.batches(5), 20), straight[5:])
+    assert_same(take(load(config).batches(0), 25), straight)
+    assert any((a["tokens"] != b["tokens"]).any()
+               for a, b in zip(straight, take(load(config, seed=1).batches(0), 25), strict=True))
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_share_the_same_batches(config, hosts):
+    data = load(config)
+    for start, stream in ((3, data.batches), (None, lambda _, **share: data.heldout(**share))):
+        whole = take(stream(start), 6)
+        shares = [take(stream(start, process_index=p, process_count=hosts), 6) for p in range(hosts)]
+        joined = [{name: np.concatenate([s[name] for s in step]) for name in step[0]} for step in zip(*shares, strict=True)]
+        assert_same(joined, whole)
+    with pytest.raises(UserError, match="not a multiple of the 3 processes"):
+        next(data.batches(0, process_index=0, process_count=3))
+
+
+def test_heldout_is_fixed_disjoint_and_padded_with_empty_rows(config):
+    data = load(config)
+    batches = take(data.heldout(), 100)
+    assert_same(take(data.heldout(), 100), batches)
+    filled = np.concatenate([batch["segment_ids"].any(axis=1) for batch in batches])
+    assert filled.sum() == data.heldout_rows and filled[:data.heldout_rows].all()
+    assert all(batch["tokens"].shape == (B, T) for batch in batches)
+    assert_same(take(data.heldout(B), 100), batches[:1])
+    train = {piece for batch in take(data.batches(0), data.rows // B + 1) for piece in pieces_of(batch)}
+    heldout = {piece for batch in batches for piece in pieces_of(batch) if len(piece) > 8}
+    assert heldout and not heldout & train
+
+
+def test_document_names_say_where_the_rows_come_from(config):
+    data = load(config)
+    batch, names = next(data.batches(2)), data.document_names(2)
+    assert [len(n) for n in names] == batch["segment_ids"].max(axis=1).tolist()
+    lines = {f"{name}.jsonl:{i + 1}": text for name, texts in (("a", TEXTS[:90]), ("b", TEXTS[90:]))
+             for i, text in enumerate(texts)}
+    for row, row_names in enumerate(names):
+        for segment, name in enumerate(row_names, start=1):
+            piece = batch["tokens"][row][batch["segment_ids"][row] == segment]
+            assert bytes(piece[piece < 256].tolist()) in lines[name].encode()
+
+
+def test_mixture_shares(config, tmp_path):
+    write_jsonl(tmp_path / "zeros.jsonl", ["0" * 200] * 20)
+    mixed = load(config, path=f"{config.path}, {tmp_path}/zeros.jsonl", weights=(3.0, 1.0))
+    batches = take(mixed.batches(0), 100)
+    zeros = np.concatenate([(batch["tokens"] == ord("0")).mean(axis=1) > 0.5 for batch in batches])
+    assert abs(zeros.mean() - 0.25) < 0.01
+    assert all(abs(zeros[i:i + 40].mean() - 0.25) <= 0.05 for i in range(0, 400, 40))  # evenly, not in blocks
+    by_size = load(config, path=f"{config.path}, {tmp_path}/zeros.jsonl")
+    shares = [part["weight"] for part in by_size.describe()["sources"]]
+    np.testing.assert_allclose(shares, [part["rows"] / by_size.rows for part in by_size.describe()["sources"]])
+    assert len({mixed.fingerprint, by_size.fingerprint, load(config).fingerprint}) == 3
+
+
+# ---- the split
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.5, 0.99])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
+    write_jsonl(tmp_path / "few.jsonl", TEXTS[:count])
+    parts = {TRAIN: [], HELDOUT: []}
+    for side, document in split_documents(sources.resolve(f"{tmp_path}/few.jsonl", "text"), fraction):
+        parts[side].append(document)
+    assert all(document.text for side in parts.values() for document in side) and all(parts.values())
+    together = {}
+    for document in parts[TRAIN] + parts[HELDOUT]:
+        together[document.record] = together.get(document.record, "") + document.text
+    assert [together[i] for i in range(count)] == TEXTS[:count]  # a document cut in two: its end is held out
+    data = TrainData(DataConfig(path=f"{tmp_path}/few.jsonl", prepared_dir=f"{tmp_path}/p"), T, B)
+    assert next(data.batches(0))["segment_ids"].any(axis=1).all()
+    assert next(data.heldout())["segment_ids"].any()
+
+
+def test_a_single_document_gives_its_share_and_one_character_is_too_little(tmp_path):
+    (tmp_path / "book.txt").write_text("a" * 1000)
+    split = dict(split_documents(sources.resolve(f"{tmp_path}/book.txt", "text"), 0.02))
+    assert (len(split[TRAIN].text), len(split[HELDOUT].text)) == (980, 20)
+    (tmp_path / "book.txt").write_text("a")
+    with pytest.raises(UserError, match="book.txt.* at least 2 characters"):
+        list(split_documents(sources.resolve(f"{tmp_path}/book.txt", "text"), 0.02))
+
+
+def test_equal_texts_land_on_the_same_side_whatever_the_seed(config):
+    write_jsonl(pathlib.Path(config.path).parent / "c.jsonl", TEXTS)  # every text a second time
+    sides = {}
+    for side, document in split_documents(sources.resolve(config.path, "text"), 0.1):
+        sides.setdefault(document.text, set()).add(side)
+    assert len(sides) == len(TEXTS) and all(len(s) == 1 for s in sides.values())
+
+
+# ---- fingerprints
+
+
+def test_fingerprint_changes_with_all_that_decides_the_rows_and_nothing_else(config, tmp_path):
+    def key(change=None, length=T, **changes):
+        settings = DataConfig(**(vars(config) | changes))
+        source = sources.resolve(settings.path, settings.text_field)
+        recipe = Recipe(length, settings.heldout_fraction, settings.seed)
+        return preparation.fingerprint(source, change or load_tokenizer("bytes"), recipe, tmp_path)
+
+    base = key()
+    assert key() == base
+    shutil.copytree(tmp_path / "texts", tmp_path / "moved")
+    assert key(path=f"{tmp_path}/moved/*.jsonl") == base
+    load_tokenizer("bytes").save(tmp_path)
+    different = [key(load_tokenizer(str(tmp_path))), key(length=T + 1), key(seed=1), key(heldout_fraction=0.2)]
+    file = tmp_path / "moved" / "b.jsonl"
+    file.write_text(file.read_text().replace("import", "export"))
+    different.append(key(path=f"{tmp_path}/moved/*.jsonl"))
+    file.rename(tmp_path / "moved" / "0.jsonl")
+    different.append(key(path=f"{tmp_path}/moved/*.jsonl"))
+    assert len({base, *different}) == 7
+
+
+def test_digests_of_large_corpora_are_kept_until_a_file_changes(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "_REREAD_SIZE", 0)
+    source = sources.resolve(config.path, "text")
+    for file in source.files:
+        os.utime(file.path, (1, 1))
+    key = lambda: preparation.fingerprint(  # noqa: E731
+        sources.resolve(config.path, "text"), load_tokenizer("bytes"), Recipe(T, 0.1, 0), tmp_path)
+    read = []
+    original = sources.content_digest
+    monkeypatch.setattr(sources, "content_digest", lambda file: read.append(file.label) or original(file))
+    before = key()
+    assert read == ["a.jsonl", "b.jsonl"]
+    assert key() == before and read == ["a.jsonl", "b.jsonl"]
+    text = source.files[1].path.read_text()
+    source.files[1].path.write_text(text.replace("import", "export"))  # same size, now
+    assert key() != before and read == ["a.jsonl", "b.jsonl", "b.jsonl"]
+    key()
+    assert read[3:] == ["b.jsonl"]  # changed too recently to trust its modification time
+
+
+# ---- faults
+
+
+_PREPARE = """
+import os, pathlib, signal, sys
+from qwen3next_jax.data import preparation, sources
+from qwen3next_jax.data.tokens import load_tokenizer
+path, prepared, when = sys.argv[1:]
+kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if when == "before rename":
+    pathlib.Path.rename = kill
+preparation.prepare(sources.resolve(path, "text"), load_tokenizer("bytes"), preparation.Recipe(64, 0.1, 0), prepared,
+                    kill if when == "while reading" else None)
+"""
+
+
+@pytest.mark.parametrize("when", ["while reading", "before rename"])
+def test_a_killed_preparation_is_never_taken_for_a_finished_one(config, when):
+    root = pathlib.Path(preparation.__file__).parents[2]
+    killed = subprocess.run([sys.executable, "-c", _PREPARE, config.path, config.prepared_dir, when], cwd=root)
+    assert killed.returncode == -signal.SIGKILL
+    left = list(pathlib.Path(config.prepared_dir).iterdir())
+    assert len(left) == 1 and left[0].name.startswith(".")
+    clean = load(config, prepared_dir=config.prepared_dir + "_clean")
+    data = load(config)
+    assert_same(take(data.batches(0), 10), take(clean.batches(0), 10))
+    assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [clean._prepared[0].fingerprint]
+
+
+def test_two_preparations_at_once_do_no_harm(config):
+    def other_process_is_faster(*_):
+        load(config)
+
+    slow = TrainData(config, T, B, progress=other_process_is_faster)
+    assert_same(take(slow.batches(0), 10), take(load(config).batches(0), 10))
+    assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [slow._prepared[0].fingerprint]
+
+
+def test_no_flipped_bit_changes_a_batch_silently(config):
+    data = load(config)
+    reader = data._prepared[0].rows[TRAIN]
+    good_rows = [reader[i] for i in range(len(reader))]
+    path = next(p for p in shards(config) if p.name.startswith("train"))
+    good = path.read_bytes()
+    used = len(good.rstrip(b"\0"))
+    random, detected = np.random.default_rng(0), 0
+    for _ in range(60):
+        position, bit = int(random.integers(used)), int(random.integers(8))
+        path.write_bytes(good[:position] + bytes([good[position] ^ 1 << bit]) + good[position + 1:])
+        try:
+            damaged = load(config)._prepared[0].rows[TRAIN]
+            for i, row in enumerate(good_rows):
+                np.testing.assert_array_equal(damaged[i].tokens, row.tokens)
+                np.testing.assert_array_equal(damaged[i].segment_ids, row.segment_ids)
+        except UserError as error:
+            detected += 1
+            assert str(path) in str(error) and "prepared again" in str(error) and "\n" not in str(error)
+    assert detected >= 20  # the rest hits bytes that carry nothing
+
+
+def test_damage_met_by_the_read_ahead_threads_reaches_the_caller(config):
+    load(config)
+    path = next(p for p in shards(config) if p.name.startswith("train"))
+    good = path.read_bytes()
+    middle = good.rstrip(b"\0").find(b"\0" * 64) // 2  # inside the records, which stand first
+    path.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1:])
+    data = load(config)
+    with pytest.raises(UserError, match="train-00000.array_record is damaged"):
+        take(data.batches(0), data.rows // B + 1)
+
+
+def test_missing_or_short_shards_and_damaged_metadata_are_named(config):
+    load(config)
+    path = shards(config)[0]
+    good, metadata = path.read_bytes(), path.parent / "metadata.json"
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path.name} is damaged .it is missing"):
+        load(config)
+    path.write_bytes(good[:-100])
+    with pytest.raises(UserError, match=f"{path.name} is damaged .it has {len(good) - 100} bytes"):
+        load(config)
+    path.write_bytes(good)
+    text = metadata.read_text()
+    for bad in (text.replace('"seed": 0', '"seed": 8'), text[:50], ""):
+        metadata.write_text(bad)
+        with pytest.raises(UserError, match="metadata.json is damaged"):
+            load(config)
+    metadata.unlink()
+    with pytest.raises(UserError, match="metadata.json is damaged"):
+        load(config)
+    shutil.rmtree(path.parent)
+    load(config)
+
+
+def test_a_full_disk_is_an_error(tmp_path):
+    (tmp_path / "train-00000.array_record").symlink_to("/dev/full")
+    writer = rows.RowWriter(tmp_path, "train", np.dtype(np.uint16), T)
+    packer = preparation.Packer(T, 0)
+    list(packer.add(np.arange(100), 0, 0))
+    with pytest.raises(UserError, match="cannot be written .*No space left"):
+        for row in packer.finish():
+            writer.write(row)
+        writer.close()
+
+
+def test_rows_go_over_several_shards(config, monkeypatch):
+    one = take(load(config).batches(0), 30)
+    monkeypatch.setattr(rows, "_SHARD_BYTES", 7 * 2 * T)
+    elsewhere = DataConfig(**(vars(config) | {"prepared_dir": config.prepared_dir + "_several"}))
+    several = TrainData(elsewhere, T, B)
+    assert len(shards(elsewhere)) > 5
+    assert_same(take(several.batches(0), 30), one)
+
+
+def test_unusable_places_are_named(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="data.prepared_dir .*cannot be written to"):
+        load(config, prepared_dir=f"{tmp_path}/file/below")
+    with pytest.raises(UserError, match="expected a local directory"):
+        load(config, prepared_dir="gs://bucket/prepared")
+    with pytest.raises(UserError, match="absent.*no 'absent'|matches no file"):
+        load(config, path=f"{config.path},{tmp_path}/absent/*.txt")
+    with pytest.raises(UserError, match="257 ids, the model's vocabulary only 100"):
+        TrainData(config, T, B, vocab_size=100)
+
+
+def test_progress_is_reported(config, monkeypatch):
+    monkeypatch.setattr(preparation, "_BATCH_CHARACTERS", 1000)
+    seen = []
+    source = sources.resolve(config.path, "text")
+    prepare(source, load_tokenizer("bytes"), Recipe(T, 0.1, 0), config.prepared_dir, lambda *figures: seen.append(figures))
+    done = [read for _, read, _ in seen]
+    assert len(done) > 10 and done == sorted(done)
+    assert {(name, total) for name, _, total in seen} == {(config.path, source.size)}
+    assert 0.95 * source.size < done[-1] <= source.size

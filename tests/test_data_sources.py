@@ -1,0 +1,190 @@
+"""Finding and reading documents: formats, globs, remote paths, the default corpus, and every mistake in the files."""
+
+import gzip
+import importlib
+import json
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from qwen3next_jax.data import sources
+from qwen3next_jax.data.sources import content_digest, describe, documents, resolve
+from qwen3next_jax.errors import UserError
+
+TEXTS = ["first\n", "zweites: größe\r\n", "третий 😀"]
+
+
+def read(path, text_field="text"):
+    source = resolve(str(path), text_field)
+    return [(describe(source, d.file, d.record), d.text) for d in documents(source)]
+
+
+def jsonl(texts):
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def write_parquet(path, columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.md").write_bytes(text.encode())
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(TEXTS).replace(b"\n", b"\n\n", 1))  # BOM, blank line
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS)))
+    write_parquet(tmp_path / "a.parquet", {"text": TEXTS, "id": [0, 1, 2]})
+    write_parquet(tmp_path / "b.parquet", {"content": pyarrow.array(TEXTS, pyarrow.large_string())})
+    assert read(tmp_path / "*.md") == [(f"{i}.md", text) for i, text in enumerate(TEXTS)]
+    assert read(tmp_path / "a.jsonl") == [(f"a.jsonl:{line}", text) for line, text in zip((1, 3, 4), TEXTS, strict=True)]
+    assert [text for _, text in read(tmp_path / "a.jsonl.gz")] == TEXTS
+    assert read(tmp_path / "a.parquet") == [(f"a.parquet:{i + 1}", text) for i, text in enumerate(TEXTS)]
+    assert [text for _, text in read(tmp_path / "b.parquet", "content")] == TEXTS
+
+
+def test_globs_are_recursive_sorted_and_independent_of_where_the_tree_lies(tmp_path, monkeypatch):
+    for where in ("one", "two/deeper"):
+        for name in ("b/x.txt", "a.txt", "b/c/[1].txt", "note.log"):
+            file = tmp_path / where / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(name)
+    expected = ["a.txt", "b/c/[1].txt", "b/x.txt"]
+    assert [name for name, _ in read(tmp_path / "one/**/*.txt")] == expected
+    assert [name for name, _ in read(tmp_path / "two/deeper/**/*.txt")] == expected
+    assert [text for _, text in read(tmp_path / "one/b/c/[1].txt")] == ["b/c/[1].txt"]  # exact name before glob
+    monkeypatch.chdir(tmp_path / "one")
+    assert [name for name, _ in read("**/*.txt")] == [name for name, _ in read("./**/*.txt")] == expected
+
+
+def test_empty_files_among_others_are_skipped(tmp_path):
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "a.py").write_text("x = 1\n")
+    assert read(tmp_path / "*.py") == [("a.py", "x = 1\n")]
+
+
+def test_progress_ends_at_the_size_of_the_source(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.jsonl").write_bytes(jsonl(TEXTS))
+    (tmp_path / "c.txt").write_text("defg")
+    source = resolve(str(tmp_path / "*"), "text")
+    positions = [d.bytes_read for d in documents(source)]
+    assert positions == sorted(positions) and positions[-1] == source.size == sum(f.size for f in source.files)
+
+
+def test_default_corpus_is_the_standard_library_without_tests_and_build_files():
+    source = resolve("", "text")
+    labels = [file.label for file in source.files]
+    assert labels == sorted(labels) and {"os.py", "json/decoder.py"} <= set(labels)
+    for label in labels:
+        assert label.endswith(".py") and "sysconfigdata" not in label
+        assert not {"site-packages", "test", "tests", "idle_test", "__pycache__"} & set(label.split("/"))
+    assert 5_000_000 < source.size < 20_000_000
+
+
+class FakeBucket(MemoryFileSystem):
+    """Objects of a bucket, in memory, under gs://."""
+
+    protocol = ("gs", "gcs")
+    store, pseudo_dirs = {}, [""]
+
+    def __init__(self, *args, finalize_on_close=True, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.removeprefix("gs://").removeprefix("gcs://").strip("/")
+
+
+def test_remote_paths_are_read_and_globbed(monkeypatch):
+    registry = importlib.import_module("fsspec.registry")._registry
+    monkeypatch.setitem(registry, "gs", FakeBucket)
+    monkeypatch.setitem(registry, "gcs", FakeBucket)
+    bucket = FakeBucket()
+    bucket.pipe({"/bucket/data/a.txt": b"one", "/bucket/data/deep/b.jsonl": jsonl(["two"]), "/bucket/other.txt": b"no"})
+    assert read("gs://bucket/data/**") == [("a.txt", "one"), ("deep/b.jsonl:1", "two")]
+    assert content_digest(resolve("gs://bucket/data/a.txt", "text").files[0])
+    with pytest.raises(UserError, match="matches no file"):
+        resolve("gs://bucket/absent/*.txt", "text")
+    with pytest.raises(UserError, match="expected a local path or one of gs"):
+        resolve("http://host/a.txt", "text")
+
+
+def _surrogate(path):
+    path.write_bytes(b'{"text": "fine"}\n{"text": "\\ud800"}\n')
+
+
+BAD = {
+    "text.txt": (lambda p: p.write_bytes(b"abc\xffdef"), ["not UTF-8", "byte offset 3", "0xff"]),
+    "empty.txt": (lambda p: p.write_bytes(b""), ["is empty"]),
+    "empty.jsonl": (lambda p: p.write_bytes(b"\n"), ["is empty"]),
+    "broken.jsonl": (lambda p: p.write_bytes(jsonl(["a"]) + b'{"text": \n'), [":2", "not JSON"]),
+    "cut.jsonl": (lambda p: p.write_bytes(jsonl(["a", "b"])[:-4]), [":2", "not JSON"]),
+    "list.jsonl": (lambda p: p.write_bytes(b"[1]\n"), [":1", "JSON object", "list"]),
+    "field.jsonl": (lambda p: p.write_bytes(b'{"texts": "a", "id": 1}\n'),
+                    [":1", "no field 'text'", "did you mean 'texts'", "'id'", "data.text_field"]),
+    "type.jsonl": (lambda p: p.write_bytes(jsonl(["a"]) + b'{"text": 3}\n'), [":2", "type int", "string"]),
+    "bytes.jsonl": (lambda p: p.write_bytes(jsonl(["a"]) + b'{"text": "\xff"}\n'),
+                    ["not UTF-8", f"byte offset {len(jsonl(['a'])) + 10}"]),
+    "surrogate.jsonl": (_surrogate, [":2", "surrogate"]),
+    "broken.jsonl.gz": (lambda p: p.write_bytes(gzip.compress(jsonl(TEXTS))[:-12]), ["damaged gzip"]),
+    "plain.jsonl.gz": (lambda p: p.write_bytes(jsonl(TEXTS)), ["damaged gzip"]),
+    "broken.parquet": (lambda p: p.write_bytes(b"PAR1 nothing of use PAR1"), ["not a readable Parquet file"]),
+    "column.parquet": (lambda p: write_parquet(p, {"texts": ["a"]}), ["no column 'text'", "did you mean 'texts'"]),
+    "type.parquet": (lambda p: write_parquet(p, {"text": [1, 2]}), ["int64", "expected string"]),
+    "null.parquet": (lambda p: write_parquet(p, {"text": ["a", None]}), ["row 2", "NoneType"]),
+    "empty.parquet": (lambda p: write_parquet(p, {"text": pyarrow.array([], pyarrow.string())}), ["is empty"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_named_in_one_line(name, tmp_path):
+    write, expected = BAD[name]
+    write(tmp_path / name)
+    with pytest.raises(UserError) as caught:
+        read(tmp_path / name)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in [str(tmp_path / name), *expected]:
+        assert part in message
+
+
+def test_flipped_bytes_in_parquet_never_escape_as_another_error(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"text": [f"document {i} " * 20 for i in range(50)]})
+    good = path.read_bytes()
+    detected = 0
+    for position in range(0, len(good), max(1, len(good) // 40)):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1:])
+        try:
+            read(path)
+        except UserError:
+            detected += 1
+    assert detected > 0
+
+
+def test_paths_that_match_nothing_say_what_is_there(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "nothing").mkdir()
+    for path, parts in {
+        "text/a.txt": ["no 'text'", "did you mean 'texts'"],
+        "texts/*.md": ["matches no file", "texts exists but holds nothing that matches"],
+        "texts": ["is a directory", "texts/**/*.txt"],
+        "nothing/": ["is a directory"],
+    }.items():
+        with pytest.raises(UserError) as caught:
+            resolve(os.path.join(tmp_path, path), "text")
+        for part in [path, *parts]:
+            assert part in str(caught.value)
+
+
+def test_unreadable_file_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a")
+    source = resolve(str(tmp_path / "a.txt"), "text")
+    (tmp_path / "a.txt").unlink()  # vanished between listing and reading
+    with pytest.raises(UserError, match="a.txt: cannot be read"):
+        list(documents(source))
+    with pytest.raises(UserError, match="a.txt: cannot be read"):
+        sources.content_digest(source.files[0])

@@ -1,0 +1,157 @@
+"""Tokenizers: same ids after export, lossless text, bytes per token, streaming, bad files."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
+from qwen3next_jax.errors import UserError
+
+TEXT = "def größe(x):\n\treturn '∀ 😀' + x  # naïve\r\n\x00\x7f   done — ok\n"
+TRAINING = ["def f(x):\n    return x + 1\n", "größe naïve ∀x 😀😀 done", "import os\nimport sys\n"] * 4
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    """A small byte-level BPE with special tokens, as current models have."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=[END_OF_TEXT, "<|im_end|>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(TRAINING, trainer)
+    tokenizer.add_tokens(["<think>"])
+    path = tmp_path_factory.mktemp("byte_level") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory):
+    """A small tokenizer of the SentencePiece kind: ▁ for spaces, <0xXX> for bytes outside the vocabulary."""
+    pieces = [chr(c) for c in range(33, 127)] + ["▁", "re", "turn", "▁return", "é"]
+    vocabulary = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    merges = [("r", "e")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(
+        vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    decoders = tokenizers.decoders
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    path = tmp_path_factory.mktemp("byte_fallback") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.fixture(params=["bytes", "byte_level", "byte_fallback"])
+def tokenizer(request):
+    return load_tokenizer("bytes" if request.param == "bytes" else request.getfixturevalue(request.param))
+
+
+def test_text_survives_and_tokens_account_for_every_byte(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
+    assert tokenizer.token_bytes[ids].sum() == len(TEXT.encode())
+    assert tokenizer.token_bytes[tokenizer.eos_id] == 0
+
+
+def test_documents_end_with_eos_and_quoted_special_tokens_stay_text(tokenizer):
+    quoted = f"a {END_OF_TEXT} </s> <|im_end|> b"
+    first, second = tokenizer.encode_documents([quoted, "x"])
+    assert first[-1] == second[-1] == tokenizer.eos_id
+    assert tokenizer.eos_id not in first[:-1]
+    assert tokenizer.decode(first[:-1]) == quoted
+    assert tokenizer.token_bytes[first].sum() == len(quoted)
+
+
+def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
+    tokenizer = load_tokenizer(byte_level)
+    text = ("naïve line of text\n" * 20_000) + "y" * 300_000  # longer than a part, with and without line ends
+    (ids,) = tokenizer.encode_documents([text])
+    assert tokenizer.decode(ids[:-1]) == text
+
+
+@pytest.mark.parametrize("pieces", [TEXT, "é", "\ufffd", "😀" * 3, "a\ufffd\ufffd b"])
+def test_stream_never_shows_half_a_character(tokenizer, pieces):
+    stream = tokenizer.decode_stream()
+    shown = [stream.add(i) for i in tokenizer.encode(pieces)]
+    assert "".join(shown) + stream.end() == pieces
+    if "\ufffd" not in pieces:
+        assert not any("\ufffd" in part for part in shown)
+
+
+def test_stream_of_broken_bytes_ends_and_is_bounded():
+    stream = load_tokenizer("bytes").decode_stream()
+    shown = [stream.add(0xE2) for _ in range(50)]  # each the first of three bytes, none completed
+    assert sum(map(len, shown)) >= 40
+    assert "".join(shown) + stream.end() == "\ufffd" * 50
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_text)
+def test_exported_byte_tokenizer_gives_the_same_ids(tmp_path_factory, text):
+    directory = _exported(tmp_path_factory)
+    bytes_, exported = load_tokenizer("bytes"), load_tokenizer(directory)
+    np.testing.assert_array_equal(bytes_.encode(text), exported.encode(text))
+    assert exported.decode(bytes_.encode(text)) == text
+
+
+def _exported(tmp_path_factory, cache=[]):  # noqa: B006 - one export for all examples
+    if not cache:
+        cache.append(tmp_path_factory.mktemp("export"))
+        load_tokenizer("bytes").save(cache[0])
+    return str(cache[0])
+
+
+def test_export_keeps_what_the_tokenizer_is(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert (again.vocab_size, again.eos_id) == (tokenizer.vocab_size, tokenizer.eos_id)
+    np.testing.assert_array_equal(again.token_bytes, tokenizer.token_bytes)
+    np.testing.assert_array_equal(again.encode(TEXT), tokenizer.encode(TEXT))
+    # And the plain library, without this package, reads it the same way.
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert plain.encode(TEXT, add_special_tokens=False).ids == tokenizer.encode(TEXT).tolist()
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == tokenizer.decode([tokenizer.eos_id])
+
+
+def test_eos_comes_from_the_config_beside_it(byte_level, tmp_path):
+    target = tmp_path / "tokenizer.json"
+    target.write_text(open(byte_level, encoding="utf-8").read())
+    assert load_tokenizer(str(target)).eos_id == 0
+    before = load_tokenizer(str(target)).fingerprint
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    assert load_tokenizer(str(target)).eos_id == 1
+    assert load_tokenizer(str(target)).fingerprint != before
+
+
+def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
+    def error_of(spec, **arguments):
+        with pytest.raises(UserError) as caught:
+            load_tokenizer(spec, **arguments)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "no such file" in error_of(str(tmp_path / "absent.json"))
+    assert "tokenizer.json: no such file" in error_of(str(tmp_path))
+    for content in (b"not json", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"):
+        (tmp_path / "broken.json").write_bytes(content)
+        assert "not a Hugging Face tokenizer.json" in error_of(str(tmp_path / "broken.json"))
+    assert "257 ids" in error_of("bytes", vocab_size=256) and "256" in error_of("bytes", vocab_size=256)
+    assert load_tokenizer("bytes", vocab_size=257).vocab_size == 257
+
+    endless = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    endless.save(str(tmp_path / "tokenizer.json"))
+    assert "no end-of-document token" in error_of(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert "'<end>' is not in the vocabulary" in error_of(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    assert "expected a JSON object" in error_of(str(tmp_path))
