@@ -1,0 +1,22 @@
+"""Pretrain and study Qwen3-Next in JAX. The public names are imported on first use, so that commands start quickly."""
+
+import importlib
+
+_HOMES = {
+    "ModelConfig": "qwen3next_jax.config",
+    "Qwen3Next": "qwen3next_jax.model",
+    "hf_tensors": "qwen3next_jax.interop.huggingface",
+    "load_hf": "qwen3next_jax.interop.huggingface",
+    "save_hf": "qwen3next_jax.interop.huggingface",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qwen3next_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__():
+    return sorted(list(globals()) + __all__)

@@ -1,0 +1,22 @@
+"""The released Qwen3-Next-80B-A3B, dimension by dimension (the defaults of `ModelConfig`): 81,324,862,720 parameters.
+
+    uv run train.py --config=configs/qwen3_next_80b_a3b.py --config.train.init_from=PATH_TO_THE_RELEASED_WEIGHTS …
+"""
+
+from ml_collections import ConfigDict
+
+from qwen3next_jax.config import default_config
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict(default_config())
+    config.name = "qwen3_next_80b_a3b"
+    config.model.bos_token_id = 151_643
+    config.model.eos_token_id = 151_645
+
+    config.train.batch_size = 512
+    config.train.sequence_length = 4096
+    config.train.remat = "block"
+    config.train.steps = 10_000
+    config.optimizer.warmup_steps = 500
+    return config

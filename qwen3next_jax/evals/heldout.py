@@ -1,0 +1,80 @@
+"""Held-out loss, perplexity and bits per byte, and per depth of multi-token prediction its loss and acceptance.
+
+Letters: B batch, T time, D model, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.multi_token_prediction import targets_in_document
+from qwen3next_jax.ops import linear_cross_entropy
+
+Batch = dict[str, jax.Array]
+
+
+def make_heldout_step(graphdef: nnx.GraphDef) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
+    """→ jitted `step(params, batch, token_bytes)` → sums over the batch, to be added up and given to `summarise`.
+
+    token_bytes: [V] int32, UTF-8 bytes of each token (0 for special ones).
+    """
+    def step(params, batch, token_bytes):
+        model: Qwen3Next = nnx.merge(graphdef, params)
+        tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
+        features = model.features(tokens_BT, segment_ids_BT)
+        head_DV = model.head_weight()
+
+        def predict(hidden_BTD, offset):
+            """(sum of losses, [B, T] whether the token `offset` later lies in the document, [B, T] best guess for it)."""
+            inside_BT = targets_in_document(segment_ids_BT, offset)
+            target_R = jnp.roll(tokens_BT, -offset, axis=1).reshape(-1)
+            nll, aux = linear_cross_entropy(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), head_DV, target_R,
+                                            inside_BT.reshape(-1).astype(jnp.float32))
+            return nll, inside_BT, aux.argmax.reshape(inside_BT.shape)
+
+        nll, inside_BT, trunk_guess_BT = predict(features.hidden, 1)
+        bytes_BT = jnp.where(inside_BT, token_bytes[jnp.roll(tokens_BT, -1, axis=1)], 0)
+        sums = {"nll": nll, "targets": jnp.sum(inside_BT), "bytes": jnp.sum(bytes_BT)}
+        # A draft is accepted as far as it says what the trunk itself would have said, one depth after another.
+        agreed_BT = jnp.ones_like(inside_BT)
+        for d, hidden_BTD in enumerate(features.mtp_hidden):
+            nll, inside_BT, guess_BT = predict(hidden_BTD, 2 + d)
+            agreed_BT &= guess_BT == jnp.roll(trunk_guess_BT, -(1 + d), axis=1)
+            sums |= {f"mtp_nll/{d}": nll, f"mtp_targets/{d}": jnp.sum(inside_BT),
+                     f"mtp_accepted/{d}": jnp.sum(agreed_BT & inside_BT)}
+        return sums
+
+    return jax.jit(step)
+
+
+def evaluate_heldout(step: Callable, params: dict, batches: Iterable[Batch], token_bytes: np.ndarray) -> dict[str, float]:
+    """Runs `step` over `batches` and summarises: see `summarise`."""
+    token_bytes = jnp.asarray(token_bytes)
+    total: dict[str, float] = {}
+    for batch in batches:
+        for name, value in jax.device_get(step(params, batch, token_bytes)).items():
+            total[name] = total.get(name, 0.0) + float(value)
+    return summarise(total)
+
+
+def summarise(total: dict[str, float]) -> dict[str, float]:
+    """Sums → loss (nats per token), perplexity, bits_per_byte, and mtp_loss/d, mtp_acceptance/d per depth.
+
+    Acceptance at depth d is the share of positions whose drafts 0 … d all match the trunk's own greedy tokens.
+    """
+    targets, n_bytes = max(total["targets"], 1.0), max(total["bytes"], 1.0)
+    loss = total["nll"] / targets
+    result = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": total["nll"] / n_bytes / math.log(2),
+              "targets": total["targets"], "bytes": total["bytes"]}
+    depth = 0
+    while f"mtp_nll/{depth}" in total:
+        possible = max(total[f"mtp_targets/{depth}"], 1.0)
+        result[f"mtp_loss/{depth}"] = total[f"mtp_nll/{depth}"] / possible
+        result[f"mtp_acceptance/{depth}"] = total[f"mtp_accepted/{depth}"] / possible
+        depth += 1
+    return result

@@ -1,0 +1,164 @@
+"""The training run, as a story: data, state, resume, loop, end."""
+
+import math
+import pathlib
+import signal
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
+from qwen3next_jax.inference.decode import generate
+from qwen3next_jax.interop.huggingface import load_hf_params
+from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, open_run
+from qwen3next_jax.training.step import State, abstract_model, init_state, make_train_step
+from qwen3next_jax.training.telemetry import Display, MetricsFile
+from flax import nnx
+
+INTERRUPTED = 130  # exit code after a signal: the run was saved and the same command goes on from there
+
+
+def train(config: Config, workdir: pathlib.Path) -> int:
+    """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
+    # Data
+    data = TrainData(config.data, config.train.sequence_length, config.train.batch_size, vocab_size=config.model.vocab_size,
+                     progress=lambda line: print(line, flush=True))
+    open_run(workdir, config, data.fingerprint)
+
+    with Checkpoints(workdir, config.checkpoint.keep_last) as checkpoints:
+        # State: resume, or start
+        first_step = checkpoints.latest_step() or 0
+        if first_step >= config.train.steps:
+            print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
+            return 0
+        state = checkpoints.restore(first_step, abstract_state(config)) if first_step else _start(config)
+
+        # Loop
+        metrics = MetricsFile(workdir / "metrics.jsonl", first_step)
+        heldout_bits = math.nan
+        with Display(_title(config, state, data, first_step), config.train.steps, first_step, data.bits_per_nat) as display, \
+                _Signals() as signals:
+            run = _Run(config, data, checkpoints, metrics, display)
+            step, heldout_bits = run.loop(state, first_step, signals)
+
+    # End
+    metrics.close()
+    if step < config.train.steps:
+        print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
+        return INTERRUPTED
+    print(f"Trained {step} steps: held-out {heldout_bits:.3f} bits/byte. {_what_next(config, workdir)}")
+    return 0
+
+
+class _Run:
+    """The loop with what it reads and writes."""
+
+    def __init__(self, config: Config, data: TrainData, checkpoints: Checkpoints, metrics: MetricsFile, display: Display):
+        self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
+        self.graphdef, _ = abstract_model(config)
+        self.train_step = make_train_step(config)
+        self.heldout_step = make_heldout_step(self.graphdef)
+        self.heldout_bits = math.nan
+
+    def loop(self, state: State, first_step: int, signals: "_Signals") -> tuple[int, float]:
+        """→ (steps taken in all, last held-out bits per byte)."""
+        config = self.config
+        batches = self.data.batches(first_step)
+        since, waited, last_logged = time.perf_counter(), 0.0, first_step
+        for step in range(first_step + 1, config.train.steps + 1):
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
+            state, values = self.train_step(state, batch)
+            self.display.step(step)
+
+            last = step == config.train.steps or signals.caught
+            if step % config.train.log_every == 0 or last:
+                values = jax.device_get(values)
+                now = time.perf_counter()
+                self._log(step, values, now - since, waited, step - last_logged)
+                since, waited, last_logged = now, 0.0, step
+            if step % config.eval.every == 0 or step == config.train.steps:
+                self._evaluate(step, state)
+                since = time.perf_counter()
+            if step % config.checkpoint.every == 0 or last:
+                self.checkpoints.save(step, state)
+                self.metrics.write("checkpoint", step)
+                self.display.checkpoint(step)
+            if signals.caught:
+                return step, self.heldout_bits
+        return config.train.steps, self.heldout_bits
+
+    def _log(self, step: int, values: dict[str, Any], seconds: float, waited: float, steps: int) -> None:
+        tokens = self.config.train.batch_size * self.config.train.sequence_length
+        load = values.pop("expert_load", None)
+        record = {name: float(value) for name, value in values.items()}
+        if load is not None:
+            record |= {"busiest_expert": float(np.max(load)), "idle_experts": int(np.sum(load == 0))}
+        record |= {"tokens_seen": step * tokens, "tokens_per_second": steps * tokens / seconds, "data_wait": waited / seconds}
+        self.metrics.write("train", step, **record)
+        self.display.train(step, record)
+        if not math.isfinite(record["loss"]):
+            raise UserError(f"the loss at step {step} is {record['loss']}: training diverged; lower optimizer.learning_rate "
+                            f"(now {self.config.optimizer.learning_rate}) and start from an earlier checkpoint or a new --workdir")
+
+    def _evaluate(self, step: int, state: State) -> None:
+        values = evaluate_heldout(self.heldout_step, state["params"], self.data.heldout(self.config.eval.rows),
+                                  self.data.tokenizer.token_bytes)
+        self.heldout_bits = values["bits_per_byte"]
+        self.metrics.write("heldout", step, **values)
+        self.display.heldout(step, values)
+        if self.config.eval.sample_tokens:
+            text = _sample(nnx.merge(self.graphdef, state["params"]), self.data.tokenizer, self.config)
+            self.metrics.write("sample", step, text=text)
+            self.display.sample(step, text)
+
+
+class _Signals:
+    """Notes the first SIGINT or SIGTERM, so that the step under way ends and is saved; a second one ends the process."""
+
+    def __init__(self):
+        self.caught = False
+
+    def __enter__(self):
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.caught = True
+        signal.signal(number, self._before[number])
+
+
+def _start(config: Config) -> State:
+    if not config.train.init_from:
+        return init_state(config)
+    return init_state(config, load_hf_params(config.train.init_from, config.model))
+
+
+def _sample(model: Qwen3Next, tokenizer: Tokenizer, config: Config) -> str:
+    prompt = tokenizer.encode(config.eval.sample_prompt)
+    new = generate(model, [prompt], max_new_tokens=config.eval.sample_tokens, temperature=0.7,
+                   stop_ids=(tokenizer.eos_id,))[0]
+    return config.eval.sample_prompt + tokenizer.decode(new)
+
+
+def _title(config: Config, state: State, data: TrainData, first_step: int) -> str:
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    start = f"resumed after step {first_step}" if first_step else "new run"
+    return f"{config.name}: {parameters:,} parameters on {jax.devices()[0].device_kind} · {data.describe()} · {start}"
+
+
+def _what_next(config: Config, workdir: pathlib.Path) -> str:
+    return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --config=configs/{config.name}.py "
+            f"--workdir={workdir}, or uv run python -m qwen3next_jax.generate --model={workdir} --prompt={config.eval.sample_prompt!r}")

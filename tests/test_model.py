@@ -1,0 +1,159 @@
+"""Properties of the whole model: documents are separate, time is causal, the layer stack is what the config says."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from qwen3next_jax.config import FULL, LINEAR, ModelConfig
+from qwen3next_jax.model import Qwen3Next
+
+TINY = ModelConfig(
+    vocab_size=61, hidden_size=32, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=16, intermediate_size=48, mtp_depth=2, decay_init="log_uniform", dtype="float32",
+    initializer_range=0.2, max_position_embeddings=256)
+
+# Two orders of summation of ~100-term float32 sums through four layers: a few hundred rounding errors of 6e-8.
+TOLERANCE = 2e-5
+
+
+def _model(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """Structure and parameters, all drawn anew: norm weights off their start values, so that a wrong form of norm shows."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(1)
+    return graphdef, jax.tree.map(lambda p: jnp.asarray(0.2 * rng.standard_normal(p.shape), jnp.float32), params)
+
+
+def _close(a, b):
+    np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * max(1.0, float(np.abs(b).max(initial=0))))
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """A packed batch, its documents one by one, and a function (params, tokens, segment_ids) → Output."""
+    graphdef, params = _model(TINY)
+    rng = np.random.default_rng(0)
+    lengths = ((1, 2, 17, 9, 3), (20, 11), (32,))  # a document of one token; padding of 0 and 1; a whole row
+    documents = [[rng.integers(0, TINY.vocab_size, n) for n in row] for row in lengths]
+    tokens, segments = np.zeros((3, 32), np.int32), np.zeros((3, 32), np.int32)
+    for i, row in enumerate(documents):
+        joined = np.concatenate(row)
+        tokens[i, :len(joined)] = joined
+        segments[i, :len(joined)] = np.repeat(np.arange(1, len(row) + 1), [len(d) for d in row])
+    forward = jax.jit(lambda params, tokens, segments: nnx.merge(graphdef, params)(tokens, segments))
+    return params, documents, jnp.asarray(tokens), jnp.asarray(segments), forward
+
+
+def _alone(documents):
+    """The documents of all rows, each in a row of its own, three rows a batch: (row, start, length) of each, and batches."""
+    places = [(i, sum(map(len, row[:j])), document) for i, row in enumerate(documents) for j, document in enumerate(row)]
+    places += [(0, 0, np.zeros(0, np.int32))] * (-len(places) % 3)
+    for k in range(0, len(places), 3):
+        tokens = np.zeros((3, 32), np.int32)
+        for row, (_, _, document) in enumerate(places[k:k + 3]):
+            tokens[row, :len(document)] = document
+        lengths = np.array([[len(document)] for _, _, document in places[k:k + 3]])
+        yield [(i, start, len(d)) for i, start, d in places[k:k + 3]], tokens, (np.arange(32) < lengths).astype(np.int32)
+
+
+def test_packed_documents_equal_separate_ones(packed):
+    params, documents, tokens, segments, forward = packed
+    out = forward(params, tokens, segments)
+    for places, *batch in _alone(documents):
+        alone = forward(params, *batch)
+        for row, (i, start, n) in enumerate(places):
+            _close(out.logits[i, start:start + n], alone.logits[row, :n])
+            for d in range(TINY.mtp_depth):
+                valid = max(n - 2 - d, 0)  # positions whose target lies in the document
+                _close(out.mtp_logits[d][i, start:start + valid], alone.mtp_logits[d][row, :valid])
+
+
+def test_packed_gradients_equal_the_sum_over_separate_documents(packed):
+    params, documents, tokens, segments, forward = packed
+    weights = np.random.default_rng(2).standard_normal((3, 32, TINY.vocab_size), np.float32)
+
+    @jax.jit
+    def gradient(params, tokens, segments, weights):
+        return jax.grad(lambda p: jnp.sum(forward(p, tokens, segments).logits * weights))(params)
+
+    whole = gradient(params, tokens, segments, weights * (np.asarray(segments) > 0)[..., None])
+    parts = []
+    for places, *batch in _alone(documents):
+        placed = np.zeros_like(weights)
+        for row, (i, start, n) in enumerate(places):
+            placed[row, :n] = weights[i, start:start + n]
+        parts.append(gradient(params, *batch, placed))
+    total = jax.tree.map(lambda *g: sum(g), *parts)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(np.linalg.norm(b) + 1)), whole, total)
+
+
+def test_the_future_never_changes_the_past(packed):
+    params, _, tokens, _, forward = packed
+    segments = jnp.ones_like(tokens)
+    changed = tokens.at[:, 20:].set((tokens[:, 20:] + 7) % TINY.vocab_size)
+    a, b = forward(params, tokens, segments), forward(params, changed, segments)
+    _close(a.logits[:, :20], b.logits[:, :20])
+    for d in range(TINY.mtp_depth):
+        _close(a.mtp_logits[d][:, :19 - d], b.mtp_logits[d][:, :19 - d])
+        assert np.abs(a.mtp_logits[d][:, 19 - d] - b.mtp_logits[d][:, 19 - d]).max() > 1e-2  # it does read token t+1+d
+
+
+def test_one_token_alone_is_the_first_of_many(packed):
+    params, _, tokens, segments, forward = packed
+    single = forward(params, tokens[:, :1], None)
+    assert single.logits.shape == (3, 1, TINY.vocab_size) and [m.shape[1] for m in single.mtp_logits] == [0, 0]
+    _close(single.logits[:, 0], forward(params, tokens, segments).logits[:, 0])
+
+
+def test_scanned_periods_equal_the_same_layers_unrolled():
+    # A dense last layer breaks the period, so this model holds every layer on its own.
+    config = dataclasses.replace(TINY, mlp_only_layers=(3,), mtp_depth=0)
+    assert (TINY.period, config.period) == (2, 4)
+    scanned_graph, scanned = _model(dataclasses.replace(TINY, mtp_depth=0))
+    unrolled_graph, unrolled = _model(config)
+    for layer in range(3):
+        unrolled["layers"][layer] = jax.tree.map(lambda p, i=layer // 2: p[i:i + 1], scanned["layers"][layer % 2])
+    unrolled["embedding"] = scanned["embedding"]
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, TINY.vocab_size)
+    states = [jax.jit(lambda p, graph=graph: nnx.merge(graph, p)(tokens, output_hidden_states=True).hidden_states)(params)
+              for graph, params in ((scanned_graph, scanned), (unrolled_graph, unrolled))]
+    for a, b in zip(states[0][:4], states[1][:4]):
+        _close(a, b)
+
+
+@pytest.mark.parametrize("change", [
+    {"layer_types": (LINEAR, FULL, FULL), "num_hidden_layers": 3, "decoder_sparse_step": 2,
+     "shared_expert_intermediate_size": 0, "norm_topk_prob": False, "mtp_depth": 1},
+    {"full_attention_interval": 0, "num_hidden_layers": 2, "num_experts": 0, "tie_word_embeddings": True, "mtp_depth": 0},
+], ids=("attention twice, experts every second layer", "recurrent only, dense, tied"))
+def test_every_variant_runs_and_reaches_all_its_parameters(change):
+    config = dataclasses.replace(TINY, **({"layer_types": ()} | change))
+    graphdef, params = _model(config)
+    tokens = jax.random.randint(jax.random.key(0), (1, 24), 0, TINY.vocab_size)
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            out = nnx.merge(graphdef, params)(tokens)
+            return jnp.sum(jax.nn.log_softmax(out.logits)[..., 0]) + sum(jnp.sum(jax.nn.log_softmax(m)[..., 0]) for m in out.mtp_logits)
+        return jax.grad(loss)(params)
+
+    for path, g in jax.tree_util.tree_leaves_with_path(gradient(params)):
+        assert np.isfinite(g).all() and np.abs(g).max() > 0, jax.tree_util.keystr(path)
+
+
+def test_bfloat16_follows_float32():
+    # Dense: near a tie a rounded router input may choose another expert, which no tolerance covers.
+    config = dataclasses.replace(TINY, num_experts=0, mtp_depth=0, num_hidden_layers=2, layer_types=())
+    _, params = _model(config)
+    tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, TINY.vocab_size)
+    exact, rounded = (jax.jit(lambda p, graph=_model(dataclasses.replace(config, dtype=dtype))[0]: nnx.merge(graph, p)(tokens).logits)(params)
+                      for dtype in ("float32", "bfloat16"))
+    assert rounded.dtype == jnp.float32
+    # About 20 roundings of relative size 2⁻⁹ on the way through two layers, adding up as a random walk: 4.5 · 2⁻⁹ = 0.9 %.
+    assert np.linalg.norm(rounded - exact) < 0.02 * np.linalg.norm(exact)

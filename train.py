@@ -1,0 +1,18 @@
+"""Trains Qwen3-Next: `python train.py --config=configs/tiny.py [--workdir=…] [--config.train.steps=…]`."""
+
+from qwen3next_jax import cli
+
+get_config = cli.define_config_flag()
+get_workdir = cli.define_workdir_flag(default_from_config=True)
+
+
+def main() -> int:
+    config = get_config()
+    cli.enable_compilation_cache()
+    from qwen3next_jax.training.loop import train  # after the flags: a mistyped flag should not wait for JAX
+
+    return train(config, get_workdir(config.name))
+
+
+if __name__ == "__main__":
+    cli.run(main)
