@@ -106,13 +106,28 @@ def _convolve_backward(activation, residuals, dy):
     z = _before_activation(extended, kernel, ids)
     gate = jax.nn.sigmoid(z)
     dz *= gate * (1 + z * (1 - gate))
-  width = kernel.shape[0]
-  dextended, dkernel = 0, []
-  for w, (x, mask) in enumerate(_taps(extended, kernel, ids)):
-    dterm = dz if mask is None else jnp.where(mask, dz, 0)
-    dkernel.append(jnp.sum(x.astype(wide) * dterm, axis=(0, 1)))
-    dextended += jnp.pad(dterm * kernel[w].astype(wide), ((0, 0), (w, width - 1 - w), (0, 0)))
-  return dextended.astype(extended.dtype), jnp.stack(dkernel).astype(kernel.dtype), None
+  width, time = kernel.shape[0], dz.shape[1]
+  margin = ((0, 0), (width - 1, width - 1), (0, 0))
+  # The barrier makes both arrays exist: fused into what follows, the padding turns every read into a branch and the
+  # activation's gradient is computed once per tap.
+  extended, padded = jax.lax.optimization_barrier((extended, jnp.pad(dz, margin)))
+  dz = padded[:, width - 1:width - 1 + time]
+  terms = [x.astype(wide) * dz if mask is None else jnp.where(mask, x.astype(wide) * dz, 0)
+           for x, mask in _taps(extended, kernel, ids)]
+  # One pass for all taps, over the batch first: on CPU six times faster than a sum per tap, which materialises its term.
+  add = lambda x, y: tuple(a + b for a, b in zip(x, y))
+  sums = jax.lax.reduce(tuple(terms), (jnp.zeros((), wide),) * width, add, (0,))
+  dkernel = jnp.stack([jnp.sum(x_TD, axis=0) for x_TD in sums])
+  # Input s meets output s - w through tap w.
+  owner = None if ids is None else jnp.pad(ids[:, width - 1:], margin[:2])
+  dextended = 0
+  for w in range(width):
+    rows = slice(width - 1 - w, 2 * width - 2 - w + time)
+    term = padded[:, rows] * kernel[w].astype(wide)
+    if owner is not None:
+      term = jnp.where(((owner[:, rows] == ids) & (ids > 0))[..., None], term, 0)
+    dextended += term
+  return dextended.astype(extended.dtype), dkernel.astype(kernel.dtype), None
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)

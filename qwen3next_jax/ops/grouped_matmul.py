@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
-_BLOCK = 128  # rows; measured with benchmarks/grouped_matmul.py
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None) -> jax.Array:
@@ -60,10 +59,7 @@ def expert_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: j
     if down.shape != (gate_up.shape[0], gate_up.shape[3], x.shape[1]):
         raise ValueError(f"down has shape {down.shape}: expected [E, I, D] = "
                          f"{(gate_up.shape[0], gate_up.shape[3], x.shape[1])}")
-    e, d, _, i = gate_up.shape
-    hidden_R2I = grouped_matmul(x, gate_up.reshape(e, d, 2 * i), group_sizes, implementation=implementation)
-    gate_RI, up_RI = hidden_R2I[:, :i], hidden_R2I[:, i:]
-    return grouped_matmul(jax.nn.silu(gate_RI) * up_RI, down, group_sizes, implementation=implementation)
+    return _mlp(implementation, x, gate_up.reshape(*gate_up.shape[:2], -1), down, group_sizes.astype(jnp.int32))
 
 
 def _check(x, w, group_sizes, implementation):
@@ -103,6 +99,41 @@ def _matmul_backward(implementation, residuals, dy):
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(implementation, x, gate_up, down, group_sizes):
+    return _mlp_forward(implementation, x, gate_up, down, group_sizes)[0]
+
+
+def _mlp_forward(implementation, x, gate_up, down, group_sizes):
+    y, hidden = _choose(implementation, _blocked_mlp, _ragged_mlp, x, gate_up, down, group_sizes)
+    return y, (x, gate_up, down, group_sizes, hidden)
+
+
+def _mlp_backward(implementation, residuals, dy):
+    return (*_choose(implementation, _blocked_mlp_gradients, _ragged_mlp_gradients, *residuals, dy), None)
+
+
+_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _swiglu(hidden):
+    """[…, 2I], gate before up → silu(gate) · up [..., I], in float32 inside."""
+    gate, up = jnp.split(hidden.astype(_wide(hidden)), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(hidden.dtype)
+
+
+def _wide(x):
+    return jnp.promote_types(jnp.float32, x.dtype)
+
+
+def _dot(a, b):
+    """a @ b accumulated in float32, in a's dtype."""
+    return jnp.dot(a, b, preferred_element_type=_wide(a)).astype(a.dtype)
+
+
+# ---- ragged_dot ---------------------------------------------------------------------------------------------------
+
+
 def _ragged(x, w, group_sizes):
     return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=_wide(x)).astype(x.dtype)
 
@@ -112,72 +143,131 @@ def _ragged_gradients(x, w, group_sizes, dy):
     return pullback(dy)
 
 
-def _wide(x):
-    return jnp.promote_types(jnp.float32, x.dtype)
+def _ragged_mlp(x, gate_up, down, group_sizes):
+    hidden = _ragged(x, gate_up, group_sizes)
+    return _ragged(_swiglu(hidden), down, group_sizes), hidden
+
+
+def _ragged_mlp_gradients(x, gate_up, down, group_sizes, hidden, dy):
+    activation, pullback = jax.vjp(_swiglu, hidden)
+    da, ddown = _ragged_gradients(activation, down, group_sizes, dy)
+    dx, dgate_up = _ragged_gradients(x, gate_up, group_sizes, *pullback(da))
+    return dx, dgate_up, ddown
 
 
 # ---- blocked ------------------------------------------------------------------------------------------------------
 
 
 class _Blocks(NamedTuple):
-    """Of each block: its group, its first row, and how many of its rows are its own; then the count of blocks."""
+    """Of each block: its group, its first row, where its own rows start and end inside it; then the count of blocks."""
 
     group: jax.Array
     row: jax.Array
-    own: jax.Array
+    begin: jax.Array
+    end: jax.Array
     count: jax.Array
 
 
-def _blocks(group_sizes, rows: int) -> _Blocks:
+def _block_size(rows: int, groups: int) -> int:
+    """About an eighth of a mean group, so that the last block of each wastes little; measured."""
+    return min(max(32, 1 << (rows // groups // 8).bit_length()), 128, rows)
+
+
+def _blocks(group_sizes, rows: int, size: int) -> _Blocks:
     groups = group_sizes.shape[0]
-    limit = rows // _BLOCK + groups  # each group wastes less than one block
-    blocks_E = -(-group_sizes // _BLOCK)
+    limit = rows // size + groups  # each group wastes less than one block
+    blocks_E = -(-group_sizes // size)
     end_E = jnp.cumsum(blocks_E)
     index = jnp.arange(limit)
     group = jnp.minimum(jnp.sum(end_E[None] <= index[:, None], axis=1), groups - 1)
-    within = (index - (end_E - blocks_E)[group]) * _BLOCK
-    first_E = jnp.cumsum(group_sizes) - group_sizes
-    own = jnp.clip(group_sizes[group] - within, 0, _BLOCK)
-    return _Blocks(group, first_E[group] + within, own, end_E[-1])
+    within = (index - (end_E - blocks_E)[group]) * size
+    first = (jnp.cumsum(group_sizes) - group_sizes)[group] + within
+    row = jnp.minimum(first, rows - size)  # the last blocks move up instead of hanging over the end
+    begin = first - row
+    return _Blocks(group, row, begin, begin + jnp.minimum(group_sizes[group] - within, size), end_E[-1])
 
 
-def _pad(x):
-    return jnp.pad(x, ((0, _BLOCK), (0, 0)))
+def _walk(group_sizes, rows: int, outputs, sums, step):
+    """Runs `step` over the blocks, in a loop as long as the groups need.
+
+    Args:
+      outputs, sums: tuples of shapes to fill, [R, F] of rows and [E, …] of groups.
+      step: (take, group) → (tuple of [C, F] for the block's rows, tuple of terms to add at its group). `take(x)` is the
+        block's rows of x; rows of other groups among them are dropped from outputs, and are zeros with
+        `take(x, own=True)`, which a sum over rows needs.
+
+    Returns:
+      (outputs, sums) as tuples of arrays. Rows of no group are zeros.
+    """
+    size = _block_size(rows, group_sizes.shape[0])
+    blocks = _blocks(group_sizes, rows, size)
+
+    def body(b, carry):
+        row, group = blocks.row[b], blocks.group[b]
+        index = jnp.arange(size)[:, None]
+        own_C1 = (blocks.begin[b] <= index) & (index < blocks.end[b])
+
+        def take(x, own=False):
+            x = jax.lax.dynamic_slice_in_dim(x, row, size)
+            return jnp.where(own_C1, x, 0) if own else x
+
+        def put(y, value):
+            return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(own_C1, value, take(y)), row, 0)
+
+        def add(total, term):
+            return jax.lax.dynamic_update_index_in_dim(total, total[group] + term, group, 0)
+
+        values, terms = step(take, group)
+        return tuple(map(put, carry[0], values)), tuple(map(add, carry[1], terms))
+
+    start = tuple(tuple(jnp.zeros(a.shape, a.dtype) for a in shapes) for shapes in (outputs, sums))
+    return jax.lax.fori_loop(0, blocks.count, body, start)
 
 
-def _take(x, row):
-    return jax.lax.dynamic_slice_in_dim(x, row, _BLOCK)
+def _shape(rows, width, like):
+    return jax.ShapeDtypeStruct((rows, width), like.dtype)
 
 
-def _trim(y, group_sizes):
-    """Drops the padding and clears the rows of no group."""
-    y = y[:-_BLOCK]
-    return jnp.where(jnp.arange(y.shape[0])[:, None] < jnp.sum(group_sizes), y, 0)
+def _sum(w, x):
+    return jax.ShapeDtypeStruct(w.shape, _wide(x))
+
+
+def _product(a, b):
+    """aᵀ b in the dtype of accumulation."""
+    return jnp.dot(a.T, b, preferred_element_type=_wide(a))
 
 
 def _blocked(x, w, group_sizes):
-    blocks, x_RD = _blocks(group_sizes, x.shape[0]), _pad(x)
+    def step(take, group):
+        return (_dot(take(x), w[group]),), ()
 
-    def body(b, y_RF):
-        y_CF = jnp.dot(_take(x_RD, blocks.row[b]), w[blocks.group[b]], preferred_element_type=_wide(x)).astype(x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(y_RF, y_CF, blocks.row[b], 0)
-
-    return _trim(jax.lax.fori_loop(0, blocks.count, body, jnp.zeros((x_RD.shape[0], w.shape[2]), x.dtype)), group_sizes)
+    (y,), _ = _walk(group_sizes, x.shape[0], (_shape(x.shape[0], w.shape[2], x),), (), step)
+    return y
 
 
 def _blocked_gradients(x, w, group_sizes, dy):
-    blocks, x_RD, dy_RF = _blocks(group_sizes, x.shape[0]), _pad(x), _pad(dy)
+    def step(take, group):
+        return (_dot(take(dy), w[group].T),), (_product(take(x, own=True), take(dy)),)
 
-    def body(b, carry):
-        dx_RD, dw_EDF = carry
-        row, group = blocks.row[b], blocks.group[b]
-        dy_CF = _take(dy_RF, row)
-        dx_CD = jnp.dot(dy_CF, w[group].T, preferred_element_type=_wide(x)).astype(x.dtype)
-        x_CD = jnp.where(jnp.arange(_BLOCK)[:, None] < blocks.own[b], _take(x_RD, row), 0)
-        dw_DF = dw_EDF[group] + jnp.dot(x_CD.T, dy_CF, preferred_element_type=_wide(x))
-        return (jax.lax.dynamic_update_slice_in_dim(dx_RD, dx_CD, row, 0),
-                jax.lax.dynamic_update_index_in_dim(dw_EDF, dw_DF, group, 0))
+    (dx,), (dw,) = _walk(group_sizes, x.shape[0], (x,), (_sum(w, x),), step)
+    return dx, dw.astype(w.dtype)
 
-    zeros = jnp.zeros_like(x_RD), jnp.zeros(w.shape, _wide(x))
-    dx_RD, dw_EDF = jax.lax.fori_loop(0, blocks.count, body, zeros)
-    return _trim(dx_RD, group_sizes), dw_EDF.astype(w.dtype)
+
+def _blocked_mlp(x, gate_up, down, group_sizes):
+    def step(take, group):
+        hidden = _dot(take(x), gate_up[group])
+        return (_dot(_swiglu(hidden), down[group]), hidden), ()
+
+    (y, hidden), _ = _walk(group_sizes, x.shape[0], (x, _shape(x.shape[0], gate_up.shape[2], x)), (), step)
+    return y, hidden
+
+
+def _blocked_mlp_gradients(x, gate_up, down, group_sizes, hidden, dy):
+    def step(take, group):
+        dy_CD = take(dy, own=True)  # with it every gradient below is zero in rows of other groups
+        activation, pullback = jax.vjp(_swiglu, take(hidden))
+        (dhidden,) = pullback(_dot(dy_CD, down[group].T))
+        return (_dot(dhidden, gate_up[group].T),), (_product(take(x), dhidden), _product(activation, dy_CD))
+
+    (dx,), sums = _walk(group_sizes, x.shape[0], (x,), (_sum(gate_up, x), _sum(down, x)), step)
+    return dx, sums[0].astype(gate_up.dtype), sums[1].astype(down.dtype)
