@@ -12,6 +12,7 @@ from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.training.checkpoint import load_trained, read_config
+from qwen3next_jax.training.telemetry import PreparationProgress
 
 DESCRIPTIONS = {"loss": "held-out loss, nats per token", "perplexity": "perplexity per token",
                 "bits_per_byte": "held-out bits per byte", "targets": "tokens predicted", "bytes": "bytes predicted",
@@ -27,8 +28,8 @@ def evaluate(config: Config, workdir: pathlib.Path) -> int:
     if config.model != trained.model:
         raise UserError(f"{workdir} holds a run whose model differs from --config ({_first_difference(config, trained)}): "
                         "give the config it was trained with")
-    data = TrainData(config.data, config.train.sequence_length, config.train.batch_size, vocab_size=config.model.vocab_size,
-                     progress=lambda line: print(line, flush=True))
+    with PreparationProgress() as progress:
+        data = TrainData(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
     model, _, step = load_trained(workdir)
     graphdef, params = nnx.split(model)
     values = evaluate_heldout(make_heldout_step(graphdef), nnx.to_pure_dict(params), data.heldout(), data.tokenizer.token_bytes)

@@ -8,28 +8,31 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
-from qwen3next_jax.inference.decode import generate
-from qwen3next_jax.interop.huggingface import load_hf_params
+from qwen3next_jax.inference.decode import complete
+from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, open_run
 from qwen3next_jax.training.step import State, abstract_model, init_state, make_train_step
-from qwen3next_jax.training.telemetry import Display, MetricsFile
-from flax import nnx
+from qwen3next_jax.training.telemetry import Display, MetricsFile, PreparationProgress
 
+# Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
+NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
+                 "full_attention_interval", "bos_token_id", "eos_token_id", "intermediate_size"}
 INTERRUPTED = 130  # exit code after a signal: the run was saved and the same command goes on from there
 
 
 def train(config: Config, workdir: pathlib.Path) -> int:
     """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
     # Data
-    data = TrainData(config.data, config.train.sequence_length, config.train.batch_size, vocab_size=config.model.vocab_size,
-                     progress=lambda line: print(line, flush=True))
+    with PreparationProgress() as progress:
+        data = TrainData(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
     open_run(workdir, config, data.fingerprint)
 
     with Checkpoints(workdir, config.checkpoint.keep_last) as checkpoints:
@@ -43,7 +46,9 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         # Loop
         metrics = MetricsFile(workdir / "metrics.jsonl", first_step)
         heldout_bits = math.nan
-        with Display(_title(config, state, data, first_step), config.train.steps, first_step, data.bits_per_nat) as display, \
+        corpus = data.describe()
+        bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2)
+        with Display(_title(config, state, corpus, first_step), config.train.steps, first_step, bits_per_nat) as display, \
                 _Signals() as signals:
             run = _Run(config, data, checkpoints, metrics, display)
             step, heldout_bits = run.loop(state, first_step, signals)
@@ -141,22 +146,35 @@ class _Signals:
 
 
 def _start(config: Config) -> State:
+    """The state before the first step: random weights, or those of the Hugging Face directory `train.init_from`."""
     if not config.train.init_from:
         return init_state(config)
-    return init_state(config, load_hf_params(config.train.init_from, config.model))
+    model = load_hf(config.train.init_from)
+    for name in set(vars(model.config)) - NOT_STRUCTURE:
+        wanted, found = getattr(config.model, name), getattr(model.config, name)
+        if wanted != found:
+            raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
+                            "set the one in the config to the other")
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    if config.model.mtp_depth and "mtp" not in params:
+        raise UserError(f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set model.mtp_depth = 0")
+    if not config.model.mtp_depth:
+        params.pop("mtp", None)
+    return init_state(config, params)
 
 
 def _sample(model: Qwen3Next, tokenizer: Tokenizer, config: Config) -> str:
     prompt = tokenizer.encode(config.eval.sample_prompt)
-    new = generate(model, [prompt], max_new_tokens=config.eval.sample_tokens, temperature=0.7,
+    new = complete(model, [prompt], max_new_tokens=config.eval.sample_tokens, temperature=0.7,
                    stop_ids=(tokenizer.eos_id,))[0]
     return config.eval.sample_prompt + tokenizer.decode(new)
 
 
-def _title(config: Config, state: State, data: TrainData, first_step: int) -> str:
+def _title(config: Config, state: State, corpus: dict[str, Any], first_step: int) -> str:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     start = f"resumed after step {first_step}" if first_step else "new run"
-    return f"{config.name}: {parameters:,} parameters on {jax.devices()[0].device_kind} · {data.describe()} · {start}"
+    return (f"{config.name}: {parameters:,} parameters on {jax.devices()[0].device_kind} · "
+            f"{corpus['documents']:,} documents, {corpus['tokens']:,} tokens · {start}")
 
 
 def _what_next(config: Config, workdir: pathlib.Path) -> str:
