@@ -34,13 +34,14 @@ def logits(directory, tokens_file, out_file):
 class Trainer:
     """Forward, backward, clipping and AdamW on the batches of `tokens` [batches, B, T], in order, again and again."""
 
-    def __init__(self, directory, tokens, attention, experts, compiled, learning_rate, weight_decay, clip_norm):
+    def __init__(self, directory, tokens, attention, experts, compiled, learning_rate, betas, eps,
+                 weight_decay, clip_norm):
         self.model, _ = load(directory, attn_implementation=attention, experts_implementation=experts)
         self.model.train()
         self.forward = torch.compile(self.model) if compiled else self.model
         self.tokens, self.step, self.clip_norm = tokens, 0, clip_norm
         # The fused form is torch's fastest AdamW on CPU too.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), eps=1e-8,
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=tuple(betas), eps=eps,
                                            weight_decay=weight_decay, fused=True)
 
     def run(self, steps):

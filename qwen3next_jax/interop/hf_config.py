@@ -41,7 +41,10 @@ def parse_hf_config(fields: dict[str, Any], has_mtp: bool, where: str) -> ModelC
         if isinstance(token, list):  # several may end a text; the first is the one that training data ends with
             token = token[0] if token else None
         values[name] = -1 if token is None else token
-    return from_dict(ModelConfig, values, path=where)
+    try:
+        return from_dict(ModelConfig, values, path="model")
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _refuse_unsupported(fields: dict[str, Any], where: str) -> None:

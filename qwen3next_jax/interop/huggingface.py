@@ -160,8 +160,7 @@ def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None)
       UserError: `out_dir` is there and not empty.
     """
     out = pathlib.Path(out_dir)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out}: already there: expected a new or empty directory; choose another, or remove it first")
+    require_new(out)
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
     try:
@@ -171,6 +170,12 @@ def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def require_new(out: pathlib.Path) -> None:
+    """Raises UserError unless `out` is missing or an empty directory."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out}: already there: expected a new or empty directory; choose another, or remove it first")
 
 
 def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any) -> None:

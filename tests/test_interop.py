@@ -1,0 +1,219 @@
+"""Hugging Face directories in and out: nothing lost, nothing misread in silence. Orientation is test_reference.py's."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.interop import read_hf_config, weights
+from qwen3next_jax.interop.layout import parameters
+
+REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
+SMALL = ModelConfig(
+    vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=4, linear_value_head_dim=6, num_experts=3,
+    num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8, intermediate_size=24,
+    max_position_embeddings=64, dtype="float32")
+VARIANTS = {
+    "released pattern, scanned": {"num_hidden_layers": 8},
+    "no period": {"layer_types": ("linear_attention", "full_attention", "full_attention", "linear_attention")},
+    "dense": {"num_experts": 0},
+    "dense and sparse layers": {"decoder_sparse_step": 2, "mlp_only_layers": (3,)},
+    "tied, no shared expert, no MTP": {"tie_word_embeddings": True, "shared_expert_intermediate_size": 0, "mtp_depth": 0},
+    "deeper MTP, other numbers": {"mtp_depth": 3, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "eos_token_id": 7},
+}
+
+
+def new_model(**changes) -> Qwen3Next:
+    return Qwen3Next(dataclasses.replace(SMALL, layer_types=(), **changes) if "layer_types" not in changes
+                     else dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+
+
+def bits(model: Qwen3Next) -> dict[str, tuple]:
+    flat = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]
+    return {jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype), np.asarray(leaf).tobytes()) for path, leaf in flat}
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> pathlib.Path:
+    """A copy of the reference checkpoint to damage."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(REFERENCE / name, tmp_path)
+    return tmp_path
+
+
+def edit_config(directory: pathlib.Path, **changes) -> None:
+    """Sets fields; those given as None are removed."""
+    fields = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+
+
+def edit_tensors(directory: pathlib.Path, edit) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_released_model_has_its_published_inventory():
+    shapes = [part.shape for p in parameters(ModelConfig()) for _ in p.prefixes for part in p.entry.slices]
+    assert (len(shapes), sum(int(np.prod(shape)) for shape in shapes)) == (75_944, 81_324_862_720)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
+    model = new_model(**VARIANTS[variant])
+    save_hf(model, tmp_path / "out")
+    again = load_hf(tmp_path / "out")
+    assert again.config == model.config
+    assert bits(again) == bits(model)
+
+
+def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
+    save_hf(new_model(), tmp_path / "float32")
+    model = load_hf(tmp_path / "float32", dtype="bfloat16")
+    dtypes = {path.rsplit("'", 2)[-2] if "'" in path else path: dtype for path, (_, dtype, _) in bits(model).items()}
+    assert (dtypes["q_proj"], dtypes["embedding"]) == ("bfloat16", "bfloat16")
+    assert (dtypes["a_log"], dtypes["mixer_norm"], dtypes["router"]) == ("float32", "float32", "float32")
+
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 8192)
+    save_hf(model, tmp_path / "out")
+    shards = sorted(tmp_path.glob("out/*.safetensors"))
+    assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert bits(load_hf(tmp_path / "out", dtype="bfloat16")) == bits(model)
+    listed = {line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()}
+    assert listed == {f.name for f in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}
+
+
+def test_plain_dicts_and_gradients_map_as_the_state_does():
+    model = new_model()
+    state = nnx.state(model, nnx.Param)
+    doubled = jax.tree.map(lambda x: 2 * x, nnx.to_pure_dict(state))
+    doubled["layers"] = {str(i): layer for i, layer in doubled["layers"].items()}  # as a restored checkpoint has it
+    ours, twice = hf_tensors(state, model.config), hf_tensors(doubled, model.config)
+    assert ours.keys() == twice.keys()
+    assert all(np.array_equal(2 * ours[name], twice[name]) for name in ours)
+
+
+def test_fused_experts_read_as_the_separate_ones(checkpoint):
+    expected = bits(load_hf(checkpoint))
+
+    def fuse(tensors):
+        for layer in [name.removesuffix("gate.weight") for name in list(tensors) if name.endswith("mlp.gate.weight")]:
+            gate, up, down = (np.stack([tensors.pop(f"{layer}experts.{e}.{part}_proj.weight") for e in range(8)])
+                              for part in ("gate", "up", "down"))
+            tensors[f"{layer}experts.gate_up_proj"], tensors[f"{layer}experts.down_proj"] = np.concatenate((gate, up), 1), down
+    edit_tensors(checkpoint, fuse)
+    assert bits(load_hf(checkpoint)) == expected
+
+
+def test_both_forms_of_config_json_read_alike(checkpoint):
+    expected = read_hf_config(checkpoint)
+    assert (expected.rope_theta, expected.mtp_depth, expected.dtype) == (1e7, 1, "float32")
+    edit_config(checkpoint, rope_parameters=None, layer_types=None, dtype=None, rope_theta=1e7, partial_rotary_factor=0.25,
+                full_attention_interval=4, torch_dtype="float32", num_nextn_predict_layers=1)
+    assert read_hf_config(checkpoint) == expected
+
+
+def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
+    edit_tensors(checkpoint, lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")])
+    model = load_hf(checkpoint)
+    assert model.config.mtp_depth == 0 and not hasattr(model, "mtp")
+
+
+def _drop(*names):
+    return lambda d: edit_tensors(d, lambda t: [t.pop(name) for name in names])
+
+
+def _put(**tensors):
+    return lambda d: edit_tensors(d, lambda t: t.update({name.replace("__", "."): value for name, value in tensors.items()}))
+
+
+def _truncate(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def _as_pickle(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def _index(**weight_map):
+    return lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+DAMAGE = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
+    "config no JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+    "config a list": (lambda d: (d / "config.json").write_text("[]"), "expected an object"),
+    "model_type": (lambda d: edit_config(d, model_type="llama"), "expected 'qwen3_next'"),
+    "rope scaling": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0}), "rope_type = 'yarn'"),
+    "rope parameters": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), "rope_type = 'linear'"),
+    "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act = 'gelu'"),
+    "bias": (lambda d: edit_config(d, attention_bias=True), "attention_bias = True"),
+    "quantized": (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "type": (lambda d: edit_config(d, hidden_size="64"), "config.json: model.hidden_size = '64' is of type str"),
+    "heads": (lambda d: edit_config(d, num_key_value_heads=3), "not a multiple"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors or"),
+    "pickle": (_as_pickle, "pytorch_model.bin: a pickle can run code"),
+    "pickle renamed": (lambda d: (d / "model.safetensors").write_bytes(b"\x80\x02}q\x00." * 20), "a pickle under another name"),
+    "truncated": (_truncate, "truncated or damaged"),
+    "huge header": (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "truncated or damaged"),
+    "missing": (_drop("model.norm.weight", "mtp.fc.weight"), "lack 2 tensors: model.norm.weight, mtp.fc.weight"),
+    "one expert missing": (_drop("model.layers.1.mlp.experts.7.up_proj.weight"), "lack 1 tensor: model.layers.1.mlp.experts.7.up"),
+    "extra": (_put(model__layers__4__x=np.zeros(2, np.float32)), "hold 1 tensor: model.layers.4.x beyond"),
+    "misshapen": (_put(lm_head__weight=np.zeros((64, 256), np.float32)), "has shape [64, 256]: expected [256, 64]"),
+    "integers": (_put(lm_head__weight=np.zeros((256, 64), np.int8)), "lm_head.weight is I8"),
+    "untied head": (lambda d: edit_config(d, tie_word_embeddings=True), "lm_head.weight differs"),
+    "escaping index": (_index(a="../model.safetensors"), "'../model.safetensors': expected"),
+    "shard missing": (_index(a="model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors: cannot be read"),
+    "index names more": (_index(a="model.safetensors"), "1 tensor: a missing from the files"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_in_one_line(checkpoint, damage):
+    inflict, message = DAMAGE[damage]
+    inflict(checkpoint)
+    with pytest.raises(UserError) as error:
+        load_hf(checkpoint)
+    text = str(error.value)
+    assert message in text and str(checkpoint) in text and "\n" not in text
+
+
+def test_a_flipped_bit_is_found_in_an_export(tmp_path):
+    save_hf(new_model(), tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 16
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="model.safetensors: SHA-256 is"):
+        load_hf(tmp_path / "out")
+
+
+def test_export_never_overwrites_and_never_leaves_a_part(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="already there"):
+        save_hf(new_model(), tmp_path / "out")
+
+    class BrokenTokenizer:
+        def save(self, directory):
+            raise OSError("disk full")
+    with pytest.raises(OSError, match="disk full"):
+        save_hf(new_model(), tmp_path / "other", BrokenTokenizer())
+    assert [f.name for f in tmp_path.rglob("*")] == ["out", "notes.txt"]
+
+
+def test_a_tree_of_another_config_is_refused():
+    model = new_model()
+    with pytest.raises(ValueError, match=r"layers.0.mlp.router: expected shape \(1, 16, 4\)"):
+        hf_tensors(nnx.state(model, nnx.Param), dataclasses.replace(model.config, num_experts=4))
