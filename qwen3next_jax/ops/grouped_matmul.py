@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
+_BLOCK = 64  # rows; the best of 32 … 256 for 8 to 64 groups of 8192 rows, widths 128 (benchmarks/grouped_matmul.py)
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None) -> jax.Array:
@@ -168,11 +169,6 @@ class _Blocks(NamedTuple):
     count: jax.Array
 
 
-def _block_size(rows: int, groups: int) -> int:
-    """About an eighth of a mean group, so that the last block of each wastes little; measured."""
-    return min(max(32, 1 << (rows // groups // 8).bit_length()), 128, rows)
-
-
 def _blocks(group_sizes, rows: int, size: int) -> _Blocks:
     groups = group_sizes.shape[0]
     limit = rows // size + groups  # each group wastes less than one block
@@ -199,7 +195,7 @@ def _walk(group_sizes, rows: int, outputs, sums, step):
     Returns:
       (outputs, sums) as tuples of arrays. Rows of no group are zeros.
     """
-    size = _block_size(rows, group_sizes.shape[0])
+    size = min(_BLOCK, rows)
     blocks = _blocks(group_sizes, rows, size)
 
     def body(b, carry):
