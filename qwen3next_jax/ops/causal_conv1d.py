@@ -67,30 +67,33 @@ def _check(x, kernel, activation, initial_state, segment_ids):
     raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
 
 
-def _taps(extended, kernel, ids):
-  """Per tap w: the inputs it multiplies [B, T, D] and its mask [B, T, 1], or None."""
-  width = kernel.shape[0]
-  time = extended.shape[1] - width + 1
-  for w in range(width):
-    mask = None
-    if ids is not None:
-      here = ids[:, width - 1:]
-      mask = ((ids[:, w:w + time] == here) & (here > 0))[..., None]
-    yield extended[:, w:w + time], mask
+def _same_document(ids, width: int, dtype):
+  """[W, B, T] ones where tap w of output t reads t's own document and t is a token, else zeros."""
+  here = ids[:, width - 1:]
+  time = here.shape[1]
+  return jnp.stack([(ids[:, w:w + time] == here) & (here > 0) for w in range(width)]).astype(dtype)
 
 
-def _before_activation(extended, kernel, ids):
-  wide = jnp.promote_types(jnp.float32, extended.dtype)
-  total = 0
-  for (x, mask), weight in zip(_taps(extended, kernel, ids), kernel.astype(wide)):
-    term = x.astype(wide) * weight
-    total += term if mask is None else jnp.where(mask, term, 0)
-  return total
+def _terms(rows, scale, same):
+  """Per tap w: rows[w] * scale[w], zero where the documents differ."""
+  return [x * y if same is None else x * y * same[w][..., None] for w, (x, y) in enumerate(zip(rows, scale))]
+
+
+def _shifted(padded, width: int):
+  """Views t .. t + T of [B, T + W - 1, D], oldest first."""
+  time = padded.shape[1] - width + 1
+  return [padded[:, w:w + time] for w in range(width)]
+
+
+def _before_activation(extended, kernel, same):
+  return sum(_terms(_shifted(extended, kernel.shape[0]), kernel, same))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(activation, extended, kernel, ids):
-  z = _before_activation(extended, kernel, ids)
+  wide = jnp.promote_types(jnp.float32, extended.dtype)
+  same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
+  z = _before_activation(extended.astype(wide), kernel.astype(wide), same)
   return (jax.nn.silu(z) if activation == "silu" else z).astype(extended.dtype)
 
 
@@ -100,34 +103,28 @@ def _convolve_forward(activation, extended, kernel, ids):
 
 def _convolve_backward(activation, residuals, dy):
   extended, kernel, ids = residuals
-  wide = jnp.promote_types(jnp.float32, extended.dtype)
-  dz = dy.astype(wide)
+  width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
+  x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
+  same = None if ids is None else _same_document(ids, width, wide)
   if activation == "silu":
-    z = _before_activation(extended, kernel, ids)
+    z = _before_activation(x, weights, same)
     gate = jax.nn.sigmoid(z)
     dz *= gate * (1 + z * (1 - gate))
-  width, time = kernel.shape[0], dz.shape[1]
-  margin = ((0, 0), (width - 1, width - 1), (0, 0))
-  # The barrier makes both arrays exist: fused into what follows, the padding turns every read into a branch and the
+  time = dz.shape[1]
+  # The barrier makes these arrays exist: fused into what follows, the padding turns every read into a branch and the
   # activation's gradient is computed once per tap.
-  extended, padded = jax.lax.optimization_barrier((extended, jnp.pad(dz, margin)))
+  margin = (width - 1, width - 1)
+  x, padded, same = jax.lax.optimization_barrier((x, jnp.pad(dz, ((0, 0), margin, (0, 0))), same))
   dz = padded[:, width - 1:width - 1 + time]
-  terms = [x.astype(wide) * dz if mask is None else jnp.where(mask, x.astype(wide) * dz, 0)
-           for x, mask in _taps(extended, kernel, ids)]
   # One pass for all taps, over the batch first: on CPU six times faster than a sum per tap, which materialises its term.
-  add = lambda x, y: tuple(a + b for a, b in zip(x, y))
-  sums = jax.lax.reduce(tuple(terms), (jnp.zeros((), wide),) * width, add, (0,))
+  add = lambda a, b: tuple(map(jnp.add, a, b))
+  sums = jax.lax.reduce(tuple(_terms(_shifted(x, width), [dz] * width, same)), (jnp.zeros((), wide),) * width, add, (0,))
   dkernel = jnp.stack([jnp.sum(x_TD, axis=0) for x_TD in sums])
   # Input s meets output s - w through tap w.
-  owner = None if ids is None else jnp.pad(ids[:, width - 1:], margin[:2])
-  dextended = 0
-  for w in range(width):
-    rows = slice(width - 1 - w, 2 * width - 2 - w + time)
-    term = padded[:, rows] * kernel[w].astype(wide)
-    if owner is not None:
-      term = jnp.where(((owner[:, rows] == ids) & (ids > 0))[..., None], term, 0)
-    dextended += term
-  return dextended.astype(extended.dtype), dkernel.astype(kernel.dtype), None
+  if same is not None:
+    same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
+  dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))
+  return dx.astype(extended.dtype), dkernel.astype(kernel.dtype), None
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)
