@@ -1,0 +1,200 @@
+"""The training run: exact accumulation, bitwise resume, schedules, starting from other weights, and refusals."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.interop.huggingface import load_hf, save_hf
+from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, load_trained, open_run
+from qwen3next_jax.training.loop import train
+from qwen3next_jax.training.optimizer import decay_mask, learning_rate_schedule
+from qwen3next_jax.training.step import abstract_model, init_state, make_train_step
+
+MODEL = ModelConfig(
+    vocab_size=257, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+    shared_expert_intermediate_size=8, dtype="float32", max_position_embeddings=128)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A small corpus of its own: 40 documents of 20 … 400 bytes."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        words = rng.choice(["def ", "return ", "x", "y", " = ", "\n", "(", ")", "é"], int(rng.integers(10, 120)))
+        (folder / f"{i:02}.txt").write_text("".join(words) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(texts, tmp_path_factory):
+    return Config(
+        name="nano", model=MODEL,
+        data=DataConfig(path=f"{texts}/*.txt", heldout_fraction=0.2, prepared_dir=str(tmp_path_factory.mktemp("prepared"))),
+        train=TrainConfig(steps=20, batch_size=4, sequence_length=64, log_every=1),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+        checkpoint=CheckpointConfig(every=10), eval=EvalConfig(every=20, rows=4, sample_tokens=0))
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    """The workdir of an undisturbed run."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    assert train(config, workdir) == 0
+    return workdir
+
+
+def _losses(workdir):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["event"] == "train"]
+
+
+def _same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_run_learns_and_a_second_start_says_it_is_done(config, finished, capsys):
+    losses = [loss for _, loss, _ in _losses(finished)]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert train(config, finished) == 0
+    assert "already trained to step 20" in capsys.readouterr().out
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_killed_and_resumed_run_is_bitwise_the_undisturbed_one(config, finished, tmp_path):
+    """Killed by a real SIGKILL somewhere after the first checkpoint, torn metrics line included."""
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    program = ("import json, sys, pathlib; from qwen3next_jax.config import *; from qwen3next_jax.training.loop import train\n"
+               f"train(from_dict(Config, json.load(open({str(tmp_path / 'config.json')!r}))), pathlib.Path({str(tmp_path / 'run')!r}))")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.DEVNULL)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and '"checkpoint"' in metrics.read_text()):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with metrics.open("a") as file:
+        file.write('{"event": "train", "step": 9')
+    assert train(config, tmp_path / "run") == 0
+    assert _losses(tmp_path / "run") == _losses(finished)
+    _same(*(nnx.to_pure_dict(nnx.state(load_trained(w)[0], nnx.Param)) for w in (tmp_path / "run", finished)))
+
+
+def test_micro_batches_equal_one_batch(config):
+    """The gradients of 4 micro-batches are those of one batch, up to the order of float32 sums; unequal padding included."""
+    config = dataclasses.replace(config, model=dataclasses.replace(MODEL, mtp_depth=2), train=dataclasses.replace(
+        config.train, batch_size=8, balance_loss_weight=0.1, router_z_loss_weight=0.01, mtp_loss_weight=0.3))
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 65, 8)
+    inside = np.arange(64) < lengths[:, None]
+    batch = {"tokens": jnp.asarray(rng.integers(0, 257, (8, 64)) * inside, jnp.int32),
+             "segment_ids": jnp.asarray(np.sort(rng.integers(1, 4, (8, 64)), axis=1) * inside, jnp.int32)}
+    results = []
+    for k in (1, 4):
+        c = dataclasses.replace(config, train=dataclasses.replace(config.train, gradient_accumulation=k),
+                                optimizer=dataclasses.replace(config.optimizer, clip_norm=0.0))
+        state, metrics = make_train_step(c)(init_state(c), batch)
+        adam = next(s for s in jax.tree.leaves(state["opt_state"], is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+        results.append((metrics, adam.mu))  # after one step mu is (1 - beta1) times the gradient
+    (one, gradient), (four, summed) = results
+    for name in one:
+        np.testing.assert_allclose(four[name], one[name], rtol=2e-6, atol=1e-6, err_msg=name)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(summed)):
+        error = float(jnp.linalg.norm(a - b)) / (float(jnp.linalg.norm(a)) + 1e-6)
+        assert error < 1e-5, (jax.tree_util.keystr(path), error)
+
+
+def test_remat_changes_no_gradient(config):
+    batch = {"tokens": jnp.ones((4, 64), jnp.int32).at[:, ::3].set(5), "segment_ids": jnp.ones((4, 64), jnp.int32)}
+    norms = [make_train_step(c)(init_state(c), batch)[1]["grad_norm"] for c in (
+        config, dataclasses.replace(config, train=dataclasses.replace(config.train, remat="block")))]
+    np.testing.assert_allclose(*norms, rtol=1e-5)
+
+
+def test_schedules():
+    cosine = learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=10), 100)
+    assert [float(cosine(s)) for s in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
+    assert float(cosine(99)) == pytest.approx(0.1) and float(cosine(54)) == pytest.approx(0.556, abs=0.01)
+    stable = learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="warmup_stable_decay"), 100)
+    assert [float(stable(s)) for s in (0, 10, 79, 99)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
+    assert float(learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=100), 5)(4)) == pytest.approx(1.0)
+
+
+def test_decay_rates_never_decay_and_norms_only_if_asked(config):
+    _, params = abstract_model(config)
+    assert MODEL.mtp_depth == 1
+    for decay_norms in (True, False):
+        for path, decays in jax.tree_util.tree_leaves_with_path(decay_mask(params, decay_norms)):
+            name = path[-1].key
+            expected = name not in ("a_log", "dt_bias") and (decay_norms or "norm" not in name)
+            assert decays == expected, jax.tree_util.keystr(path)
+
+
+def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
+    model, _, _ = load_trained(finished)
+    save_hf(model, tmp_path / "hf")
+    again = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf"), steps=1))
+    train(again, tmp_path / "run")
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        restored = checkpoints.restore(1, abstract_state(again))
+    # One step at the warm-up's first learning rate moves every weight by at most about 1e-2 / 1 (Adam) plus decay.
+    start = nnx.to_pure_dict(nnx.state(load_hf(tmp_path / "hf"), nnx.Param))
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), restored["params"], start)
+    assert 0 < max(jax.tree.leaves(moved)) < 0.03
+    with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
+        train(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)), tmp_path / "other")
+
+
+@pytest.mark.parametrize("section, change, message", [
+    ("model", {"hidden_size": 32}, "model.hidden_size = 16, not 32"),
+    ("optimizer", {"learning_rate": 2.0}, "optimizer.learning_rate = 0.01, not 2.0"),
+])
+def test_the_folder_of_another_run_is_refused(config, finished, section, change, message):
+    other = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **change)})
+    with pytest.raises(UserError, match=message):
+        train(other, finished)
+
+
+def test_the_folder_of_a_run_on_other_data_is_refused(config, finished):
+    record = (finished / "run.json").read_bytes()
+    with pytest.raises(UserError, match="run on other data"):
+        open_run(finished, config, "0" * 20)
+    assert (finished / "run.json").read_bytes() == record
+
+
+def test_a_damaged_checkpoint_is_one_clear_line(config, finished, tmp_path):
+    import shutil
+    shutil.copytree(finished, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints" / "20").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+    with pytest.raises(UserError, match="checkpoints/20: cannot be read"):
+        load_trained(tmp_path / "run")
+
+
+def test_config_round_trips_and_names_mistakes(config):
+    assert from_dict(Config, json.loads(json.dumps(to_dict(config)))) == config
+    for values, message in (
+            ({"train": {"stesp": 1}}, "config.train.stesp: no such setting .did you mean 'steps'"),
+            ({"train": {"steps": "many"}}, "config.train.steps = 'many' is of type str: expected int"),
+            ({"model": {"num_experts": 4}}, "num_experts_per_tok = 10: expected 1 … model.num_experts = 4"),
+            ({"model": {"num_attention_heads": 5}}, "5 is not a multiple of model.num_key_value_heads = 2"),
+            ({"model": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "ful_attention"]}}, "did you mean 'full_attention'"),
+            ({"optimizer": {"schedule": "cosin"}}, "expected one of 'cosine', 'warmup_stable_decay'"),
+            ({"data": {"path": "a,b", "weights": [1]}}, "1 numbers for 2 globs")):
+        with pytest.raises(UserError, match=message):
+            from_dict(Config, values)
