@@ -103,15 +103,15 @@ def _operator(options: _Options, q, k, v, g, beta, initial_state, segments):
 
 
 def _operator_forward(options, q, k, v, g, beta, initial_state, segments):
-  o, final, states = _forward(options, q, k, v, g, beta, initial_state, segments)
-  return (o, final), (q, k, v, g, beta, initial_state[:0], segments, states)
+  o, final, *saved = _forward(options, q, k, v, g, beta, initial_state, segments)
+  return (o, final), (q, k, v, g, beta, initial_state[:0], segments, saved)
 
 
 def _operator_backward(options, residuals, cotangents):
-  q, k, v, g, beta, initial_state, segments, states = residuals
+  q, k, v, g, beta, initial_state, segments, saved = residuals
   do, dfinal = cotangents
   settings = dict(size=_chunk_size(q), normalize_qk=options.normalize_qk, erase=options.erase)
-  gradients = chunked.backward(q, k, v, g, beta, segments, states, do, dfinal,
+  gradients = chunked.backward(q, k, v, g, beta, segments, *saved, do, dfinal,
                                parallel=options.implementation == "associative", **settings)
   primals = (q, k, v, g, beta, initial_state)
   return (*(d.astype(x.dtype) for d, x in zip(gradients, primals)), None)

@@ -69,6 +69,16 @@ def encode_segments(segment_ids):
   return jnp.where(ids > 0, ids, -jnp.maximum(jax.lax.cummax(ids, axis=ids.ndim - 1), 1))
 
 
+def document_index(signed_chunks):
+  """[N, B, C] signed ids to the document's index inside its chunk, 0 being the incoming state's document.
+
+  The state entering the first chunk belongs to the first document.
+  """
+  ids = jnp.abs(signed_chunks)
+  incoming = jnp.concatenate([ids[:1, :, :1], ids[:-1, :, -1:]])
+  return jnp.cumsum(ids != jnp.concatenate([incoming, ids[..., :-1]], axis=-1), axis=-1)
+
+
 def inverse_norm(x):
   """[..., 1] rsqrt(sum x^2 + 1e-6)."""
   return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
@@ -96,26 +106,25 @@ class Decay(typing.NamedTuple):
   carry: jax.Array  # [..., 1, 1]
 
 
-class Segments(typing.NamedTuple):
-  """|id| of the rows of one chunk, as a column and as a row, and of the incoming state."""
-  column: jax.Array    # [..., C, 1]
-  row: jax.Array       # [..., 1, C]
-  incoming: jax.Array  # [..., 1, 1]
-  last: jax.Array      # [..., 1, 1]
+class Documents(typing.NamedTuple):
+  """Which document of the chunk each row belongs to, counted from 0 = the incoming state's, as a column and a row."""
+  column: jax.Array  # [..., C, 1]
+  row: jax.Array     # [..., 1, C]
+  last: jax.Array    # [..., 1, 1]
 
 
-def decay(total_C1, total_1C, total_11, segments: Segments | None) -> Decay:
+def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
   """The four decays of a chunk from the inclusive running sum of g (a column, a row, and its last entry).
 
   The exponent is masked, never the result, and never split into a product: |total| can pass 1000.
   """
   mask = lower_mask(total_C1.shape[-2])
   gamma, rho, carry = total_C1, total_11 - total_C1, total_11
-  if segments is not None:
-    mask = mask & (segments.column == segments.row)
-    gamma = jnp.where(segments.column == segments.incoming, gamma, -jnp.inf)
-    rho = jnp.where(segments.column == segments.last, rho, -jnp.inf)
-    carry = jnp.where(segments.last == segments.incoming, carry, -jnp.inf)
+  if documents is not None:
+    mask = mask & (documents.column == documents.row)
+    gamma = jnp.where(documents.column == 0, gamma, -jnp.inf)
+    rho = jnp.where(documents.column == documents.last, rho, -jnp.inf)
+    carry = jnp.where(documents.last == 0, carry, -jnp.inf)
   pair = jnp.exp(jnp.where(mask, total_C1 - total_1C, -jnp.inf))
   return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
 

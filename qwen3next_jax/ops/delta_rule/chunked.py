@@ -1,7 +1,8 @@
 """The chunked form in XLA alone: everything inside a chunk at once for all chunks, then one pass of the state over them.
 
 Forward and backward are explicit (docs/delta_rule.md); `api` wires them into one `jax.custom_vjp`. The residuals are the
-inputs and the state at the start of every chunk; V' and the inverses are recomputed.
+inputs, the state at the start of every chunk (in the inputs' dtype) and the chunks' inverses: per head O(T (K + V + C))
+plus one state per chunk. Everything else is recomputed.
 
 The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine maps (`associative`).
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
-from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Products, Segments
+from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Products
 
 
 class Chunks(typing.NamedTuple):
@@ -44,7 +45,7 @@ def _join(x, time: int):
   return x.reshape(batch, count * size, heads, *x.shape[4:])[:, :time]
 
 
-def _chunks(q, k, v, g, beta, segments, size: int, normalize_qk: bool, erase: bool) -> tuple[Chunks, Products, Products]:
+def _chunks(q, k, v, g, beta, segments, known_inverse, size: int, normalize_qk: bool, erase: bool) -> tuple[Chunks, Products, Products]:
   operand = v.dtype
   dtype = jnp.promote_types(jnp.float32, operand)
   dots, exact = Products(operand), Products(dtype)
@@ -52,19 +53,20 @@ def _chunks(q, k, v, g, beta, segments, size: int, normalize_qk: bool, erase: bo
   q_BTGK, k_BTGK = chunk_math.prepare_qk(q.astype(dtype), k.astype(dtype), normalize_qk)
   q_, k_ = _cut(q_BTGK, size), _cut(k_BTGK, size)
   v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
-  rows = None
+  documents = None
   if segments is not None:
     signed = _cut(segments[:, :, None], size, "edge")  # [N, B, 1, C]
-    ids = jnp.abs(signed)
-    incoming = jnp.concatenate([ids[:1, ..., :1], ids[:-1, ..., -1:]])
-    rows = Segments(ids[..., None], ids[..., None, :], incoming[..., None], ids[..., -1:, None])
+    index = chunk_math.document_index(signed[:, :, 0])[:, :, None]
+    documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
     q_ = jnp.where(signed[..., None] > 0, q_, 0)
   total = jnp.matmul(g_, chunk_math.lower_mask(size).astype(dtype).T, precision=chunk_math.HIGHEST)
-  d = chunk_math.decay(total[..., None], total[..., None, :], total[..., -1:, None], rows)
+  d = chunk_math.decay(total[..., None], total[..., None, :], total[..., -1:, None], documents)
   wide = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
   kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
   beta_ = beta_[..., None]
-  a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact) if erase else None
+  a = known_inverse
+  if erase and a is None:
+    a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact)
   return Chunks(wide(q_), wide(k_), v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
 
 
@@ -76,8 +78,9 @@ def _written(c: Chunks, ks, exact: Products):
 
 
 def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
-  """o [B, T, H, V], the final state [B, H, K, V] and the state entering each chunk [N, B, H, K, V]."""
-  c, dots, exact = _chunks(q, k, v, g, beta, segments, size, normalize_qk, erase)
+  """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
+  [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing)."""
+  c, dots, exact = _chunks(q, k, v, g, beta, segments, None, size, normalize_qk, erase)
   initial_state = initial_state.astype(exact.operand)
 
   def step(state, chunk: Chunks):
@@ -91,12 +94,14 @@ def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_q
     needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
     final, (states, written) = jax.lax.scan(step, initial_state, needed)
   o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
-  return _join(o, v.shape[1]).astype(v.dtype), final, states
+  return _join(o, v.shape[1]).astype(v.dtype), final, states.astype(v.dtype), c.inverse
 
 
-def backward(q, k, v, g, beta, segments, states, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
+def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool,
+             parallel: bool):
   """Gradients of q, k, v, g, beta and the initial state, from those of o and the final state."""
-  c, dots, exact = _chunks(q, k, v, g, beta, segments, size, normalize_qk, erase)
+  c, dots, exact = _chunks(q, k, v, g, beta, segments, inverses, size, normalize_qk, erase)
+  states = states.astype(exact.operand)
   time, dtype = v.shape[1], exact.operand
   do = _cut(do.astype(dtype), size)
   dfinal = dfinal.astype(dtype)
