@@ -96,7 +96,7 @@ def test_stream_of_broken_bytes_ends_and_is_bounded():
 
 
 @settings(max_examples=100, deadline=None)
-@given(any_text)
+@given(st.one_of(any_text, st.lists(st.one_of(any_text, st.just(END_OF_TEXT))).map("".join)))
 def test_exported_byte_tokenizer_gives_the_same_ids(tmp_path_factory, text):
     directory = _exported(tmp_path_factory)
     bytes_, exported = load_tokenizer("bytes"), load_tokenizer(directory)

@@ -122,10 +122,11 @@ class ByteTokenizer:
         self.token_bytes = np.array([1] * 256 + [0], np.int32)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+        documents = self.encode_documents(text.split(END_OF_TEXT))
+        return np.concatenate(documents)[:-1]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.append(self.encode(text), np.int32(self.eos_id)) for text in texts]
+        return [np.append(np.frombuffer(text.encode("utf-8"), np.uint8), np.int32(self.eos_id)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         invalid = b"\xff"  # in no UTF-8 text
