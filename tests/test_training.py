@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,9 @@ from flax import nnx
 
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop.huggingface import load_hf, save_hf
-from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, load_trained, open_run
-from qwen3next_jax.training.loop import train
+from qwen3next_jax.interop.huggingface import save_hf
+from qwen3next_jax.training.checkpoint import load_trained, open_run
+from qwen3next_jax.training.loop import start_state, train
 from qwen3next_jax.training.optimizer import decay_mask, learning_rate_schedule
 from qwen3next_jax.training.step import abstract_model, init_state, make_train_step
 
@@ -95,35 +96,26 @@ def test_a_killed_and_resumed_run_is_bitwise_the_undisturbed_one(config, finishe
     _same(*(nnx.to_pure_dict(nnx.state(load_trained(w)[0], nnx.Param)) for w in (tmp_path / "run", finished)))
 
 
-def test_micro_batches_equal_one_batch(config):
-    """The gradients of 4 micro-batches are those of one batch, up to the order of float32 sums; unequal padding included."""
-    config = dataclasses.replace(config, model=dataclasses.replace(MODEL, mtp_depth=2), train=dataclasses.replace(
-        config.train, batch_size=8, balance_loss_weight=0.1, router_z_loss_weight=0.01, mtp_loss_weight=0.3))
+def test_micro_batches_and_remat_change_no_gradient(config):
+    """4 micro-batches, recomputed in the backward, against one batch: equal up to the order of float32 sums, although
+    the micro-batches are padded unequally and the balance loss is not a sum over rows."""
+    train_config = dataclasses.replace(config.train, balance_loss_weight=0.1, router_z_loss_weight=0.01, mtp_loss_weight=0.3)
     rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 65, 8)
-    inside = np.arange(64) < lengths[:, None]
-    batch = {"tokens": jnp.asarray(rng.integers(0, 257, (8, 64)) * inside, jnp.int32),
-             "segment_ids": jnp.asarray(np.sort(rng.integers(1, 4, (8, 64)), axis=1) * inside, jnp.int32)}
+    inside = np.arange(64) < np.array([[64], [1], [40], [7]])
+    batch = {"tokens": jnp.asarray(rng.integers(0, 257, (4, 64)) * inside, jnp.int32),
+             "segment_ids": jnp.asarray(np.sort(rng.integers(1, 4, (4, 64)), axis=1) * inside, jnp.int32)}
     results = []
-    for k in (1, 4):
-        c = dataclasses.replace(config, train=dataclasses.replace(config.train, gradient_accumulation=k),
-                                optimizer=dataclasses.replace(config.optimizer, clip_norm=0.0))
+    for change in ({}, {"gradient_accumulation": 4, "remat": "block"}):
+        c = dataclasses.replace(config, train=dataclasses.replace(train_config, **change))
         state, metrics = make_train_step(c)(init_state(c), batch)
         adam = next(s for s in jax.tree.leaves(state["opt_state"], is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
-        results.append((metrics, adam.mu))  # after one step mu is (1 - beta1) times the gradient
+        results.append((metrics, adam.mu))  # after one step mu is (1 - beta1) times the clipped gradient
     (one, gradient), (four, summed) = results
     for name in one:
-        np.testing.assert_allclose(four[name], one[name], rtol=2e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(four[name], one[name], rtol=1e-5, atol=1e-6, err_msg=name)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(summed)):
         error = float(jnp.linalg.norm(a - b)) / (float(jnp.linalg.norm(a)) + 1e-6)
         assert error < 1e-5, (jax.tree_util.keystr(path), error)
-
-
-def test_remat_changes_no_gradient(config):
-    batch = {"tokens": jnp.ones((4, 64), jnp.int32).at[:, ::3].set(5), "segment_ids": jnp.ones((4, 64), jnp.int32)}
-    norms = [make_train_step(c)(init_state(c), batch)[1]["grad_norm"] for c in (
-        config, dataclasses.replace(config, train=dataclasses.replace(config.train, remat="block")))]
-    np.testing.assert_allclose(*norms, rtol=1e-5)
 
 
 def test_schedules():
@@ -148,16 +140,12 @@ def test_decay_rates_never_decay_and_norms_only_if_asked(config):
 def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
     model, _, _ = load_trained(finished)
     save_hf(model, tmp_path / "hf")
-    again = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf"), steps=1))
-    train(again, tmp_path / "run")
-    with Checkpoints(tmp_path / "run") as checkpoints:
-        restored = checkpoints.restore(1, abstract_state(again))
-    # One step at the warm-up's first learning rate moves every weight by at most about 1e-2 / 1 (Adam) plus decay.
-    start = nnx.to_pure_dict(nnx.state(load_hf(tmp_path / "hf"), nnx.Param))
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), restored["params"], start)
-    assert 0 < max(jax.tree.leaves(moved)) < 0.03
+    again = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf")))
+    state = start_state(again)
+    _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert int(state["step"]) == 0
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
-        train(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)), tmp_path / "other")
+        start_state(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)))
 
 
 @pytest.mark.parametrize("section, change, message", [
@@ -178,7 +166,6 @@ def test_the_folder_of_a_run_on_other_data_is_refused(config, finished):
 
 
 def test_a_damaged_checkpoint_is_one_clear_line(config, finished, tmp_path):
-    import shutil
     shutil.copytree(finished, tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints" / "20").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])

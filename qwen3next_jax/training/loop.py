@@ -41,7 +41,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         if first_step >= config.train.steps:
             print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
             return 0
-        state = checkpoints.restore(first_step, abstract_state(config)) if first_step else _start(config)
+        state = checkpoints.restore(first_step, abstract_state(config)) if first_step else start_state(config)
 
         # Loop
         metrics = MetricsFile(workdir / "metrics.jsonl", first_step)
@@ -145,7 +145,7 @@ class _Signals:
         signal.signal(number, self._before[number])
 
 
-def _start(config: Config) -> State:
+def start_state(config: Config) -> State:
     """The state before the first step: random weights, or those of the Hugging Face directory `train.init_from`."""
     if not config.train.init_from:
         return init_state(config)

@@ -60,7 +60,7 @@ def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dic
             grads, parts = _accumulate(graphdef, gradients, state["params"], batch, counts, config)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        metrics = parts | {"grad_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"]),
+        metrics = parts | {"grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state["step"]),
                            "tokens": counts.tokens}
         return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
 
