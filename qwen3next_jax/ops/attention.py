@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 IMPLEMENTATIONS = ("xla", "splash", "cudnn")
-_BLOCK = 256  # queries and keys of a block of "xla"
+_BLOCK = (64, 64)  # queries and keys of a block of "xla"
 _HIDDEN = -1e30  # score of a pair that does not attend; finite, so that a row without keys stays finite
 _CUDNN_LIMIT = 2**31
 
@@ -119,10 +119,7 @@ class _Queries(NamedTuple):
 def _plan(q, k, segment_ids, kv_segment_ids, q_positions):
     """Block sizes (queries, keys) and the padded positions and segments of both axes."""
     (b, t), s = q.shape[:2], k.shape[1]
-    if t * s <= _BLOCK * _BLOCK:
-        size_q, size_k = t, s
-    else:
-        size_q, size_k = min(t, _BLOCK), min(s, _BLOCK)
+    size_q, size_k = min(t, _BLOCK[0]), min(s, _BLOCK[1])
     if q_positions is None:
         q_positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     position = _blocks(q_positions, size_q, 1)
@@ -191,6 +188,11 @@ def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
     return jnp.min(jnp.sum(before_BS, axis=1)) // size_k, last
 
 
+def _add(blocks, j, term):
+    """blocks[j] += term, in place; `.at[j].add` would be a scatter."""
+    return jax.lax.dynamic_update_index_in_dim(blocks, blocks[j] + term, j, 0)
+
+
 def _xla_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions):
     size_q, size_k, position, segment, kv_segment = _plan(q, k, segment_ids, kv_segment_ids, q_positions)
     (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
@@ -251,7 +253,7 @@ def _xla_backward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions, o, l
             dv_BMCD = jnp.einsum("bmlc,bmld->bmcd", p_BMLC.astype(q.dtype), do_BMLD, preferred_element_type=wide)
             dk_BMCD = jnp.einsum("bmlc,bmld->bmcd", ds_BMLC, q_BMLD, preferred_element_type=wide)
             dq_BMLD += jnp.einsum("bmlc,bmcd->bmld", ds_BMLC, k_blocks[j], preferred_element_type=wide)
-            return dq_BMLD, dk_blocks.at[j].add(dk_BMCD), dv_blocks.at[j].add(dv_BMCD)
+            return dq_BMLD, _add(dk_blocks, j, dk_BMCD), _add(dv_blocks, j, dv_BMCD)
 
         zero = (jnp.zeros(q_BMLD.shape, wide), *carry)
         if size_k >= s:

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule import chunk_math, chunked, reference
+from qwen3next_jax.ops.delta_rule import chunk_math, chunked, pallas_tpu, reference
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu")
 
@@ -99,33 +99,42 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _operator(options: _Options, q, k, v, g, beta, initial_state, segments):
-  return _forward(options, q, k, v, g, beta, initial_state, segments)[:2]
+  return _forward(options, False, q, k, v, g, beta, initial_state, segments)[:2]
 
 
 def _operator_forward(options, q, k, v, g, beta, initial_state, segments):
-  o, final, *saved = _forward(options, q, k, v, g, beta, initial_state, segments)
+  o, final, *saved = _forward(options, True, q, k, v, g, beta, initial_state, segments)
   return (o, final), (q, k, v, g, beta, initial_state[:0], segments, saved)
 
 
 def _operator_backward(options, residuals, cotangents):
   q, k, v, g, beta, initial_state, segments, saved = residuals
-  do, dfinal = cotangents
-  settings = dict(size=_chunk_size(q), normalize_qk=options.normalize_qk, erase=options.erase)
-  gradients = chunked.backward(q, k, v, g, beta, segments, *saved, do, dfinal,
-                               parallel=options.implementation == "associative", **settings)
-  primals = (q, k, v, g, beta, initial_state)
-  return (*(d.astype(x.dtype) for d, x in zip(gradients, primals)), None)
+  form = functools.partial(_run, options, chunked.backward, pallas_tpu.backward, {})
+  gradients = form(q, k, v, g, beta, segments, *saved, *cotangents)
+  return (*(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v, g, beta, initial_state))), None)
 
 
 _operator.defvjp(_operator_forward, _operator_backward)
 
 
+def _forward(options, save: bool, *arguments):
+  return _run(options, chunked.forward, pallas_tpu.forward, dict(save=save), *arguments)
+
+
+def _run(options: _Options, xla, kernel, settings, *arguments):
+  """One pass by the implementation asked for, or by the platform's."""
+  settings = settings | dict(size=_chunk_size(arguments[0]), normalize_qk=options.normalize_qk, erase=options.erase)
+  xla = functools.partial(xla, parallel=options.implementation == "associative", **settings)
+  compiled = functools.partial(kernel, interpret=False, **settings)
+  interpreted = functools.partial(kernel, interpret=True, **settings)
+  if options.implementation == "pallas_tpu":
+    return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
+  if options.implementation is None and arguments[2].dtype != jnp.float64:
+    return jax.lax.platform_dependent(*arguments, tpu=compiled, default=xla)
+  return xla(*arguments)
+
+
 def _chunk_size(q) -> int:
-  """64 tokens, or the power of two that holds a shorter sequence."""
+  """64 tokens, or the power of two that holds a shorter sequence: one length for every platform, since the residuals'
+  shapes may not depend on the platform."""
   return min(64, max(16, 1 << (q.shape[1] - 1).bit_length()))
-
-
-def _forward(options, q, k, v, g, beta, initial_state, segments):
-  settings = dict(size=_chunk_size(q), normalize_qk=options.normalize_qk, erase=options.erase)
-  return chunked.forward(q, k, v, g, beta, initial_state, segments,
-                         parallel=options.implementation == "associative", **settings)

@@ -49,6 +49,7 @@ class Products(typing.NamedTuple):
 
 
 EXACT = Products(jnp.float32)
+BFLOAT16 = Products(jnp.bfloat16)
 
 
 def lower_mask(size: int, strict: bool = False):

@@ -77,9 +77,10 @@ def _written(c: Chunks, ks, exact: Products):
   return exact.nn(c.inverse, chunk_math.residual(c.v, ks, c.beta, c.decay))
 
 
-def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
+def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, save: bool,
+            parallel: bool):
   """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
-  [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing)."""
+  [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without `save` the last two are None."""
   c, dots, exact = _chunks(q, k, v, g, beta, segments, None, size, normalize_qk, erase)
   initial_state = initial_state.astype(exact.operand)
 
@@ -94,7 +95,8 @@ def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_q
     needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
     final, (states, written) = jax.lax.scan(step, initial_state, needed)
   o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
-  return _join(o, v.shape[1]).astype(v.dtype), final, states.astype(v.dtype), c.inverse
+  o = _join(o, v.shape[1]).astype(v.dtype)
+  return (o, final, states.astype(v.dtype), c.inverse) if save else (o, final, None, None)
 
 
 def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool,

@@ -12,17 +12,27 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Products, lower_mask
 BASE = 16
 
 
-def ladder(l_CC, exact: Products, size: int):
+SUBLANES = 8
+
+
+def ladder(l_CC, exact, size: int):
   """(I + L)^{-1} of blocks of `size` rows by doubling: X <- X - X L_m X, where L_m keeps of L only the lower-left m x m
-  quarter of each 2m diagonal block. Works on masked full matrices, so it also runs inside a Pallas kernel."""
+  quarter of each 2m diagonal block. Works on masked whole matrices, so it also runs inside a Pallas kernel, where blocks of
+  8 rows and more are whole tiles and only the rows that change are multiplied."""
   row = jax.lax.broadcasted_iota(jnp.int32, l_CC.shape[-2:], 0)
   column = jax.lax.broadcasted_iota(jnp.int32, l_CC.shape[-2:], 1)
-  x = (row == column).astype(l_CC.dtype)
-  x = x - jnp.where((row // 2 == column // 2) & (row > column), l_CC, 0)
+  x = jnp.where(row == column, 1., jnp.where((row // 2 == column // 2) & (row > column), -l_CC, 0))
   m = 2
   while m < size:
-    quarter = (row // (2 * m) == column // (2 * m)) & (row // m > column // m)
-    x = x - exact.nn(exact.nn(x, jnp.where(quarter, l_CC, 0)), x)
+    quarter = jnp.where((row // (2 * m) == column // (2 * m)) & (row // m > column // m), l_CC, 0)
+    if m < SUBLANES or l_CC.ndim > 2:
+      x = x - exact.nn(exact.nn(x, quarter), x)
+    else:
+      blocks = jnp.split(x, size // m)
+      lower = jnp.concatenate(blocks[1::2])
+      lower = lower - exact.nn(exact.nn(lower, quarter), x)
+      blocks[1::2] = jnp.split(lower, size // (2 * m))
+      x = jnp.concatenate(blocks)
     m *= 2
   return x
 

@@ -1,0 +1,310 @@
+"""Mosaic TPU kernels of the gated delta rule, forward and backward.
+
+One grid step handles one chunk of a block of heads; the chunk axis is innermost and sequential, and the state (forward) or
+its gradient (backward) stays in VMEM across it, in the block of the output that becomes the final state (or the gradient
+of the initial one). The value heads of a key head share K K^T and Q K^T, and dQ and dK are summed over them in the kernel.
+
+Matrix products take operands in the inputs' dtype and accumulate in float32. The inverse and its two products need
+float32: for bfloat16 inputs three products of bfloat16 halves (`ThreePass`), one pass of the matrix unit where the halves
+are stacked along the contraction; for float32 inputs Precision.HIGHEST.
+
+N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width; J key heads and I value heads of
+one grid step.
+"""
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from qwen3next_jax.ops.delta_rule import chunk_math, inverse
+from qwen3next_jax.ops.delta_rule.chunk_math import Documents, Products
+
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """How many value heads one grid step handles; their chains are independent and hide each other's latency."""
+  value_heads: int
+  chunk: int
+
+
+def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, save: bool,
+            interpret: bool):
+  """As `chunked.forward`; without `save` the last two results are None and never exist."""
+  p = _Problem(q, k, v, size, erase)
+  inputs = p.inputs(q, k, v, g, beta, segments)
+  spec = p.specs(forward=True)
+  names = list(inputs) + ["initial_state"]
+  shapes = dict(o=p.flat(p.value_heads, p.value, v.dtype), final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32))
+  if save:
+    shapes["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
+    if erase:
+      shapes["inverses"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape[:2], size, size), jnp.float32)
+  kernel = functools.partial(_forward_kernel, p, names, list(shapes), normalize_qk, erase)
+  out = pl.pallas_call(
+    kernel, grid=p.grid, out_shape=list(shapes.values()), in_specs=[spec[n] for n in names],
+    out_specs=[spec[n] for n in shapes], interpret=interpret, name="gated_delta_rule_forward",
+    compiler_params=p.compiler_params)(*inputs.values(), p.pad_state(initial_state.astype(jnp.float32)))
+  out = dict(zip(shapes, out))
+  o = p.unflatten(out["o"], p.value_heads, p.value)[..., :p.value_in]
+  states = p.cut_state(out["states"]) if save else None
+  return o, p.cut_state(out["final"]), states, out.get("inverses")
+
+
+def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool,
+             interpret: bool):
+  """As `chunked.backward`."""
+  p = _Problem(q, k, v, size, erase)
+  inputs = p.inputs(q, k, v, g, beta, segments)
+  inputs |= dict(do=p.flatten(do.astype(v.dtype)), states=p.pad_state(states), dfinal=p.pad_state(dfinal.astype(jnp.float32)))
+  if erase:
+    inputs["inverses"] = inverses
+  spec = p.specs(forward=False)
+  rows = jax.ShapeDtypeStruct((p.batch, p.chunks, p.value_heads, size), jnp.float32)
+  shapes = dict(dq=p.flat(p.key_heads, p.key, q.dtype), dk=p.flat(p.key_heads, p.key, k.dtype),
+                dv=p.flat(p.value_heads, p.value, v.dtype), dg=rows, dbeta=rows,
+                dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32))
+  kernel = functools.partial(_backward_kernel, p, list(inputs), list(shapes), normalize_qk, erase)
+  out = pl.pallas_call(
+    kernel, grid=p.grid, out_shape=list(shapes.values()), in_specs=[spec[n] for n in inputs],
+    out_specs=[spec[n] for n in shapes], interpret=interpret, name="gated_delta_rule_backward",
+    compiler_params=p.compiler_params)(*inputs.values())
+  out = dict(zip(shapes, out))
+  dq, dk = (p.unflatten(out[n], p.key_heads, p.key)[..., :p.key_in] for n in ("dq", "dk"))
+  dv = p.unflatten(out["dv"], p.value_heads, p.value)[..., :p.value_in]
+  return dq, dk, dv, p.unchunk(out["dg"]), p.unchunk(out["dbeta"]), p.cut_state(out["dinitial"])
+
+
+# ---- shapes, layouts, blocks --------------------------------------------------------------------------------------
+
+class _Problem:
+  """The sizes of one call, its arrays in the kernels' layouts, and the blocks the grid cuts from them."""
+
+  def __init__(self, q, k, v, size: int, erase: bool):
+    self.batch, self.time, self.key_heads, self.key_in = q.shape
+    self.value_heads, self.value_in = v.shape[2:]
+    self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
+    self.size, self.chunks = size, -(-self.time // size)
+    self.share = self.value_heads // self.key_heads
+    self.block = self._value_heads_per_step()
+    self.key_block = self.block // self.share
+    self.operand = v.dtype
+    self.grid = (self.batch, self.value_heads // self.block, self.chunks)
+    self.state_shape = (self.batch, self.value_heads, self.key, self.value)
+    self.compiler_params = pltpu.CompilerParams(
+      dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=64 * 2**20)
+
+  def _value_heads_per_step(self) -> int:
+    """Eight value heads where they divide (rows of the gates fill a tile), else all of them."""
+    block = 8 * self.share // _gcd(8, self.share)
+    return block if self.value_heads % block == 0 else self.value_heads
+
+  # layouts
+
+  def flat(self, heads: int, width: int, dtype):
+    return jax.ShapeDtypeStruct((self.batch, self.chunks * self.size, heads * width), dtype)
+
+  def flatten(self, x):
+    """[B, T, heads, width] to [B, N C, heads * padded width]: a head is then a slice of whole lanes."""
+    width = -(-x.shape[-1] // LANES) * LANES
+    x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0), (0, width - x.shape[-1])))
+    return x.reshape(*x.shape[:2], -1)
+
+  def unflatten(self, x, heads: int, width: int):
+    return x[:, :self.time].reshape(self.batch, self.time, heads, width)
+
+  def pad_state(self, x):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, self.key - self.key_in), (0, self.value - self.value_in)])
+
+  def cut_state(self, x):
+    return x[..., :self.key_in, :self.value_in]
+
+  def rows(self, x, mode="constant"):
+    """[B, T, heads] to [B, N, heads, C]: per head a row of lanes."""
+    x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0)), mode=mode)
+    return jnp.swapaxes(x.reshape(self.batch, self.chunks, self.size, -1), 2, 3)
+
+  def unchunk(self, x):
+    """[B, N, H, C] to [B, T, H]."""
+    return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[:, :self.time]
+
+  def inputs(self, q, k, v, g, beta, segments) -> dict:
+    g_rows = self.rows(g.astype(jnp.float32))
+    total = jnp.matmul(g_rows, chunk_math.lower_mask(self.size).astype(jnp.float32).T, precision=chunk_math.HIGHEST)
+    arrays = dict(q=self.flatten(q), k=self.flatten(k), v=self.flatten(v), total=total,
+                  beta=self.rows(beta.astype(jnp.float32)))
+    if segments is not None:
+      signed = self.rows(segments[:, :, None], "edge")  # [B, N, 1, C]
+      index = chunk_math.document_index(jnp.swapaxes(signed[:, :, 0], 0, 1))
+      index = jnp.swapaxes(index, 0, 1)[:, :, None].astype(jnp.float32)
+      arrays["documents"] = jnp.where(signed > 0, index, -1 - index)  # padding rows keep their document, negated
+    return arrays
+
+  def specs(self, forward: bool) -> dict:
+    """Block specifications by name; the backward grid walks the chunks from the last to the first."""
+    n = (lambda i: i) if forward else (lambda i: self.chunks - 1 - i)
+    flat = lambda width: pl.BlockSpec((1, self.size, width), lambda b, h, i: (b, n(i), h))
+    rows = pl.BlockSpec((1, 1, self.block, self.size), lambda b, h, i: (b, n(i), h, 0))
+    state = pl.BlockSpec((1, self.block, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
+    per_chunk = lambda *shape: pl.BlockSpec((1, 1, self.block, *shape), lambda b, h, i: (n(i), b, h, 0, 0))
+    keys, values = flat(self.key_block * self.key), flat(self.block * self.value)
+    return dict(q=keys, k=keys, v=values, do=values, o=values, dq=keys, dk=keys, dv=values, total=rows, beta=rows, dg=rows,
+                dbeta=rows, documents=pl.BlockSpec((1, 1, 1, self.size), lambda b, h, i: (b, n(i), 0, 0)),
+                initial_state=state, final=state, dfinal=state, dinitial=state,
+                states=per_chunk(self.key, self.value), inverses=per_chunk(self.size, self.size))
+
+
+def _gcd(a, b):
+  return a if b == 0 else _gcd(b, a % b)
+
+
+# ---- float32 products out of bfloat16 ones ------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class ThreePass:
+  """Products of float32 arrays as bfloat16 halves, x y = xh yh + xh yl + xl yh, stacked along the contraction."""
+  operand = jnp.float32
+
+  def nn(self, x, y):
+    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    return chunk_math.BFLOAT16.nn(jnp.concatenate([xh, xh, xl], axis=1), jnp.concatenate([yh, yl, yh], axis=0))
+
+  def tn(self, x, y):
+    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    return chunk_math.BFLOAT16.tn(jnp.concatenate([xh, xh, xl], axis=0), jnp.concatenate([yh, yl, yh], axis=0))
+
+
+def _halves(x):
+  high = x.astype(jnp.bfloat16)
+  return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------
+
+class _Chunk:
+  """What forward and backward read of one grid step's block: per-head columns, decays, normalised q and k."""
+
+  def __init__(self, p: _Problem, refs, normalize: bool):
+    self.p, self.refs, self.normalize = p, refs, normalize
+    self.dots = Products(p.operand)
+    self.exact = ThreePass() if p.operand == jnp.bfloat16 else chunk_math.EXACT
+    self.total, self.beta = refs["total"][0, 0], refs["beta"][0, 0]  # [I, C]
+    self.totals, self.betas = self.total.T, self.beta.T  # [C, I]
+    self.documents = self.live = None
+    if "documents" in refs:
+      signed = refs["documents"][0, 0]  # [1, C]
+      index = jnp.where(signed < 0, -1 - signed, signed)
+      column = jnp.broadcast_to(signed, (8, p.size)).T[:, :1]
+      self.live = column >= 0
+      self.documents = Documents(jnp.where(self.live, column, -1 - column), index, index[:, -1:])
+
+  def head(self, name: str, i: int, width: int):
+    return self.refs[name][0, :, i * width:(i + 1) * width].astype(jnp.float32)
+
+  def key_head(self, j: int):
+    """Normalised and scaled q and k [C, K] of key head j, and the two inverse norms [C, 1] (None where not normalised)."""
+    q, k = self.head("q", j, self.p.key), self.head("k", j, self.p.key)
+    q_norm = k_norm = None
+    if self.normalize:
+      q_norm, k_norm = chunk_math.inverse_norm(q), chunk_math.inverse_norm(k)
+      q, k = q * q_norm, k * k_norm
+    q = q * self.p.key_in ** -0.5
+    if self.live is not None:
+      q = jnp.where(self.live, q, 0)
+    return q, k, q_norm, k_norm
+
+  def decay(self, i: int):
+    row = self.total[i:i + 1]
+    return chunk_math.decay(self.totals[:, i:i + 1], row, row[:, -1:], self.documents)
+
+  def beta_column(self, i: int):
+    return self.betas[:, i:i + 1]
+
+
+def _named(names, refs):
+  return dict(zip(names, refs))
+
+
+def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
+  refs = _named(inputs + outputs, refs)
+  state_ref = refs["final"]
+
+  @pl.when(pl.program_id(2) == 0)
+  def _():
+    state_ref[...] = refs["initial_state"][...]
+
+  c = _Chunk(p, refs, normalize)
+  for j in range(p.key_block):
+    q_CK, k_CK, _, _ = c.key_head(j)
+    kk_CC, qk_CC = c.dots.nt(k_CK, k_CK), c.dots.nt(q_CK, k_CK)
+    for i in range(j * p.share, (j + 1) * p.share):
+      d, beta_C1, v_CV = c.decay(i), c.beta_column(i), c.head("v", i, p.value)
+      state_KV = state_ref[0, i]
+      if erase:
+        a_CC = inverse.ladder(chunk_math.interaction(kk_CC, beta_C1, d), c.exact, p.size)
+        r_CV = chunk_math.residual(v_CV, c.dots.nn(k_CK, state_KV), beta_C1, d)
+        written_CV = c.exact.nn(a_CC, r_CV)
+      else:
+        written_CV = beta_C1 * v_CV
+      o_CV = chunk_math.output(c.dots.nn(q_CK, state_KV), qk_CC * d.pair, written_CV, d, c.dots)
+      refs["o"][0, :, i * p.value:(i + 1) * p.value] = o_CV.astype(refs["o"].dtype)
+      if "states" in refs:
+        refs["states"][0, 0, i] = state_KV.astype(refs["states"].dtype)
+      if "inverses" in refs:
+        refs["inverses"][0, 0, i] = a_CC
+      state_ref[0, i] = chunk_math.next_state(state_KV, k_CK, written_CV, d, c.dots)
+
+
+def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
+  refs = _named(inputs + outputs, refs)
+  dstate_ref = refs["dinitial"]
+
+  @pl.when(pl.program_id(2) == 0)
+  def _():
+    dstate_ref[...] = refs["dfinal"][...]
+
+  c = _Chunk(p, refs, normalize)
+  lane = jax.lax.broadcasted_iota(jnp.int32, (p.size, p.block), 1)
+  dbetas = jnp.zeros((p.size, p.block), jnp.float32)
+  for j in range(p.key_block):
+    q_CK, k_CK, q_norm, k_norm = c.key_head(j)
+    kk_CC, qk_CC = c.dots.nt(k_CK, k_CK), c.dots.nt(q_CK, k_CK)
+    dq_CK = dk_CK = 0.
+    for i in range(j * p.share, (j + 1) * p.share):
+      d, beta_C1 = c.decay(i), c.beta_column(i)
+      v_CV, do_CV = c.head("v", i, p.value), c.head("do", i, p.value)
+      state_KV, dstate_KV = refs["states"][0, 0, i], dstate_ref[0, i]
+      p_CC = qk_CC * d.pair
+      po_CV = c.dots.tn(p_CC, do_CV)
+      qo_KV = c.dots.tn(q_CK, d.gamma * do_CV)
+      dwritten_CV = chunk_math.written_backward(po_CV, k_CK, dstate_KV, d, c.dots)
+      if erase:
+        a_CC = refs["inverses"][0, 0, i]
+        ks_CV = c.dots.nn(k_CK, state_KV)
+        written_CV = c.exact.nn(a_CC, chunk_math.residual(v_CV, ks_CV, beta_C1, d))
+        dr_CV = c.exact.tn(a_CC, dwritten_CV)
+        x_CV = beta_C1 * d.gamma * dr_CV
+      else:
+        ks_CV, written_CV, dr_CV, x_CV = None, beta_C1 * v_CV, dwritten_CV, None
+      grad = chunk_math.chunk_gradients(
+        q_CK, k_CK, v_CV, beta_C1, d, kk_CC, qk_CC, ks_CV, c.dots.nn(q_CK, state_KV), written_CV, dr_CV, state_KV,
+        dstate_KV, do_CV, erase, c.dots)
+      dstate_ref[0, i] = chunk_math.state_backward(qo_KV, k_CK, x_CV, dstate_KV, d, c.dots)
+      refs["dv"][0, :, i * p.value:(i + 1) * p.value] = grad.v.astype(refs["dv"].dtype)
+      refs["dg"][0, 0, i:i + 1] = grad.g
+      dbetas = jnp.where(lane == i, grad.beta, dbetas)
+      dq_CK, dk_CK = dq_CK + grad.q, dk_CK + grad.k
+    columns = slice(j * p.key, (j + 1) * p.key)
+    dq_CK = dq_CK * p.key_in ** -0.5
+    if c.live is not None:
+      dq_CK = jnp.where(c.live, dq_CK, 0)
+    if normalize:
+      dq_CK = chunk_math.inverse_norm_backward(dq_CK, c.head("q", j, p.key), q_norm)
+      dk_CK = chunk_math.inverse_norm_backward(dk_CK, c.head("k", j, p.key), k_norm)
+    refs["dq"][0, :, columns] = dq_CK.astype(refs["dq"].dtype)
+    refs["dk"][0, :, columns] = dk_CK.astype(refs["dk"].dtype)
+  refs["dbeta"][0, 0] = dbetas.T
