@@ -165,12 +165,37 @@ def test_the_folder_of_a_run_on_other_data_is_refused(config, finished):
     assert (finished / "run.json").read_bytes() == record
 
 
-def test_a_damaged_checkpoint_is_one_clear_line(config, finished, tmp_path):
+def _damage(folder, how):
+    largest = max(folder.rglob("d/*"), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    if how == "a flipped bit":
+        data[len(data) // 2] ^= 16
+        largest.write_bytes(data)
+    elif how == "a truncated file":
+        largest.write_bytes(data[:-100])
+    elif how == "a missing file":
+        largest.unlink()
+    else:
+        (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "a truncated file", "a missing file", "no manifest"])
+def test_a_damaged_checkpoint_is_told_and_passed_over(config, finished, tmp_path, capsys, how):
     shutil.copytree(finished, tmp_path / "run")
-    for path in (tmp_path / "run" / "checkpoints" / "20").rglob("d/*"):
-        path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
-    with pytest.raises(UserError, match="checkpoints/20: cannot be read"):
-        load_trained(tmp_path / "run")
+    _damage(tmp_path / "run" / "checkpoints" / "20", how)
+    with pytest.raises(UserError, match="checkpoints/20: damaged"):
+        load_trained(tmp_path / "run", step=20)
+    assert load_trained(tmp_path / "run")[2] == 10
+    assert "checkpoints/20 is passed over" in capsys.readouterr().err
+
+
+def test_training_goes_on_from_the_last_whole_checkpoint(config, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    _damage(tmp_path / "run" / "checkpoints" / "20", "a flipped bit")
+    assert train(config, tmp_path / "run") == 0
+    assert _losses(tmp_path / "run") == _losses(finished)
+    assert len(list((tmp_path / "run" / "damaged").iterdir())) == 1
+    _same(*(nnx.to_pure_dict(nnx.state(load_trained(w)[0], nnx.Param)) for w in (tmp_path / "run", finished)))
 
 
 def test_config_round_trips_and_names_mistakes(config):

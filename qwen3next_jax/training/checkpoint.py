@@ -1,13 +1,16 @@
 """A run's folder: its configuration, its checkpoints (Orbax, written in the background), and reading them back.
 
     WORKDIR/run.json              configuration and data fingerprint of the run, written once
-    WORKDIR/checkpoints/STEP/     train state after STEP steps
+    WORKDIR/checkpoints/STEP/     train state after STEP steps, sealed by a manifest of digests
+    WORKDIR/damaged/              checkpoints that were found damaged on resume
 """
 
 import json
 import logging
 import os
 import pathlib
+import sys
+import time
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ from flax import nnx
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.training import manifest
 from qwen3next_jax.training.step import State, abstract_model, init_state
 
 # Settings that may differ when a run goes on; any other difference would make it another run.
@@ -27,28 +31,52 @@ logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathnam
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last. Saving returns at once; leaving the `with` block waits for the last save."""
+    """The checkpoints of one run. Saving returns at once; leaving the `with` block waits for the last save.
+
+    A checkpoint counts once it is sealed (see `manifest`): a damaged or unsealed one is passed over, and said to be.
+    """
 
     def __init__(self, workdir: pathlib.Path, keep_last: int | None = None):
         """`keep_last` None opens them for reading."""
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep_last, create=keep_last is not None,
-                                               read_only=keep_last is None, step_prefix=None)
+        self._writing = keep_last is not None
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep_last, create=self._writing, read_only=not self._writing)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._unsealed: int | None = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
         self._manager.wait_until_finished()
+        self.seal_finished()
         self._manager.close()
 
-    def latest_step(self) -> int | None:
-        return self._manager.latest_step()
+    def newest_good_step(self) -> int | None:
+        """The newest step whose checkpoint is whole; newer damaged ones are reported on standard error and, when
+        training goes on, moved to WORKDIR/damaged."""
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            damage = manifest.find_damage(self.directory / str(step))
+            if damage is None:
+                return step
+            print(f"warning: {self.directory / str(step)} is passed over: {damage}", file=sys.stderr)
+            if self._writing:
+                self._move_aside(step)
+        return None
 
     def save(self, step: int, state: State) -> None:
-        if step not in self._manager.all_steps():
-            self._manager.save(step, args=ocp.args.StandardSave(_with_text_keys(state)))
+        if step in self._manager.all_steps():
+            return
+        self._manager.wait_until_finished()
+        self.seal_finished()
+        self._manager.save(step, args=ocp.args.StandardSave(_with_text_keys(state)))
+        self._unsealed = step
+
+    def seal_finished(self) -> None:
+        """Seals the last save if it has ended; costs nothing where there is none. Call it now and then."""
+        if self._unsealed is not None and not self._manager.is_saving_in_progress():
+            manifest.seal(self.directory / str(self._unsealed))
+            self._unsealed = None
 
     def restore(self, step: int, abstract_state: State) -> State:
         """The state saved after `step` steps, in the structure, dtypes and shardings of `abstract_state`.
@@ -60,13 +88,20 @@ class Checkpoints:
         if step not in self._manager.all_steps():
             known = ", ".join(map(str, sorted(self._manager.all_steps()))) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
+        if damage := manifest.find_damage(where):
+            raise UserError(f"{where}: damaged: {damage}. Remove that folder to go on from the one before")
         try:
             restored = self._manager.restore(step, args=ocp.args.StandardRestore(_with_text_keys(abstract_state)))
-        except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             reason = str(error).strip().split("\n")[0][:200]
-            raise UserError(f"{where}: cannot be read as a checkpoint of this model ({reason}); it is damaged or belongs "
-                            "to another configuration. Remove that folder to go on from the one before") from error
+            raise UserError(f"{where}: not a checkpoint of this model ({reason})") from error
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.tree.leaves(restored))
+
+    def _move_aside(self, step: int) -> None:
+        target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
+        target.parent.mkdir(exist_ok=True)
+        os.rename(self.directory / str(step), target)
+        self._manager.reload()
 
 
 def _with_text_keys(state: Any) -> Any:
@@ -118,9 +153,9 @@ def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3N
     """(model, configuration, step) of a run's newest checkpoint, or of the one after `step` steps."""
     config = read_config(workdir)
     with Checkpoints(workdir) as checkpoints:
-        step = checkpoints.latest_step() if step is None else step
+        step = checkpoints.newest_good_step() if step is None else step
         if step is None:
-            raise UserError(f"{workdir}: no checkpoint yet; let the run reach its first one (checkpoint.every = {config.checkpoint.every})")
+            raise UserError(f"{workdir}: no whole checkpoint; let the run reach its first one (checkpoint.every = {config.checkpoint.every})")
         params = checkpoints.restore(step, abstract_state(config))["params"]
     graphdef, _ = abstract_model(config)
     return nnx.merge(graphdef, params), config, step

@@ -37,7 +37,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 
     with Checkpoints(workdir, config.checkpoint.keep_last) as checkpoints:
         # State: resume, or start
-        first_step = checkpoints.latest_step() or 0
+        first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
             print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
             return 0
@@ -83,6 +83,7 @@ class _Run:
             waited += time.perf_counter() - asked
             state, values = self.train_step(state, batch)
             self.display.step(step)
+            self.checkpoints.seal_finished()
 
             last = step == config.train.steps or signals.caught
             if step % config.train.log_every == 0 or last:
