@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 
 IMPLEMENTATIONS = ("xla", "splash", "cudnn")
-_BLOCK = (64, 64)  # queries and keys of a block of "xla"
+_CPU_BLOCK = 64  # of queries and of keys: the scores of a block stay in cache; measured with benchmarks/attention.py
+_GPU_BLOCK = 512
+_SPLASH_BLOCK = 512
+_LANES = 128
 _HIDDEN = -1e30  # score of a pair that does not attend; finite, so that a row without keys stays finite
-_CUDNN_LIMIT = 2**31
+_CUDNN_LIMIT = 2**31  # elements; above it cuDNN's gradients are silently wrong
 
 
 class _Options(NamedTuple):
@@ -34,8 +37,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
       kv_segment_ids: [B, S], the same for keys; None where S = T means `segment_ids`.
       q_positions: [B, T] index of each query on the key axis (cached decoding); None means 0 … T−1.
       scale: of the scores; None means D^-1/2.
-      implementation: "xla" (blockwise), "splash" (TPU), "cudnn" (GPU), or None: "splash" on TPU where it applies (no
-        `q_positions`), "xla" elsewhere.
+      implementation: "xla" (blockwise), "splash" (TPU; on CPU it runs interpreted; no `q_positions`), "cudnn" (GPU; no
+        `q_positions`, no segments; chosen only by name), or None: "splash" on TPU where it applies, "xla" elsewhere.
 
     Returns:
       o: [B, T, N, D] in q's dtype. Padding rows hold something finite and give no gradient to other rows.
@@ -47,9 +50,12 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
     _check(q, k, v, segment_ids, kv_segment_ids, q_positions, implementation)
     if kv_segment_ids is None:
         kv_segment_ids = segment_ids
-    if implementation in ("splash", "cudnn"):
-        raise NotImplementedError(f"implementation={implementation!r} is not wired up")
-    options = _Options(implementation, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if implementation in ("splash", "cudnn") and q_positions is not None:
+        raise NotImplementedError(f"q_positions with implementation={implementation!r}: use \"xla\" for cached decoding")
+    if implementation == "cudnn":
+        return _cudnn(q, k, v, segment_ids, scale)
+    options = _Options(implementation, scale)
     return _operator(options, q, k, v, segment_ids, kv_segment_ids, q_positions)
 
 
@@ -92,34 +98,37 @@ def _operator_forward(options, *inputs):
 
 
 def _operator_backward(options, residuals, do):
-    (q, k, v, *rest), o, logsumexp_BNT = residuals
-    gradients = _xla_backward(options.scale, q, k, v, *rest, o, logsumexp_BNT, do)
+    inputs, *rest = residuals
+    gradients = _choose(options, inputs, _xla_backward, _splash_backward, *inputs, *rest, do)
     return (*gradients, None, None, None)
 
 
 _operator.defvjp(_operator_forward, _operator_backward)
 
 
-def _forward(options, q, k, v, segment_ids, kv_segment_ids, q_positions):
+def _forward(options, *inputs):
     """(o, logsumexp of each row's scores [B, N, T] in float32)."""
-    return _xla_forward(options.scale, q, k, v, segment_ids, kv_segment_ids, q_positions)
+    return _choose(options, inputs, _xla_forward, _splash_forward, *inputs)
+
+
+def _choose(options, inputs, xla, splash, *args):
+    on_cpu, elsewhere = (functools.partial(xla, options.scale, block) for block in (_CPU_BLOCK, _GPU_BLOCK))
+    interpreted, on_tpu = (functools.partial(splash, options.scale, interpret) for interpret in (True, False))
+    if options.implementation == "splash":
+        return jax.lax.platform_dependent(*args, cpu=interpreted, default=on_tpu)
+    q, *_, q_positions = inputs
+    if options.implementation is None and q_positions is None and q.shape[1] >= _LANES:
+        return jax.lax.platform_dependent(*args, cpu=on_cpu, tpu=on_tpu, default=elsewhere)
+    return jax.lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
 
 
 # ---- blockwise in XLA: online softmax, https://arxiv.org/abs/2205.14135 -------------------------------------------
 
 
-class _Queries(NamedTuple):
-    """Blocks of queries, block axis first. Rows of a block run over (query head of the group, query)."""
-
-    q: jax.Array  # [n, B, M, L, D]
-    position: jax.Array  # [n, B, C]
-    segment: jax.Array | None  # [n, B, C]
-
-
-def _plan(q, k, segment_ids, kv_segment_ids, q_positions):
+def _plan(block, q, k, segment_ids, kv_segment_ids, q_positions):
     """Block sizes (queries, keys) and the padded positions and segments of both axes."""
     (b, t), s = q.shape[:2], k.shape[1]
-    size_q, size_k = min(t, _BLOCK[0]), min(s, _BLOCK[1])
+    size_q, size_k = min(t, block), min(s, block)
     if q_positions is None:
         q_positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     position = _blocks(q_positions, size_q, 1)
@@ -193,8 +202,8 @@ def _add(blocks, j, term):
     return jax.lax.dynamic_update_index_in_dim(blocks, blocks[j] + term, j, 0)
 
 
-def _xla_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions):
-    size_q, size_k, position, segment, kv_segment = _plan(q, k, segment_ids, kv_segment_ids, q_positions)
+def _xla_forward(scale, block, q, k, v, segment_ids, kv_segment_ids, q_positions):
+    size_q, size_k, position, segment, kv_segment = _plan(block, q, k, segment_ids, kv_segment_ids, q_positions)
     (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
     k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
     wide = _wide(q)
@@ -234,8 +243,8 @@ def _xla_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions):
     return _from_query_blocks(o, t, n), logsumexp_BTN.swapaxes(1, 2)
 
 
-def _xla_backward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do):
-    size_q, size_k, position, segment, kv_segment = _plan(q, k, segment_ids, kv_segment_ids, q_positions)
+def _xla_backward(scale, block, q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do):
+    size_q, size_k, position, segment, kv_segment = _plan(block, q, k, segment_ids, kv_segment_ids, q_positions)
     (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
     k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
     wide = _wide(q)
@@ -272,3 +281,85 @@ def _xla_backward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions, o, l
         carry, dq = jax.lax.scan(query_block, zero, blocks)
     dk, dv = (_join(x, s, 2).swapaxes(1, 2).astype(k.dtype) for x in carry)
     return _from_query_blocks(dq, t, n), dk, dv
+
+
+# ---- splash attention, the TPU kernels that come with JAX ---------------------------------------------------------
+
+
+def _splash_kernel(heads: int, length: int, interpret: bool, save_residuals: bool):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    block = min(_SPLASH_BLOCK, length)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * heads)
+    return splash_attention_kernel.make_splash_mha(
+        mask, block_sizes=splash_attention_kernel.BlockSizes(**dict.fromkeys(names, block)), head_shards=1, q_seq_shards=1,
+        interpret=interpret, save_residuals=save_residuals)
+
+
+def _splash_length(t: int) -> int:
+    """`t` padded to whole lanes, and to whole blocks where there are several."""
+    lanes = -(-t // _LANES) * _LANES
+    return lanes if lanes <= _SPLASH_BLOCK else -(-t // _SPLASH_BLOCK) * _SPLASH_BLOCK
+
+
+def _to_splash(x_BTND):
+    """[B, T, N, D] → [B, N, T, D], both last axes padded."""
+    b, t, n, d = x_BTND.shape
+    return jnp.pad(x_BTND.swapaxes(1, 2), ((0, 0), (0, 0), (0, _splash_length(t) - t), (0, -d % _LANES)))
+
+
+def _from_splash(x_BNTD, like):
+    return x_BNTD[:, :, :like.shape[1], :like.shape[3]].swapaxes(1, 2).astype(like.dtype)
+
+
+def _splash_segments(segment_ids, kv_segment_ids):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    if segment_ids is None:
+        return None
+    padding = ((0, 0), (0, _splash_length(segment_ids.shape[1]) - segment_ids.shape[1]))
+    return splash_attention_kernel.SegmentIds(*(jnp.pad(x.astype(jnp.int32), padding)
+                                                for x in (segment_ids, kv_segment_ids)))
+
+
+def _splash_forward(scale, interpret, q, k, v, segment_ids, kv_segment_ids, q_positions):
+    t, n = q.shape[1:3]
+    kernel = _splash_kernel(n, _splash_length(t), interpret, save_residuals=True)
+    inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
+    o, (logsumexp,) = jax.vmap(kernel)(*inputs, _splash_segments(segment_ids, kv_segment_ids))
+    return _from_splash(o, q), logsumexp[:, :, :t].astype(_wide(q))
+
+
+def _splash_backward(scale, interpret, q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    t, n = q.shape[1:3]
+    length = _splash_length(t)
+    kernel = _splash_kernel(n, length, interpret, save_residuals=False)
+    options = {name: value for name, value in kernel.kwargs.items()}
+
+    def one_row(q, k, v, segments, o, logsumexp, do):
+        # The public call would run the forward kernel again to rebuild these residuals.
+        residuals = (q, k, v, segments, None, o, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+        gradients = splash_attention_kernel._splash_attention_bwd(res=residuals, do=do, **options)
+        return gradients[3:6]
+
+    logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
+    dq, dk, dv = jax.vmap(one_row)(_to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v),
+                                   _splash_segments(segment_ids, kv_segment_ids), _to_splash(o), logsumexp, _to_splash(do))
+    return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)
+
+
+# ---- cuDNN --------------------------------------------------------------------------------------------------------
+
+
+def _cudnn(q, k, v, segment_ids, scale):
+    if segment_ids is not None:
+        raise NotImplementedError('segment_ids with implementation="cudnn" need a [T, T] mask: use "xla"')
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f'implementation="cudnn" needs a GPU, the default backend is {jax.default_backend()!r}')
+    if max(q.size, k.size) > _CUDNN_LIMIT:
+        raise NotImplementedError(f'implementation="cudnn" with {max(q.size, k.size)} elements in q or k: gradients of '
+                                  f'cuDNN attention are silently wrong above {_CUDNN_LIMIT}; use "xla"')
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")

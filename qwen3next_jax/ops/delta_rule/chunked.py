@@ -128,7 +128,7 @@ def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: 
   if segments is not None:
     dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
   dq, dk = _prepare_backward(dq, dk, q.astype(dtype), k.astype(dtype), normalize_qk)
-  return dq, dk, dv, dg, dbeta, dinitial
+  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
 def _residual_backward(c: Chunks, dwritten, exact: Products):

@@ -12,29 +12,34 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Products, lower_mask
 BASE = 16
 
 
-SUBLANES = 8
-
-
 def ladder(l_CC, exact, size: int):
-  """(I + L)^{-1} of blocks of `size` rows by doubling: X <- X - X L_m X, where L_m keeps of L only the lower-left m x m
-  quarter of each 2m diagonal block. Works on masked whole matrices, so it also runs inside a Pallas kernel, where blocks of
-  8 rows and more are whole tiles and only the rows that change are multiplied."""
-  row = jax.lax.broadcasted_iota(jnp.int32, l_CC.shape[-2:], 0)
-  column = jax.lax.broadcasted_iota(jnp.int32, l_CC.shape[-2:], 1)
+  """(I + L)^{-1} of blocks of `size` rows by doubling, on masked whole matrices [..., C, C]."""
+  row, column = _indices(l_CC)
   x = jnp.where(row == column, 1., jnp.where((row // 2 == column // 2) & (row > column), -l_CC, 0))
   m = 2
   while m < size:
-    quarter = jnp.where((row // (2 * m) == column // (2 * m)) & (row // m > column // m), l_CC, 0)
-    if m < SUBLANES or l_CC.ndim > 2:
-      x = x - exact.nn(exact.nn(x, quarter), x)
-    else:
-      blocks = jnp.split(x, size // m)
-      lower = jnp.concatenate(blocks[1::2])
-      lower = lower - exact.nn(exact.nn(lower, quarter), x)
-      blocks[1::2] = jnp.split(lower, size // (2 * m))
-      x = jnp.concatenate(blocks)
+    x = double(x, l_CC, m, exact)
     m *= 2
   return x
+
+
+def double(x_CC, l_CC, m: int, exact):
+  """From the inverses of the m-row diagonal blocks to those of the 2m-row blocks: X <- X - X L_m X, where L_m keeps of L only
+  the lower-left m x m quarter of each 2m block. Only every second block of m rows changes, and only it is multiplied."""
+  row, column = _indices(l_CC)
+  quarter = jnp.where((row // (2 * m) == column // (2 * m)) & (row // m > column // m), l_CC, 0)
+  if m < 8:  # less than a tile of sublanes: cutting rows apart costs more than multiplying all of them
+    return x_CC - exact.nn(exact.nn(x_CC, quarter), x_CC)
+  blocks = jnp.split(x_CC, l_CC.shape[-1] // m, axis=-2)
+  lower = jnp.concatenate(blocks[1::2], axis=-2)
+  lower = lower - exact.nn(exact.nn(lower, quarter), x_CC)
+  blocks[1::2] = jnp.split(lower, len(blocks) // 2, axis=-2)
+  return jnp.concatenate(blocks, axis=-2)
+
+
+def _indices(l_CC):
+  shape = l_CC.shape[-2:]
+  return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
 def unit_lower_inverse(l_CC, exact: Products):

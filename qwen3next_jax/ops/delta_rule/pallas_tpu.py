@@ -171,11 +171,11 @@ class ThreePass:
 
   def nn(self, x, y):
     (xh, xl), (yh, yl) = _halves(x), _halves(y)
-    return chunk_math.BFLOAT16.nn(jnp.concatenate([xh, xh, xl], axis=1), jnp.concatenate([yh, yl, yh], axis=0))
+    return chunk_math.BFLOAT16.nn(jnp.concatenate([xh, xh, xl], axis=-1), jnp.concatenate([yh, yl, yh], axis=-2))
 
   def tn(self, x, y):
     (xh, xl), (yh, yl) = _halves(x), _halves(y)
-    return chunk_math.BFLOAT16.tn(jnp.concatenate([xh, xh, xl], axis=0), jnp.concatenate([yh, yl, yh], axis=0))
+    return chunk_math.BFLOAT16.tn(jnp.concatenate([xh, xh, xl], axis=-2), jnp.concatenate([yh, yl, yh], axis=-2))
 
 
 def _halves(x):
@@ -184,53 +184,71 @@ def _halves(x):
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------
+#
+# All heads of a step go through each stage together, as a leading batch dimension: their chains are independent, and
+# side by side they hide each other's latency.
 
 class _Chunk:
-  """What forward and backward read of one grid step's block: per-head columns, decays, normalised q and k."""
+  """What forward and backward read of one grid step's block: decays, beta, normalised q and k, values."""
 
   def __init__(self, p: _Problem, refs, normalize: bool):
     self.p, self.refs, self.normalize = p, refs, normalize
     self.dots = Products(p.operand)
     self.exact = ThreePass() if p.operand == jnp.bfloat16 else chunk_math.EXACT
-    self.total, self.beta = refs["total"][0, 0], refs["beta"][0, 0]  # [I, C]
-    self.totals, self.betas = self.total.T, self.beta.T  # [C, I]
-    self.documents = self.live = None
+    total, beta = refs["total"][0, 0], refs["beta"][0, 0]  # [I, C]
+    self.live = documents = None
     if "documents" in refs:
       signed = refs["documents"][0, 0]  # [1, C]
-      index = jnp.where(signed < 0, -1 - signed, signed)
       column = jnp.broadcast_to(signed, (8, p.size)).T[:, :1]
       self.live = column >= 0
-      self.documents = Documents(jnp.where(self.live, column, -1 - column), index, index[:, -1:])
-
-  def head(self, name: str, i: int, width: int):
-    return self.refs[name][0, :, i * width:(i + 1) * width].astype(jnp.float32)
-
-  def key_head(self, j: int):
-    """Normalised and scaled q and k [C, K] of key head j, and the two inverse norms [C, 1] (None where not normalised)."""
-    q, k = self.head("q", j, self.p.key), self.head("k", j, self.p.key)
-    q_norm = k_norm = None
-    if self.normalize:
-      q_norm, k_norm = chunk_math.inverse_norm(q), chunk_math.inverse_norm(k)
-      q, k = q * q_norm, k * k_norm
-    q = q * self.p.key_in ** -0.5
+      index = jnp.where(signed < 0, -1 - signed, signed)
+      documents = Documents(jnp.where(self.live, column, -1 - column), index, index[:, -1:])
+    self.beta = self.columns(beta)
+    row = total[:, None, :]
+    self.decay = chunk_math.decay(self.columns(total), row, row[..., -1:], documents)
+    q, k = self.heads("q", p.key_block, p.key), self.heads("k", p.key_block, p.key)
+    if normalize:
+      self.q_norm, self.k_norm = chunk_math.inverse_norm(q), chunk_math.inverse_norm(k)
+      q, k = q * self.q_norm, k * self.k_norm
+    q = q * p.key_in ** -0.5
     if self.live is not None:
       q = jnp.where(self.live, q, 0)
-    return q, k, q_norm, k_norm
+    both = jnp.concatenate([k, q], axis=-2).astype(p.operand)  # [J, 2C, K]: one load of the matrix unit serves both
+    pairs = self.dots.nt(both, k)
+    self.kk, self.qk = self.shared(pairs[:, :p.size]), self.shared(pairs[:, p.size:])
+    self.q, self.k, self.both = self.shared(q), self.shared(k), self.shared(both)
 
-  def decay(self, i: int):
-    row = self.total[i:i + 1]
-    return chunk_math.decay(self.totals[:, i:i + 1], row, row[:, -1:], self.documents)
+  def columns(self, rows):
+    """[I, C] to [I, C, 1]."""
+    columns = rows.T
+    return jnp.stack([columns[:, i:i + 1] for i in range(rows.shape[0])])
 
-  def beta_column(self, i: int):
-    return self.betas[:, i:i + 1]
+  def heads(self, name: str, count: int, width: int):
+    """[count, C, width] float32 out of a block [1, C, count * width]."""
+    return jnp.stack([self.refs[name][0, :, i * width:(i + 1) * width] for i in range(count)]).astype(jnp.float32)
 
+  def store(self, name: str, x):
+    """The reverse of `heads`."""
+    width = x.shape[-1]
+    for i in range(x.shape[0]):
+      self.refs[name][0, :, i * width:(i + 1) * width] = x[i].astype(self.refs[name].dtype)
 
-def _named(names, refs):
-  return dict(zip(names, refs))
+  def shared(self, x):
+    """[J, ...] to [I, ...]: what a key head holds, for each of its value heads."""
+    return x if self.p.share == 1 else jnp.repeat(x, self.p.share, axis=0)
+
+  def summed(self, x):
+    """The reverse of `shared`: [I, ...] summed to [J, ...]."""
+    return x if self.p.share == 1 else jnp.sum(x.reshape(-1, self.p.share, *x.shape[1:]), axis=1)
+
+  def read(self, state):
+    """K S and Q S."""
+    read = self.dots.nn(self.both, state)
+    return read[:, :self.p.size], read[:, self.p.size:]
 
 
 def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
-  refs = _named(inputs + outputs, refs)
+  refs = dict(zip(inputs + outputs, refs))
   state_ref = refs["final"]
 
   @pl.when(pl.program_id(2) == 0)
@@ -238,29 +256,22 @@ def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, 
     state_ref[...] = refs["initial_state"][...]
 
   c = _Chunk(p, refs, normalize)
-  for j in range(p.key_block):
-    q_CK, k_CK, _, _ = c.key_head(j)
-    kk_CC, qk_CC = c.dots.nt(k_CK, k_CK), c.dots.nt(q_CK, k_CK)
-    for i in range(j * p.share, (j + 1) * p.share):
-      d, beta_C1, v_CV = c.decay(i), c.beta_column(i), c.head("v", i, p.value)
-      state_KV = state_ref[0, i]
-      if erase:
-        a_CC = inverse.ladder(chunk_math.interaction(kk_CC, beta_C1, d), c.exact, p.size)
-        r_CV = chunk_math.residual(v_CV, c.dots.nn(k_CK, state_KV), beta_C1, d)
-        written_CV = c.exact.nn(a_CC, r_CV)
-      else:
-        written_CV = beta_C1 * v_CV
-      o_CV = chunk_math.output(c.dots.nn(q_CK, state_KV), qk_CC * d.pair, written_CV, d, c.dots)
-      refs["o"][0, :, i * p.value:(i + 1) * p.value] = o_CV.astype(refs["o"].dtype)
-      if "states" in refs:
-        refs["states"][0, 0, i] = state_KV.astype(refs["states"].dtype)
-      if "inverses" in refs:
-        refs["inverses"][0, 0, i] = a_CC
-      state_ref[0, i] = chunk_math.next_state(state_KV, k_CK, written_CV, d, c.dots)
+  values, state = c.heads("v", p.block, p.value), state_ref[0]
+  ks, qs = c.read(state)
+  written = c.beta * values
+  if erase:
+    a = inverse.ladder(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact, p.size)
+    written = c.exact.nn(a, chunk_math.residual(values, ks, c.beta, c.decay))
+    if "inverses" in refs:
+      refs["inverses"][0, 0] = a
+  if "states" in refs:
+    refs["states"][0, 0] = state.astype(refs["states"].dtype)
+  c.store("o", chunk_math.output(qs, c.qk * c.decay.pair, written, c.decay, c.dots))
+  state_ref[0] = chunk_math.next_state(state, c.k, written, c.decay, c.dots)
 
 
 def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
-  refs = _named(inputs + outputs, refs)
+  refs = dict(zip(inputs + outputs, refs))
   dstate_ref = refs["dinitial"]
 
   @pl.when(pl.program_id(2) == 0)
@@ -268,43 +279,30 @@ def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool,
     dstate_ref[...] = refs["dfinal"][...]
 
   c = _Chunk(p, refs, normalize)
-  lane = jax.lax.broadcasted_iota(jnp.int32, (p.size, p.block), 1)
-  dbetas = jnp.zeros((p.size, p.block), jnp.float32)
-  for j in range(p.key_block):
-    q_CK, k_CK, q_norm, k_norm = c.key_head(j)
-    kk_CC, qk_CC = c.dots.nt(k_CK, k_CK), c.dots.nt(q_CK, k_CK)
-    dq_CK = dk_CK = 0.
-    for i in range(j * p.share, (j + 1) * p.share):
-      d, beta_C1 = c.decay(i), c.beta_column(i)
-      v_CV, do_CV = c.head("v", i, p.value), c.head("do", i, p.value)
-      state_KV, dstate_KV = refs["states"][0, 0, i], dstate_ref[0, i]
-      p_CC = qk_CC * d.pair
-      po_CV = c.dots.tn(p_CC, do_CV)
-      qo_KV = c.dots.tn(q_CK, d.gamma * do_CV)
-      dwritten_CV = chunk_math.written_backward(po_CV, k_CK, dstate_KV, d, c.dots)
-      if erase:
-        a_CC = refs["inverses"][0, 0, i]
-        ks_CV = c.dots.nn(k_CK, state_KV)
-        written_CV = c.exact.nn(a_CC, chunk_math.residual(v_CV, ks_CV, beta_C1, d))
-        dr_CV = c.exact.tn(a_CC, dwritten_CV)
-        x_CV = beta_C1 * d.gamma * dr_CV
-      else:
-        ks_CV, written_CV, dr_CV, x_CV = None, beta_C1 * v_CV, dwritten_CV, None
-      grad = chunk_math.chunk_gradients(
-        q_CK, k_CK, v_CV, beta_C1, d, kk_CC, qk_CC, ks_CV, c.dots.nn(q_CK, state_KV), written_CV, dr_CV, state_KV,
-        dstate_KV, do_CV, erase, c.dots)
-      dstate_ref[0, i] = chunk_math.state_backward(qo_KV, k_CK, x_CV, dstate_KV, d, c.dots)
-      refs["dv"][0, :, i * p.value:(i + 1) * p.value] = grad.v.astype(refs["dv"].dtype)
-      refs["dg"][0, 0, i:i + 1] = grad.g
-      dbetas = jnp.where(lane == i, grad.beta, dbetas)
-      dq_CK, dk_CK = dq_CK + grad.q, dk_CK + grad.k
-    columns = slice(j * p.key, (j + 1) * p.key)
-    dq_CK = dq_CK * p.key_in ** -0.5
-    if c.live is not None:
-      dq_CK = jnp.where(c.live, dq_CK, 0)
-    if normalize:
-      dq_CK = chunk_math.inverse_norm_backward(dq_CK, c.head("q", j, p.key), q_norm)
-      dk_CK = chunk_math.inverse_norm_backward(dk_CK, c.head("k", j, p.key), k_norm)
-    refs["dq"][0, :, columns] = dq_CK.astype(refs["dq"].dtype)
-    refs["dk"][0, :, columns] = dk_CK.astype(refs["dk"].dtype)
-  refs["dbeta"][0, 0] = dbetas.T
+  values, do = c.heads("v", p.block, p.value), c.heads("do", p.block, p.value)
+  state, dstate = refs["states"][0, 0], dstate_ref[0]
+  ks, qs = c.read(state)
+  po = c.dots.tn(c.qk * c.decay.pair, do)
+  dr = chunk_math.written_backward(po, c.k, dstate, c.decay, c.dots)
+  x, written = None, c.beta * values
+  if erase:
+    a = refs["inverses"][0, 0]
+    written = c.exact.nn(a, chunk_math.residual(values, ks, c.beta, c.decay))
+    dr = c.exact.tn(a, dr)
+    x = c.beta * c.decay.gamma * dr
+  d = chunk_math.chunk_gradients(c.q, c.k, values, c.beta, c.decay, c.kk, c.qk, ks, qs, written, dr, state, dstate, do,
+                                 erase, c.dots)
+  qo = c.dots.tn(c.q, c.decay.gamma * do)
+  dstate_ref[0] = chunk_math.state_backward(qo, c.k, x, dstate, c.decay, c.dots)
+  c.store("dv", d.v)
+  refs["dg"][0, 0] = d.g[:, 0]
+  refs["dbeta"][0, 0] = jnp.concatenate(list(d.beta), axis=-1).T
+  dq, dk = c.summed(d.q) * p.key_in ** -0.5, c.summed(d.k)
+  if c.live is not None:
+    dq = jnp.where(c.live, dq, 0)
+  if normalize:
+    q, k = c.heads("q", p.key_block, p.key), c.heads("k", p.key_block, p.key)
+    dq = chunk_math.inverse_norm_backward(dq, q, c.q_norm)
+    dk = chunk_math.inverse_norm_backward(dk, k, c.k_norm)
+  c.store("dq", dq)
+  c.store("dk", dk)
