@@ -83,6 +83,24 @@ def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list
     return [row[row != STOPPED] for row in steps.T]
 
 
+def compile_ahead(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens: int, temperature: float = 0.0,
+                  stop_ids: Sequence[int] = ()) -> None:
+    """Compiles what `generate` will run for these arguments, for callers that measure its speed."""
+    graphdef, params = nnx.split(model)
+    run = programs(graphdef, greedy=temperature == 0)
+    cache = jax.eval_shape(lambda: model.init_cache(len(prompts), cache_length(prompts, max_new_tokens)))
+    numbers_B = jax.ShapeDtypeStruct((len(prompts),), jnp.int32)
+    for _, tokens_BT in prompt_chunks(prompts):
+        run.prefill.lower(params, cache, tokens_BT, 0, numbers_B).compile()
+    rows = Rows(cache, numbers_B, numbers_B, jax.ShapeDtypeStruct((len(prompts),), bool))
+    run.decode.lower(params, rows, 1, jnp.asarray(np.asarray(stop_ids, np.int32)), temperature, 0).compile()
+
+
+def cache_length(prompts: Sequence[np.ndarray], max_new_tokens: int) -> int:
+    """Slots of the cache that `generate` uses."""
+    return rounded_length(max(map(len, prompts)) + max_new_tokens)
+
+
 def check_request(config, prompts, max_new_tokens: int, temperature: float) -> None:
     if not prompts:
         raise UserError("no prompts: expected at least one")
@@ -105,8 +123,7 @@ def check_request(config, prompts, max_new_tokens: int, temperature: float) -> N
 def _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids):
     graphdef, params = nnx.split(model)
     run = programs(graphdef, greedy=temperature == 0)
-    cache = model.init_cache(len(prompts), rounded_length(max(map(len, prompts)) + max_new_tokens))
-    rows = start_rows(run, params, prompts, cache)
+    rows = start_rows(run, params, prompts, model.init_cache(len(prompts), cache_length(prompts, max_new_tokens)))
     stop_ids = jnp.asarray(np.asarray(stop_ids, np.int32))
     size = 1  # the first token comes at once; later ones in blocks
     while max_new_tokens:

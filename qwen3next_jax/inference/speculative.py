@@ -30,10 +30,9 @@ from flax import nnx
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference.cache import rounded_length, select_recurrent
 from qwen3next_jax.inference.decode import check_request, prompt_chunks
-from qwen3next_jax.model import Features, Qwen3Next
+from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.multi_token_prediction import targets_in_document
 
 
 class Drafting(NamedTuple):
@@ -217,37 +216,3 @@ def _take(x, index_BT):
 
 def _put(x_BL, index_BT, value_BT):
     return x_BL.at[jnp.arange(len(x_BL))[:, None], index_BT].set(value_BT, mode="drop")
-
-
-def mtp_acceptance(model: Qwen3Next, tokens: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How often drafts of every depth would be accepted on given text → (accepted, possible), [K] int32 each.
-
-    A draft of depth d made at t counts as accepted when, for every j ≤ d, argmax mtp_logits[j][t] is the trunk's own
-    choice after token t+1+j, argmax logits[t+1+j]. Possible are the positions t for which t+2+d is in the same document.
-
-    Args:
-      tokens, segment_ids: [B, T] int32, as `Qwen3Next.__call__` takes them.
-    """
-    return acceptance_of(model, model.features(tokens, segment_ids), segment_ids)
-
-
-def acceptance_of(model: Qwen3Next, features: Features, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`mtp_acceptance` of a forward pass already made."""
-    choice_BT = _greedy(model, features.hidden)
-    chain_BT = jnp.ones_like(segment_ids, bool)
-    accepted, possible = [], []
-    for depth, hidden_BTD in enumerate(features.mtp_hidden):
-        chain_BT &= _greedy(model, hidden_BTD) == jnp.roll(choice_BT, -(1 + depth), axis=1)
-        inside_BT = targets_in_document(segment_ids, 2 + depth)
-        accepted.append(jnp.sum(chain_BT & inside_BT, dtype=jnp.int32))
-        possible.append(jnp.sum(inside_BT, dtype=jnp.int32))
-    return jnp.stack(accepted), jnp.stack(possible)
-
-
-def _greedy(model: Qwen3Next, hidden_BTD) -> jax.Array:
-    """argmax of the logits [B, T] without ever holding [B, T, V]: about 2²⁵ logits (128 MB) at a time."""
-    batch, time, width = hidden_BTD.shape
-    hidden_RD = hidden_BTD.reshape(-1, width)
-    rows = max(1, min(len(hidden_RD), 2**25 // model.config.vocab_size))
-    return jax.lax.map(lambda hidden_D: jnp.argmax(model.logits(hidden_D)), hidden_RD,
-                       batch_size=rows).astype(jnp.int32).reshape(batch, time)
