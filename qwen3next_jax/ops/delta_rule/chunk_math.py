@@ -31,6 +31,10 @@ class Products(typing.NamedTuple):
   """Matrix products with operands in `operand` and at least float32 accumulation."""
   operand: typing.Any
 
+  def split(self, x):
+    """What a product takes in place of x; another kind of product may split x into parts."""
+    return x
+
   def nn(self, x, y):
     """x @ y."""
     return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self._precision)

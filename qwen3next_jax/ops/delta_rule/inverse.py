@@ -12,33 +12,21 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Products, lower_mask
 BASE = 16
 
 
-def ladder(l_CC, exact, size: int):
-  """(I + L)^{-1} of blocks of `size` rows by doubling, on masked whole matrices [..., C, C]."""
-  row, column = _indices(l_CC)
+def ladder(l_CC, exact: Products, size: int):
+  """(I + L)^{-1} of blocks of `size` rows by doubling on masked whole matrices: X <- X - X L_m X, where L_m keeps of L only
+  the lower-left m x m quarter of each 2m diagonal block."""
+  row, column = _indices(*l_CC.shape[-2:])
   x = jnp.where(row == column, 1., jnp.where((row // 2 == column // 2) & (row > column), -l_CC, 0))
   m = 2
   while m < size:
-    x = double(x, l_CC, m, exact)
+    quarter = (row // (2 * m) == column // (2 * m)) & (row // m > column // m)
+    x = x - exact.nn(exact.nn(x, jnp.where(quarter, l_CC, 0)), x)
     m *= 2
   return x
 
 
-def double(x_CC, l_CC, m: int, exact):
-  """From the inverses of the m-row diagonal blocks to those of the 2m-row blocks: X <- X - X L_m X, where L_m keeps of L only
-  the lower-left m x m quarter of each 2m block. Only every second block of m rows changes, and only it is multiplied."""
-  row, column = _indices(l_CC)
-  quarter = jnp.where((row // (2 * m) == column // (2 * m)) & (row // m > column // m), l_CC, 0)
-  if m < 8:  # less than a tile of sublanes: cutting rows apart costs more than multiplying all of them
-    return x_CC - exact.nn(exact.nn(x_CC, quarter), x_CC)
-  blocks = jnp.split(x_CC, l_CC.shape[-1] // m, axis=-2)
-  lower = jnp.concatenate(blocks[1::2], axis=-2)
-  lower = lower - exact.nn(exact.nn(lower, quarter), x_CC)
-  blocks[1::2] = jnp.split(lower, len(blocks) // 2, axis=-2)
-  return jnp.concatenate(blocks, axis=-2)
-
-
-def _indices(l_CC):
-  shape = l_CC.shape[-2:]
+def _indices(rows: int, columns: int):
+  shape = (rows, columns)
   return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
@@ -61,3 +49,57 @@ def unit_lower_inverse(l_CC, exact: Products):
                                      jnp.concatenate([corner, bottom], axis=-1)], axis=-2))
     inverses, m = merged, 2 * m
   return inverses[0]
+
+
+# ---- inside a TPU kernel: [I, C, C], I heads ----------------------------------------------------------------------------
+
+SUBLANES, LANES = 8, 128
+
+
+def tiled_inverse(l_ICC, exact):
+  """The same inverse shaped for a TPU: 8-row diagonal blocks by substitution on the vector unit, where all of them fit in a
+  few registers, then merges of which only the rows that change go through the matrix unit."""
+  heads, size = l_ICC.shape[:2]
+  x = _diagonal_inverse(l_ICC)
+  l = exact.split(l_ICC)
+  m = SUBLANES
+  while m < size:
+    blocks = jnp.split(x, size // m, axis=1)
+    lower = jnp.concatenate(blocks[1::2], axis=1)
+    # Every second block's rows of X L X; outside the quarter left of the block's diagonal they are no part of the result.
+    change = exact.nn(exact.split(exact.nn(exact.split(lower), l)), exact.split(x))
+    row, column = _indices(size // 2, size)
+    lower = lower - jnp.where(column // m == 2 * (row // m), change, 0)
+    blocks[1::2] = jnp.split(lower, size // (2 * m), axis=1)
+    x = jnp.concatenate(blocks, axis=1)
+    m *= 2
+  return x
+
+
+def _diagonal_inverse(l_ICC):
+  """The inverses of the 8-row diagonal blocks, in place on the diagonal. The blocks of all heads are packed side by side
+  along the lanes, row j is then eliminated from all of them at once."""
+  heads, size = l_ICC.shape[:2]
+  tiles = size // SUBLANES
+  lane = jax.lax.broadcasted_iota(jnp.int32, (1, tiles, SUBLANES, size), 3)
+  own = lane // SUBLANES == jax.lax.broadcasted_iota(jnp.int32, lane.shape, 1)
+  packed = jnp.sum(jnp.where(own, l_ICC.reshape(heads, tiles, SUBLANES, size), 0), axis=1)  # [I, 8, C]
+  per_group = max(LANES // size, 1)
+  inverses = []
+  for start in range(0, heads, per_group):
+    group = [packed[i] for i in range(start, min(start + per_group, heads))]
+    group += [jnp.zeros_like(group[0])] * (per_group - len(group))
+    x = _substitute(jnp.concatenate(group, axis=1))
+    inverses += [x[:, i * size:(i + 1) * size] for i in range(per_group)]
+  x = jnp.stack(inverses[:heads])[:, None]
+  return jnp.where(own, x, 0).reshape(heads, size, size)
+
+
+def _substitute(l):
+  """(I + L)^{-1} of 8x8 blocks side by side, [8, 128]."""
+  row, column = _indices(*l.shape)
+  x = jnp.where(row == column % SUBLANES, 1., 0.)
+  for j in range(SUBLANES - 1):
+    factors = jnp.take_along_axis(l, column // SUBLANES * SUBLANES + j, axis=1)  # column j of every block, along its lanes
+    x = x - factors * x[j:j + 1]
+  return x

@@ -166,21 +166,20 @@ def _gcd(a, b):
 
 @dataclasses.dataclass(frozen=True)
 class ThreePass:
-  """Products of float32 arrays as bfloat16 halves, x y = xh yh + xh yl + xl yh, stacked along the contraction."""
-  operand = jnp.float32
+  """Products of float32 arrays as bfloat16 halves, x y = xh yh + xh yl + xl yh, stacked along the contraction. Operands are
+  given split, so that one used twice is split once."""
+
+  def split(self, x):
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
   def nn(self, x, y):
-    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    (xh, xl), (yh, yl) = x, y
     return chunk_math.BFLOAT16.nn(jnp.concatenate([xh, xh, xl], axis=-1), jnp.concatenate([yh, yl, yh], axis=-2))
 
   def tn(self, x, y):
-    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    (xh, xl), (yh, yl) = x, y
     return chunk_math.BFLOAT16.tn(jnp.concatenate([xh, xh, xl], axis=-2), jnp.concatenate([yh, yl, yh], axis=-2))
-
-
-def _halves(x):
-  high = x.astype(jnp.bfloat16)
-  return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------
@@ -260,8 +259,8 @@ def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, 
   ks, qs = c.read(state)
   written = c.beta * values
   if erase:
-    a = inverse.ladder(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact, p.size)
-    written = c.exact.nn(a, chunk_math.residual(values, ks, c.beta, c.decay))
+    a = inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
+    written = c.exact.nn(c.exact.split(a), c.exact.split(chunk_math.residual(values, ks, c.beta, c.decay)))
     if "inverses" in refs:
       refs["inverses"][0, 0] = a
   if "states" in refs:
@@ -287,8 +286,8 @@ def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool,
   x, written = None, c.beta * values
   if erase:
     a = refs["inverses"][0, 0]
-    written = c.exact.nn(a, chunk_math.residual(values, ks, c.beta, c.decay))
-    dr = c.exact.tn(a, dr)
+    written = c.exact.nn(c.exact.split(a), c.exact.split(chunk_math.residual(values, ks, c.beta, c.decay)))
+    dr = c.exact.tn(c.exact.split(a), c.exact.split(dr))
     x = c.beta * c.decay.gamma * dr
   d = chunk_math.chunk_gradients(c.q, c.k, values, c.beta, c.decay, c.kk, c.qk, ks, qs, written, dr, state, dstate, do,
                                  erase, c.dots)
