@@ -1,0 +1,195 @@
+"""Attention against the plain softmax in float64, over packing, padding, cached decoding and every head ratio."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from qwen3next_jax.ops import attention
+
+EPSILON = 2.0**-24  # of float32
+RNG_SEED = 0
+
+
+def oracle(q, k, v, mask, scale=None):
+    """Softmax attention in float64. mask [B, T, S]; a row that sees nothing gives zeros."""
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(x, jnp.float64) for x in (q, k, v))
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        scores = jnp.einsum("btnd,bsnd->bnts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = jnp.where(mask[:, None], scores, -jnp.inf)
+        peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e300)
+        p = jnp.exp(scores - peak)
+        p = p / jnp.maximum(jnp.sum(p, axis=-1, keepdims=True), 1e-300)
+        return jnp.einsum("bnts,bsnd->btnd", p, v)
+
+
+def causal(b, t, segment_ids=None):
+    mask = np.broadcast_to(np.tril(np.ones((t, t), bool)), (b, t, t))
+    return mask if segment_ids is None else mask & (segment_ids[:, :, None] == segment_ids[:, None])
+
+
+def inputs(b, t, n, m, d, s=None, dtype=np.float32):
+    rng = np.random.default_rng(RNG_SEED)
+    shapes = (b, t, n, d), (b, s or t, m, d), (b, s or t, m, d), (b, t, n, d)
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def output_and_gradients(f, q, k, v, do):
+    """o, dq, dk, dv."""
+    return jax.jit(lambda q, k, v, do: (lambda o, pullback: (o, *pullback(do)))(*jax.vjp(f, q, k, v)))(q, k, v, do)
+
+
+def oracle_output_and_gradients(q, k, v, do, mask):
+    with jax.enable_x64(True):
+        wide = tuple(jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v, do))
+        return output_and_gradients(lambda q, k, v: oracle(q, k, v, mask), *wide)
+
+
+def assert_near(got, expected, relative):
+    for name, a, b in zip(("o", "dq", "dk", "dv"), got, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.all(np.isfinite(a)), name
+        error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
+        assert error <= relative, f"{name}: relative L2 error {error:.2e} > {relative:.2e}"
+
+
+def tolerance(t, dtype=jnp.float32):
+    # Random rounding of sums of T terms (float32), or of the bfloat16 operands of three chained matmuls.
+    return 4 * EPSILON * t**0.5 if dtype == jnp.float32 else 4 * 2.0**-9
+
+
+@pytest.mark.parametrize("t, n, m", [(1, 2, 2), (63, 4, 2), (64, 4, 1), (65, 3, 3), (200, 8, 2)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_equals_the_plain_softmax(t, n, m, packed):
+    arrays = inputs(2, t, n, m, 16)
+    segment_ids = np.sort(np.random.default_rng(1).integers(1, 5, (2, t)), axis=1) if packed else None
+    got = output_and_gradients(lambda *x: attention(*x, segment_ids=segment_ids), *arrays)
+    assert_near(got, oracle_output_and_gradients(*arrays, causal(2, t, segment_ids)), tolerance(t + 16))
+
+
+def test_scale_is_used_as_given():
+    q, k, v, _ = inputs(1, 70, 2, 1, 8)
+    np.testing.assert_allclose(attention(q, k, v, scale=0.7), oracle(q, k, v, causal(1, 70), 0.7), atol=1e-5)
+
+
+def test_bfloat16_operands_float32_softmax():
+    arrays = inputs(1, 150, 4, 2, 32, dtype=jnp.bfloat16)
+    got = output_and_gradients(attention, *arrays)
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    assert_near(got, oracle_output_and_gradients(*arrays, causal(1, 150)), tolerance(150, jnp.bfloat16))
+
+
+def test_packed_documents_are_separate_documents():
+    lengths = (1, 64, 37, 100)
+    q, k, v, do = inputs(1, sum(lengths), 4, 2, 16)
+    segment_ids = np.repeat(np.arange(1, 5), lengths)[None]
+    packed = output_and_gradients(lambda *x: attention(*x, segment_ids=segment_ids), q, k, v, do)
+    edges = np.cumsum((0, *lengths))
+    alone = [output_and_gradients(attention, *(x[:, a:b] for x in (q, k, v, do))) for a, b in zip(edges, edges[1:])]
+    assert_near(packed, [jnp.concatenate(x, axis=1) for x in zip(*alone)], tolerance(100))
+
+
+def test_padding_gives_nothing_to_other_rows():
+    q, k, v, do = inputs(1, 150, 2, 1, 8)
+    segment_ids = np.repeat((1, 2, 0), (40, 60, 50))[None]
+    f = lambda *x: attention(*x, segment_ids=segment_ids)  # noqa: E731
+    padded = output_and_gradients(f, q, k, v, do)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in padded)
+    silent = output_and_gradients(f, q, k, v, do.at[:, 100:].set(0))
+    changed = output_and_gradients(f, *(x.at[:, 100:].set(9.0) for x in (q, k, v)), do)
+    for a, b, c in zip(padded, silent, changed):
+        np.testing.assert_array_equal(a[:, :100], b[:, :100])
+        np.testing.assert_array_equal(a[:, :100], c[:, :100])
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_cached_decoding_equals_the_whole(new):
+    """Rows stand at different positions of a cache that is longer than what is filled."""
+    t, capacity = 150, 200
+    q, k, v, _ = inputs(2, t, 4, 2, 16)
+    whole = attention(q, k, v)
+    garbage = ((0, 0), (0, capacity - t), (0, 0), (0, 0))
+    k, v = (jnp.pad(x, garbage, constant_values=1e4) for x in (k, v))
+    positions = np.stack([np.arange(140, 140 + new), np.arange(7, 7 + new)])
+    rows = np.arange(2)[:, None]
+    got = jax.jit(lambda q, k, v: attention(q, k, v, q_positions=positions))(q[rows, positions], k, v)
+    np.testing.assert_allclose(got, whole[rows, positions], atol=4 * EPSILON * t**0.5 * 4)
+
+
+def test_a_query_without_any_key_gives_zeros_and_no_gradient():
+    q, k, v, do = inputs(1, 3, 2, 1, 8, s=80)
+    kv_segment_ids = np.repeat((1, 0), (70, 10))[None]
+    f = lambda *x: attention(*x, segment_ids=np.array([[1, 2, 2]]), kv_segment_ids=kv_segment_ids,  # noqa: E731
+                             q_positions=np.array([[60, 61, 62]]))
+    o, dq, dk, dv = output_and_gradients(f, q, k, v, do)
+    mask = np.zeros((1, 3, 80), bool)
+    mask[0, 0, :61] = True
+    assert_near((o, dq, dk, dv), oracle_output_and_gradients(q, k, v, do, mask), tolerance(80))
+    np.testing.assert_array_equal(o[:, 1:], 0)
+
+
+def test_memory_is_linear_in_the_length():
+    t, d = 4096, 32
+    shapes = [jax.ShapeDtypeStruct((1, t, n, d), jnp.float32) for n in (2, 1, 1, 2)]
+    step = jax.jit(lambda q, k, v, do: jax.vjp(lambda *x: attention(*x, segment_ids=jnp.ones((1, t), jnp.int32)), q, k, v)[1](do))
+    compiled = step.lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < t * t  # not even one byte per pair
+
+
+# ---- splash -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("t, d", [(100, 64), (300, 128)])
+def test_splash_interpreted_equals_the_plain_softmax(t, d):
+    arrays = inputs(2, t, 4, 2, d)
+    segment_ids = np.stack([np.repeat((1, 2, 0), (40, t - 50, 10)), np.ones(t, int)])
+    got = output_and_gradients(lambda *x: attention(*x, segment_ids=segment_ids, implementation="splash"), *arrays)
+    assert_near(got, oracle_output_and_gradients(*arrays, causal(2, t, segment_ids)), tolerance(t + d))
+
+
+@pytest.mark.parametrize("named", ["splash", None])
+def test_splash_compiles_for_tpu(named, v6e):
+    """The kernels, not the blockwise form, are in the program that the TPU compiler accepts."""
+    t, n, m, d = 1100, 4, 2, 256
+    shapes = [jax.ShapeDtypeStruct((2, t, heads, d), jnp.bfloat16, sharding=v6e) for heads in (n, m, m, n)]
+    segment_ids = jax.ShapeDtypeStruct((2, t), jnp.int32, sharding=v6e)
+
+    @jax.jit
+    def step(q, k, v, do, segment_ids):
+        o, pullback = jax.vjp(lambda *x: attention(*x, segment_ids=segment_ids, implementation=named), q, k, v)
+        return o, pullback(do)
+
+    text = step.lower(*shapes, segment_ids).compile().as_text()
+    assert text.count("tpu_custom_call") >= 3  # forward, dq, dk and dv
+
+
+@pytest.fixture(scope="module")
+def v6e():
+    """Sharding on one described (not attached) TPU v6e."""
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v6e-4")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2x1")
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+# ---- what cannot be -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change, error, name", [
+    (dict(implementation="flash"), ValueError, "implementation"),
+    (dict(implementation="splash", q_positions=np.zeros((1, 8), int)), NotImplementedError, "q_positions"),
+    (dict(implementation="cudnn", segment_ids=np.ones((1, 8), int)), NotImplementedError, "segment_ids"),
+    (dict(implementation="cudnn"), NotImplementedError, "cudnn"),
+    (dict(segment_ids=np.ones((1, 7), int)), ValueError, "segment_ids"),
+    (dict(kv_segment_ids=np.ones((1, 8), int)), ValueError, "kv_segment_ids"),
+    (dict(q_positions=np.zeros((1, 8))), ValueError, "q_positions"),
+    (dict(k=jnp.zeros((1, 9, 2, 4)), v=jnp.zeros((1, 9, 2, 4))), ValueError, "q_positions"),
+    (dict(q=jnp.zeros((1, 8, 3, 4))), ValueError, "heads"),
+])
+def test_errors_name_the_argument(change, error, name):
+    arguments = dict(q=jnp.zeros((1, 8, 4, 4)), k=jnp.zeros((1, 8, 2, 4)), v=jnp.zeros((1, 8, 2, 4))) | change
+    with pytest.raises(error, match=name):
+        attention(**arguments)

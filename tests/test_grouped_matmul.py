@@ -1,0 +1,137 @@
+"""Grouped matmul and the grouped SwiGLU against one float64 matmul per group."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen3next_jax.ops import expert_mlp, grouped_matmul
+
+IMPLEMENTATIONS = ("blocked", "ragged_dot")
+EPSILON = {jnp.float32: 2.0**-24, jnp.bfloat16: 2.0**-9}
+
+
+def per_group(x, w, group_sizes, dy):
+    """y, dx, dw in float64."""
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    y, dx, dw = np.zeros((x.shape[0], w.shape[2])), np.zeros_like(x), np.zeros_like(w)
+    edges = np.cumsum([0, *group_sizes])
+    for e, (a, b) in enumerate(zip(edges, edges[1:])):
+        y[a:b], dx[a:b], dw[e] = x[a:b] @ w[e], dy[a:b] @ w[e].T, x[a:b].T @ dy[a:b]
+    return y, dx, dw
+
+
+def swiglu_per_group(x, gate_up, down, group_sizes, dy):
+    """y, dx, dgate_up, ddown in float64."""
+    flat = np.asarray(gate_up, np.float64).reshape(*gate_up.shape[:2], -1)
+    hidden, _, _ = per_group(x, flat, group_sizes, np.zeros((x.shape[0], flat.shape[2])))
+    gate, up = np.split(hidden, 2, axis=1)
+    s = 1 / (1 + np.exp(-gate))
+    y, da, ddown = per_group(gate * s * up, down, group_sizes, dy)
+    dhidden = np.concatenate([da * up * s * (1 + gate * (1 - s)), da * gate * s], axis=1)
+    _, dx, dflat = per_group(x, flat, group_sizes, dhidden)
+    return y, dx, dflat.reshape(gate_up.shape), ddown
+
+
+def random(*shapes, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=s) / s[-2] ** 0.5, dtype) for s in shapes)
+
+
+@jax.jit(static_argnames=("implementation",))
+def matmul_and_gradients(x, w, group_sizes, dy, implementation=None):
+    y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, group_sizes, implementation=implementation), x, w)
+    return y, *pullback(dy)
+
+
+@jax.jit(static_argnames=("implementation",))
+def mlp_and_gradients(x, gate_up, down, group_sizes, dy, implementation=None):
+    y, pullback = jax.vjp(lambda *a: expert_mlp(*a, group_sizes, implementation=implementation), x, gate_up, down)
+    return y, *pullback(dy)
+
+
+def assert_near(got, expected, unit):
+    """Relative L2 error within a few roundings of the operands; exact zeros stay exact zeros."""
+    for a, b in zip(got, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b)
+        assert np.linalg.norm(a - b) <= 16 * unit * np.linalg.norm(b)
+        np.testing.assert_array_equal(a[b == 0], 0)
+
+
+CASES = {  # mostly of one shape, which compiles once
+    "even": (192, [32] * 6),
+    "uneven": (192, [3, 100, 67, 1, 20, 1]),
+    "empty groups": (192, [0, 70, 0, 0, 122, 0]),
+    "one group has all": (192, [0, 192, 0, 0, 0, 0]),
+    "unused tail": (192, [10, 0, 65, 0, 0, 1]),
+    "no rows used": (192, [0] * 6),
+    "fewer rows than a block": (5, [2, 0, 3]),
+    "a single row": (1, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rows, sizes", CASES.values(), ids=CASES.keys())
+def test_equals_one_matmul_per_group(rows, sizes, implementation):
+    x, w, dy = random((rows, 6), (len(sizes), 6, 10), (rows, 10))
+    got = matmul_and_gradients(x, w, jnp.asarray(sizes), dy, implementation)
+    assert_near(got, per_group(x, w, sizes, dy), EPSILON[jnp.float32])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rows, sizes", CASES.values(), ids=CASES.keys())
+def test_expert_mlp_equals_one_swiglu_per_group(rows, sizes, implementation):
+    x, gate_up, down, dy = random((rows, 6), (len(sizes), 6, 2, 4), (len(sizes), 4, 6), (rows, 6))
+    got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy, implementation)
+    assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.float32])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=4, max_size=4).filter(lambda sizes: sum(sizes) <= 500))
+def test_any_group_sizes(sizes):
+    x, gate_up, down, dy = random((500, 6), (4, 6, 2, 4), (4, 4, 6), (500, 6))
+    got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy)
+    assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.float32])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16(implementation):
+    sizes = [3, 130, 0, 60]
+    x, gate_up, down, dy = random((200, 32), (4, 32, 2, 16), (4, 16, 32), (200, 32), dtype=jnp.bfloat16)
+    got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy, implementation)
+    assert all(a.dtype == jnp.bfloat16 for a in got)
+    assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.bfloat16] / 2)
+
+
+def test_blocked_does_not_compute_every_group_for_every_row():
+    """Its FLOPs do not grow with the number of groups, where XLA's ragged_dot on CPU multiplies by it."""
+    def flops(groups, implementation):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 32), (groups, 32, 32))]
+        sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+        f = jax.jit(lambda *a: grouped_matmul(*a, implementation=implementation))
+        return f.lower(*shapes, sizes).compile().cost_analysis()["flops"]
+
+    useful = 2 * 512 * 32 * 32
+    assert flops(32, "ragged_dot") > 16 * useful
+    assert flops(32, "blocked") < useful  # counts one pass of the loop
+
+
+@pytest.mark.parametrize("change, name", [
+    (dict(implementation="dense"), "implementation"),
+    (dict(x=jnp.zeros((0, 6))), "x has"),
+    (dict(w=jnp.zeros((3, 5, 4))), "w has"),
+    (dict(group_sizes=jnp.zeros((2,), int)), "group_sizes"),
+    (dict(group_sizes=jnp.zeros((3,))), "group_sizes"),
+])
+def test_errors_name_the_argument(change, name):
+    arguments = dict(x=jnp.zeros((8, 6)), w=jnp.zeros((3, 6, 4)), group_sizes=jnp.zeros((3,), int)) | change
+    with pytest.raises(ValueError, match=name):
+        grouped_matmul(**arguments)
+
+
+@pytest.mark.parametrize("gate_up, down, name", [((3, 6, 4), (3, 4, 6), "gate_up"), ((3, 6, 2, 4), (3, 6, 4), "down")])
+def test_expert_mlp_errors_name_the_argument(gate_up, down, name):
+    with pytest.raises(ValueError, match=name):
+        expert_mlp(jnp.zeros((8, 6)), jnp.zeros(gate_up), jnp.zeros(down), jnp.zeros((3,), int))
