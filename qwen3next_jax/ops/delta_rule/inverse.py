@@ -53,21 +53,27 @@ def unit_lower_inverse(l_CC, exact: Products):
 
 # ---- inside a TPU kernel: [I, C, C], I heads ----------------------------------------------------------------------------
 
-SUBLANES, LANES = 8, 128
+DIAGONAL, LANES = 16, 128
 
 
 def tiled_inverse(l_ICC, exact):
-  """The same inverse shaped for a TPU: 8-row diagonal blocks by substitution on the vector unit, where all of them fit in a
-  few registers, then merges of which only the rows that change go through the matrix unit."""
+  """The same inverse shaped for a TPU: 16-row diagonal blocks by substitution on the vector unit, where all of them fit in a
+  few registers, then merges of which only the rows that change go through the matrix unit.
+
+  A generator: it yields where it has to wait for the matrix unit, and returns the inverse.
+  """
   heads, size = l_ICC.shape[:2]
   x = _diagonal_inverse(l_ICC)
   l = exact.split(l_ICC)
-  m = SUBLANES
+  m = DIAGONAL
   while m < size:
     blocks = jnp.split(x, size // m, axis=1)
     lower = jnp.concatenate(blocks[1::2], axis=1)
     # Every second block's rows of X L X; outside the quarter left of the block's diagonal they are no part of the result.
-    change = exact.nn(exact.split(exact.nn(exact.split(lower), l)), exact.split(x))
+    change = exact.nn(exact.split(lower), l)
+    yield
+    change = exact.nn(exact.split(change), exact.split(x))
+    yield
     row, column = _indices(size // 2, size)
     lower = lower - jnp.where(column // m == 2 * (row // m), change, 0)
     blocks[1::2] = jnp.split(lower, size // (2 * m), axis=1)
@@ -77,13 +83,13 @@ def tiled_inverse(l_ICC, exact):
 
 
 def _diagonal_inverse(l_ICC):
-  """The inverses of the 8-row diagonal blocks, in place on the diagonal. The blocks of all heads are packed side by side
-  along the lanes, row j is then eliminated from all of them at once."""
+  """The inverses of the 16-row diagonal blocks, in place on the diagonal. The blocks of several heads are packed side by side
+  along the lanes; row j is then eliminated from all of them at once."""
   heads, size = l_ICC.shape[:2]
-  tiles = size // SUBLANES
-  lane = jax.lax.broadcasted_iota(jnp.int32, (1, tiles, SUBLANES, size), 3)
-  own = lane // SUBLANES == jax.lax.broadcasted_iota(jnp.int32, lane.shape, 1)
-  packed = jnp.sum(jnp.where(own, l_ICC.reshape(heads, tiles, SUBLANES, size), 0), axis=1)  # [I, 8, C]
+  tiles = size // DIAGONAL
+  shape = (1, tiles, DIAGONAL, size)
+  own = jax.lax.broadcasted_iota(jnp.int32, shape, 3) // DIAGONAL == jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+  packed = jnp.sum(jnp.where(own, l_ICC.reshape(heads, tiles, DIAGONAL, size), 0), axis=1)  # [I, 16, C]
   per_group = max(LANES // size, 1)
   inverses = []
   for start in range(0, heads, per_group):
@@ -96,10 +102,10 @@ def _diagonal_inverse(l_ICC):
 
 
 def _substitute(l):
-  """(I + L)^{-1} of 8x8 blocks side by side, [8, 128]."""
+  """(I + L)^{-1} of 16x16 blocks side by side, [16, 128]."""
   row, column = _indices(*l.shape)
-  x = jnp.where(row == column % SUBLANES, 1., 0.)
-  for j in range(SUBLANES - 1):
-    factors = jnp.take_along_axis(l, column // SUBLANES * SUBLANES + j, axis=1)  # column j of every block, along its lanes
+  x = jnp.where(row == column % DIAGONAL, 1., 0.)
+  for j in range(DIAGONAL - 1):
+    factors = jnp.take_along_axis(l, column // DIAGONAL * DIAGONAL + j, axis=1)  # column j of every block, along its lanes
     x = x - factors * x[j:j + 1]
   return x

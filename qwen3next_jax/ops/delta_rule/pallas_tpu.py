@@ -92,6 +92,7 @@ class _Problem:
     self.share = self.value_heads // self.key_heads
     self.block = self._value_heads_per_step()
     self.key_block = self.block // self.share
+    self.group = self.share if self.share % 2 == 0 or self.block % (2 * self.share) else 2 * self.share
     self.operand = v.dtype
     self.grid = (self.batch, self.value_heads // self.block, self.chunks)
     self.state_shape = (self.batch, self.value_heads, self.key, self.value)
@@ -184,28 +185,51 @@ class ThreePass:
 
 # ---- kernels ------------------------------------------------------------------------------------------------------
 #
-# All heads of a step go through each stage together, as a leading batch dimension: their chains are independent, and
-# side by side they hide each other's latency.
+# A step's heads are worked on in small groups, and the groups' programs are interleaved stage by stage with a lag: the
+# compiler schedules near the order it is given, so while one group waits for the matrix unit another has vector work, and
+# few arrays are alive at once. A group's program is a generator that yields wherever it waits.
 
-class _Chunk:
-  """What forward and backward read of one grid step's block: decays, beta, normalised q and k, values."""
+LAG = 3
 
-  def __init__(self, p: _Problem, refs, normalize: bool):
-    self.p, self.refs, self.normalize = p, refs, normalize
-    self.dots = Products(p.operand)
-    self.exact = ThreePass() if p.operand == jnp.bfloat16 else chunk_math.EXACT
-    total, beta = refs["total"][0, 0], refs["beta"][0, 0]  # [I, C]
-    self.live = documents = None
+
+def _interleave(programs):
+  """Runs generators side by side, each starting LAG rounds after the one before."""
+  running, waiting, rounds = [], list(programs), 0
+  while running or waiting:
+    if waiting and rounds % LAG == 0:
+      running.append(waiting.pop(0))
+    running = [x for x in running if next(x, "ended") is None]
+    rounds += 1
+
+
+class _Shared:
+  """What all groups of a step read: the gates as rows and columns, and the documents."""
+
+  def __init__(self, p: _Problem, refs):
+    self.total, self.beta = refs["total"][0, 0], refs["beta"][0, 0]  # [I, C]
+    self.totals, self.betas = self.total.T, self.beta.T  # [C, I]
+    self.live = self.documents = None
     if "documents" in refs:
       signed = refs["documents"][0, 0]  # [1, C]
       column = jnp.broadcast_to(signed, (8, p.size)).T[:, :1]
       self.live = column >= 0
       index = jnp.where(signed < 0, -1 - signed, signed)
-      documents = Documents(jnp.where(self.live, column, -1 - column), index, index[:, -1:])
-    self.beta = self.columns(beta)
-    row = total[:, None, :]
-    self.decay = chunk_math.decay(self.columns(total), row, row[..., -1:], documents)
-    q, k = self.heads("q", p.key_block, p.key), self.heads("k", p.key_block, p.key)
+      self.documents = Documents(jnp.where(self.live, column, -1 - column), index, index[:, -1:])
+
+
+class _Group:
+  """The inputs of value heads start .. start + p.group as [heads, C, ...] arrays, and what both directions make of them."""
+
+  def __init__(self, p: _Problem, refs, shared: _Shared, start: int, normalize: bool):
+    self.p, self.refs, self.live = p, refs, shared.live
+    self.values = slice(start, start + p.group)
+    self.keys = slice(start // p.share, (start + p.group) // p.share)
+    self.dots = Products(p.operand)
+    self.exact = ThreePass() if p.operand == jnp.bfloat16 else chunk_math.EXACT
+    self.beta = self.columns(shared.betas)
+    row = shared.total[self.values, None, :]
+    self.decay = chunk_math.decay(self.columns(shared.totals), row, row[..., -1:], shared.documents)
+    q, k = self.heads("q", self.keys, p.key), self.heads("k", self.keys, p.key)
     if normalize:
       self.q_norm, self.k_norm = chunk_math.inverse_norm(q), chunk_math.inverse_norm(k)
       q, k = q * self.q_norm, k * self.k_norm
@@ -214,30 +238,30 @@ class _Chunk:
       q = jnp.where(self.live, q, 0)
     both = jnp.concatenate([k, q], axis=-2).astype(p.operand)  # [J, 2C, K]: one load of the matrix unit serves both
     pairs = self.dots.nt(both, k)
-    self.kk, self.qk = self.shared(pairs[:, :p.size]), self.shared(pairs[:, p.size:])
-    self.q, self.k, self.both = self.shared(q), self.shared(k), self.shared(both)
+    self.kk, self.qk = self.repeated(pairs[:, :p.size]), self.repeated(pairs[:, p.size:])
+    self.q, self.k, self.both = self.repeated(q), self.repeated(k), self.repeated(both)
 
-  def columns(self, rows):
-    """[I, C] to [I, C, 1]."""
-    columns = rows.T
-    return jnp.stack([columns[:, i:i + 1] for i in range(rows.shape[0])])
+  def columns(self, columns):
+    """Columns of [C, I] as [heads, C, 1]."""
+    return jnp.stack([columns[:, i:i + 1] for i in range(self.values.start, self.values.stop)])
 
-  def heads(self, name: str, count: int, width: int):
-    """[count, C, width] float32 out of a block [1, C, count * width]."""
-    return jnp.stack([self.refs[name][0, :, i * width:(i + 1) * width] for i in range(count)]).astype(jnp.float32)
+  def heads(self, name: str, which: slice, width: int):
+    """[heads, C, width] float32 out of a block [1, C, all heads * width]."""
+    ref = self.refs[name]
+    return jnp.stack([ref[0, :, i * width:(i + 1) * width] for i in range(which.start, which.stop)]).astype(jnp.float32)
 
-  def store(self, name: str, x):
+  def store(self, name: str, which: slice, x):
     """The reverse of `heads`."""
-    width = x.shape[-1]
-    for i in range(x.shape[0]):
-      self.refs[name][0, :, i * width:(i + 1) * width] = x[i].astype(self.refs[name].dtype)
+    ref, width = self.refs[name], x.shape[-1]
+    for i in range(which.start, which.stop):
+      ref[0, :, i * width:(i + 1) * width] = x[i - which.start].astype(ref.dtype)
 
-  def shared(self, x):
-    """[J, ...] to [I, ...]: what a key head holds, for each of its value heads."""
+  def repeated(self, x):
+    """What a key head holds, for each of its value heads."""
     return x if self.p.share == 1 else jnp.repeat(x, self.p.share, axis=0)
 
   def summed(self, x):
-    """The reverse of `shared`: [I, ...] summed to [J, ...]."""
+    """The reverse of `repeated`."""
     return x if self.p.share == 1 else jnp.sum(x.reshape(-1, self.p.share, *x.shape[1:]), axis=1)
 
   def read(self, state):
@@ -248,60 +272,79 @@ class _Chunk:
 
 def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
   refs = dict(zip(inputs + outputs, refs))
-  state_ref = refs["final"]
 
   @pl.when(pl.program_id(2) == 0)
   def _():
-    state_ref[...] = refs["initial_state"][...]
+    refs["final"][...] = refs["initial_state"][...]
 
-  c = _Chunk(p, refs, normalize)
-  values, state = c.heads("v", p.block, p.value), state_ref[0]
+  shared = _Shared(p, refs)
+  _interleave(_forward_group(p, refs, shared, start, normalize, erase) for start in range(0, p.block, p.group))
+
+
+def _forward_group(p: _Problem, refs, shared: _Shared, start: int, normalize: bool, erase: bool):
+  c = _Group(p, refs, shared, start, normalize)
+  heads = c.values
+  yield
+  if erase:
+    a = yield from inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
+    if "inverses" in refs:
+      refs["inverses"][0, 0, heads] = a
+  values, state = c.heads("v", heads, p.value), refs["final"][0, heads]
   ks, qs = c.read(state)
+  if "states" in refs:
+    refs["states"][0, 0, heads] = state.astype(refs["states"].dtype)
+  yield
   written = c.beta * values
   if erase:
-    a = inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
     written = c.exact.nn(c.exact.split(a), c.exact.split(chunk_math.residual(values, ks, c.beta, c.decay)))
-    if "inverses" in refs:
-      refs["inverses"][0, 0] = a
-  if "states" in refs:
-    refs["states"][0, 0] = state.astype(refs["states"].dtype)
-  c.store("o", chunk_math.output(qs, c.qk * c.decay.pair, written, c.decay, c.dots))
-  state_ref[0] = chunk_math.next_state(state, c.k, written, c.decay, c.dots)
+    yield
+  refs["final"][0, heads] = chunk_math.next_state(state, c.k, written, c.decay, c.dots)
+  c.store("o", heads, chunk_math.output(qs, c.qk * c.decay.pair, written, c.decay, c.dots))
 
 
 def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
   refs = dict(zip(inputs + outputs, refs))
-  dstate_ref = refs["dinitial"]
 
   @pl.when(pl.program_id(2) == 0)
   def _():
-    dstate_ref[...] = refs["dfinal"][...]
+    refs["dinitial"][...] = refs["dfinal"][...]
 
-  c = _Chunk(p, refs, normalize)
-  values, do = c.heads("v", p.block, p.value), c.heads("do", p.block, p.value)
-  state, dstate = refs["states"][0, 0], dstate_ref[0]
+  shared, dbetas = _Shared(p, refs), []
+  _interleave(_backward_group(p, refs, shared, start, normalize, erase, dbetas) for start in range(0, p.block, p.group))
+  refs["dbeta"][0, 0] = jnp.concatenate(dbetas, axis=-1).T
+
+
+def _backward_group(p: _Problem, refs, shared: _Shared, start: int, normalize: bool, erase: bool, dbetas: list):
+  c = _Group(p, refs, shared, start, normalize)
+  heads = c.values
+  values, do = c.heads("v", heads, p.value), c.heads("do", heads, p.value)
+  state, dstate = refs["states"][0, 0, heads], refs["dinitial"][0, heads]
   ks, qs = c.read(state)
-  po = c.dots.tn(c.qk * c.decay.pair, do)
-  dr = chunk_math.written_backward(po, c.k, dstate, c.decay, c.dots)
+  yield
+  dr = chunk_math.written_backward(c.dots.tn(c.qk * c.decay.pair, do), c.k, dstate, c.decay, c.dots)
+  yield
   x, written = None, c.beta * values
   if erase:
-    a = refs["inverses"][0, 0]
-    written = c.exact.nn(c.exact.split(a), c.exact.split(chunk_math.residual(values, ks, c.beta, c.decay)))
-    dr = c.exact.tn(c.exact.split(a), c.exact.split(dr))
+    a = c.exact.split(refs["inverses"][0, 0, heads])
+    written = c.exact.nn(a, c.exact.split(chunk_math.residual(values, ks, c.beta, c.decay)))
+    dr = c.exact.tn(a, c.exact.split(dr))
     x = c.beta * c.decay.gamma * dr
+    yield
+  qo = c.dots.tn(c.q, c.decay.gamma * do)
+  refs["dinitial"][0, heads] = chunk_math.state_backward(qo, c.k, x, dstate, c.decay, c.dots)
+  yield
   d = chunk_math.chunk_gradients(c.q, c.k, values, c.beta, c.decay, c.kk, c.qk, ks, qs, written, dr, state, dstate, do,
                                  erase, c.dots)
-  qo = c.dots.tn(c.q, c.decay.gamma * do)
-  dstate_ref[0] = chunk_math.state_backward(qo, c.k, x, dstate, c.decay, c.dots)
-  c.store("dv", d.v)
-  refs["dg"][0, 0] = d.g[:, 0]
-  refs["dbeta"][0, 0] = jnp.concatenate(list(d.beta), axis=-1).T
+  c.store("dv", heads, d.v)
+  refs["dg"][0, 0, heads] = d.g[:, 0]
+  dbetas.extend(d.beta)
+  yield
   dq, dk = c.summed(d.q) * p.key_in ** -0.5, c.summed(d.k)
   if c.live is not None:
     dq = jnp.where(c.live, dq, 0)
   if normalize:
-    q, k = c.heads("q", p.key_block, p.key), c.heads("k", p.key_block, p.key)
+    q, k = c.heads("q", c.keys, p.key), c.heads("k", c.keys, p.key)
     dq = chunk_math.inverse_norm_backward(dq, q, c.q_norm)
     dk = chunk_math.inverse_norm_backward(dk, k, c.k_norm)
-  c.store("dq", dq)
-  c.store("dk", dk)
+  c.store("dq", c.keys, dq)
+  c.store("dk", c.keys, dk)
