@@ -76,29 +76,38 @@ class _Run:
         """→ (steps taken in all, last held-out bits per byte)."""
         config = self.config
         batches = self.data.batches(first_step)
+        values: dict[str, Any] = {}
         since, waited, last_logged = time.perf_counter(), 0.0, first_step
         for step in range(first_step + 1, config.train.steps + 1):
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
-            state, values = self.train_step(state, batch)
-            self.display.step(step)
+            before, (state, values) = values, self.train_step(state, batch)
+            # One step runs while the next is handed over; more would only make the display and a signal late.
+            jax.block_until_ready(before)
+            self.display.step(step - 1)
             self.checkpoints.seal_finished()
 
-            last = step == config.train.steps or signals.caught
+            stop = signals.caught  # read once: a signal after this line is for the next step
+            last = stop or step == config.train.steps
             if step % config.train.log_every == 0 or last:
                 values = jax.device_get(values)
+                self.display.step(step)
                 now = time.perf_counter()
                 self._log(step, values, now - since, waited, step - last_logged)
                 since, waited, last_logged = now, 0.0, step
+            elif step == first_step + 1:  # the compilation is not part of any speed
+                jax.block_until_ready(values)
+                since, waited, last_logged = time.perf_counter(), 0.0, step
             if step % config.eval.every == 0 or step == config.train.steps:
+                begun = time.perf_counter()
                 self._evaluate(step, state)
-                since = time.perf_counter()
+                since += time.perf_counter() - begun
             if step % config.checkpoint.every == 0 or last:
                 self.checkpoints.save(step, state)
                 self.metrics.write("checkpoint", step)
                 self.display.checkpoint(step)
-            if signals.caught:
+            if stop:
                 return step, self.heldout_bits
         return config.train.steps, self.heldout_bits
 
