@@ -2,8 +2,8 @@
 
 Both train the same float32 weights on the same batches of real text: forward, backward, clipping, AdamW. Multi-token
 prediction and the balance loss are off, since transformers trains without them. Before anything is timed, the two must
-compute the same loss. The peer gets its fastest attention and experts implementation, found by timing all of them.
-Then both sides run in turns, block by block, after warm-up, and the medians over all steps are compared.
+compute the same loss. The peer gets its fastest attention and experts implementation, found by timing all of them; its
+convolution and delta rule are its own torch code, since the kernels it would prefer need a GPU. Then both sides run in turns, block by block, after warm-up, and the medians over all steps are compared.
 
     python benchmarks/training_speed.py --python=/path/to/python/with/torch [--config=configs/tiny.py] [--compile]
 """

@@ -25,8 +25,8 @@ def main() -> int:
     save_hf(model, _out.value, tokenizer)
     files = sorted(f for f in pathlib.Path(_out.value).rglob("*") if f.is_file())
     size = sum(f.stat().st_size for f in files)
-    print(f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB, the model {f'after step {step}' if step is not None else 'as it was'}; "
-          f"check with: sha256sum -c SHA256SUMS; sample with: python -m qwen3next_jax.generate --model={_out.value}")
+    print(f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB" + ("" if step is None else f", the model after step {step}")
+          + f"; next: uv run python -m qwen3next_jax.generate --model={_out.value} --prompt='def '")
     return 0
 
 

@@ -136,11 +136,16 @@ def write_weights(tensors: Iterable[tuple[str, np.ndarray]], sizes: dict[str, in
     pending, current = {}, 1
     for name, tensor in tensors:
         if shard_of[name] != current:
-            save_file(pending, directory / files[current], metadata={"format": "pt"})
+            _save(pending, directory / files[current])
             pending, current = {}, shard_of[name]
         pending[name] = tensor
-    save_file(pending, directory / files[current], metadata={"format": "pt"})
+    _save(pending, directory / files[current])
     if count > 1:
         weight_map = {name: files[i] for name, i in shard_of.items()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _save(tensors: dict[str, np.ndarray], file: pathlib.Path) -> None:
+    save_file(tensors, file, metadata={"format": "pt"})  # transformers insists on this entry
+    file.chmod(0o644)  # safetensors 0.8 writes files that only their owner can read
