@@ -32,6 +32,8 @@ def get_config() -> ConfigDict:
     model.eos_token_id = 256
     model.dtype = "float32"
 
+    config.data.heldout_fraction = 0.05
+
     config.train.steps = 500
     config.train.batch_size = 16
     config.train.sequence_length = 256

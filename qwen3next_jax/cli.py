@@ -31,12 +31,23 @@ def _report(message: str) -> int:
 
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
+        _check_config_file(argv)
         _check_overrides(argv)
         return flags.FLAGS(argv)
     except (flags.Error, UserError) as error:
         if "--help" in argv or "-h" in argv or "--helpfull" in argv:
             raise
         sys.exit(_report(str(error).removeprefix("FATAL Flags parsing error: ")))
+
+
+def _check_config_file(argv: Sequence[str]) -> None:
+    for argument, following in zip(argv[1:], [*argv[2:], ""]):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if name == "config" and argument.startswith("-"):
+            path = pathlib.Path((value if equals else following).split(":")[0])
+            if not path.is_file():
+                files = [str(f) for f in path.parent.glob("*.py")]
+                raise UserError(f"--config={path}: no such file{did_you_mean(str(path), files)}")
 
 
 def _check_overrides(argv: Sequence[str]) -> None:
