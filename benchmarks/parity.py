@@ -54,7 +54,7 @@ def measure(reference: pathlib.Path = REFERENCE) -> list[Row]:
     ]
     rows += [Row("hidden states", f"hidden_states.{i}", _max_error(x, cases[f"hidden_states.{i}"]), 1e-4)
              for i, x in enumerate(out.hidden_states)]
-    rows += [Row("router logits", f"router_logits.{i}", _max_error(x.reshape(-1, x.shape[-1]), cases[f"router_logits.{i}"]), 1e-4)
+    rows += [Row("router logits", name := f"router_logits.{i}", _max_error(x.reshape(-1, x.shape[-1]), cases[name]), 1e-4)
              for i, x in enumerate(out.router_logits)]
     ours = _fuse_experts(hf_tensors(gradient, model.config), model.config.num_experts)
     graded = sorted(name.removeprefix("grad.") for name in cases if name.startswith("grad."))

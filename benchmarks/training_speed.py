@@ -3,7 +3,8 @@
 Both train the same float32 weights on the same batches of real text: forward, backward, clipping, AdamW. Multi-token
 prediction and the balance loss are off, since transformers trains without them. Before anything is timed, the two must
 compute the same loss. The peer gets its fastest attention and experts implementation, found by timing all of them; its
-convolution and delta rule are its own torch code, since the kernels it would prefer need a GPU. Then both sides run in turns, block by block, after warm-up, and the medians over all steps are compared.
+convolution and delta rule are its own torch code, since the kernels it would prefer need a GPU. Then both sides run in
+turns, block by block, after warm-up, and the medians over all steps are compared. The machine must be idle otherwise.
 
     python benchmarks/training_speed.py --python=/path/to/python/with/torch [--config=configs/tiny.py] [--compile]
 """
@@ -80,8 +81,9 @@ class Peer:
     """transformers_peer.py in another interpreter, spoken to by JSON lines."""
 
     def __init__(self, python: str, model_dir: str, tokens_file: str, config: Config):
-        self.process = subprocess.Popen([python, str(ROOT / "benchmarks" / "transformers_peer.py"), "train", model_dir, tokens_file],
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        script = str(ROOT / "benchmarks" / "transformers_peer.py")
+        self.process = subprocess.Popen([python, script, "train", model_dir, tokens_file], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.versions = json.loads(self.process.stdout.readline())
         self.ask(threads=os.cpu_count())
         c = config.optimizer

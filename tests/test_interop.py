@@ -168,7 +168,7 @@ DAMAGE = {
     "truncated": (_truncate, "truncated or damaged"),
     "huge header": (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "truncated or damaged"),
     "missing": (_drop("model.norm.weight", "mtp.fc.weight"), "lack 2 tensors: model.norm.weight, mtp.fc.weight"),
-    "one expert missing": (_drop("model.layers.1.mlp.experts.7.up_proj.weight"), "lack 1 tensor: model.layers.1.mlp.experts.7.up"),
+    "expert missing": (_drop("model.layers.1.mlp.experts.7.up_proj.weight"), "1 tensor: model.layers.1.mlp.experts.7.up"),
     "extra": (_put(model__layers__4__x=np.zeros(2, np.float32)), "hold 1 tensor: model.layers.4.x beyond"),
     "misshapen": (_put(lm_head__weight=np.zeros((64, 256), np.float32)), "has shape [64, 256]: expected [256, 64]"),
     "integers": (_put(lm_head__weight=np.zeros((256, 64), np.int8)), "lm_head.weight is I8"),

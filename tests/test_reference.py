@@ -10,7 +10,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # for `benchmarks`, 
 from benchmarks.parity import measure  # noqa: E402
 
 # group → how many quantities of it the reference holds
-GROUPS = {"logits": 1, "MTP logits": 1, "losses": 2, "hidden states": 5, "router logits": 4, "gradients": 66, "greedy": 1, "export": 1}
+GROUPS = {"logits": 1, "MTP logits": 1, "losses": 2, "hidden states": 5, "router logits": 4, "gradients": 66, "greedy": 1,
+          "export": 1}
 
 
 @pytest.fixture(scope="module")
