@@ -58,4 +58,6 @@ def _write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) 
     """Writes each token into its slot. Padding after a row's end lands in slots that later tokens overwrite before
     any query can see them; slots past the end are dropped."""
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
-    return cache_BSMK.at[row_B1, positions_BT].set(new_BTMK.astype(cache_BSMK.dtype), mode="drop")
+    written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(new_BTMK.astype(cache_BSMK.dtype), mode="drop")
+    # Without the barrier XLA on CPU repeats the write for each of its readers, with two copies of the cache each time.
+    return jax.lax.optimization_barrier(written_BSMK)
