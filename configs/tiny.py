@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
     config.data.heldout_fraction = 0.05
 
     config.train.steps = 500
-    config.train.batch_size = 16
+    config.train.batch_size = 8
     config.train.sequence_length = 256
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 50
