@@ -85,6 +85,8 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
   for name, x in (("g", g), ("beta", beta)):
     if x.shape != v.shape[:3]:
       raise ValueError(f"{name} has shape {x.shape}: expected [B, T, H] = {v.shape[:3]}")
+  if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
+    raise NotImplementedError("implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'")
   state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
   if initial_state is not None and initial_state.shape != state_shape:
     raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, H, K, V] = {state_shape}")
@@ -129,7 +131,7 @@ def _run(options: _Options, xla, kernel, settings, *arguments):
   interpreted = functools.partial(kernel, interpret=True, **settings)
   if options.implementation == "pallas_tpu":
     return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
-  if options.implementation is None and arguments[2].dtype != jnp.float64:
+  if options.implementation is None and not any(x.dtype == jnp.float64 for x in arguments[:6] if x is not None):
     return jax.lax.platform_dependent(*arguments, tpu=compiled, default=xla)
   return xla(*arguments)
 

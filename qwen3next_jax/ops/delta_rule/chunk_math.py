@@ -102,6 +102,11 @@ def prepare_qk(q, k, normalize: bool):
   return q * q.shape[-1] ** -0.5, k
 
 
+def fit(column, width: int):
+  """A column ready to meet [..., C, width]: where it is already spread over lanes, as many of them as that takes."""
+  return column if column.shape[-1] == 1 else column[..., :width]
+
+
 # ---- decay ------------------------------------------------------------------------------------------------
 
 class Decay(typing.NamedTuple):
@@ -123,14 +128,15 @@ def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
 
   The exponent is masked, never the result, and never split into a product: |total| can pass 1000.
   """
-  mask = lower_mask(total_C1.shape[-2])
+  size = total_C1.shape[-2]
+  mask = lower_mask(size)
   gamma, rho, carry = total_C1, total_11 - total_C1, total_11
   if documents is not None:
     mask = mask & (documents.column == documents.row)
     gamma = jnp.where(documents.column == 0, gamma, -jnp.inf)
     rho = jnp.where(documents.column == documents.last, rho, -jnp.inf)
     carry = jnp.where(documents.last == 0, carry, -jnp.inf)
-  pair = jnp.exp(jnp.where(mask, total_C1 - total_1C, -jnp.inf))
+  pair = jnp.exp(jnp.where(mask, fit(total_C1, size) - total_1C, -jnp.inf))
   return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
 
 
@@ -138,22 +144,22 @@ def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
 
 def interaction(kk_CC, beta_C1, d: Decay):
   """L: how much of row j's write row i erases."""
-  return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
+  return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), fit(beta_C1, kk_CC.shape[-1]) * kk_CC * d.pair, 0)
 
 
-def residual(v_CV, ks_CV, beta_C1, d: Decay):
-  """R = beta (V - gamma K S): what every row would write if the chunk's other rows were not there."""
-  return beta_C1 * (v_CV - d.gamma * ks_CV)
+def unseen(v_CV, ks_CV, d: Decay):
+  """V - gamma K S: the part of the values that the incoming state does not predict."""
+  return v_CV - fit(d.gamma, v_CV.shape[-1]) * ks_CV
 
 
 def next_state(state_KV, k_CK, written_CV, d: Decay, dots: Products):
   """S' = carry S + K^T (rho V')."""
-  return d.carry * state_KV + dots.tn(k_CK, d.rho * written_CV)
+  return d.carry * state_KV + dots.tn(k_CK, fit(d.rho, written_CV.shape[-1]) * written_CV)
 
 
 def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
   """O = gamma (Q S) + P V'."""
-  return d.gamma * qs_CV + dots.nn(p_CC, written_CV)
+  return fit(d.gamma, qs_CV.shape[-1]) * qs_CV + dots.nn(p_CC, written_CV)
 
 
 # ---- backward ---------------------------------------------------------------------------------------------
@@ -168,7 +174,7 @@ class Gradients(typing.NamedTuple):
 
 def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
   """dV' = P^T dO + rho (K dS'), the first term given."""
-  return po_CV + d.rho * dots.nn(k_CK, dstate_KV)
+  return po_CV + fit(d.rho, po_CV.shape[-1]) * dots.nn(k_CK, dstate_KV)
 
 
 def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
@@ -177,35 +183,35 @@ def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
   return dstate if x_CV is None else dstate - dots.tn(k_CK, x_CV)
 
 
-def chunk_gradients(q_CK, k_CK, v_CV, beta_C1, d: Decay, kk_CC, qk_CC, ks_CV, qs_CV, written_CV, dr_CV,
-                    state_KV, dstate_KV, do_CV, erase: bool, dots: Products) -> Gradients:
-  """Everything but the state pass: the gradients of one chunk's inputs from V', dR, S, dS' and dO."""
-  size = q_CK.shape[-2]
+def chunk_gradients(q_CK, k_CK, unseen_CV, beta_C1, d: Decay, kk_CC, qk_CC, written_CV, dr_CV, x_CV, state_KV, dstate_KV,
+                    do_CV, erase: bool, dots: Products) -> Gradients:
+  """Everything but the state pass: the gradients of one chunk's inputs from V', dR, X, S, dS' and dO.
+
+  `unseen_CV` is V - gamma K S, or V without erasing.
+  """
+  size, key, value = q_CK.shape[-2], q_CK.shape[-1], unseen_CV.shape[-1]
   strict = lower_mask(size, strict=True)
+  dv_CV = fit(beta_C1, value) * dr_CV
+  dbeta_C1 = jnp.sum(dr_CV * unseen_CV, axis=-1, keepdims=True)
   ov_CC = dots.nt(do_CV, written_CV) * d.pair
-  vs_CK = d.rho * dots.nt(written_CV, dstate_KV)
-  os_CK = d.gamma * dots.nt(do_CV, state_KV)
-  dq_CK = os_CK + dots.nn(ov_CC, k_CK)
-  dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
   pairs_CC = ov_CC * qk_CC
-  enter_C1 = d.gamma * jnp.sum(do_CV * qs_CV, axis=-1, keepdims=True)
-  fresh_CV = v_CV
-  dbeta_pairs = 0.
-  if erase:
-    x_CV = beta_C1 * d.gamma * dr_CV
-    rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV) * d.pair, 0)
-    n_CC = beta_C1 * rv_CC
-    dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - dots.nt(x_CV, state_KV)
-    rvkk_CC = rv_CC * kk_CC
-    pairs_CC += beta_C1 * rvkk_CC
-    dbeta_pairs = jnp.sum(rvkk_CC, axis=-1, keepdims=True)
-    enter_C1 -= jnp.sum(x_CV * ks_CV, axis=-1, keepdims=True)
-    fresh_CV = v_CV - d.gamma * ks_CV
+  os_CK = fit(d.gamma, key) * dots.nt(do_CV, state_KV)
+  enter_CK = q_CK * os_CK
+  dq_CK = os_CK + dots.nn(ov_CC, k_CK)
+  vs_CK = fit(d.rho, key) * dots.nt(written_CV, dstate_KV)
   leave_C1 = jnp.sum(k_CK * vs_CK, axis=-1, keepdims=True)
-  dbeta_C1 = jnp.sum(dr_CV * fresh_CV, axis=-1, keepdims=True) + dbeta_pairs
+  dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
+  if erase:
+    rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV) * d.pair, 0)
+    n_CC = fit(beta_C1, size) * rv_CC
+    pairs_CC += n_CC * kk_CC
+    dbeta_C1 += jnp.sum(rv_CC * kk_CC, axis=-1, keepdims=True)
+    xs_CK = dots.nt(x_CV, state_KV)
+    enter_CK -= k_CK * xs_CK
+    dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - xs_CK
+  enter_C1 = jnp.sum(enter_CK, axis=-1, keepdims=True)
   carry_11 = d.carry * jnp.sum(dstate_KV * state_KV, axis=(-1, -2), keepdims=True)
-  return Gradients(dq_CK, dk_CK, beta_C1 * dr_CV, dbeta_C1,
-                   decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11)
+  return Gradients(dq_CK, dk_CK, dv_CV, dbeta_C1, decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11)
 
 
 def decay_gradient(pairs_CC, enter_C1, leave_C1):

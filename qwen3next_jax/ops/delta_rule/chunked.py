@@ -70,11 +70,12 @@ def _chunks(q, k, v, g, beta, segments, known_inverse, size: int, normalize_qk: 
   return Chunks(wide(q_), wide(k_), v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
 
 
-def _written(c: Chunks, ks, exact: Products):
-  """V' of a chunk from K S; without erasing no row sees the memory."""
+def _written(c: Chunks, state, dots: Products, exact: Products):
+  """V' and what it is made of: V - gamma K S where the rule erases, V where no row sees the memory."""
   if c.inverse is None:
-    return c.beta * c.v
-  return exact.nn(c.inverse, chunk_math.residual(c.v, ks, c.beta, c.decay))
+    return c.beta * c.v, c.v
+  unseen = chunk_math.unseen(c.v, dots.nn(c.k, state), c.decay)
+  return exact.nn(c.inverse, c.beta * unseen), unseen
 
 
 def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, save: bool,
@@ -85,12 +86,12 @@ def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_q
   initial_state = initial_state.astype(exact.operand)
 
   def step(state, chunk: Chunks):
-    written = _written(chunk, dots.nn(chunk.k, state) if erase else None, exact)
+    written, _ = _written(chunk, state, dots, exact)
     return chunk_math.next_state(state, chunk.k, written, chunk.decay, dots), (state, written)
 
   if parallel:
     states, final = associative.forward_pass(c, initial_state, dots, exact)
-    written = _written(c, dots.nn(c.k, states) if erase else None, exact)
+    written, _ = _written(c, states, dots, exact)
   else:
     needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
     final, (states, written) = jax.lax.scan(step, initial_state, needed)
@@ -107,23 +108,22 @@ def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: 
   time, dtype = v.shape[1], exact.operand
   do = _cut(do.astype(dtype), size)
   dfinal = dfinal.astype(dtype)
-  ks = dots.nn(c.k, states) if erase else None
-  written = _written(c, ks, exact)
+  written, unseen = _written(c, states, dots, exact)
   po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
 
   def step(dstate, inputs):
     chunk, po, qo = inputs
     dr, x = _residual_backward(chunk, chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots), exact)
-    return chunk_math.state_backward(qo, chunk.k, x, dstate, chunk.decay, dots), (dstate, dr)
+    return chunk_math.state_backward(qo, chunk.k, x, dstate, chunk.decay, dots), (dstate, dr, x)
 
   if parallel:
     dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
-    dr, _ = _residual_backward(c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact)
+    dr, x = _residual_backward(c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact)
   else:
     needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
-    dinitial, (dstates, dr) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
-  d = chunk_math.chunk_gradients(c.q, c.k, c.v, c.beta, c.decay, c.kk, c.qk, ks, dots.nn(c.q, states), written, dr,
-                                 states, dstates, do, erase, dots)
+    dinitial, (dstates, dr, x) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
+  d = chunk_math.chunk_gradients(c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, states, dstates, do, erase,
+                                 dots)
   dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :]))
   if segments is not None:
     dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)

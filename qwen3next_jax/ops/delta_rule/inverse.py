@@ -58,10 +58,7 @@ DIAGONAL, LANES = 16, 128
 
 def tiled_inverse(l_ICC, exact):
   """The same inverse shaped for a TPU: 16-row diagonal blocks by substitution on the vector unit, where all of them fit in a
-  few registers, then merges of which only the rows that change go through the matrix unit.
-
-  A generator: it yields where it has to wait for the matrix unit, and returns the inverse.
-  """
+  few registers, then merges of which only the rows that change go through the matrix unit."""
   heads, size = l_ICC.shape[:2]
   x = _diagonal_inverse(l_ICC)
   l = exact.split(l_ICC)
@@ -70,10 +67,7 @@ def tiled_inverse(l_ICC, exact):
     blocks = jnp.split(x, size // m, axis=1)
     lower = jnp.concatenate(blocks[1::2], axis=1)
     # Every second block's rows of X L X; outside the quarter left of the block's diagonal they are no part of the result.
-    change = exact.nn(exact.split(lower), l)
-    yield
-    change = exact.nn(exact.split(change), exact.split(x))
-    yield
+    change = exact.nn(exact.split(exact.nn(exact.split(lower), l)), exact.split(x))
     row, column = _indices(size // 2, size)
     lower = lower - jnp.where(column // m == 2 * (row // m), change, 0)
     blocks[1::2] = jnp.split(lower, size // (2 * m), axis=1)

@@ -23,19 +23,64 @@ from qwen3next_jax.ops.delta_rule import chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Documents, Products
 
 LANES = 128
+SMALLEST_VMEM = 16 * 2**20  # of the supported chips (v4); assumed where the chip is not known
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How many value heads one grid step handles; their chains are independent and hide each other's latency."""
-  value_heads: int
-  chunk: int
+  """How one call is cut: `block` value heads and `size` tokens a grid step, widths padded to whole lanes.
+
+  The heads of a step are independent and hide each other's latency, so the largest block wins, up to 16 (32 gave nothing
+  more on v6e); memory for what the compiler keeps of a head while the others go through the same stage sets the bound.
+  """
+  block: int
+  share: int  # value heads a key head
+  size: int
+  key: int
+  value: int
+  operand_bytes: int
+
+  def __post_init__(self):
+    if self.block % self.share != 0:
+      raise ValueError(f"block of {self.block} value heads: expected a multiple of the {self.share} that share a key head")
+    if self.key % LANES != 0 or self.value % LANES != 0:
+      raise ValueError(f"widths {self.key} and {self.value}: expected multiples of {LANES}")
+
+  @property
+  def vmem_bytes(self) -> int:
+    """Of the backward kernel, the larger one: double-buffered blocks and the intermediates of every head (34 arrays of
+    [C, K + V] float32 in the compiler's allocation for v6e)."""
+    tokens = self.size * (self.key + self.value)
+    state = self.key * self.value
+    buffers = 4 * self.operand_bytes * tokens + (8 + self.operand_bytes) * state + 4 * self.size**2
+    return self.block * (2 * buffers + 34 * 4 * tokens)
+
+  @classmethod
+  def choose(cls, value_heads: int, share: int, size: int, key: int, value: int, operand_bytes: int, vmem: int):
+    """The largest block that divides the heads and fits in `vmem` bytes.
+
+    Raises ValueError where not even one key head fits.
+    """
+    for block in range(max(16, share), 0, -1):
+      if value_heads % block == 0 and block % share == 0:
+        tiling = cls(block, share, size, key, value, operand_bytes)
+        if tiling.vmem_bytes <= vmem:
+          return tiling
+    raise ValueError(f"head widths {key} and {value} with {share} value heads a key head: one block needs more than the "
+                     f"{vmem} bytes of this chip's VMEM; use implementation='chunked'")
+
+
+def _vmem_bytes() -> int:
+  try:
+    return pltpu.get_tpu_info().vmem_capacity_bytes
+  except ValueError:  # traced on a machine without a TPU and outside a described chip's abstract mesh
+    return SMALLEST_VMEM
 
 
 def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, save: bool,
             interpret: bool):
   """As `chunked.forward`; without `save` the last two results are None and never exist."""
-  p = _Problem(q, k, v, size, erase)
+  p = _Problem(q, v, size)
   inputs = p.inputs(q, k, v, g, beta, segments)
   spec = p.specs(forward=True)
   names = list(inputs) + ["initial_state"]
@@ -58,13 +103,13 @@ def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_q
 def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool,
              interpret: bool):
   """As `chunked.backward`."""
-  p = _Problem(q, k, v, size, erase)
+  p = _Problem(q, v, size)
   inputs = p.inputs(q, k, v, g, beta, segments)
   inputs |= dict(do=p.flatten(do.astype(v.dtype)), states=p.pad_state(states), dfinal=p.pad_state(dfinal.astype(jnp.float32)))
   if erase:
     inputs["inverses"] = inverses
   spec = p.specs(forward=False)
-  rows = jax.ShapeDtypeStruct((p.batch, p.chunks, p.value_heads, size), jnp.float32)
+  rows = jax.ShapeDtypeStruct((p.batch, p.chunks, p.value_heads // p.block, p.block, size), jnp.float32)
   shapes = dict(dq=p.flat(p.key_heads, p.key, q.dtype), dk=p.flat(p.key_heads, p.key, k.dtype),
                 dv=p.flat(p.value_heads, p.value, v.dtype), dg=rows, dbeta=rows,
                 dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32))
@@ -84,25 +129,21 @@ def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: 
 class _Problem:
   """The sizes of one call, its arrays in the kernels' layouts, and the blocks the grid cuts from them."""
 
-  def __init__(self, q, k, v, size: int, erase: bool):
+  def __init__(self, q, v, size: int):
     self.batch, self.time, self.key_heads, self.key_in = q.shape
     self.value_heads, self.value_in = v.shape[2:]
-    self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
-    self.size, self.chunks = size, -(-self.time // size)
-    self.share = self.value_heads // self.key_heads
-    self.block = self._value_heads_per_step()
-    self.key_block = self.block // self.share
-    self.group = self.share if self.share % 2 == 0 or self.block % (2 * self.share) else 2 * self.share
     self.operand = v.dtype
+    self.share = self.value_heads // self.key_heads
+    self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
+    self.width = max(self.key, self.value)
+    self.size, self.chunks = size, -(-self.time // size)
+    vmem = _vmem_bytes()
+    tiling = Tiling.choose(self.value_heads, self.share, size, self.key, self.value, v.dtype.itemsize, int(0.95 * vmem))
+    self.block, self.key_block = tiling.block, tiling.block // self.share
     self.grid = (self.batch, self.value_heads // self.block, self.chunks)
     self.state_shape = (self.batch, self.value_heads, self.key, self.value)
     self.compiler_params = pltpu.CompilerParams(
-      dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=64 * 2**20)
-
-  def _value_heads_per_step(self) -> int:
-    """Eight value heads where they divide (rows of the gates fill a tile), else all of them."""
-    block = 8 * self.share // _gcd(8, self.share)
-    return block if self.value_heads % block == 0 else self.value_heads
+      dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem)
 
   # layouts
 
@@ -125,12 +166,14 @@ class _Problem:
     return x[..., :self.key_in, :self.value_in]
 
   def rows(self, x, mode="constant"):
-    """[B, T, heads] to [B, N, heads, C]: per head a row of lanes."""
+    """[B, T, heads] to [B, N, blocks, heads of a block, C]: per head a row of lanes."""
     x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0)), mode=mode)
-    return jnp.swapaxes(x.reshape(self.batch, self.chunks, self.size, -1), 2, 3)
+    x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.size, -1), 2, 3)
+    return x.reshape(self.batch, self.chunks, -1, min(self.block, x.shape[2]), self.size)
 
   def unchunk(self, x):
-    """[B, N, H, C] to [B, T, H]."""
+    """The reverse of `rows`, for value heads."""
+    x = x.reshape(self.batch, self.chunks, self.value_heads, self.size)
     return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[:, :self.time]
 
   def inputs(self, q, k, v, g, beta, segments) -> dict:
@@ -139,7 +182,7 @@ class _Problem:
     arrays = dict(q=self.flatten(q), k=self.flatten(k), v=self.flatten(v), total=total,
                   beta=self.rows(beta.astype(jnp.float32)))
     if segments is not None:
-      signed = self.rows(segments[:, :, None], "edge")  # [B, N, 1, C]
+      signed = self.rows(segments[:, :, None], "edge")[:, :, 0]  # [B, N, 1, C]
       index = chunk_math.document_index(jnp.swapaxes(signed[:, :, 0], 0, 1))
       index = jnp.swapaxes(index, 0, 1)[:, :, None].astype(jnp.float32)
       arrays["documents"] = jnp.where(signed > 0, index, -1 - index)  # padding rows keep their document, negated
@@ -149,7 +192,7 @@ class _Problem:
     """Block specifications by name; the backward grid walks the chunks from the last to the first."""
     n = (lambda i: i) if forward else (lambda i: self.chunks - 1 - i)
     flat = lambda width: pl.BlockSpec((1, self.size, width), lambda b, h, i: (b, n(i), h))
-    rows = pl.BlockSpec((1, 1, self.block, self.size), lambda b, h, i: (b, n(i), h, 0))
+    rows = pl.BlockSpec((1, 1, 1, self.block, self.size), lambda b, h, i: (b, n(i), h, 0, 0))
     state = pl.BlockSpec((1, self.block, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
     per_chunk = lambda *shape: pl.BlockSpec((1, 1, self.block, *shape), lambda b, h, i: (n(i), b, h, 0, 0))
     keys, values = flat(self.key_block * self.key), flat(self.block * self.value)
@@ -157,10 +200,6 @@ class _Problem:
                 dbeta=rows, documents=pl.BlockSpec((1, 1, 1, self.size), lambda b, h, i: (b, n(i), 0, 0)),
                 initial_state=state, final=state, dfinal=state, dinitial=state,
                 states=per_chunk(self.key, self.value), inverses=per_chunk(self.size, self.size))
-
-
-def _gcd(a, b):
-  return a if b == 0 else _gcd(b, a % b)
 
 
 # ---- float32 products out of bfloat16 ones ------------------------------------------------------------------------
@@ -185,76 +224,52 @@ class ThreePass:
 
 # ---- kernels ------------------------------------------------------------------------------------------------------
 #
-# A step's heads are worked on in small groups, and the groups' programs are interleaved stage by stage with a lag: the
-# compiler schedules near the order it is given, so while one group waits for the matrix unit another has vector work, and
-# few arrays are alive at once. A group's program is a generator that yields wherever it waits.
+# All heads of a step go through each stage together, as a leading dimension [I, C, ...] of `chunk_math`'s functions: the
+# compiler schedules near the order it is given, and side by side their chains hide each other's latency.
 
-LAG = 3
+class _Block:
+  """The inputs of one step's heads and what both directions make of them."""
 
-
-def _interleave(programs):
-  """Runs generators side by side, each starting LAG rounds after the one before."""
-  running, waiting, rounds = [], list(programs), 0
-  while running or waiting:
-    if waiting and rounds % LAG == 0:
-      running.append(waiting.pop(0))
-    running = [x for x in running if next(x, "ended") is None]
-    rounds += 1
-
-
-class _Shared:
-  """What all groups of a step read: the gates as rows and columns, and the documents."""
-
-  def __init__(self, p: _Problem, refs):
-    self.total, self.beta = refs["total"][0, 0], refs["beta"][0, 0]  # [I, C]
-    self.totals, self.betas = self.total.T, self.beta.T  # [C, I]
-    self.live = self.documents = None
+  def __init__(self, p: _Problem, refs, normalize: bool):
+    self.p, self.refs = p, refs
+    self.dots = Products(p.operand)
+    self.exact = ThreePass() if p.operand == jnp.bfloat16 else chunk_math.EXACT
+    self.live = documents = None
     if "documents" in refs:
       signed = refs["documents"][0, 0]  # [1, C]
       column = jnp.broadcast_to(signed, (8, p.size)).T[:, :1]
       self.live = column >= 0
       index = jnp.where(signed < 0, -1 - signed, signed)
-      self.documents = Documents(jnp.where(self.live, column, -1 - column), index, index[:, -1:])
-
-
-class _Group:
-  """The inputs of value heads start .. start + p.group as [heads, C, ...] arrays, and what both directions make of them."""
-
-  def __init__(self, p: _Problem, refs, shared: _Shared, start: int, normalize: bool):
-    self.p, self.refs, self.live = p, refs, shared.live
-    self.values = slice(start, start + p.group)
-    self.keys = slice(start // p.share, (start + p.group) // p.share)
-    self.dots = Products(p.operand)
-    self.exact = ThreePass() if p.operand == jnp.bfloat16 else chunk_math.EXACT
-    self.beta = self.columns(shared.betas)
-    row = shared.total[self.values, None, :]
-    self.decay = chunk_math.decay(self.columns(shared.totals), row, row[..., -1:], shared.documents)
-    q, k = self.heads("q", self.keys, p.key), self.heads("k", self.keys, p.key)
+      documents = Documents(jnp.where(self.live, column, -1 - column), index, index[:, -1:])
+    total = refs["total"][0, 0, 0]  # [I, C]
+    row = total[:, None, :]
+    self.decay = chunk_math.decay(_spread(total, p.width), row, row[..., -1:], documents)
+    self.beta = _spread(refs["beta"][0, 0, 0], p.width)
+    self.beta_CV = self.beta[..., :p.value]
+    q, k = self.heads("q", p.key), self.heads("k", p.key)
     if normalize:
       self.q_norm, self.k_norm = chunk_math.inverse_norm(q), chunk_math.inverse_norm(k)
       q, k = q * self.q_norm, k * self.k_norm
     q = q * p.key_in ** -0.5
     if self.live is not None:
       q = jnp.where(self.live, q, 0)
-    both = jnp.concatenate([k, q], axis=-2).astype(p.operand)  # [J, 2C, K]: one load of the matrix unit serves both
+    q, k = q.astype(p.operand), k.astype(p.operand)  # rounded at once: half the registers
+    both = jnp.concatenate([k, q], axis=-2)  # [J, 2C, K]: one load of the matrix unit serves both
     pairs = self.dots.nt(both, k)
     self.kk, self.qk = self.repeated(pairs[:, :p.size]), self.repeated(pairs[:, p.size:])
     self.q, self.k, self.both = self.repeated(q), self.repeated(k), self.repeated(both)
 
-  def columns(self, columns):
-    """Columns of [C, I] as [heads, C, 1]."""
-    return jnp.stack([columns[:, i:i + 1] for i in range(self.values.start, self.values.stop)])
-
-  def heads(self, name: str, which: slice, width: int):
-    """[heads, C, width] float32 out of a block [1, C, all heads * width]."""
+  def heads(self, name: str, width: int):
+    """[heads, C, width] float32 out of a block [1, C, heads * width]."""
     ref = self.refs[name]
-    return jnp.stack([ref[0, :, i * width:(i + 1) * width] for i in range(which.start, which.stop)]).astype(jnp.float32)
+    columns = range(0, ref.shape[-1], width)
+    return jnp.stack([ref[0, :, i:i + width] for i in columns]).astype(jnp.float32)
 
-  def store(self, name: str, which: slice, x):
+  def store(self, name: str, x):
     """The reverse of `heads`."""
     ref, width = self.refs[name], x.shape[-1]
-    for i in range(which.start, which.stop):
-      ref[0, :, i * width:(i + 1) * width] = x[i - which.start].astype(ref.dtype)
+    for i in range(x.shape[0]):
+      ref[0, :, i * width:(i + 1) * width] = x[i].astype(ref.dtype)
 
   def repeated(self, x):
     """What a key head holds, for each of its value heads."""
@@ -264,10 +279,23 @@ class _Group:
     """The reverse of `repeated`."""
     return x if self.p.share == 1 else jnp.sum(x.reshape(-1, self.p.share, *x.shape[1:]), axis=1)
 
-  def read(self, state):
-    """K S and Q S."""
-    read = self.dots.nn(self.both, state)
-    return read[:, :self.p.size], read[:, self.p.size:]
+
+def _spread(rows, width: int):
+  """[I, C] to [I, C, width], every lane of a row of the result holding that row's number.
+
+  By a product with ones and zeros, in which three bfloat16 parts carry a float32 exactly: the matrix unit is idle where
+  this is needed, and the cross-lane unit that would broadcast columns is not.
+  """
+  heads = rows.shape[0]
+  parts, rest = [], rows
+  for _ in range(3):
+    parts.append(rest.astype(jnp.bfloat16))
+    rest = rest - parts[-1].astype(jnp.float32)
+  row = jax.lax.broadcasted_iota(jnp.int32, (3 * heads, heads * width), 0)
+  column = jax.lax.broadcasted_iota(jnp.int32, (3 * heads, heads * width), 1)
+  pick = (row % heads == column // width).astype(jnp.bfloat16)
+  columns = chunk_math.BFLOAT16.tn(jnp.concatenate(parts), pick)  # [C, I * width]
+  return jnp.stack([columns[:, i * width:(i + 1) * width] for i in range(heads)])
 
 
 def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
@@ -277,29 +305,22 @@ def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, 
   def _():
     refs["final"][...] = refs["initial_state"][...]
 
-  shared = _Shared(p, refs)
-  _interleave(_forward_group(p, refs, shared, start, normalize, erase) for start in range(0, p.block, p.group))
-
-
-def _forward_group(p: _Problem, refs, shared: _Shared, start: int, normalize: bool, erase: bool):
-  c = _Group(p, refs, shared, start, normalize)
-  heads = c.values
-  yield
-  if erase:
-    a = yield from inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
-    if "inverses" in refs:
-      refs["inverses"][0, 0, heads] = a
-  values, state = c.heads("v", heads, p.value), refs["final"][0, heads]
-  ks, qs = c.read(state)
+  c = _Block(p, refs, normalize)
+  values, state = c.heads("v", p.value), refs["final"][0]
   if "states" in refs:
-    refs["states"][0, 0, heads] = state.astype(refs["states"].dtype)
-  yield
-  written = c.beta * values
+    refs["states"][0, 0] = state.astype(refs["states"].dtype)
+  read = c.dots.nn(c.both, state)  # before the inverse, which leaves the matrix unit idle at first
+  ks, qs = read[:, :p.size], read[:, p.size:]
   if erase:
-    written = c.exact.nn(c.exact.split(a), c.exact.split(chunk_math.residual(values, ks, c.beta, c.decay)))
-    yield
-  refs["final"][0, heads] = chunk_math.next_state(state, c.k, written, c.decay, c.dots)
-  c.store("o", heads, chunk_math.output(qs, c.qk * c.decay.pair, written, c.decay, c.dots))
+    right = c.exact.split(c.beta_CV * chunk_math.unseen(values, ks, c.decay))
+    a = inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
+    if "inverses" in refs:
+      refs["inverses"][0, 0] = a
+    written = c.exact.nn(c.exact.split(a), right)
+  else:
+    written = c.beta_CV * values
+  refs["final"][0] = chunk_math.next_state(refs["final"][0], c.k, written, c.decay, c.dots)
+  c.store("o", chunk_math.output(qs, c.qk * c.decay.pair, written, c.decay, c.dots))
 
 
 def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
@@ -309,42 +330,31 @@ def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool,
   def _():
     refs["dinitial"][...] = refs["dfinal"][...]
 
-  shared, dbetas = _Shared(p, refs), []
-  _interleave(_backward_group(p, refs, shared, start, normalize, erase, dbetas) for start in range(0, p.block, p.group))
-  refs["dbeta"][0, 0] = jnp.concatenate(dbetas, axis=-1).T
-
-
-def _backward_group(p: _Problem, refs, shared: _Shared, start: int, normalize: bool, erase: bool, dbetas: list):
-  c = _Group(p, refs, shared, start, normalize)
-  heads = c.values
-  values, do = c.heads("v", heads, p.value), c.heads("do", heads, p.value)
-  state, dstate = refs["states"][0, 0, heads], refs["dinitial"][0, heads]
-  ks, qs = c.read(state)
-  yield
-  dr = chunk_math.written_backward(c.dots.tn(c.qk * c.decay.pair, do), c.k, dstate, c.decay, c.dots)
-  yield
-  x, written = None, c.beta * values
+  c = _Block(p, refs, normalize)
+  do, unseen = c.heads("do", p.value), c.heads("v", p.value)
+  state, dstate = refs["states"][0, 0], refs["dinitial"][0]
+  gamma_CV = c.decay.gamma[..., :p.value]
   if erase:
-    a = c.exact.split(refs["inverses"][0, 0, heads])
-    written = c.exact.nn(a, c.exact.split(chunk_math.residual(values, ks, c.beta, c.decay)))
+    unseen = chunk_math.unseen(unseen, c.dots.nn(c.k, state), c.decay)
+  dr = chunk_math.written_backward(c.dots.tn(c.qk * c.decay.pair, do), c.k, dstate, c.decay, c.dots)
+  x, written = None, c.beta_CV * unseen
+  if erase:
+    a = c.exact.split(refs["inverses"][0, 0])
+    written = c.exact.nn(a, c.exact.split(written)).astype(p.operand)
     dr = c.exact.tn(a, c.exact.split(dr))
-    x = c.beta * c.decay.gamma * dr
-    yield
-  qo = c.dots.tn(c.q, c.decay.gamma * do)
-  refs["dinitial"][0, heads] = chunk_math.state_backward(qo, c.k, x, dstate, c.decay, c.dots)
-  yield
-  d = chunk_math.chunk_gradients(c.q, c.k, values, c.beta, c.decay, c.kk, c.qk, ks, qs, written, dr, state, dstate, do,
-                                 erase, c.dots)
-  c.store("dv", heads, d.v)
-  refs["dg"][0, 0, heads] = d.g[:, 0]
-  dbetas.extend(d.beta)
-  yield
+    x = (c.beta_CV * gamma_CV * dr).astype(p.operand)
+  d = chunk_math.chunk_gradients(c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, state, dstate, do, erase,
+                                 c.dots)
+  qo = c.dots.tn(c.q, gamma_CV * do)
+  refs["dinitial"][0] = chunk_math.state_backward(qo, c.k, x, dstate, c.decay, c.dots)
+  c.store("dv", d.v)
+  refs["dg"][0, 0, 0] = d.g[:, 0]
+  refs["dbeta"][0, 0, 0] = jnp.concatenate(list(d.beta), axis=-1).T
   dq, dk = c.summed(d.q) * p.key_in ** -0.5, c.summed(d.k)
   if c.live is not None:
     dq = jnp.where(c.live, dq, 0)
   if normalize:
-    q, k = c.heads("q", c.keys, p.key), c.heads("k", c.keys, p.key)
-    dq = chunk_math.inverse_norm_backward(dq, q, c.q_norm)
-    dk = chunk_math.inverse_norm_backward(dk, k, c.k_norm)
-  c.store("dq", c.keys, dq)
-  c.store("dk", c.keys, dk)
+    dq = chunk_math.inverse_norm_backward(dq, c.heads("q", p.key), c.q_norm)
+    dk = chunk_math.inverse_norm_backward(dk, c.heads("k", p.key), c.k_norm)
+  c.store("dq", dq)
+  c.store("dk", dk)
