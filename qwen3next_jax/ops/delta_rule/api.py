@@ -125,7 +125,8 @@ def _forward(options, save: bool, *arguments):
 
 def _run(options: _Options, xla, kernel, settings, *arguments):
   """One pass by the implementation asked for, or by the platform's."""
-  settings = settings | dict(size=_chunk_size(arguments[0], arguments[2]), normalize_qk=options.normalize_qk, erase=options.erase)
+  size = _chunk_size(arguments[0], arguments[2])
+  settings = settings | dict(size=size, normalize_qk=options.normalize_qk, erase=options.erase)
   xla = functools.partial(xla, parallel=options.implementation == "associative", **settings)
   compiled = functools.partial(kernel, interpret=False, **settings)
   interpreted = functools.partial(kernel, interpret=True, **settings)
@@ -137,8 +138,10 @@ def _run(options: _Options, xla, kernel, settings, *arguments):
 
 
 def _chunk_size(q, v) -> int:
-  """64 tokens; 16 for heads of at most 32 channels, where work within a chunk (8 C d) outweighs the state's (6 d²): a
+  """64 tokens; 16 for float32 heads of at most 32 channels, where work within a chunk (8 C d) outweighs the state's (6 d²): a
   training step of configs/tiny.py took 0.57 s instead of 0.66 on 2 CPU cores. The power of two that holds a shorter
-  sequence. One length for every platform, since the residuals' shapes may not depend on the platform."""
-  longest = 16 if max(q.shape[-1], v.shape[-1]) <= 32 else 64
+  sequence. One length for every platform, since the residuals' shapes may not depend on the platform. In bfloat16 every
+  chunk rounds the state once more as an operand, so there it stays 64."""
+  narrow = max(q.shape[-1], v.shape[-1]) <= 32
+  longest = 16 if narrow and v.dtype == jnp.float32 else 64
   return min(longest, max(16, 1 << (q.shape[1] - 1).bit_length()))
