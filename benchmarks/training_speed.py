@@ -28,7 +28,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from qwen3next_jax import Qwen3Next, save_hf
+from qwen3next_jax import Qwen3Next, cli, save_hf
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.training.step import init_state, make_train_step
 
@@ -132,6 +132,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="per block and side")
     args = parser.parse_args()
+    cli.keep_freed_memory()  # as train.py does; the peer does the same
     config = load_config(args)
     batches = text_batches(config)
     tokens = batches[0].size

@@ -6,6 +6,7 @@
 Imports nothing of this project: its interpreter need not have JAX, nor the same Python version.
 """
 
+import ctypes
 import gc
 import json
 import sys
@@ -14,6 +15,11 @@ import time
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+
+
+# Keep freed memory instead of giving it back to the system, as this project's commands do (see qwen3next_jax/cli.py).
+for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):
+    ctypes.CDLL(None).mallopt(option, value)
 
 
 def load(directory, **kwargs):
