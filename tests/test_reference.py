@@ -1,13 +1,8 @@
 """The model against what transformers' own Qwen3-Next computes from the same weights (tests/fixtures/qwen3_next_tiny)."""
 
-import pathlib
-import sys
-
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # for `benchmarks`, which is no installed package
-
-from benchmarks.parity import measure  # noqa: E402
+from benchmarks.parity import measure
 
 # group → how many quantities of it the reference holds
 GROUPS = {"logits": 1, "MTP logits": 1, "losses": 2, "hidden states": 5, "router logits": 4, "gradients": 66, "greedy": 1,
