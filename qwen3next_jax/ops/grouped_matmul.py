@@ -1,10 +1,10 @@
 """Matmuls of rows sorted by group, one weight matrix per group: the experts of a mixture.
 
-"blocked" walks blocks of consecutive rows that belong to one group, so every row meets one weight matrix only. A group's
-last block may reach into the rows of the next group; what it writes there is overwritten when the walk gets to them.
-(XLA's own `ragged_dot` computes every group for every row on CPU.)
+"blocked" copies the rows into blocks of one group each, filled up with zeros, and multiplies the blocks as one batch, so
+every row meets one weight matrix only. (XLA's own `ragged_dot` computes every group for every row on CPU.)
 
-Letters: R rows, C rows of a block, D width in, F width out, E groups (experts), I expert width.
+Letters: R rows, C rows of a block, D width in, F width out, E groups (experts), G = min(E, R) groups that can have rows,
+I expert width, K blocks of a batch, W groups of a batch.
 """
 
 import functools
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
-_BLOCK = 64  # rows; the best of 32 … 256 for 8 to 64 groups of 8192 rows, widths 128 (benchmarks/grouped_matmul.py)
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 128  # rows
+_BATCH = 2**22  # elements of the weights copied for one batch of blocks
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None) -> jax.Array:
@@ -127,11 +128,6 @@ def _wide(x):
     return jnp.promote_types(jnp.float32, x.dtype)
 
 
-def _dot(a, b):
-    """a @ b accumulated in float32, in a's dtype."""
-    return jnp.dot(a, b, preferred_element_type=_wide(a)).astype(a.dtype)
-
-
 # ---- ragged_dot ---------------------------------------------------------------------------------------------------
 
 
@@ -159,111 +155,134 @@ def _ragged_mlp_gradients(x, gate_up, down, group_sizes, hidden, dy):
 # ---- blocked ------------------------------------------------------------------------------------------------------
 
 
-class _Blocks(NamedTuple):
-    """Of each block: its group, its first row, where its own rows start and end inside it; then the count of blocks."""
+class _Plan(NamedTuple):
+    """How rows fill blocks, the blocks lying in n batches of K; "rank" counts the groups that have rows."""
 
-    group: jax.Array
-    row: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    count: jax.Array
-
-
-def _blocks(group_sizes, rows: int, size: int) -> _Blocks:
-    groups = group_sizes.shape[0]
-    limit = rows // size + groups  # each group wastes less than one block
-    blocks_E = -(-group_sizes // size)
-    end_E = jnp.cumsum(blocks_E)
-    index = jnp.arange(limit)
-    group = jnp.minimum(jnp.sum(end_E[None] <= index[:, None], axis=1), groups - 1)
-    within = (index - (end_E - blocks_E)[group]) * size
-    first = (jnp.cumsum(group_sizes) - group_sizes)[group] + within
-    row = jnp.minimum(first, rows - size)  # the last blocks move up instead of hanging over the end
-    begin = first - row
-    return _Blocks(group, row, begin, begin + jnp.minimum(group_sizes[group] - within, size), end_E[-1])
+    group: jax.Array  # [n, K] of each block
+    first: jax.Array  # [n] rank where the W groups of a batch start
+    member: jax.Array  # [n, W, K] whether a block belongs to a group
+    row: jax.Array  # [n, K, C] of each place
+    filled: jax.Array  # [n, K, C] whether the place holds that row, or a zero
+    place: jax.Array  # [R] of each row, flat
+    used: jax.Array  # [R] whether the row belongs to a group
+    rank: jax.Array  # [E] of each group
+    groups: int  # G
 
 
-def _walk(group_sizes, rows: int, outputs, sums, step):
-    """Runs `step` over the blocks, in a loop as long as the groups need.
+def _block_size(rows: int, groups: int) -> int:
+    """A power of two up to the mean size of a group, as each group wastes less than one block."""
+    size = 1 << (max(rows // groups, 1).bit_length() - 1)
+    return min(max(size, _SMALLEST_BLOCK), _LARGEST_BLOCK, rows)
+
+
+def _plan(group_sizes, rows: int, weights: int) -> _Plan:
+    """`weights`: elements of one group's largest matrix."""
+    groups = min(group_sizes.shape[0], rows)
+    size = _block_size(rows, groups)
+    blocks = min(rows // size + groups, rows)  # as many as any sizes can need
+    batches = -(-blocks // min(blocks, max(_BATCH // weights, 1)))
+    batch = -(-blocks // batches)
+
+    group_G = jnp.argsort(group_sizes == 0, stable=True)[:groups]
+    size_G = group_sizes[group_G]
+    end_G = jnp.cumsum(size_G)
+    blocks_G = -(-size_G // size)
+    block_end_G = jnp.cumsum(blocks_G)
+    block_start_G = block_end_G - blocks_G
+
+    block = jnp.arange(batches * batch).reshape(batches, batch)
+    # Blocks beyond those needed stay with the last group that has rows, and empty.
+    rank = jnp.minimum(_rank(block_end_G, block), jnp.maximum(jnp.sum(size_G > 0) - 1, 0))
+    row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(size)
+    window = min(batch, groups)
+    first = jnp.minimum(rank[:, 0], groups - window)
+
+    index = jnp.arange(rows)
+    rank_R = jnp.minimum(_rank(end_G, index), groups - 1)
+    place = block_start_G[rank_R] * size + index - (end_G - size_G)[rank_R]
+    return _Plan(group_G[rank], first, rank[:, None] == first[:, None, None] + jnp.arange(window)[:, None],
+                 jnp.minimum(row, rows - 1), row < end_G[rank][..., None], place, index < end_G[-1],
+                 jnp.cumsum(group_sizes > 0) - 1, groups)
+
+
+def _rank(end_G, index):
+    """How many groups end at or before each index."""
+    return jnp.searchsorted(end_G, index, side="right")
+
+
+def _walk(plan: _Plan, rows, weights, step):
+    """Runs `step` over the batches of blocks.
 
     Args:
-      outputs, sums: tuples of shapes to fill, [R, F] of rows and [E, …] of groups.
-      step: (take, group) → (tuple of [C, F] for the block's rows, tuple of terms to add at its group). `take(x)` is the
-        block's rows of x; rows of other groups among them are dropped from outputs, and are zeros with
-        `take(x, own=True)`, which a sum over rows needs.
+      rows: tuple of [R, F].
+      weights: tuple of [E, D, F], to whose shapes terms are summed.
+      step: (group [K], the blocks [K, C, F] of each of `rows`) → (tuple of [K, C, F], tuple of terms [K, D, F]).
 
     Returns:
-      (outputs, sums) as tuples of arrays. Rows of no group are zeros.
+      ([R, F] of each output, zeros in rows of no group; [E, D, F] of each term, summed over the blocks of a group).
     """
-    size = min(_BLOCK, rows)
-    blocks = _blocks(group_sizes, rows, size)
+    def batch(totals, inputs):
+        group, first, member, *blocks = inputs
+        outputs, terms = step(group, *blocks)
+        return tuple(_add(total, first, member, term) for total, term in zip(totals, terms, strict=True)), outputs
 
-    def body(b, carry):
-        row, group = blocks.row[b], blocks.group[b]
-        index = jnp.arange(size)[:, None]
-        own_C1 = (blocks.begin[b] <= index) & (index < blocks.end[b])
-
-        def take(x, own=False):
-            x = jax.lax.dynamic_slice_in_dim(x, row, size)
-            return jnp.where(own_C1, x, 0) if own else x
-
-        def put(y, value):
-            return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(own_C1, value, take(y)), row, 0)
-
-        def add(total, term):
-            return jax.lax.dynamic_update_index_in_dim(total, total[group] + term, group, 0)
-
-        values, terms = step(take, group)
-        return tuple(map(put, carry[0], values)), tuple(map(add, carry[1], terms))
-
-    start = tuple(tuple(jnp.zeros(a.shape, a.dtype) for a in shapes) for shapes in (outputs, sums))
-    return jax.lax.fori_loop(0, blocks.count, body, start)
+    blocks = (jnp.where(plan.filled[..., None], x[plan.row], 0) for x in rows)
+    zeros = tuple(jnp.zeros((plan.groups, *w.shape[1:]), _wide(w)) for w in weights)
+    totals, outputs = jax.lax.scan(batch, zeros, (plan.group, plan.first, plan.member, *blocks))
+    return (tuple(jnp.where(plan.used[:, None], y.reshape(-1, y.shape[-1])[plan.place], 0) for y in outputs),
+            tuple(jnp.where((jnp.diff(plan.rank, prepend=-1) > 0)[:, None, None], total[plan.rank], 0).astype(w.dtype)
+                  for total, w in zip(totals, weights)))
 
 
-def _shape(rows, width, like):
-    return jax.ShapeDtypeStruct((rows, width), like.dtype)
+def _add(total, first, member_WK, term):
+    """total[first + g] += Σ of the terms of blocks that belong to group g of the batch."""
+    sums = jnp.einsum("wk,kdf->wdf", member_WK.astype(term.dtype), term, precision=jax.lax.Precision.HIGHEST)
+    old = jax.lax.dynamic_slice_in_dim(total, first, member_WK.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(total, old + sums, first, 0)
 
 
-def _sum(w, x):
-    return jax.ShapeDtypeStruct(w.shape, _wide(x))
+def _dot(x_KCD, w_KDF):
+    return jnp.einsum("kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=_wide(x_KCD)).astype(x_KCD.dtype)
 
 
-def _product(a, b):
-    """aᵀ b in the dtype of accumulation."""
-    return jnp.dot(a.T, b, preferred_element_type=_wide(a))
+def _dot_transposed(y_KCF, w_KDF):
+    return jnp.einsum("kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=_wide(y_KCF)).astype(y_KCF.dtype)
+
+
+def _product(x_KCD, y_KCF):
+    """xᵀ y of each block in the dtype of accumulation."""
+    # Without the barrier XLA would fold the transpose into the matmul, which takes half as long again on CPU.
+    x_KDC = jax.lax.optimization_barrier(x_KCD.swapaxes(1, 2))
+    return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=_wide(x_KCD))
 
 
 def _blocked(x, w, group_sizes):
-    def step(take, group):
-        return (_dot(take(x), w[group]),), ()
-
-    (y,), _ = _walk(group_sizes, x.shape[0], (_shape(x.shape[0], w.shape[2], x),), (), step)
-    return y
+    plan = _plan(group_sizes, x.shape[0], w[0].size)
+    return _walk(plan, (x,), (), lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()))[0][0]
 
 
 def _blocked_gradients(x, w, group_sizes, dy):
-    def step(take, group):
-        return (_dot(take(dy), w[group].T),), (_product(take(x, own=True), take(dy)),)
+    def step(group, x_KCD, dy_KCF):
+        return (_dot_transposed(dy_KCF, w[group]),), (_product(x_KCD, dy_KCF),)
 
-    (dx,), (dw,) = _walk(group_sizes, x.shape[0], (x,), (_sum(w, x),), step)
-    return dx, dw.astype(w.dtype)
+    (dx,), (dw,) = _walk(_plan(group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step)
+    return dx, dw
 
 
 def _blocked_mlp(x, gate_up, down, group_sizes):
-    def step(take, group):
-        hidden = _dot(take(x), gate_up[group])
+    def step(group, x_KCD):
+        hidden = _dot(x_KCD, gate_up[group])
         return (_dot(_swiglu(hidden), down[group]), hidden), ()
 
-    (y, hidden), _ = _walk(group_sizes, x.shape[0], (x, _shape(x.shape[0], gate_up.shape[2], x)), (), step)
-    return y, hidden
+    return _walk(_plan(group_sizes, x.shape[0], gate_up[0].size), (x,), (), step)[0]
 
 
 def _blocked_mlp_gradients(x, gate_up, down, group_sizes, hidden, dy):
-    def step(take, group):
-        dy_CD = take(dy, own=True)  # with it every gradient below is zero in rows of other groups
-        activation, pullback = jax.vjp(_swiglu, take(hidden))
-        (dhidden,) = pullback(_dot(dy_CD, down[group].T))
-        return (_dot(dhidden, gate_up[group].T),), (_product(take(x), dhidden), _product(activation, dy_CD))
+    def step(group, x_KCD, hidden, dy_KCD):
+        activation, pullback = jax.vjp(_swiglu, hidden)
+        (dhidden,) = pullback(_dot_transposed(dy_KCD, down[group]))
+        dx_KCD = _dot_transposed(dhidden, gate_up[group])
+        return (dx_KCD,), (_product(x_KCD, dhidden), _product(activation, dy_KCD))
 
-    (dx,), sums = _walk(group_sizes, x.shape[0], (x,), (_sum(gate_up, x), _sum(down, x)), step)
-    return dx, sums[0].astype(gate_up.dtype), sums[1].astype(down.dtype)
+    (dx,), (dgate_up, ddown) = _walk(_plan(group_sizes, x.shape[0], gate_up[0].size), (x, hidden, dy), (gate_up, down), step)
+    return dx, dgate_up, ddown

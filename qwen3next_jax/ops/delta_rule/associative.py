@@ -10,7 +10,7 @@ N chunks, B batch, H value heads, C chunk length, K key width, V value width.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule.chunk_math import Products
+from qwen3next_jax.ops.delta_rule.chunk_math import Products, Scaled
 
 
 def compose(first, second, exact: Products):
@@ -19,14 +19,18 @@ def compose(first, second, exact: Products):
   return exact.nn(m2, m1), exact.nn(m2, u1) + u2
 
 
+def _normalised(k):
+  return k.column * k.raw if isinstance(k, Scaled) else k
+
+
 def affine_maps(c, exact: Products):
   """(M, U) of every chunk."""
-  width = c.k.shape[-1]
-  identity = c.decay.carry * jnp.eye(width, dtype=c.k.dtype)
-  kept = c.decay.rho * c.k
+  k = _normalised(c.k)
+  identity = c.decay.carry * jnp.eye(k.shape[-1], dtype=exact.operand)
+  kept = c.decay.rho * k
   if c.inverse is None:
     return identity, exact.tn(kept, c.beta * c.v)
-  erased = exact.nn(c.inverse, c.beta * c.decay.gamma * c.k)
+  erased = exact.nn(c.inverse, c.beta * c.decay.gamma * k)
   return identity - exact.tn(kept, erased), exact.tn(kept, exact.nn(c.inverse, c.beta * c.v))
 
 
@@ -52,5 +56,5 @@ def backward_pass(c, po, qo, dfinal, dots: Products, exact: Products):
   m, _ = affine_maps(c, exact)
   u = qo
   if c.inverse is not None:
-    u = u - exact.tn(c.beta * c.decay.gamma * c.k, exact.tn(c.inverse, po))
+    u = u - exact.tn(c.beta * c.decay.gamma * _normalised(c.k), exact.tn(c.inverse, po))
   return _states((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)

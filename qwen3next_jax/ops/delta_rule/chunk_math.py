@@ -27,29 +27,88 @@ def _dot(x, y, x_dim: int, y_dim: int, precision=None):
                              precision=precision, preferred_element_type=wide)
 
 
+class Scaled(typing.NamedTuple):
+  """Rows as they came, and the number each is to be multiplied by, as a column and as a row.
+
+  Normalised keys rounded to bfloat16 no longer have length one, and with keys that repeat that error compounds; keys as
+  they came are exact. So for bfloat16 the norm stays outside the products.
+  """
+  raw: jax.Array     # [..., C, K]
+  column: jax.Array  # [..., C, 1], or spread over lanes
+  row: jax.Array     # [..., 1, C]
+
+  @property
+  def shape(self):
+    return self.raw.shape
+
+
 class Products(typing.NamedTuple):
-  """Matrix products with operands in `operand` and at least float32 accumulation."""
+  """Matrix products with operands in `operand` and at least float32 accumulation; either operand may be `Scaled`.
+
+  `fine` takes the right operand (`nt`: both) in two bfloat16 parts where that is the operand type: terms may cancel in the
+  sums that follow.
+  """
   operand: typing.Any
 
   def split(self, x):
     """What a product takes in place of x; another kind of product may split x into parts."""
     return x
 
-  def nn(self, x, y):
+  def nn(self, x, y, fine: bool = False):
     """x @ y."""
+    if isinstance(x, Scaled):
+      product = self.nn(x.raw, y, fine)
+      return fit(x.column, product.shape[-1]) * product
+    if isinstance(y, Scaled):
+      return self.nn(x * y.row, y.raw, fine)
+    if fine and self._narrow:
+      x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-1), jnp.concatenate(self._parts(y), axis=-2)
     return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self._precision)
 
-  def nt(self, x, y):
+  def nt(self, x, y, fine: bool = False):
     """x @ y^T."""
+    if isinstance(x, Scaled):
+      product = _dot(x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self._precision)
+      return fit(x.column, product.shape[-1]) * product * y.row
+    if fine and self._narrow:
+      x, y = self._paired(x, y)
     return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self._precision)
 
-  def tn(self, x, y):
+  def tn(self, x, y, fine: bool = False):
     """x^T @ y."""
+    if isinstance(x, Scaled):
+      return self.tn(x.raw, fit(x.column, y.shape[-1]) * y, fine)
+    if isinstance(y, Scaled):
+      return self.tn(fit(y.column, x.shape[-1]) * x, y.raw, fine)
+    if fine and self._narrow:
+      x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-2), jnp.concatenate(self._parts(y), axis=-2)
     return _dot(x.astype(self.operand), y.astype(self.operand), 0, 0, self._precision)
+
+  def _paired(self, x, y):
+    """The pairs of parts whose products count, side by side along the contraction of x @ y^T."""
+    pairs = [(a, b) for i, a in enumerate(self._parts(x)) for j, b in enumerate(self._parts(y)) if i + j < 2]
+    return (jnp.concatenate(side, axis=-1) for side in zip(*pairs))
+
+  def _parts(self, y):
+    if y.dtype == self.operand:
+      return (y,)
+    high = y.astype(self.operand)
+    return high, (y - high.astype(y.dtype)).astype(self.operand)
+
+  @property
+  def _narrow(self):
+    return jnp.dtype(self.operand) == jnp.bfloat16
 
   @property
   def _precision(self):
-    return None if jnp.dtype(self.operand) == jnp.bfloat16 else HIGHEST
+    return None if self._narrow else HIGHEST
+
+
+def rows_dot(x, y):
+  """[..., C, 1]: the inner product of each row of x (maybe `Scaled`) with the same row of y."""
+  if isinstance(x, Scaled):
+    return x.column[..., :1] * jnp.sum(x.raw.astype(y.dtype) * y, axis=-1, keepdims=True)
+  return jnp.sum(x * y, axis=-1, keepdims=True)
 
 
 EXACT = Products(jnp.float32)
@@ -95,11 +154,12 @@ def inverse_norm_backward(dy, x, scale):
   return scale * (dy - y * jnp.sum(dy * y, axis=-1, keepdims=True))
 
 
-def prepare_qk(q, k, normalize: bool):
-  """q and k, L2-normalised over the width where asked, q also multiplied by K^{-1/2}."""
-  if normalize:
-    q, k = q * inverse_norm(q), k * inverse_norm(k)
-  return q * q.shape[-1] ** -0.5, k
+def scales(q, k, normalize: bool):
+  """[..., 1] factors of the rows of q and k: the L2 norm's inverse where asked, for q also K^{-1/2}."""
+  if not normalize:
+    one = jnp.ones((), q.dtype)
+    return jnp.full((*q.shape[:-1], 1), q.shape[-1] ** -0.5, q.dtype), jnp.broadcast_to(one, (*k.shape[:-1], 1))
+  return inverse_norm(q) * q.shape[-1] ** -0.5, inverse_norm(k)
 
 
 def fit(column, width: int):
@@ -154,12 +214,12 @@ def unseen(v_CV, ks_CV, d: Decay):
 
 def next_state(state_KV, k_CK, written_CV, d: Decay, dots: Products):
   """S' = carry S + K^T (rho V')."""
-  return d.carry * state_KV + dots.tn(k_CK, fit(d.rho, written_CV.shape[-1]) * written_CV)
+  return d.carry * state_KV + dots.tn(k_CK, fit(d.rho, written_CV.shape[-1]) * written_CV, fine=True)
 
 
 def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
   """O = gamma (Q S) + P V'."""
-  return fit(d.gamma, qs_CV.shape[-1]) * qs_CV + dots.nn(p_CC, written_CV)
+  return fit(d.gamma, qs_CV.shape[-1]) * qs_CV + dots.nn(p_CC, written_CV, fine=True)
 
 
 # ---- backward ---------------------------------------------------------------------------------------------
@@ -193,23 +253,22 @@ def chunk_gradients(q_CK, k_CK, unseen_CV, beta_C1, d: Decay, kk_CC, qk_CC, writ
   strict = lower_mask(size, strict=True)
   dv_CV = fit(beta_C1, value) * dr_CV
   dbeta_C1 = jnp.sum(dr_CV * unseen_CV, axis=-1, keepdims=True)
-  ov_CC = dots.nt(do_CV, written_CV) * d.pair
+  ov_CC = dots.nt(do_CV, written_CV, fine=True) * d.pair
   pairs_CC = ov_CC * qk_CC
   os_CK = fit(d.gamma, key) * dots.nt(do_CV, state_KV)
-  enter_CK = q_CK * os_CK
+  enter_C1 = rows_dot(q_CK, os_CK)
   dq_CK = os_CK + dots.nn(ov_CC, k_CK)
-  vs_CK = fit(d.rho, key) * dots.nt(written_CV, dstate_KV)
-  leave_C1 = jnp.sum(k_CK * vs_CK, axis=-1, keepdims=True)
+  vs_CK = fit(d.rho, key) * dots.nt(written_CV, dstate_KV, fine=True)
+  leave_C1 = rows_dot(k_CK, vs_CK)
   dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
   if erase:
-    rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV) * d.pair, 0)
+    rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV, fine=True) * d.pair, 0)
     n_CC = fit(beta_C1, size) * rv_CC
     pairs_CC += n_CC * kk_CC
     dbeta_C1 += jnp.sum(rv_CC * kk_CC, axis=-1, keepdims=True)
-    xs_CK = dots.nt(x_CV, state_KV)
-    enter_CK -= k_CK * xs_CK
+    xs_CK = dots.nt(x_CV, state_KV, fine=True)
+    enter_C1 -= rows_dot(k_CK, xs_CK)
     dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - xs_CK
-  enter_C1 = jnp.sum(enter_CK, axis=-1, keepdims=True)
   carry_11 = d.carry * jnp.sum(dstate_KV * state_KV, axis=(-1, -2), keepdims=True)
   return Gradients(dq_CK, dk_CK, dv_CV, dbeta_C1, decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11)
 

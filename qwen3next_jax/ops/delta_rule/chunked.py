@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
-from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Products
+from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Products, Scaled
 
 
 class Chunks(typing.NamedTuple):
   """One call's inputs cut into chunks, and what every pass needs of them."""
-  q: jax.Array         # [N, B, H, C, K] normalised and scaled
-  k: jax.Array         # [N, B, H, C, K] normalised
+  q: jax.Array | Scaled  # [N, B, H, C, K] normalised and scaled
+  k: jax.Array | Scaled  # [N, B, H, C, K] normalised
   v: jax.Array         # [N, B, H, C, V]
   beta: jax.Array      # [N, B, H, C, 1]
   decay: Decay
@@ -38,6 +38,10 @@ def _cut(x, size: int, mode: str = "constant"):
   return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
 
 
+def _scaled(raw, column):
+  return Scaled(raw, column, jnp.swapaxes(column, -1, -2))
+
+
 def _join(x, time: int):
   """The inverse of `_cut`."""
   count, batch, heads, size = x.shape[:4]
@@ -50,18 +54,20 @@ def _chunks(q, k, v, g, beta, segments, known_inverse, size: int, normalize_qk: 
   dtype = jnp.promote_types(jnp.float32, operand)
   dots, exact = Products(operand), Products(dtype)
   heads = v.shape[2]
-  q_BTGK, k_BTGK = chunk_math.prepare_qk(q.astype(dtype), k.astype(dtype), normalize_qk)
-  q_, k_ = _cut(q_BTGK, size), _cut(k_BTGK, size)
+  narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
+  scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
+  q_, k_ = (_scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size) for x, y in zip((q, k), scales))
   v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
   documents = None
   if segments is not None:
     signed = _cut(segments[:, :, None], size, "edge")  # [N, B, 1, C]
     index = chunk_math.document_index(signed[:, :, 0])[:, :, None]
     documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
-    q_ = jnp.where(signed[..., None] > 0, q_, 0)
+    live = signed[..., None] > 0
+    q_ = _scaled(q_.raw, jnp.where(live, q_.column, 0)) if narrow else jnp.where(live, q_, 0)
   total = jnp.matmul(g_, chunk_math.lower_mask(size).astype(dtype).T, precision=chunk_math.HIGHEST)
   d = chunk_math.decay(total[..., None], total[..., None, :], total[..., -1:, None], documents)
-  wide = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
+  wide = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), tree)
   kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
   beta_ = beta_[..., None]
   a = known_inverse

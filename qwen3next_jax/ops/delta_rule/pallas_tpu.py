@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.ops.delta_rule import chunk_math, inverse
-from qwen3next_jax.ops.delta_rule.chunk_math import Documents, Products
+from qwen3next_jax.ops.delta_rule.chunk_math import Documents, Products, Scaled
 
 LANES = 128
 SMALLEST_VMEM = 16 * 2**20  # of the supported chips (v4); assumed where the chip is not known
@@ -246,24 +246,33 @@ class _Block:
     self.decay = chunk_math.decay(_spread(total, p.width), row, row[..., -1:], documents)
     self.beta = _spread(refs["beta"][0, 0, 0], p.width)
     self.beta_CV = self.beta[..., :p.value]
-    q, k = self.heads("q", p.key), self.heads("k", p.key)
+    # One product of the rows as they came holds K K^T, Q K^T and, on its diagonal, the squared norms.
+    raw = jnp.concatenate([self.heads("k", p.key), self.heads("q", p.key)], axis=1).astype(p.operand)  # [J, 2C, K]
+    pairs = self.dots.nt(raw, raw)
+    diagonal = chunk_math.lower_mask(2 * p.size) & ~chunk_math.lower_mask(2 * p.size, strict=True)
     if normalize:
-      self.q_norm, self.k_norm = chunk_math.inverse_norm(q), chunk_math.inverse_norm(k)
-      q, k = q * self.q_norm, k * self.k_norm
-    q = q * p.key_in ** -0.5
+      rows = jax.lax.rsqrt(jnp.sum(jnp.where(diagonal, pairs, 0), axis=1) + chunk_math.NORM_EPSILON)  # [J, 2C]
+    else:
+      rows = jnp.ones((p.key_block, 2 * p.size), jnp.float32)
+    k_row, q_row = rows[:, :p.size], rows[:, p.size:]
+    self.k_norm, self.q_norm = _spread(k_row, p.width), _spread(q_row, p.width)
+    q_column = self.q_norm * p.key_in ** -0.5
     if self.live is not None:
-      q = jnp.where(self.live, q, 0)
-    q, k = q.astype(p.operand), k.astype(p.operand)  # rounded at once: half the registers
-    both = jnp.concatenate([k, q], axis=-2)  # [J, 2C, K]: one load of the matrix unit serves both
-    pairs = self.dots.nt(both, k)
+      q_column = jnp.where(self.live, q_column, 0)
+    columns, row = jnp.concatenate([self.k_norm, q_column], axis=1), k_row[:, None, :]
+    pairs = chunk_math.fit(columns, p.size) * pairs[..., :p.size] * row
     self.kk, self.qk = self.repeated(pairs[:, :p.size]), self.repeated(pairs[:, p.size:])
-    self.q, self.k, self.both = self.repeated(q), self.repeated(k), self.repeated(both)
+    self.k = self.repeated_rows(Scaled(raw[:, :p.size], self.k_norm, row))
+    self.q = self.repeated_rows(Scaled(raw[:, p.size:], q_column, row))  # no product takes q's row of factors
+    self.both = self.repeated_rows(Scaled(raw, columns, row))
+
+  def repeated_rows(self, x):
+    return Scaled(*map(self.repeated, x))
 
   def heads(self, name: str, width: int):
-    """[heads, C, width] float32 out of a block [1, C, heads * width]."""
+    """[heads, C, width] out of a block [1, C, heads * width]."""
     ref = self.refs[name]
-    columns = range(0, ref.shape[-1], width)
-    return jnp.stack([ref[0, :, i:i + width] for i in columns]).astype(jnp.float32)
+    return jnp.stack([ref[0, :, i:i + width] for i in range(0, ref.shape[-1], width)])
 
   def store(self, name: str, x):
     """The reverse of `heads`."""
@@ -306,7 +315,7 @@ def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, 
     refs["final"][...] = refs["initial_state"][...]
 
   c = _Block(p, refs, normalize)
-  values, state = c.heads("v", p.value), refs["final"][0]
+  values, state = c.heads("v", p.value).astype(jnp.float32), refs["final"][0]
   if "states" in refs:
     refs["states"][0, 0] = state.astype(refs["states"].dtype)
   read = c.dots.nn(c.both, state)  # before the inverse, which leaves the matrix unit idle at first
@@ -331,7 +340,7 @@ def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool,
     refs["dinitial"][...] = refs["dfinal"][...]
 
   c = _Block(p, refs, normalize)
-  do, unseen = c.heads("do", p.value), c.heads("v", p.value)
+  do, unseen = c.heads("do", p.value), c.heads("v", p.value).astype(jnp.float32)
   state, dstate = refs["states"][0, 0], refs["dinitial"][0]
   gamma_CV = c.decay.gamma[..., :p.value]
   if erase:
@@ -340,9 +349,9 @@ def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool,
   x, written = None, c.beta_CV * unseen
   if erase:
     a = c.exact.split(refs["inverses"][0, 0])
-    written = c.exact.nn(a, c.exact.split(written)).astype(p.operand)
+    written = c.exact.nn(a, c.exact.split(written))
     dr = c.exact.tn(a, c.exact.split(dr))
-    x = (c.beta_CV * gamma_CV * dr).astype(p.operand)
+    x = c.beta_CV * gamma_CV * dr
   d = chunk_math.chunk_gradients(c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, state, dstate, do, erase,
                                  c.dots)
   qo = c.dots.tn(c.q, gamma_CV * do)
@@ -354,7 +363,7 @@ def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool,
   if c.live is not None:
     dq = jnp.where(c.live, dq, 0)
   if normalize:
-    dq = chunk_math.inverse_norm_backward(dq, c.heads("q", p.key), c.q_norm)
-    dk = chunk_math.inverse_norm_backward(dk, c.heads("k", p.key), c.k_norm)
+    dq = chunk_math.inverse_norm_backward(dq, c.heads("q", p.key).astype(jnp.float32), chunk_math.fit(c.q_norm, p.key))
+    dk = chunk_math.inverse_norm_backward(dk, c.heads("k", p.key).astype(jnp.float32), chunk_math.fit(c.k_norm, p.key))
   c.store("dq", dq)
   c.store("dk", dk)

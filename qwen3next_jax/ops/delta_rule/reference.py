@@ -22,8 +22,9 @@ def recurrent(q, k, v, g, beta, initial_state, segments, *, normalize_qk: bool, 
   """
   dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)
   heads, (batch, time) = v.shape[2], q.shape[:2]
-  q_BTGK, k_BTGK = chunk_math.prepare_qk(q.astype(dtype), k.astype(dtype), normalize_qk)
-  q_BTHK, k_BTHK = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q_BTGK, k_BTGK))
+  q, k = q.astype(dtype), k.astype(dtype)
+  q_scale, k_scale = chunk_math.scales(q, k, normalize_qk)
+  q_BTHK, k_BTHK = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q * q_scale, k * k_scale))
   if segments is None:
     new_BT = jnp.zeros((batch, time), bool)
     live_BT = jnp.ones((batch, time), bool)
