@@ -1,4 +1,4 @@
-"""Grouped SwiGLU experts, forward + backward in float32: blocked walk, XLA's ragged_dot, and the dense batched matmul that
+"""Grouped SwiGLU experts, forward + backward in float32: batched blocks, XLA's ragged_dot, and the dense batched matmul that
 the same useful FLOPs would cost if all groups had one size.
 
     uv run python benchmarks/grouped_matmul.py
