@@ -106,7 +106,7 @@ def test_padding_gives_nothing_to_other_rows():
         np.testing.assert_array_equal(a[:, :100], c[:, :100])
 
 
-@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("new", [1, 8, 9])
 def test_cached_decoding_equals_the_whole(new):
     """Rows stand at different positions of a cache that is longer than what is filled."""
     t, capacity = 150, 200
@@ -118,6 +118,13 @@ def test_cached_decoding_equals_the_whole(new):
     rows = np.arange(2)[:, None]
     got = jax.jit(lambda q, k, v: attention(q, k, v, q_positions=positions))(q[rows, positions], k, v)
     np.testing.assert_allclose(got, whole[rows, positions], atol=4 * EPSILON * t**0.5 * 4)
+
+
+def test_decoding_one_token_does_not_copy_the_cache():
+    cache = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
+    step = jax.jit(lambda q, k, v: attention(q, k, v, q_positions=jnp.full((1, 1), 4000)))
+    memory = step.lower(jax.ShapeDtypeStruct((1, 1, 4, 64), jnp.float32), cache, cache).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < cache.size * 4 / 4  # the scores of 4 heads take a 32nd of it
 
 
 def test_a_query_without_any_key_gives_zeros_and_no_gradient():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 IMPLEMENTATIONS = ("xla", "splash", "cudnn")
 _CPU_BLOCK = 64  # of queries and of keys: the scores of a block stay in cache; measured with benchmarks/attention.py
 _GPU_BLOCK = 512
+_FEW_QUERIES = 8  # of cached decoding: their scores fit in memory whole
 _SPLASH_BLOCK = 512
 _LANES = 128
 _HIDDEN = -1e30  # score of a pair that does not attend; finite, so that a row without keys stays finite
@@ -37,8 +38,9 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
       kv_segment_ids: [B, S], the same for keys; None where S = T means `segment_ids`.
       q_positions: [B, T] index of each query on the key axis (cached decoding); None means 0 … T−1.
       scale: of the scores; None means D^-1/2.
-      implementation: "xla" (blockwise), "splash" (TPU; on CPU it runs interpreted; no `q_positions`), "cudnn" (GPU; no
-        `q_positions`, no segments; chosen only by name), or None: "splash" on TPU where it applies, "xla" elsewhere.
+      implementation: "xla" (blockwise, or at once for few `q_positions`), "splash" (TPU; on CPU it runs interpreted; no
+        `q_positions`), "cudnn" (GPU; no `q_positions`, no segments; chosen only by name), or None: "splash" on TPU where
+        it applies, "xla" elsewhere.
 
     Returns:
       o: [B, T, N, D] in q's dtype. Padding rows hold something finite and give no gradient to other rows.
@@ -122,7 +124,7 @@ def _choose(options, inputs, xla, splash, *args):
     return jax.lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
 
 
-# ---- blockwise in XLA: online softmax, https://arxiv.org/abs/2205.14135 -------------------------------------------
+# ---- in XLA: few queries at once, else blockwise with online softmax, https://arxiv.org/abs/2205.14135 -----------
 
 
 def _plan(block, q, k, segment_ids, kv_segment_ids, q_positions):
@@ -202,7 +204,36 @@ def _add(blocks, j, term):
     return jax.lax.dynamic_update_index_in_dim(blocks, blocks[j] + term, j, 0)
 
 
+def _finish(o, largest, total):
+    """(o, logsumexp) from Σ p v [..., D], the largest score and Σ p [...] of each row, where p = exp(score − largest)."""
+    seen = largest > _HIDDEN / 2
+    # A row that sees no key gets +inf in effect: its weights are 0 in the backward pass.
+    return jnp.where(seen[..., None], o / total[..., None], 0), jnp.where(seen, largest + jnp.log(total), -_HIDDEN)
+
+
+def _few_queries_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions):
+    """Reads the cache once, as it lies: a query is spread over the width of all key heads, zero outside its own (X = M · D),
+    as a batch over heads would copy the whole cache with heads first."""
+    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
+    own_M1M1 = jnp.eye(m, dtype=q.dtype)[:, None, :, None]
+    q_BLX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t * n, m * d)
+    s_BLS = jnp.einsum("blx,bsx->bls", q_BLX, k.reshape(b, s, m * d), preferred_element_type=_wide(q)) * scale
+    mask_BTS = jnp.arange(s, dtype=jnp.int32) <= q_positions[..., None]
+    if segment_ids is not None:
+        mask_BTS &= segment_ids[..., None] == kv_segment_ids[:, None]
+    s_BTNS = jnp.where(mask_BTS[:, :, None], s_BLS.reshape(b, t, n, s), _HIDDEN)
+    largest_BTN = jnp.max(s_BTNS, axis=-1)
+    p_BTNS = jnp.exp(s_BTNS - largest_BTN[..., None])
+    o_BLX = jnp.einsum("bls,bsx->blx", p_BTNS.astype(v.dtype).reshape(b, t * n, s), v.reshape(b, s, m * d),
+                       preferred_element_type=_wide(q))
+    o_BTND = jnp.sum(o_BLX.reshape(b, t, m, n // m, m, d) * own_M1M1, axis=-2).reshape(q.shape)
+    o_BTND, logsumexp_BTN = _finish(o_BTND, largest_BTN, jnp.sum(p_BTNS, axis=-1))
+    return o_BTND.astype(q.dtype), logsumexp_BTN.swapaxes(1, 2)
+
+
 def _xla_forward(scale, block, q, k, v, segment_ids, kv_segment_ids, q_positions):
+    if q_positions is not None and q.shape[1] <= _FEW_QUERIES:
+        return _few_queries_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions)
     size_q, size_k, position, segment, kv_segment = _plan(block, q, k, segment_ids, kv_segment_ids, q_positions)
     (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
     k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
@@ -228,10 +259,7 @@ def _xla_forward(scale, block, q, k, v, segment_ids, kv_segment_ids, q_positions
         else:
             first, last = _key_range(position_BC, segment_BC, kv_segment, size_k, s)
             o_BMLD, largest_BML, total_BML = jax.lax.fori_loop(first, last, key_block, zero)
-        seen_BML = largest_BML > _HIDDEN / 2
-        o_BMLD = jnp.where(seen_BML[..., None], o_BMLD / total_BML[..., None], 0)
-        # A row that sees no key gets +inf in effect: its weights are 0 in the backward pass.
-        logsumexp_BML = jnp.where(seen_BML, largest_BML + jnp.log(total_BML), -_HIDDEN)
+        o_BMLD, logsumexp_BML = _finish(o_BMLD, largest_BML, total_BML)
         return o_BMLD.astype(q.dtype), logsumexp_BML
 
     blocks = (_query_blocks(q, m, size_q), position, segment)

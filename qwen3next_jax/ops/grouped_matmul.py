@@ -191,8 +191,7 @@ def _plan(group_sizes, rows: int, weights: int) -> _Plan:
     block_start_G = block_end_G - blocks_G
 
     block = jnp.arange(batches * batch).reshape(batches, batch)
-    # Blocks beyond those needed stay with the last group that has rows, and empty.
-    rank = jnp.minimum(_rank(block_end_G, block), jnp.maximum(jnp.sum(size_G > 0) - 1, 0))
+    rank = jnp.minimum(_rank(block_end_G, block), groups - 1)  # blocks beyond those needed come out empty
     row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(size)
     window = min(batch, groups)
     first = jnp.minimum(rank[:, 0], groups - window)
