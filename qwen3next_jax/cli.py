@@ -10,7 +10,7 @@ from absl import app, flags
 from qwen3next_jax.config import Config, default_config, from_dict
 from qwen3next_jax.errors import UserError, did_you_mean
 
-USER_ERROR = 2  # exit code
+USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -22,6 +22,9 @@ def run(main: Callable[[], int | None]) -> None:
             return main()
         except UserError as error:
             return _report(str(error))
+        except KeyboardInterrupt:
+            _report("interrupted")
+            return INTERRUPTED
     keep_freed_memory()
     app.run(guarded, flags_parser=_parse)
 
@@ -36,6 +39,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
         _check_config_file(argv)
         _check_overrides(argv)
         return flags.FLAGS(argv)
+    except (AttributeError, KeyError, SyntaxError, TypeError) as error:  # raised by the config file itself
+        sys.exit(_report(f"--config: the file cannot be used: {str(error).strip().splitlines()[0]}"))
     except (flags.Error, UserError) as error:
         if "--help" in argv or "-h" in argv or "--helpfull" in argv:
             raise
@@ -48,8 +53,8 @@ def _check_config_file(argv: Sequence[str]) -> None:
         if name == "config" and argument.startswith("-"):
             path = pathlib.Path((value if equals else following).split(":")[0])
             if not path.is_file():
-                files = [str(f) for f in path.parent.glob("*.py")]
-                raise UserError(f"--config={path}: no such file{did_you_mean(str(path), files)}")
+                reason = "a folder" if path.is_dir() else "no such file"
+                raise UserError(f"--config={path}: {reason}{did_you_mean(path.name, [f.name for f in path.parent.glob('*.py')])}")
 
 
 def _check_overrides(argv: Sequence[str]) -> None:
@@ -68,13 +73,16 @@ def _check_overrides(argv: Sequence[str]) -> None:
             settings = settings[key]
 
 
-def define_config_flag() -> Callable[[], Config]:
-    """Defines `--config=FILE.py` and its `--config.section.key=value` overrides; call the result for the validated Config."""
+def define_config_flag() -> Callable[..., Config | None]:
+    """Defines `--config=FILE.py` and its `--config.section.key=value` overrides; call the result for the validated Config
+    (`required=False`: None where the flag is not given)."""
     from ml_collections import config_flags
 
     holder = config_flags.DEFINE_config_file("config", None, "Python file with get_config(); override with --config.train.steps=…")
 
-    def get() -> Config:
+    def get(required: bool = True) -> Config | None:
+        if holder.value is None and not required:
+            return None
         if holder.value is None:
             raise UserError("--config is missing: expected a file such as --config=configs/tiny.py")
         return from_dict(Config, holder.value.to_dict())
@@ -110,8 +118,7 @@ def keep_freed_memory() -> None:
     On CPU every run of a program takes its buffers from malloc, which by default maps large ones anew: the kernel then
     zeroes hundreds of megabytes a step. Keeping them took a step of configs/tiny.py from 0.60 to 0.46 s on 2 cores.
     """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):  # not glibc
+    if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
         return
     m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # of malloc.h
     libc.mallopt(m_trim_threshold, 2**31 - 1)

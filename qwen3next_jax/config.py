@@ -107,7 +107,7 @@ class ModelConfig:
                  f"{self.rotary_dim} rotated dimensions: expected an even number")
 
     def _check_experts(self):
-        if any(self.is_sparse(i) for i in range(self.num_hidden_layers)):
+        if self.num_experts and (self.mtp_depth or any(self.is_sparse(i) for i in range(self.num_hidden_layers))):
             k, e = self.num_experts_per_tok, self.num_experts
             _require(1 <= k <= e, f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}")
             _require(self.moe_intermediate_size > 0,
@@ -204,7 +204,8 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping
 
     def __post_init__(self):
-        _require(self.learning_rate > 0, f"optimizer.learning_rate = {self.learning_rate}: expected a positive number")
+        for name in ("learning_rate", "eps"):
+            _require(getattr(self, name) > 0, f"optimizer.{name} = {getattr(self, name)}: expected a positive number")
         _require(self.warmup_steps >= 0, f"optimizer.warmup_steps = {self.warmup_steps}: expected 0 or more")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name} = {getattr(self, name)}: expected 0 ≤ {name} < 1")
@@ -220,8 +221,9 @@ class CheckpointConfig:
     keep_last: int = 3
 
     def __post_init__(self):
-        for name in ("every", "keep_last"):
-            _require(getattr(self, name) >= 1, f"checkpoint.{name} = {getattr(self, name)}: expected at least 1")
+        _require(self.every >= 1, f"checkpoint.every = {self.every}: expected at least 1")
+        # With 1 the older one would be gone before the newer one is sealed.
+        _require(self.keep_last >= 2, f"checkpoint.keep_last = {self.keep_last}: expected at least 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +237,8 @@ class EvalConfig:
         for name in ("every", "rows"):
             _require(getattr(self, name) >= 1, f"eval.{name} = {getattr(self, name)}: expected at least 1")
         _require(self.sample_tokens >= 0, f"eval.sample_tokens = {self.sample_tokens}: expected 0 or more")
+        _require(bool(self.sample_prompt) or not self.sample_tokens,
+                 "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,12 +19,13 @@ DESCRIPTIONS = {"loss": "held-out loss, nats per token", "perplexity": "perplexi
                 "mtp_loss": "MTP loss at depth", "mtp_acceptance": "drafts accepted at depth"}
 
 
-def evaluate(config: Config, workdir: pathlib.Path) -> int:
+def evaluate(config: Config | None, workdir: pathlib.Path) -> int:
     """Evaluates on the held-out rows of `config.data`, prints a table, writes WORKDIR/heldout.json. Returns the exit code.
 
-    The model is the run's own: `config` must name the same architecture, and may name other data.
+    `config` None is the run's own. One that is given must name the same architecture, and may name other data.
     """
     trained = read_config(workdir)
+    config = config or trained
     if config.model != trained.model:
         raise UserError(f"{workdir} holds a run whose model differs from --config ({_first_difference(config, trained)}): "
                         "give the config it was trained with")

@@ -3,6 +3,7 @@
     python -m qwen3next_jax.export --workdir=runs/tiny --out=exported [--step=N]
 """
 
+import dataclasses
 import pathlib
 
 from absl import flags
@@ -22,6 +23,8 @@ def main() -> int:
 
     require_new(pathlib.Path(_out.value))
     model, tokenizer, step = load_model(workdir, _step.value)
+    if tokenizer is not None and model.config.eos_token_id < 0:  # so that a reader's generate knows where a text ends
+        model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
     save_hf(model, _out.value, tokenizer)
     files = sorted(f for f in pathlib.Path(_out.value).rglob("*") if f.is_file())
     size = sum(f.stat().st_size for f in files)

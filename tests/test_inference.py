@@ -125,6 +125,11 @@ def test_samples_depend_on_seed_row_and_position_only(model, prompts):
     assert not np.array_equal(twins[0], twins[1])
 
 
+def test_rows_that_stop_at_once_give_nothing(model):
+    everything = range(model.config.vocab_size)
+    assert [list(row) for row in decode.complete(model, [np.array([1]), np.array([2])], max_new_tokens=3, stop_ids=everything)] == [[], []]
+
+
 def test_samples_follow_the_distribution(model, forward, prompts):
     seeds, temperature = 200, 0.7
     tokens = np.concatenate([next(generate(model, [prompts[1]] * 4, max_new_tokens=NEW, temperature=temperature, seed=seed))

@@ -18,7 +18,7 @@ from flax import nnx
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import save_hf
-from qwen3next_jax.training.checkpoint import load_trained, open_run
+from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, load_trained, open_run
 from qwen3next_jax.training.loop import start_state, train
 from qwen3next_jax.training.optimizer import decay_mask, learning_rate_schedule
 from qwen3next_jax.training.step import abstract_model, init_state, make_train_step
@@ -163,6 +163,19 @@ def test_the_folder_of_a_run_on_other_data_is_refused(config, finished):
     with pytest.raises(UserError, match="run on other data"):
         open_run(finished, config, "0" * 20)
     assert (finished / "run.json").read_bytes() == record
+
+
+def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_path):
+    """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, …"""
+    long = dataclasses.replace(config, model=dataclasses.replace(
+        MODEL, num_hidden_layers=12, layer_types=(), full_attention_interval=0, mlp_only_layers=(0,), mtp_depth=0))
+    assert long.model.period == 12
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype), abstract_state(long))
+    with Checkpoints(tmp_path, keep_last=2) as checkpoints:
+        checkpoints.save(1, state)
+    with Checkpoints(tmp_path) as checkpoints:
+        _same(checkpoints.restore(1, abstract_state(long)), state)
 
 
 def _damage(folder, how):

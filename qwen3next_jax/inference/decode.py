@@ -79,7 +79,7 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
 
 def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
     """`generate` run to its end: the new tokens of every row, without the stop token."""
-    steps = np.stack(list(generate(model, prompts, **options)))
+    steps = np.array(list(generate(model, prompts, **options)), np.int32).reshape(-1, len(prompts))
     return [row[row != STOPPED] for row in steps.T]
 
 

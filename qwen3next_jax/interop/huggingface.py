@@ -130,13 +130,13 @@ def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfi
     expected = {prefix + part.name: part.shape for parameter in wanted for prefix in parameter.prefixes
                 for part in _stored(parameter.entry, prefix, names)}
     missing, extra = expected.keys() - names, names - expected.keys()
+    if missing:
+        raise UserError(f"{weights.directory}: the weights lack {name_some(missing)}; expected all that config.json calls for")
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra -= {"lm_head.weight"}
         if not np.array_equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight")):
             raise UserError(f"{weights.directory}: config.json says tie_word_embeddings, but lm_head.weight differs from "
                             "model.embed_tokens.weight: expected them equal, or tie_word_embeddings: false")
-    if missing:
-        raise UserError(f"{weights.directory}: the weights lack {name_some(missing)}; expected all that config.json calls for")
     if extra:
         raise UserError(f"{weights.directory}: the weights hold {name_some(extra)} beyond those config.json calls for; the "
                         "config may belong to another checkpoint")
@@ -161,8 +161,11 @@ def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None)
     """
     out = pathlib.Path(out_dir)
     require_new(out)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
+    except OSError as error:
+        raise UserError(f"{out_dir}: cannot be written to ({error.strerror}): give another folder") from error
     try:
         _write(model, partial, tokenizer)
         partial.chmod(0o755)  # mkdtemp makes it private

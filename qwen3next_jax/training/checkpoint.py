@@ -89,13 +89,13 @@ class Checkpoints:
             known = ", ".join(map(str, sorted(self._manager.all_steps()))) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
         if damage := manifest.find_damage(where):
-            raise UserError(f"{where}: damaged: {damage}. Remove that folder to go on from the one before")
+            raise UserError(f"{where}: damaged: {damage}")
         try:
             restored = self._manager.restore(step, args=ocp.args.StandardRestore(_with_text_keys(abstract_state)))
         except (ValueError, KeyError, TypeError) as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise UserError(f"{where}: not a checkpoint of this model ({reason})") from error
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.tree.leaves(restored))
+        return _with_keys_of(restored, abstract_state)
 
     def _move_aside(self, step: int) -> None:
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
@@ -112,6 +112,16 @@ def _with_text_keys(state: Any) -> Any:
         values = [_with_text_keys(value) for value in state]
         return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
     return state
+
+
+def _with_keys_of(restored: Any, pattern: Any) -> Any:
+    """Undoes `_with_text_keys`, key by key: as text "10" sorts before "2", so the order of leaves is not the same."""
+    if type(pattern) is dict:
+        return {key: _with_keys_of(restored[str(key)], value) for key, value in pattern.items()}
+    if isinstance(pattern, tuple):
+        values = [_with_keys_of(a, b) for a, b in zip(restored, pattern, strict=True)]
+        return type(pattern)(*values) if hasattr(pattern, "_fields") else tuple(values)
+    return restored
 
 
 def abstract_state(config: Config) -> State:
@@ -131,8 +141,11 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str) -> No
     record = {"config": json.loads(json.dumps(to_dict(config))), "data_fingerprint": data_fingerprint}
     path = workdir / "run.json"
     if not path.exists():
-        workdir.mkdir(parents=True, exist_ok=True)
-        _write_json(path, record)
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            _write_json(path, record)
+        except OSError as error:
+            raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder") from error
         return
     before = _read_run(workdir)
     for name, old, new in _differences(before["config"], record["config"]):
@@ -158,7 +171,8 @@ def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3N
             raise UserError(f"{workdir}: no whole checkpoint; let the run reach its first one (checkpoint.every = {config.checkpoint.every})")
         params = checkpoints.restore(step, abstract_state(config))["params"]
     graphdef, _ = abstract_model(config)
-    return nnx.merge(graphdef, params), config, step
+    # Restored arrays are committed to their device; committed and uncommitted inputs are different programs to jit.
+    return nnx.merge(graphdef, jax.device_put(jax.device_get(params))), config, step
 
 
 def _read_run(workdir: pathlib.Path) -> dict[str, Any]:

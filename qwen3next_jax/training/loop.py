@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import shlex
 import signal
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
-from qwen3next_jax.inference.decode import complete
+from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, open_run
@@ -24,7 +25,7 @@ from qwen3next_jax.training.telemetry import Display, MetricsFile, PreparationPr
 
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
-                 "full_attention_interval", "bos_token_id", "eos_token_id", "intermediate_size"}
+                 "full_attention_interval", "bos_token_id", "eos_token_id"}
 INTERRUPTED = 130  # exit code after a signal: the run was saved and the same command goes on from there
 
 
@@ -33,6 +34,8 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     # Data
     with PreparationProgress() as progress:
         data = TrainData(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
+    if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
+        check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
     open_run(workdir, config, data.fingerprint)
 
     with Checkpoints(workdir, config.checkpoint.keep_last) as checkpoints:
@@ -45,7 +48,6 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 
         # Loop
         metrics = MetricsFile(workdir / "metrics.jsonl", first_step)
-        heldout_bits = math.nan
         corpus = data.describe()
         bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2)
         with Display(_title(config, state, corpus, first_step), config.train.steps, first_step, bits_per_nat) as display, \
@@ -90,7 +92,8 @@ class _Run:
 
             stop = signals.caught  # read once: a signal after this line is for the next step
             last = stop or step == config.train.steps
-            if step % config.train.log_every == 0 or last:
+            saves = last or step % config.checkpoint.every == 0
+            if step % config.train.log_every == 0 or saves:  # what is saved has been looked at
                 values = jax.device_get(values)
                 self.display.step(step)
                 now = time.perf_counter()
@@ -103,7 +106,7 @@ class _Run:
                 begun = time.perf_counter()
                 self._evaluate(step, state)
                 since += time.perf_counter() - begun
-            if step % config.checkpoint.every == 0 or last:
+            if saves:
                 self.checkpoints.save(step, state)
                 self.metrics.write("checkpoint", step)
                 self.display.checkpoint(step)
@@ -120,9 +123,11 @@ class _Run:
         record |= {"tokens_seen": step * tokens, "tokens_per_second": steps * tokens / seconds, "data_wait": waited / seconds}
         self.metrics.write("train", step, **record)
         self.display.train(step, record)
-        if not math.isfinite(record["loss"]):
-            raise UserError(f"the loss at step {step} is {record['loss']}: training diverged; lower optimizer.learning_rate "
-                            f"(now {self.config.optimizer.learning_rate}) and start from an earlier checkpoint or a new --workdir")
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(record[name]):
+                raise UserError(f"{name} at step {step} is {record[name]}: training diverged, and nothing after the last "
+                                f"checkpoint was kept; use a lower optimizer.learning_rate (now "
+                                f"{self.config.optimizer.learning_rate}) and a new --workdir")
 
     def _evaluate(self, step: int, state: State) -> None:
         values = evaluate_heldout(self.heldout_step, state["params"], self.data.heldout(self.config.eval.rows),
@@ -160,7 +165,8 @@ def start_state(config: Config) -> State:
     if not config.train.init_from:
         return init_state(config)
     model = load_hf(config.train.init_from)
-    for name in set(vars(model.config)) - NOT_STRUCTURE:
+    dense = not all(sparse for _, sparse in config.model.layer_kinds)
+    for name in sorted(set(vars(model.config)) - NOT_STRUCTURE - (set() if dense else {"intermediate_size"})):
         wanted, found = getattr(config.model, name), getattr(model.config, name)
         if wanted != found:
             raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
@@ -188,5 +194,6 @@ def _title(config: Config, state: State, corpus: dict[str, Any], first_step: int
 
 
 def _what_next(config: Config, workdir: pathlib.Path) -> str:
-    return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --config=configs/{config.name}.py "
-            f"--workdir={workdir}, or uv run python -m qwen3next_jax.generate --model={workdir} --prompt={config.eval.sample_prompt!r}")
+    folder = shlex.quote(str(workdir))
+    return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}, or "
+            f"uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}")

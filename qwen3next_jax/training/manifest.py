@@ -27,7 +27,7 @@ def find_damage(directory: pathlib.Path) -> str | None:
     """What is wrong with the checkpoint in `directory`, or None where every byte is as it was written."""
     path = directory / NAME
     if not path.exists():
-        return f"it has no {NAME}: the run died before it was complete"
+        return f"it has no {NAME}: it is being written, or the run died before it was complete"
     try:
         expected = {name: (int(size), str(digest)) for name, (size, digest) in json.loads(path.read_text())["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -47,9 +47,11 @@ def _lines(path: pathlib.Path) -> list[dict]:
     events = []
     for line in path.read_text().splitlines():
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
             continue
+        if isinstance(event, dict) and isinstance(event.get("step"), int):
+            events.append(event)
     return events
 
 
@@ -65,7 +67,8 @@ class PreparationProgress:
         return self
 
     def __exit__(self, *exception):
-        self._bars.stop()
+        if self._tasks and self._bars.console.is_terminal:
+            self._bars.stop()
 
     def __call__(self, source: str, bytes_read: int, bytes_in_all: int) -> None:
         if source not in self._tasks:
@@ -114,12 +117,12 @@ class Display:
         if not self._live:
             self.say(f"step {step:>6}/{self._steps}  loss {values['loss']:.4f}  "
                      f"bits/byte {values['loss'] * self._bits_per_nat:.3f}"
-                     + "".join(f"  mtp{name[-1]} {value:.3f}" for name, value in values.items() if name.startswith("mtp_loss/"))
+                     + "".join(f"  mtp{name.rpartition('/')[2]} {value:.3f}" for name, value in values.items() if name.startswith("mtp_loss/"))
                      + f"  grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.2e}  {values['tokens_per_second']:,.0f} tok/s")
 
     def heldout(self, step: int, values: dict[str, float]) -> None:
         line = f"step {step:>6}  held-out {values['bits_per_byte']:.3f} bits/byte  loss {values['loss']:.4f}" + "".join(
-            f"  acceptance@{name[-1]} {value:.1%}" for name, value in values.items() if name.startswith("mtp_acceptance/"))
+            f"  acceptance@{name.rpartition('/')[2]} {value:.1%}" for name, value in values.items() if name.startswith("mtp_acceptance/"))
         self._heldout.append(line)
         if not self._live:
             self.say(line)
@@ -156,7 +159,7 @@ class Display:
         if not v:
             return [("compiling the train step", "…")]
         cells = [("loss", f"{v['loss']:.4f}"), ("bits/byte", f"{v['loss'] * self._bits_per_nat:.3f}")]
-        cells += [(f"mtp loss {name[-1]}", f"{value:.3f}") for name, value in v.items() if name.startswith("mtp_loss/")]
+        cells += [(f"mtp loss {name.rpartition('/')[2]}", f"{value:.3f}") for name, value in v.items() if name.startswith("mtp_loss/")]
         if "balance_loss" in v:
             cells += [("balance", f"{v['balance_loss']:.3f}"), ("busiest expert", f"×{v['busiest_expert']:.2f}")]
         return cells + [("grad norm", f"{v['grad_norm']:.2f}"), ("learning rate", f"{v['learning_rate']:.2e}"),
