@@ -1,4 +1,4 @@
-"""The canonical small model: about 100M parameters, 44M of them active per token; one accelerator or a TPU slice.
+"""The canonical small model: about 100M parameters, 44M of them active per token; one accelerator.
 
     uv run train.py --config=configs/small.py --config.data.path='my/texts/**/*.jsonl' --config.data.tokenizer=tokenizer.json
 
