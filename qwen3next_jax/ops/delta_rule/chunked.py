@@ -56,7 +56,8 @@ def _chunks(q, k, v, g, beta, segments, known_inverse, size: int, normalize_qk: 
   heads = v.shape[2]
   narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
   scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
-  q_, k_ = (_scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size) for x, y in zip((q, k), scales))
+  q_, k_ = (_scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size)
+            for x, y in zip((q, k), scales))
   v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
   documents = None
   if segments is not None:
