@@ -10,6 +10,7 @@ occupancy of the bundles by matrix-unit pushes and multiplies, and the floor tha
 The peer, `kimi_delta_attention`, carries one decay per key channel where ours has one per head: more work than this
 problem needs. It is given the same problem, the gate broadcast, with the documents left out for both.
 """
+
 import argparse
 import functools
 import glob
@@ -24,144 +25,172 @@ ACCELERATOR = {"v4": "v4-8", "v5e": "v5litepod-16", "v5p": "v5p-8", "v6e": "v6e-
 
 
 class Loop(typing.NamedTuple):
-  start: int
-  end: int
-  bundles: int
-  trips: int  # 0 where the compiler does not state them
-  matrix: int  # matrix-unit issues in the body
+    start: int
+    end: int
+    bundles: int
+    trips: int  # 0 where the compiler does not state them
+    matrix: int  # matrix-unit issues in the body
 
 
 def read_loops(text: str) -> tuple[list[Loop], int]:
-  """The loops of one dump of final bundles, outer ones first, and the number of bundles."""
-  bundles, matrix, jumps, heads, tests = [], {}, [], {}, {}
-  for line in text.splitlines():
-    m = re.match(r"\s*(0x[0-9a-f]+|0)\s.*\{", line)
-    if not m:
-      continue
-    address = int(m.group(1), 16)
-    bundles.append(address)
-    matrix[address] = len(re.findall(r"\bvmat(?:mul|push|prep)", line))
-    for counter, bound in re.findall(r"scmp\.\w+\.s32\.totalorder (%\S+), (\d+) /\* loop exit test", line):
-      step = re.search(re.escape(counter) + r" = sadd\.s32 (\d+), ", text)
-      tests[address] = -(-int(bound) // (int(step.group(1)) if step else 1))
-    heads.update({region: address for region in re.findall(r"Start region (\d+)", line)})
-    jumps += [(address, region) for region in re.findall(r"sbr\.rel .*?target = \$region(\d+)", line)]
-  spans = sorted(((heads[r], a) for a, r in jumps if heads.get(r, a + 1) <= a), key=lambda s: s[1] - s[0])
-  loops = []
-  for start, end in spans:  # an inner loop claims its exit test first
-    test = max((a for a in tests if start <= a <= end), default=None)
-    body = [a for a in bundles if start <= a <= end]
-    loops.append(Loop(start, end, len(body), tests.pop(test, 0), sum(matrix[a] for a in body)))
-  return sorted(loops, key=lambda l: (l.start, -l.end)), len(bundles)
+    """The loops of one dump of final bundles, outer ones first, and the number of bundles."""
+    bundles, matrix, jumps, heads, tests = [], {}, [], {}, {}
+    for line in text.splitlines():
+        m = re.match(r"\s*(0x[0-9a-f]+|0)\s.*\{", line)
+        if not m:
+            continue
+        address = int(m.group(1), 16)
+        bundles.append(address)
+        matrix[address] = len(re.findall(r"\bvmat(?:mul|push|prep)", line))
+        for counter, bound in re.findall(r"scmp\.\w+\.s32\.totalorder (%\S+), (\d+) /\* loop exit test", line):
+            step = re.search(re.escape(counter) + r" = sadd\.s32 (\d+), ", text)
+            tests[address] = -(-int(bound) // (int(step.group(1)) if step else 1))
+        heads.update({region: address for region in re.findall(r"Start region (\d+)", line)})
+        jumps += [(address, region) for region in re.findall(r"sbr\.rel .*?target = \$region(\d+)", line)]
+    spans = sorted(((heads[r], a) for a, r in jumps if heads.get(r, a + 1) <= a), key=lambda s: s[1] - s[0])
+    loops = []
+    for start, end in spans:  # an inner loop claims its exit test first
+        test = max((a for a in tests if start <= a <= end), default=None)
+        body = [a for a in bundles if start <= a <= end]
+        loops.append(Loop(start, end, len(body), tests.pop(test, 0), sum(matrix[a] for a in body)))
+    return sorted(loops, key=lambda l: (l.start, -l.end)), len(bundles)
 
 
 def cycles(loops: list[Loop], total: int) -> int:
-  """Bundles issued by one launch: every body times its trips (once where unstated), nesting respected."""
-  def within(a: Loop, b: Loop) -> bool:
-    return a is not b and b.start <= a.start and a.end <= b.end
+    """Bundles issued by one launch: every body times its trips (once where unstated), nesting respected."""
 
-  def issued(loop: Loop) -> int:
-    inner = [x for x in loops if within(x, loop)]
-    inner = [x for x in inner if not any(within(x, y) for y in inner)]
-    return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in inner))
+    def within(a: Loop, b: Loop) -> bool:
+        return a is not b and b.start <= a.start and a.end <= b.end
 
-  outer = [x for x in loops if not any(within(x, y) for y in loops)]
-  return total + sum(issued(x) - x.bundles for x in outer)
+    def issued(loop: Loop) -> int:
+        inner = [x for x in loops if within(x, loop)]
+        inner = [x for x in inner if not any(within(x, y) for y in inner)]
+        return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in inner))
+
+    outer = [x for x in loops if not any(within(x, y) for y in loops)]
+    return total + sum(issued(x) - x.bundles for x in outer)
 
 
 def programs(arguments):
-  """Name -> (function, abstract arguments): forward and forward + backward, as a projection would hand the tensors over."""
-  import jax
-  import jax.numpy as jnp
+    """Name -> (function, abstract arguments): forward and forward + backward, as a projection would hand the tensors over."""
+    import jax
+    import jax.numpy as jnp
 
-  from qwen3next_jax.ops import gated_delta_rule
-  heads, groups, time, width = arguments.value_heads, arguments.key_heads, arguments.time, arguments.width
-  shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, time, *s), dtype)
-  inputs = (shape(groups * width), shape(groups * width), shape(heads * width), shape(heads, dtype=jnp.float32),
-            shape(heads, dtype=jnp.float32))
+    from qwen3next_jax.ops import gated_delta_rule
 
-  def ours(q, k, v, g, beta):
-    cut = lambda x, n: x.reshape(1, time, n, width)
-    return gated_delta_rule(cut(q, groups), cut(k, groups), cut(v, heads), g=g, beta=beta)[0].reshape(v.shape)
+    heads, groups, time, width = arguments.value_heads, arguments.key_heads, arguments.time, arguments.width
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, time, *s), dtype)
+    inputs = (
+        shape(groups * width),
+        shape(groups * width),
+        shape(heads * width),
+        shape(heads, dtype=jnp.float32),
+        shape(heads, dtype=jnp.float32),
+    )
 
-  def peer(q, k, v, g, beta):
-    from tokamax._src.ops.kda import api
-    first = lambda x, n: jnp.moveaxis(x.reshape(1, time, n, width), 2, 0)
-    gate = jnp.broadcast_to(jnp.moveaxis(g, 2, 0)[..., None], (heads, 1, time, width))
-    wide = lambda x: jnp.repeat(first(x, groups), heads // groups, axis=0)
-    o, _ = api.kimi_delta_attention(wide(q), wide(k), first(v, heads), gate, jnp.moveaxis(beta, 2, 0), use_qk_l2norm=True,
-                                    implementation="mosaic")
-    return jnp.moveaxis(o, 0, 2).reshape(v.shape)
+    def ours(q, k, v, g, beta):
+        cut = lambda x, n: x.reshape(1, time, n, width)
+        return gated_delta_rule(cut(q, groups), cut(k, groups), cut(v, heads), g=g, beta=beta)[0].reshape(v.shape)
 
-  def both_ways(f, *inputs):
-    *inputs, do = inputs
-    o, pullback = jax.vjp(f, *inputs)
-    return o, pullback(do)
+    def peer(q, k, v, g, beta):
+        from tokamax._src.ops.kda import api
 
-  found = {}
-  for name, f in ({"ours": ours} | ({"tokamax KDA": peer} if arguments.peer else {})).items():
-    found[f"{name}, forward"] = (f, inputs)
-    found[f"{name}, forward + backward"] = (functools.partial(both_ways, f), (*inputs, inputs[2]))
-  return found
+        first = lambda x, n: jnp.moveaxis(x.reshape(1, time, n, width), 2, 0)
+        gate = jnp.broadcast_to(jnp.moveaxis(g, 2, 0)[..., None], (heads, 1, time, width))
+        wide = lambda x: jnp.repeat(first(x, groups), heads // groups, axis=0)
+        o, _ = api.kimi_delta_attention(
+            wide(q),
+            wide(k),
+            first(v, heads),
+            gate,
+            jnp.moveaxis(beta, 2, 0),
+            use_qk_l2norm=True,
+            implementation="mosaic",
+        )
+        return jnp.moveaxis(o, 0, 2).reshape(v.shape)
+
+    def both_ways(f, *inputs):
+        *inputs, do = inputs
+        o, pullback = jax.vjp(f, *inputs)
+        return o, pullback(do)
+
+    found = {}
+    for name, f in ({"ours": ours} | ({"tokamax KDA": peer} if arguments.peer else {})).items():
+        found[f"{name}, forward"] = (f, inputs)
+        found[f"{name}, forward + backward"] = (functools.partial(both_ways, f), (*inputs, inputs[2]))
+    return found
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--chip", choices=TOPOLOGY, default="v6e")
-  parser.add_argument("--key_heads", type=int, default=16)
-  parser.add_argument("--value_heads", type=int, default=32)
-  parser.add_argument("--width", type=int, default=128)
-  parser.add_argument("--time", type=int, default=4096)
-  parser.add_argument("--peer", action="store_true", help="also tokamax's kimi_delta_attention")
-  parser.add_argument("--compile_only", action="store_true", help="no dump: only that the compiler takes it")
-  arguments = parser.parse_args()
-  dump = tempfile.mkdtemp(prefix="bundles-")
-  os.environ |= dict(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost",
-                     TPU_ACCELERATOR_TYPE=ACCELERATOR[arguments.chip], ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-  if not arguments.compile_only:
-    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
-  import jax
-  import numpy as np
-  from jax.experimental import topologies
-  if arguments.peer:
-    from absl import flags
-    import tokamax  # defines the flag
-    flags.FLAGS([sys.argv[0], "--tokamax_cross_compile=true"])
-  devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[arguments.chip]).devices
-  mesh = jax.sharding.Mesh(np.array(devices[:1]), ("one",))
-  here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  seen = set()
-  for name, (f, inputs) in programs(arguments).items():
-    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in inputs]
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      compiled = jax.jit(f).lower(*placed).compile()
-    temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
-    print(f"{name} on {devices[0].device_kind}: HBM temporaries {temporary:.0f} MiB")
-    kernels = rest = worst = 0
-    for path in sorted(set(glob.glob(f"{dump}/*final_bundles.txt")) - seen):
-      seen.add(path)
-      program = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", os.path.basename(path))
-      if program.startswith("<") or program == "TLP" or "schedule-analysis" in path:
-        continue
-      with open(path, errors="replace") as file:
-        text = file.read()
-      loops, total = read_loops(text)
-      if not re.search(r"entry bundle: %\S+ = custom-call\(", text):
-        rest += cycles(loops, total)
-        continue
-      spills = len(re.findall(r"vst \[vmem:\[#allocation\d+_spill", text))
-      kernels, worst = kernels + cycles(loops, total), max(worst, spills)
-      inner = max(loops, key=lambda l: l.matrix)
-      unstated = " (a loop with matrix work has no stated trips)" if any(l.matrix and not l.trips for l in loops) else ""
-      print(f"  {program}: {cycles(loops, total) / 1e6:.3f} M cycles, {inner.bundles} bundles x {inner.trips} trips, "
-            f"{inner.matrix / inner.bundles:.2f} matrix-unit issues a bundle, {spills} spill stores{unstated}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=TOPOLOGY, default="v6e")
+    parser.add_argument("--key_heads", type=int, default=16)
+    parser.add_argument("--value_heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--time", type=int, default=4096)
+    parser.add_argument("--peer", action="store_true", help="also tokamax's kimi_delta_attention")
+    parser.add_argument("--compile_only", action="store_true", help="no dump: only that the compiler takes it")
+    arguments = parser.parse_args()
+    dump = tempfile.mkdtemp(prefix="bundles-")
+    os.environ |= dict(
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_ACCELERATOR_TYPE=ACCELERATOR[arguments.chip],
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    )
     if not arguments.compile_only:
-      print(f"  kernels {kernels / 1e6:.3f} + XLA's parts {rest / 1e6:.3f} M cycles, {worst} spill stores in the largest")
-      if name.startswith("ours") and arguments.chip == "v6e":
-        per_token = 163_840 + (475_136 if "backward" in name else 0)  # docs/delta_rule.md, width 128
-        floor = per_token * arguments.time * arguments.value_heads * (arguments.width / 128) ** 2 / 524_288
-        print(f"  arithmetic floor {floor / 1e6:.3f} M cycles (918 TFLOP/s at 1.75 GHz)")
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    if arguments.peer:
+        from absl import flags
+        import tokamax  # defines the flag
+
+        flags.FLAGS([sys.argv[0], "--tokamax_cross_compile=true"])
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[arguments.chip]).devices
+    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("one",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    seen = set()
+    for name, (f, inputs) in programs(arguments).items():
+        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in inputs]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            compiled = jax.jit(f).lower(*placed).compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
+        print(f"{name} on {devices[0].device_kind}: HBM temporaries {temporary:.0f} MiB")
+        kernels = rest = worst = 0
+        for path in sorted(set(glob.glob(f"{dump}/*final_bundles.txt")) - seen):
+            seen.add(path)
+            program = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", os.path.basename(path))
+            if program.startswith("<") or program == "TLP" or "schedule-analysis" in path:
+                continue
+            with open(path, errors="replace") as file:
+                text = file.read()
+            loops, total = read_loops(text)
+            if not re.search(r"entry bundle: %\S+ = custom-call\(", text):
+                rest += cycles(loops, total)
+                continue
+            spills = len(re.findall(r"vst \[vmem:\[#allocation\d+_spill", text))
+            kernels, worst = kernels + cycles(loops, total), max(worst, spills)
+            inner = max(loops, key=lambda l: l.matrix)
+            unstated = (
+                " (a loop with matrix work has no stated trips)" if any(l.matrix and not l.trips for l in loops) else ""
+            )
+            print(
+                f"  {program}: {cycles(loops, total) / 1e6:.3f} M cycles, {inner.bundles} bundles x {inner.trips} trips, "
+                f"{inner.matrix / inner.bundles:.2f} matrix-unit issues a bundle, {spills} spill stores{unstated}"
+            )
+        if not arguments.compile_only:
+            print(
+                f"  kernels {kernels / 1e6:.3f} + XLA's parts {rest / 1e6:.3f} M cycles, {worst} spill stores in the largest"
+            )
+            if name.startswith("ours") and arguments.chip == "v6e":
+                per_token = 163_840 + (475_136 if "backward" in name else 0)  # docs/delta_rule.md, width 128
+                floor = per_token * arguments.time * arguments.value_heads * (arguments.width / 128) ** 2 / 524_288
+                print(f"  arithmetic floor {floor / 1e6:.3f} M cycles (918 TFLOP/s at 1.75 GHz)")
 
 
 if __name__ == "__main__":
-  main()
+    main()

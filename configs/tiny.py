@@ -34,11 +34,11 @@ def get_config() -> ConfigDict:
 
     config.data.heldout_fraction = 0.05
 
-    config.train.steps = 600
+    config.train.steps = 500
     config.train.batch_size = 8
     config.train.sequence_length = 256
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 50
-    config.checkpoint.every = 200
-    config.eval.every = 150
+    config.checkpoint.every = 125
+    config.eval.every = 125
     return config

@@ -5,7 +5,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from qwen3next_jax.config import Config, default_config, from_dict
 from qwen3next_jax.errors import UserError, did_you_mean
@@ -26,6 +26,7 @@ def run(main: Callable[[], int | None]) -> None:
             _report("interrupted")
             return INTERRUPTED
     keep_freed_memory()
+    logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which accelerators this machine does not have
     app.run(guarded, flags_parser=_parse)
 
 

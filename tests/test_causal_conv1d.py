@@ -1,4 +1,5 @@
 """The causal convolution against a loop over tokens in float64, with documents, states and gradients."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,87 +11,99 @@ B, T, D = 3, 11, 5
 
 
 def by_token(x, kernel, state, ids, activation):
-  """Numpy, one output at a time. Returns y and the final state."""
-  width = kernel.shape[0]
-  y = np.zeros_like(x)
-  final = np.zeros_like(state)
-  for b in range(x.shape[0]):
-    length = int((ids[b] > 0).sum())
-    known = np.concatenate([state[b], x[b, :length]])
-    owner = np.concatenate([np.full(width - 1, ids[b, 0]), ids[b, :length]])
-    for t in range(length):
-      mine = owner[t:t + width] == ids[b, t]
-      z = (kernel * known[t:t + width] * mine[:, None]).sum(0)
-      y[b, t] = z / (1 + np.exp(-z)) if activation == "silu" else z
-    mine = owner[length:] == (ids[b, length - 1] if length else ids[b, 0])
-    final[b] = known[length:] * mine[:, None]
-  return y, final
+    """Numpy, one output at a time. Returns y and the final state."""
+    width = kernel.shape[0]
+    y = np.zeros_like(x)
+    final = np.zeros_like(state)
+    for b in range(x.shape[0]):
+        length = int((ids[b] > 0).sum())
+        known = np.concatenate([state[b], x[b, :length]])
+        owner = np.concatenate([np.full(width - 1, ids[b, 0]), ids[b, :length]])
+        for t in range(length):
+            mine = owner[t : t + width] == ids[b, t]
+            z = (kernel * known[t : t + width] * mine[:, None]).sum(0)
+            y[b, t] = z / (1 + np.exp(-z)) if activation == "silu" else z
+        mine = owner[length:] == (ids[b, length - 1] if length else ids[b, 0])
+        final[b] = known[length:] * mine[:, None]
+    return y, final
 
 
 def problem(width, seed=0):
-  rng = np.random.default_rng(seed)
-  return rng.normal(size=(B, T, D)), rng.normal(size=(width, D)), rng.normal(size=(B, width - 1, D))
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(B, T, D)), rng.normal(size=(width, D)), rng.normal(size=(B, width - 1, D))
 
 
 LAYOUTS = {
-  "whole": np.ones((B, T), int),
-  "documents": np.array([[1] * 4 + [2] + [3] * 6, [2] * 1 + [5] * 7 + [0] * 3, [1] * 9 + [4, 0]]),
+    "whole": np.ones((B, T), int),
+    "documents": np.array([[1] * 4 + [2] + [3] * 6, [2] * 1 + [5] * 7 + [0] * 3, [1] * 9 + [4, 0]]),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("width, activation", [(1, None), (2, "silu"), (4, "silu"), (8, None)])
 def test_matches_the_token_loop(width, activation, layout):
-  x, kernel, state = problem(width)
-  want_y, want_final = by_token(x, kernel, state, LAYOUTS[layout], activation)
-  with jax.enable_x64(True):
-    ids = None if layout == "whole" else jnp.asarray(LAYOUTS[layout])
-    y, final = causal_conv1d(jnp.asarray(x), jnp.asarray(kernel), activation=activation, initial_state=jnp.asarray(state),
-                             segment_ids=ids)
-  np.testing.assert_allclose(y, want_y, atol=1e-13)
-  np.testing.assert_allclose(final, want_final, atol=1e-13)
+    x, kernel, state = problem(width)
+    want_y, want_final = by_token(x, kernel, state, LAYOUTS[layout], activation)
+    with jax.enable_x64(True):
+        ids = None if layout == "whole" else jnp.asarray(LAYOUTS[layout])
+        y, final = causal_conv1d(
+            jnp.asarray(x),
+            jnp.asarray(kernel),
+            activation=activation,
+            initial_state=jnp.asarray(state),
+            segment_ids=ids,
+        )
+    np.testing.assert_allclose(y, want_y, atol=1e-13)
+    np.testing.assert_allclose(final, want_final, atol=1e-13)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_match_finite_differences(layout):
-  x, kernel, state = problem(4)
-  rng = np.random.default_rng(1)
-  dy, dfinal = rng.normal(size=x.shape), rng.normal(size=state.shape)
-  primals, direction = (x, kernel, state), [rng.normal(size=a.shape) for a in (x, kernel, state)]
+    x, kernel, state = problem(4)
+    rng = np.random.default_rng(1)
+    dy, dfinal = rng.normal(size=x.shape), rng.normal(size=state.shape)
+    primals, direction = (x, kernel, state), [rng.normal(size=a.shape) for a in (x, kernel, state)]
 
-  def loss(x, kernel, state):
-    y, final = by_token(x, kernel, state, LAYOUTS[layout], "silu")
-    return (y * dy).sum() + (final * dfinal).sum()
+    def loss(x, kernel, state):
+        y, final = by_token(x, kernel, state, LAYOUTS[layout], "silu")
+        return (y * dy).sum() + (final * dfinal).sum()
 
-  with jax.enable_x64(True):
-    f = lambda x, kernel, state: causal_conv1d(x, kernel, initial_state=state, segment_ids=jnp.asarray(LAYOUTS[layout]))
-    _, pullback = jax.vjp(f, *map(jnp.asarray, primals))
-    gradients = pullback((jnp.asarray(dy), jnp.asarray(dfinal)))
-  h = 1e-5
-  for i in range(3):
-    shifted = lambda sign: loss(*(a + sign * h * d if j == i else a for j, (a, d) in enumerate(zip(primals, direction))))
-    want = (shifted(1) - shifted(-1)) / (2 * h)
-    np.testing.assert_allclose((np.asarray(gradients[i]) * direction[i]).sum(), want, rtol=1e-7)
+    with jax.enable_x64(True):
+        f = lambda x, kernel, state: causal_conv1d(
+            x, kernel, initial_state=state, segment_ids=jnp.asarray(LAYOUTS[layout])
+        )
+        _, pullback = jax.vjp(f, *map(jnp.asarray, primals))
+        gradients = pullback((jnp.asarray(dy), jnp.asarray(dfinal)))
+    h = 1e-5
+    for i in range(3):
+        shifted = lambda sign: loss(
+            *(a + sign * h * d if j == i else a for j, (a, d) in enumerate(zip(primals, direction)))
+        )
+        want = (shifted(1) - shifted(-1)) / (2 * h)
+        np.testing.assert_allclose((np.asarray(gradients[i]) * direction[i]).sum(), want, rtol=1e-7)
 
 
 def test_two_halves_chained_by_the_state_are_the_whole():
-  x, kernel, _ = problem(4)
-  x = jnp.asarray(x.reshape(B, T, 1, D), jnp.float32)
-  kernel = jnp.asarray(kernel.reshape(4, 1, D), jnp.float32)
-  whole, final = causal_conv1d(x, kernel)
-  first, state = causal_conv1d(x[:, :2], kernel)  # shorter than the kernel: part of the state is the zeros before it
-  second, last = causal_conv1d(x[:, 2:], kernel, initial_state=state)
-  np.testing.assert_array_equal(np.concatenate([first, second], axis=1), whole)
-  np.testing.assert_array_equal(last, final)
+    x, kernel, _ = problem(4)
+    x = jnp.asarray(x.reshape(B, T, 1, D), jnp.float32)
+    kernel = jnp.asarray(kernel.reshape(4, 1, D), jnp.float32)
+    whole, final = causal_conv1d(x, kernel)
+    first, state = causal_conv1d(x[:, :2], kernel)  # shorter than the kernel: part of the state is the zeros before it
+    second, last = causal_conv1d(x[:, 2:], kernel, initial_state=state)
+    np.testing.assert_array_equal(np.concatenate([first, second], axis=1), whole)
+    np.testing.assert_array_equal(last, final)
 
 
-@pytest.mark.parametrize("change, message", [
-  (dict(kernel=jnp.zeros((4, D + 1))), r"kernel has shape \(4, 6\): expected \[width, \*channels\]"),
-  (dict(activation="gelu"), "activation='gelu'"),
-  (dict(initial_state=jnp.zeros((B, 4, D))), "initial_state has shape"),
-  (dict(segment_ids=jnp.zeros((B, T + 1), int)), "segment_ids has shape"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(kernel=jnp.zeros((4, D + 1))), r"kernel has shape \(4, 6\): expected \[width, \*channels\]"),
+        (dict(activation="gelu"), "activation='gelu'"),
+        (dict(initial_state=jnp.zeros((B, 4, D))), "initial_state has shape"),
+        (dict(segment_ids=jnp.zeros((B, T + 1), int)), "segment_ids has shape"),
+    ],
+)
 def test_bad_input_is_named(change, message):
-  arguments = dict(x=jnp.zeros((B, T, D)), kernel=jnp.zeros((4, D))) | change
-  with pytest.raises(ValueError, match=message):
-    causal_conv1d(arguments.pop("x"), arguments.pop("kernel"), **arguments)
+    arguments = dict(x=jnp.zeros((B, T, D)), kernel=jnp.zeros((4, D))) | change
+    with pytest.raises(ValueError, match=message):
+        causal_conv1d(arguments.pop("x"), arguments.pop("kernel"), **arguments)

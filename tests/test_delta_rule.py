@@ -1,4 +1,5 @@
 """Every implementation of the gated delta rule against the float64 recurrence, outputs and all gradients."""
+
 import functools
 
 import hypothesis
@@ -15,53 +16,58 @@ CHUNK = 64
 
 
 def problem(batch=1, time=2 * CHUNK + 2, groups=1, heads=2, key=16, value=40, seed=0):
-  """Inputs in float64, and cotangents of o and of the final state."""
-  rng = np.random.default_rng(seed)
-  a = lambda *shape: rng.normal(size=shape)
-  inputs = dict(q=a(batch, time, groups, key), k=a(batch, time, groups, key), v=a(batch, time, heads, value),
-                g=-np.exp(a(batch, time, heads)), beta=1 / (1 + np.exp(-a(batch, time, heads))),
-                initial_state=a(batch, heads, key, value))
-  return inputs, (a(batch, time, heads, value), a(batch, heads, key, value))
+    """Inputs in float64, and cotangents of o and of the final state."""
+    rng = np.random.default_rng(seed)
+    a = lambda *shape: rng.normal(size=shape)
+    inputs = dict(
+        q=a(batch, time, groups, key),
+        k=a(batch, time, groups, key),
+        v=a(batch, time, heads, value),
+        g=-np.exp(a(batch, time, heads)),
+        beta=1 / (1 + np.exp(-a(batch, time, heads))),
+        initial_state=a(batch, heads, key, value),
+    )
+    return inputs, (a(batch, time, heads, value), a(batch, heads, key, value))
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "erase", "normalize_qk"))
 def _run(arrays, cotangents, segment_ids, **settings):
-  out, pullback = jax.vjp(lambda p: gated_delta_rule(**p, segment_ids=segment_ids, **settings), arrays)
-  gradients, = pullback(tuple(c.astype(o.dtype) for c, o in zip(cotangents, out)))
-  return dict(o=out[0], final=out[1]) | {f"d{n}": x for n, x in gradients.items()}
+    out, pullback = jax.vjp(lambda p: gated_delta_rule(**p, segment_ids=segment_ids, **settings), arrays)
+    (gradients,) = pullback(tuple(c.astype(o.dtype) for c, o in zip(cotangents, out)))
+    return dict(o=out[0], final=out[1]) | {f"d{n}": x for n, x in gradients.items()}
 
 
 def outputs_and_gradients(inputs, cotangents, dtype, segment_ids=None, **settings):
-  """o, the final state and the gradient of every input, as float64 numpy arrays. `dtype` is that of q, k and v."""
-  wide = jnp.promote_types(jnp.float32, dtype)
-  with jax.enable_x64(dtype == jnp.float64):
-    arrays = {n: jnp.asarray(x, dtype if n in "qkv" else wide) for n, x in inputs.items()}
-    ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-    results = _run(arrays, tuple(jnp.asarray(c, wide) for c in cotangents), ids, **settings)
-  return {n: np.asarray(x, np.float64) for n, x in results.items()}
+    """o, the final state and the gradient of every input, as float64 numpy arrays. `dtype` is that of q, k and v."""
+    wide = jnp.promote_types(jnp.float32, dtype)
+    with jax.enable_x64(dtype == jnp.float64):
+        arrays = {n: jnp.asarray(x, dtype if n in "qkv" else wide) for n, x in inputs.items()}
+        ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+        results = _run(arrays, tuple(jnp.asarray(c, wide) for c in cotangents), ids, **settings)
+    return {n: np.asarray(x, np.float64) for n, x in results.items()}
 
 
 def rounded(inputs, cotangents, dtype):
-  """What a form with inputs of `dtype` is given, in float64: the oracle must see the same numbers."""
-  to = lambda x, d: np.asarray(jnp.asarray(x, d), np.float64)
-  inputs = {n: to(x, dtype if n in "qkv" else jnp.float32) for n, x in inputs.items()}
-  return inputs, (to(cotangents[0], dtype), to(cotangents[1], jnp.float32))
+    """What a form with inputs of `dtype` is given, in float64: the oracle must see the same numbers."""
+    to = lambda x, d: np.asarray(jnp.asarray(x, d), np.float64)
+    inputs = {n: to(x, dtype if n in "qkv" else jnp.float32) for n, x in inputs.items()}
+    return inputs, (to(cotangents[0], dtype), to(cotangents[1], jnp.float32))
 
 
 def error(got, want):
-  return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
 
 
 def check(inputs, cotangents, implementation, dtype, bar, gradient_bar, **settings):
-  """Relative L2 errors against the recurrence in float64; the bars are those of outputs and of gradients."""
-  if dtype != jnp.float64:
-    inputs, cotangents = rounded(inputs, cotangents, dtype)
-  want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="recurrent", **settings)
-  got = outputs_and_gradients(inputs, cotangents, dtype, implementation=implementation, **settings)
-  scale = max(np.linalg.norm(want["dg"]), 1e-3 * np.linalg.norm(want["dv"]), 1e-30)  # dg may vanish as a whole
-  for name in want:
-    found = np.linalg.norm(got[name] - want[name]) / scale if name == "dg" else error(got[name], want[name])
-    assert found <= (bar if name in ("o", "final") else gradient_bar), (name, found)
+    """Relative L2 errors against the recurrence in float64; the bars are those of outputs and of gradients."""
+    if dtype != jnp.float64:
+        inputs, cotangents = rounded(inputs, cotangents, dtype)
+    want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="recurrent", **settings)
+    got = outputs_and_gradients(inputs, cotangents, dtype, implementation=implementation, **settings)
+    scale = max(np.linalg.norm(want["dg"]), 1e-3 * np.linalg.norm(want["dv"]), 1e-30)  # dg may vanish as a whole
+    for name in want:
+        found = np.linalg.norm(got[name] - want[name]) / scale if name == "dg" else error(got[name], want[name])
+        assert found <= (bar if name in ("o", "final") else gradient_bar), (name, found)
 
 
 # float64: rounding of sums over 64 rows times the condition of L. float32 and bfloat16: the project's bars.
@@ -69,28 +75,28 @@ BARS = {jnp.float64: (1e-12, 1e-11), jnp.float32: (1e-4, 1e-4), jnp.bfloat16: (5
 
 
 def adversarial(name):
-  """Inputs of one named hard case: (inputs, cotangents, bfloat16 bars or None)."""
-  inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
-  bars = None
-  if name.startswith("identical"):
-    inputs["k"] = np.broadcast_to(inputs["k"][:, :1], inputs["k"].shape).copy()
-    inputs["beta"] = np.full_like(inputs["beta"], float(name.split()[1]))
-    inputs["g"] *= 1e-2
-    if inputs["beta"].flat[0] > 1:
-      bars = (1e-2, 3e-2)
-  elif name == "period 4":
-    inputs["k"] = np.tile(inputs["k"][:, :4], (1, CHUNK // 2, 1, 1))
-    inputs["g"] *= 1e-2
-  elif name == "no decay":
-    inputs["g"] = np.zeros_like(inputs["g"])
-  elif name == "g -20":
-    inputs["g"] = np.full_like(inputs["g"], -20.)
-  elif name == "one g -1000":
-    inputs["g"] *= 1e-2
-    inputs["g"][:, CHUNK // 2] = -1000.
-  elif name == "beta 0 or 1":
-    inputs["beta"] = 1 / (1 + np.exp(-30 * np.sign(inputs["beta"] - 0.5)))
-  return inputs, cotangents, bars
+    """Inputs of one named hard case: (inputs, cotangents, bfloat16 bars or None)."""
+    inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
+    bars = None
+    if name.startswith("identical"):
+        inputs["k"] = np.broadcast_to(inputs["k"][:, :1], inputs["k"].shape).copy()
+        inputs["beta"] = np.full_like(inputs["beta"], float(name.split()[1]))
+        inputs["g"] *= 1e-2
+        if inputs["beta"].flat[0] > 1:
+            bars = (1e-2, 3e-2)
+    elif name == "period 4":
+        inputs["k"] = np.tile(inputs["k"][:, :4], (1, CHUNK // 2, 1, 1))
+        inputs["g"] *= 1e-2
+    elif name == "no decay":
+        inputs["g"] = np.zeros_like(inputs["g"])
+    elif name == "g -20":
+        inputs["g"] = np.full_like(inputs["g"], -20.0)
+    elif name == "one g -1000":
+        inputs["g"] *= 1e-2
+        inputs["g"][:, CHUNK // 2] = -1000.0
+    elif name == "beta 0 or 1":
+        inputs["beta"] = 1 / (1 + np.exp(-30 * np.sign(inputs["beta"] - 0.5)))
+    return inputs, cotangents, bars
 
 
 CASES = ("identical 0.99", "identical 1.9", "period 4", "no decay", "g -20", "one g -1000", "beta 0 or 1")
@@ -100,48 +106,48 @@ CASES = ("identical 0.99", "identical 1.9", "period 4", "no decay", "g -20", "on
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_hard_inputs(name, dtype, implementation):
-  inputs, cotangents, bars = adversarial(name)
-  check(inputs, cotangents, implementation, dtype, *(bars if bars and dtype == jnp.bfloat16 else BARS[dtype]))
+    inputs, cotangents, bars = adversarial(name)
+    check(inputs, cotangents, implementation, dtype, *(bars if bars and dtype == jnp.bfloat16 else BARS[dtype]))
 
 
 @pytest.mark.parametrize("implementation", ("chunked", "associative"))
 @pytest.mark.parametrize("settings", [dict(), dict(erase=False), dict(normalize_qk=False)], ids=str)
 def test_exact_in_float64(settings, implementation):
-  inputs, cotangents = problem(batch=2, groups=2, heads=6)
-  if settings.get("normalize_qk") is False:
-    inputs |= dict(q=inputs["q"] / 4, k=inputs["k"] / 4)
-  ids = np.array([[1] * 64 + [2] * 10 + [4] + [5] * 40 + [0] * 15, [2] * 30 + [3] * 100])
-  check(inputs, cotangents, implementation, jnp.float64, *BARS[jnp.float64], segment_ids=ids, **settings)
+    inputs, cotangents = problem(batch=2, groups=2, heads=6)
+    if settings.get("normalize_qk") is False:
+        inputs |= dict(q=inputs["q"] / 4, k=inputs["k"] / 4)
+    ids = np.array([[1] * 64 + [2] * 10 + [4] + [5] * 40 + [0] * 15, [2] * 30 + [3] * 100])
+    check(inputs, cotangents, implementation, jnp.float64, *BARS[jnp.float64], segment_ids=ids, **settings)
 
 
 @pytest.mark.parametrize("settings", [dict(erase=False), dict(normalize_qk=False)], ids=str)
 def test_kernel_without_erasing_or_norm(settings):
-  inputs, cotangents = problem(time=CHUNK + 3)
-  inputs |= dict(q=inputs["q"] / 4, k=inputs["k"] / 4)
-  check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32], **settings)
+    inputs, cotangents = problem(time=CHUNK + 3)
+    inputs |= dict(q=inputs["q"] / 4, k=inputs["k"] / 4)
+    check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32], **settings)
 
 
 @pytest.mark.parametrize("implementation", FORMS)
 @pytest.mark.parametrize("time", [1, 15, CHUNK - 1, CHUNK, CHUNK + 1])
 def test_lengths_around_a_chunk(time, implementation):
-  check(*problem(time=time), implementation, jnp.float32, *BARS[jnp.float32])
+    check(*problem(time=time), implementation, jnp.float32, *BARS[jnp.float32])
 
 
 @pytest.mark.parametrize("implementation", FORMS)
 @pytest.mark.parametrize("groups, heads", [(1, 3), (2, 2), (2, 8)])
 def test_head_groups(groups, heads, implementation):
-  check(*problem(time=CHUNK + 5, groups=groups, heads=heads), implementation, jnp.float32, *BARS[jnp.float32])
+    check(*problem(time=CHUNK + 5, groups=groups, heads=heads), implementation, jnp.float32, *BARS[jnp.float32])
 
 
 @st.composite
 def layouts(draw):
-  """A [1, 100] row of document ids: lengths from one token up, gaps in the ids, padding at the end."""
-  ids, current = [], 0
-  while len(ids) < 100 and (not ids or draw(st.booleans())):
-    current += draw(st.integers(1, 3))
-    ids += [current] * draw(st.sampled_from([1, 2, 31, 32, 64]))
-  ids = ids[:100]
-  return np.array([ids + [0] * (100 - len(ids))])
+    """A [1, 100] row of document ids: lengths from one token up, gaps in the ids, padding at the end."""
+    ids, current = [], 0
+    while len(ids) < 100 and (not ids or draw(st.booleans())):
+        current += draw(st.integers(1, 3))
+        ids += [current] * draw(st.sampled_from([1, 2, 31, 32, 64]))
+    ids = ids[:100]
+    return np.array([ids + [0] * (100 - len(ids))])
 
 
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
@@ -149,106 +155,124 @@ def layouts(draw):
 @hypothesis.example(ids=np.zeros((1, 100), int), implementation="pallas_tpu")
 @hypothesis.example(ids=np.array([[1] * 64 + [2] * 36]), implementation="pallas_tpu")
 def test_documents(ids, implementation):
-  check(*problem(time=100), implementation, jnp.float32, *BARS[jnp.float32], segment_ids=ids)
+    check(*problem(time=100), implementation, jnp.float32, *BARS[jnp.float32], segment_ids=ids)
 
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_packed_documents_equal_separate_ones(implementation):
-  lengths = (30, 64, 1)
-  inputs, cotangents = problem(time=110)
-  ids = np.array([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * 15])
-  packed = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation, segment_ids=ids)
-  start = 0
-  for i, length in enumerate(lengths):
-    rows = slice(start, start + length)
-    one = {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"}
-    first, last = i == 0, i == len(lengths) - 1
-    one["initial_state"] = inputs["initial_state"] * first
-    alone = outputs_and_gradients(one, (cotangents[0][:, rows], cotangents[1] * last), jnp.float32,
-                                  implementation=implementation)
+    lengths = (30, 64, 1)
+    inputs, cotangents = problem(time=110)
+    ids = np.array([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * 15])
+    packed = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation, segment_ids=ids)
+    start = 0
+    for i, length in enumerate(lengths):
+        rows = slice(start, start + length)
+        one = {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"}
+        first, last = i == 0, i == len(lengths) - 1
+        one["initial_state"] = inputs["initial_state"] * first
+        alone = outputs_and_gradients(
+            one, (cotangents[0][:, rows], cotangents[1] * last), jnp.float32, implementation=implementation
+        )
+        for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+            assert error(packed[name][:, rows], alone[name]) < 1e-4, (i, name)
+        if first:
+            assert error(packed["dinitial_state"], alone["dinitial_state"]) < 1e-4
+        start += length
+    assert error(packed["final"], alone["final"]) < 1e-4
     for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
-      assert error(packed[name][:, rows], alone[name]) < 1e-4, (i, name)
-    if first:
-      assert error(packed["dinitial_state"], alone["dinitial_state"]) < 1e-4
-    start += length
-  assert error(packed["final"], alone["final"]) < 1e-4
-  for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
-    assert not packed[name][:, start:].any(), name  # padding: zeros, exactly
+        assert not packed[name][:, start:].any(), name  # padding: zeros, exactly
 
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_two_halves_chained_by_the_state_are_the_whole(implementation):
-  inputs, cotangents = problem(time=CHUNK + 36)
-  arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-  do, dfinal = (jnp.asarray(c, jnp.float32) for c in cotangents)
+    inputs, cotangents = problem(time=CHUNK + 36)
+    arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
+    do, dfinal = (jnp.asarray(c, jnp.float32) for c in cotangents)
 
-  def whole(p):
-    return gated_delta_rule(**p, implementation=implementation)
+    def whole(p):
+        return gated_delta_rule(**p, implementation=implementation)
 
-  def halves(p):
-    cut = lambda rows: {n: x[:, rows] for n, x in p.items() if n != "initial_state"}
-    first, state = gated_delta_rule(**cut(slice(0, 40)), initial_state=p["initial_state"], implementation=implementation)
-    second, state = gated_delta_rule(**cut(slice(40, None)), initial_state=state, implementation=implementation)
-    return jnp.concatenate([first, second], axis=1), state
+    def halves(p):
+        cut = lambda rows: {n: x[:, rows] for n, x in p.items() if n != "initial_state"}
+        first, state = gated_delta_rule(
+            **cut(slice(0, 40)), initial_state=p["initial_state"], implementation=implementation
+        )
+        second, state = gated_delta_rule(**cut(slice(40, None)), initial_state=state, implementation=implementation)
+        return jnp.concatenate([first, second], axis=1), state
 
-  results = []
-  for f in (whole, halves):
-    out, pullback = jax.vjp(jax.jit(f), arrays)
-    results.append(jax.tree.leaves((out, pullback((do, dfinal)))))
-  for x, y in zip(*results):
-    assert error(np.asarray(y), np.asarray(x)) < 2e-5
+    results = []
+    for f in (whole, halves):
+        out, pullback = jax.vjp(jax.jit(f), arrays)
+        results.append(jax.tree.leaves((out, pullback((do, dfinal)))))
+    for x, y in zip(*results):
+        assert error(np.asarray(y), np.asarray(x)) < 2e-5
 
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementation):
-  inputs, cotangents = problem(time=CHUNK + 20)
-  run = lambda p: outputs_and_gradients(p, cotangents, jnp.bfloat16, implementation=implementation)
-  before = run(inputs)
-  for name, x in run(inputs).items():
-    np.testing.assert_array_equal(x, before[name])
-  changed = {n: x.copy() for n, x in inputs.items()}
-  for name in ("q", "k", "v", "g", "beta"):
-    changed[name][:, 30:] *= 0.5
-  np.testing.assert_array_equal(run(changed)["o"][:, :30], before["o"][:, :30])
+    inputs, cotangents = problem(time=CHUNK + 20)
+    run = lambda p: outputs_and_gradients(p, cotangents, jnp.bfloat16, implementation=implementation)
+    before = run(inputs)
+    for name, x in run(inputs).items():
+        np.testing.assert_array_equal(x, before[name])
+    changed = {n: x.copy() for n, x in inputs.items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        changed[name][:, 30:] *= 0.5
+    np.testing.assert_array_equal(run(changed)["o"][:, :30], before["o"][:, :30])
 
 
 @pytest.mark.parametrize("implementation", (*FORMS, None))
 def test_x64_changes_nothing_for_float32(implementation):
-  inputs, _ = problem(time=20)
-  arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-  f = jax.value_and_grad(lambda p: gated_delta_rule(**p, implementation=implementation)[0].sum())
-  want = f(arrays)
-  with jax.enable_x64(True):
-    got = f(arrays)
-  for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(got)):
-    assert x.dtype == y.dtype == jnp.float32
-    assert error(np.asarray(y), np.asarray(x)) < 1e-5
+    inputs, _ = problem(time=20)
+    arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
+    f = jax.value_and_grad(lambda p: gated_delta_rule(**p, implementation=implementation)[0].sum())
+    want = f(arrays)
+    with jax.enable_x64(True):
+        got = f(arrays)
+    for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(got)):
+        assert x.dtype == y.dtype == jnp.float32
+        assert error(np.asarray(y), np.asarray(x)) < 1e-5
 
 
 def test_long_sequence():
-  inputs, cotangents = problem(time=32768, groups=1, heads=1, key=8, value=8)
-  inputs["g"] *= 1e-3
-  check(inputs, cotangents, "chunked", jnp.float32, *BARS[jnp.float32])
+    inputs, cotangents = problem(time=32768, groups=1, heads=1, key=8, value=8)
+    inputs["g"] *= 1e-3
+    check(inputs, cotangents, "chunked", jnp.float32, *BARS[jnp.float32])
 
 
-@pytest.mark.parametrize("change, kind, message", [
-  (dict(implementation="triton"), ValueError, "implementation='triton': expected one of"),
-  (dict(k=jnp.zeros((1, 8, 2, 4))), ValueError, r"k has shape \(1, 8, 2, 4\)"),
-  (dict(v=jnp.zeros((1, 8, 3, 4))), ValueError, "v has 3 heads and q 2"),
-  (dict(g=jnp.zeros((1, 8))), ValueError, r"g has shape \(1, 8\): expected \[B, T, H\]"),
-  (dict(beta=jnp.zeros((1, 8, 4), jnp.int32)), ValueError, "beta has dtype int32"),
-  (dict(initial_state=jnp.zeros((1, 4, 4, 4))), ValueError, r"initial_state has shape .* expected \[B, H, K, V\]"),
-  (dict(segment_ids=jnp.ones((1, 7), int)), ValueError, "segment_ids has shape"),
-])
+@pytest.mark.parametrize(
+    "change, kind, message",
+    [
+        (dict(implementation="triton"), ValueError, "implementation='triton': expected one of"),
+        (dict(k=jnp.zeros((1, 8, 2, 4))), ValueError, r"k has shape \(1, 8, 2, 4\)"),
+        (dict(v=jnp.zeros((1, 8, 3, 4))), ValueError, "v has 3 heads and q 2"),
+        (dict(g=jnp.zeros((1, 8))), ValueError, r"g has shape \(1, 8\): expected \[B, T, H\]"),
+        (dict(beta=jnp.zeros((1, 8, 4), jnp.int32)), ValueError, "beta has dtype int32"),
+        (
+            dict(initial_state=jnp.zeros((1, 4, 4, 4))),
+            ValueError,
+            r"initial_state has shape .* expected \[B, H, K, V\]",
+        ),
+        (dict(segment_ids=jnp.ones((1, 7), int)), ValueError, "segment_ids has shape"),
+    ],
+)
 def test_bad_input_is_named(change, kind, message):
-  arguments = dict(q=jnp.zeros((1, 8, 2, 3)), k=jnp.zeros((1, 8, 2, 3)), v=jnp.zeros((1, 8, 4, 4)), g=jnp.zeros((1, 8, 4)),
-                   beta=jnp.zeros((1, 8, 4))) | change
-  with pytest.raises(kind, match=message):
-    gated_delta_rule(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+    arguments = (
+        dict(
+            q=jnp.zeros((1, 8, 2, 3)),
+            k=jnp.zeros((1, 8, 2, 3)),
+            v=jnp.zeros((1, 8, 4, 4)),
+            g=jnp.zeros((1, 8, 4)),
+            beta=jnp.zeros((1, 8, 4)),
+        )
+        | change
+    )
+    with pytest.raises(kind, match=message):
+        gated_delta_rule(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
 def test_the_kernel_refuses_float64():
-  with jax.enable_x64(True):
-    x = jnp.zeros((1, 8, 1, 4), jnp.float64)
-    with pytest.raises(NotImplementedError, match="float64"):
-      gated_delta_rule(x, x, x, g=x[..., 0], beta=x[..., 0], implementation="pallas_tpu")
+    with jax.enable_x64(True):
+        x = jnp.zeros((1, 8, 1, 4), jnp.float64)
+        with pytest.raises(NotImplementedError, match="float64"):
+            gated_delta_rule(x, x, x, g=x[..., 0], beta=x[..., 0], implementation="pallas_tpu")

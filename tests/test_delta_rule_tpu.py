@@ -3,6 +3,7 @@
 The released model's shape by default, one a chip; `-m slow` adds head widths 64 and 256 and longer sequences. One process a
 chip, because the compiler reads its environment once.
 """
+
 import importlib.util
 import pathlib
 import subprocess
@@ -18,16 +19,25 @@ needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, 
 
 
 def compiles(chip, *flags):
-  command = [sys.executable, "benchmarks/delta_rule_tpu_schedule.py", "--compile_only", "--chip", chip, *map(str, flags)]
-  done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert done.stdout.count("HBM temporaries") == 2  # forward, and forward with backward
+    command = [
+        sys.executable,
+        "benchmarks/delta_rule_tpu_schedule.py",
+        "--compile_only",
+        "--chip",
+        chip,
+        *map(str, flags),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("HBM temporaries") == 2  # forward, and forward with backward
 
 
 @needs_compiler
 @pytest.mark.parametrize("chip", CHIPS)
 def test_compiles_at_the_released_shape(chip):
-  compiles(chip)
+    compiles(chip)
 
 
 @needs_compiler
@@ -35,15 +45,15 @@ def test_compiles_at_the_released_shape(chip):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("flags", [("--time", 8192), ("--width", 64), ("--width", 256), ("--key_heads", 32)], ids=str)
 def test_compiles_at_other_shapes(chip, flags):
-  compiles(chip, *flags)
+    compiles(chip, *flags)
 
 
 def test_tiling_fits_its_budget_or_says_so():
-  small = Tiling.choose(32, 2, 64, 128, 128, 2, vmem=16 * 2**20)
-  large = Tiling.choose(32, 2, 64, 128, 128, 2, vmem=128 * 2**20)
-  assert small.block < large.block == 16
-  assert small.vmem_bytes <= 16 * 2**20 and 32 % small.block == small.block % 2 == 0
-  with pytest.raises(ValueError, match="use implementation='chunked'"):
-    Tiling.choose(32, 32, 64, 128, 128, 2, vmem=2**20)
-  with pytest.raises(ValueError, match="multiple of the 2 that share"):
-    Tiling(3, 2, 64, 128, 128, 2)
+    small = Tiling.choose(32, 2, 64, 128, 128, 2, vmem=16 * 2**20)
+    large = Tiling.choose(32, 2, 64, 128, 128, 2, vmem=128 * 2**20)
+    assert small.block < large.block == 16
+    assert small.vmem_bytes <= 16 * 2**20 and 32 % small.block == small.block % 2 == 0
+    with pytest.raises(ValueError, match="use implementation='chunked'"):
+        Tiling.choose(32, 32, 64, 128, 128, 2, vmem=2**20)
+    with pytest.raises(ValueError, match="multiple of the 2 that share"):
+        Tiling(3, 2, 64, 128, 128, 2)

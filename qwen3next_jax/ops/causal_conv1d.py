@@ -2,6 +2,7 @@
 
 B batch, T time, W kernel width, D channels (any trailing channel axes, flattened).
 """
+
 import functools
 import math
 
@@ -10,121 +11,125 @@ import jax.numpy as jnp
 
 
 def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None):
-  """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), each channel by itself.
+    """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), each channel by itself.
 
-  Args:
-    x: [B, T, *channels].
-    kernel: [W, *channels]; kernel[W - 1] multiplies the current token.
-    activation: "silu" or None.
-    initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None for zeros. With
-      `segment_ids` they belong to the first segment.
-    segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at the end. No input crosses
-      from one document to another; padding rows give zeros.
+    Args:
+      x: [B, T, *channels].
+      kernel: [W, *channels]; kernel[W - 1] multiplies the current token.
+      activation: "silu" or None.
+      initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None for zeros. With
+        `segment_ids` they belong to the first segment.
+      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at the end. No input crosses
+        from one document to another; padding rows give zeros.
 
-  Returns:
-    y: [B, T, *channels] in x's dtype; products and sum in float32 (float64 for float64).
-    final_state: [B, W - 1, *channels] in x's dtype: the last W - 1 inputs, oldest first. With `segment_ids` those of the
-      last segment, with zeros where an input belongs to another document; padding at the end is skipped.
+    Returns:
+      y: [B, T, *channels] in x's dtype; products and sum in float32 (float64 for float64).
+      final_state: [B, W - 1, *channels] in x's dtype: the last W - 1 inputs, oldest first. With `segment_ids` those of the
+        last segment, with zeros where an input belongs to another document; padding at the end is skipped.
 
-  Raises:
-    ValueError: shapes, dtypes or the activation do not fit.
-  """
-  _check(x, kernel, activation, initial_state, segment_ids)
-  batch, time, channels = x.shape[0], x.shape[1], x.shape[2:]
-  width = kernel.shape[0]
-  size = math.prod(channels)
-  x_BTD, kernel_WD = x.reshape(batch, time, size), kernel.reshape(width, size)
-  if initial_state is None:
-    before = jnp.zeros((batch, width - 1, size), x.dtype)
-  else:
-    before = initial_state.reshape(batch, width - 1, size).astype(x.dtype)
-  extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
-  ids = None
-  if segment_ids is not None:
-    ids = jnp.concatenate([jnp.repeat(segment_ids[:, :1], width - 1, axis=1), segment_ids], axis=1)
-  y_BTD = _convolve(activation, extended, kernel_WD, ids)
-  if ids is None:
-    final = extended[:, time:]
-  else:
-    length_B = jnp.sum(segment_ids > 0, axis=1)
-    window = jax.vmap(lambda rows, start: jax.lax.dynamic_slice_in_dim(rows, start, width - 1))
-    same = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
-    final = jnp.where(same[..., None], window(extended, length_B), 0)
-  return y_BTD.reshape(x.shape), final.reshape(batch, width - 1, *channels)
+    Raises:
+      ValueError: shapes, dtypes or the activation do not fit.
+    """
+    _check(x, kernel, activation, initial_state, segment_ids)
+    batch, time, channels = x.shape[0], x.shape[1], x.shape[2:]
+    width = kernel.shape[0]
+    size = math.prod(channels)
+    x_BTD, kernel_WD = x.reshape(batch, time, size), kernel.reshape(width, size)
+    if initial_state is None:
+        before = jnp.zeros((batch, width - 1, size), x.dtype)
+    else:
+        before = initial_state.reshape(batch, width - 1, size).astype(x.dtype)
+    extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
+    ids = None
+    if segment_ids is not None:
+        ids = jnp.concatenate([jnp.repeat(segment_ids[:, :1], width - 1, axis=1), segment_ids], axis=1)
+    y_BTD = _convolve(activation, extended, kernel_WD, ids)
+    if ids is None:
+        final = extended[:, time:]
+    else:
+        length_B = jnp.sum(segment_ids > 0, axis=1)
+        window = jax.vmap(lambda rows, start: jax.lax.dynamic_slice_in_dim(rows, start, width - 1))
+        same = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
+        final = jnp.where(same[..., None], window(extended, length_B), 0)
+    return y_BTD.reshape(x.shape), final.reshape(batch, width - 1, *channels)
 
 
 def _check(x, kernel, activation, initial_state, segment_ids):
-  if activation not in ("silu", None):
-    raise ValueError(f"activation={activation!r}: expected 'silu' or None")
-  if x.ndim < 3:
-    raise ValueError(f"x has shape {x.shape}: expected [B, T, *channels]")
-  if kernel.ndim != x.ndim - 1 or kernel.shape[1:] != x.shape[2:] or kernel.shape[0] < 1:
-    raise ValueError(f"kernel has shape {kernel.shape}: expected [width, *channels] with channels {x.shape[2:]}")
-  state_shape = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
-  if initial_state is not None and initial_state.shape != state_shape:
-    raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}")
-  if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-    raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation={activation!r}: expected 'silu' or None")
+    if x.ndim < 3:
+        raise ValueError(f"x has shape {x.shape}: expected [B, T, *channels]")
+    if kernel.ndim != x.ndim - 1 or kernel.shape[1:] != x.shape[2:] or kernel.shape[0] < 1:
+        raise ValueError(f"kernel has shape {kernel.shape}: expected [width, *channels] with channels {x.shape[2:]}")
+    state_shape = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
+    if initial_state is not None and initial_state.shape != state_shape:
+        raise ValueError(
+            f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}"
+        )
+    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
 
 
 def _same_document(ids, width: int, dtype):
-  """[W, B, T] ones where tap w of output t reads t's own document and t is a token, else zeros."""
-  here = ids[:, width - 1:]
-  time = here.shape[1]
-  return jnp.stack([(ids[:, w:w + time] == here) & (here > 0) for w in range(width)]).astype(dtype)
+    """[W, B, T] ones where tap w of output t reads t's own document and t is a token, else zeros."""
+    here = ids[:, width - 1 :]
+    time = here.shape[1]
+    return jnp.stack([(ids[:, w : w + time] == here) & (here > 0) for w in range(width)]).astype(dtype)
 
 
 def _terms(rows, scale, same):
-  """Per tap w: rows[w] * scale[w], zero where the documents differ."""
-  return [x * y if same is None else x * y * same[w][..., None] for w, (x, y) in enumerate(zip(rows, scale))]
+    """Per tap w: rows[w] * scale[w], zero where the documents differ."""
+    return [x * y if same is None else x * y * same[w][..., None] for w, (x, y) in enumerate(zip(rows, scale))]
 
 
 def _shifted(padded, width: int):
-  """Views t .. t + T of [B, T + W - 1, D], oldest first."""
-  time = padded.shape[1] - width + 1
-  return [padded[:, w:w + time] for w in range(width)]
+    """Views t .. t + T of [B, T + W - 1, D], oldest first."""
+    time = padded.shape[1] - width + 1
+    return [padded[:, w : w + time] for w in range(width)]
 
 
 def _before_activation(extended, kernel, same):
-  return sum(_terms(_shifted(extended, kernel.shape[0]), kernel, same))
+    return sum(_terms(_shifted(extended, kernel.shape[0]), kernel, same))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(activation, extended, kernel, ids):
-  wide = jnp.promote_types(jnp.float32, extended.dtype)
-  same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
-  z = _before_activation(extended.astype(wide), kernel.astype(wide), same)
-  return (jax.nn.silu(z) if activation == "silu" else z).astype(extended.dtype)
+    wide = jnp.promote_types(jnp.float32, extended.dtype)
+    same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
+    z = _before_activation(extended.astype(wide), kernel.astype(wide), same)
+    return (jax.nn.silu(z) if activation == "silu" else z).astype(extended.dtype)
 
 
 def _convolve_forward(activation, extended, kernel, ids):
-  return _convolve(activation, extended, kernel, ids), (extended, kernel, ids)
+    return _convolve(activation, extended, kernel, ids), (extended, kernel, ids)
 
 
 def _convolve_backward(activation, residuals, dy):
-  extended, kernel, ids = residuals
-  width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
-  x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
-  same = None if ids is None else _same_document(ids, width, wide)
-  if activation == "silu":
-    z = _before_activation(x, weights, same)
-    gate = jax.nn.sigmoid(z)
-    dz *= gate * (1 + z * (1 - gate))
-  time = dz.shape[1]
-  # The barrier makes these arrays exist: fused into what follows, the padding turns every read into a branch and the
-  # activation's gradient is computed once per tap.
-  margin = (width - 1, width - 1)
-  x, padded, same = jax.lax.optimization_barrier((x, jnp.pad(dz, ((0, 0), margin, (0, 0))), same))
-  dz = padded[:, width - 1:width - 1 + time]
-  # One pass for all taps, over the batch first: on CPU six times faster than a sum per tap, which materialises its term.
-  add = lambda a, b: tuple(map(jnp.add, a, b))
-  sums = jax.lax.reduce(tuple(_terms(_shifted(x, width), [dz] * width, same)), (jnp.zeros((), wide),) * width, add, (0,))
-  dkernel = jnp.stack([jnp.sum(x_TD, axis=0) for x_TD in sums])
-  # Input s meets output s - w through tap w.
-  if same is not None:
-    same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
-  dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))
-  return dx.astype(extended.dtype), dkernel.astype(kernel.dtype), None
+    extended, kernel, ids = residuals
+    width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
+    x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
+    same = None if ids is None else _same_document(ids, width, wide)
+    if activation == "silu":
+        z = _before_activation(x, weights, same)
+        gate = jax.nn.sigmoid(z)
+        dz *= gate * (1 + z * (1 - gate))
+    time = dz.shape[1]
+    # The barrier makes these arrays exist: fused into what follows, the padding turns every read into a branch and the
+    # activation's gradient is computed once per tap.
+    margin = (width - 1, width - 1)
+    x, padded, same = jax.lax.optimization_barrier((x, jnp.pad(dz, ((0, 0), margin, (0, 0))), same))
+    dz = padded[:, width - 1 : width - 1 + time]
+    # One pass for all taps, over the batch first: on CPU six times faster than a sum per tap, which materialises its term.
+    add = lambda a, b: tuple(map(jnp.add, a, b))
+    sums = jax.lax.reduce(
+        tuple(_terms(_shifted(x, width), [dz] * width, same)), (jnp.zeros((), wide),) * width, add, (0,)
+    )
+    dkernel = jnp.stack([jnp.sum(x_TD, axis=0) for x_TD in sums])
+    # Input s meets output s - w through tap w.
+    if same is not None:
+        same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
+    dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))
+    return dx.astype(extended.dtype), dkernel.astype(kernel.dtype), None
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)

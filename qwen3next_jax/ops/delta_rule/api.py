@@ -2,6 +2,7 @@
 
 B batch, T time, G key heads, H value heads (value head h reads key head h // (H // G)), K key width, V value width.
 """
+
 import dataclasses
 import functools
 
@@ -15,133 +16,149 @@ IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu")
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-  implementation: str | None
-  normalize_qk: bool
-  erase: bool
+    implementation: str | None
+    normalize_qk: bool
+    erase: bool
 
 
-def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, normalize_qk: bool = True,
-                     erase: bool = True, implementation: str | None = None):
-  """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
+def gated_delta_rule(
+    q,
+    k,
+    v,
+    *,
+    g,
+    beta,
+    initial_state=None,
+    segment_ids=None,
+    normalize_qk: bool = True,
+    erase: bool = True,
+    implementation: str | None = None,
+):
+    """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
 
-  Per value head, with S the state [K, V], decay first, then the write, then the read:
+    Per value head, with S the state [K, V], decay first, then the write, then the read:
 
-      S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
+        S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
-  Args:
-    q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a multiple of G.
-    v: [B, T, H, V] values.
-    g: [B, T, H] log decay, <= 0.
-    beta: [B, T, H] write strength, in (0, 1); up to 2 works.
-    initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first segment.
-    segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per document; 0 marks padding, at
-      the end only. The state is reset where the id changes. Padding rows give zeros and get zero gradients.
-    normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
-    erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
-    implementation: one of "recurrent", "chunked", "associative", "pallas_tpu" (on CPU this one runs interpreted), or None
-      for the platform's best: "pallas_tpu" on TPU, "chunked" elsewhere.
+    Args:
+      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a multiple of G.
+      v: [B, T, H, V] values.
+      g: [B, T, H] log decay, <= 0.
+      beta: [B, T, H] write strength, in (0, 1); up to 2 works.
+      initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first segment.
+      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per document; 0 marks padding, at
+        the end only. The state is reset where the id changes. Padding rows give zeros and get zero gradients.
+      normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
+      erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
+      implementation: one of "recurrent", "chunked", "associative", "pallas_tpu" (on CPU this one runs interpreted), or None
+        for the platform's best: "pallas_tpu" on TPU, "chunked" elsewhere.
 
-  Returns:
-    o: [B, T, H, V] in v's dtype.
-    final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, of the last segment.
+    Returns:
+      o: [B, T, H, V] in v's dtype.
+      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, of the last segment.
 
-  Raises:
-    ValueError: shapes, dtypes or the implementation's name do not fit.
-    NotImplementedError: the named implementation cannot run this problem here.
-  """
-  _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
-  wide = jnp.promote_types(jnp.float32, jnp.result_type(q, k, v))
-  if initial_state is None:
-    initial_state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), wide)
-  initial_state = initial_state.astype(wide)
-  segments = None
-  if segment_ids is not None:
-    segments = chunk_math.encode_segments(segment_ids)
-    live = segments[:, :, None] > 0  # a padding row neither decays nor writes
-    g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
-  if implementation == "recurrent":
-    return reference.recurrent(q, k, v, g, beta, initial_state, segments, normalize_qk=normalize_qk, erase=erase)
-  options = _Options(implementation, normalize_qk, erase)
-  return _operator(options, q, k, v, g, beta, initial_state, segments)
+    Raises:
+      ValueError: shapes, dtypes or the implementation's name do not fit.
+      NotImplementedError: the named implementation cannot run this problem here.
+    """
+    _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
+    wide = jnp.promote_types(jnp.float32, jnp.result_type(q, k, v))
+    if initial_state is None:
+        initial_state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), wide)
+    initial_state = initial_state.astype(wide)
+    segments = None
+    if segment_ids is not None:
+        segments = chunk_math.encode_segments(segment_ids)
+        live = segments[:, :, None] > 0  # a padding row neither decays nor writes
+        g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
+    if implementation == "recurrent":
+        return reference.recurrent(q, k, v, g, beta, initial_state, segments, normalize_qk=normalize_qk, erase=erase)
+    options = _Options(implementation, normalize_qk, erase)
+    return _operator(options, q, k, v, g, beta, initial_state, segments)
 
 
 def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
-  if implementation is not None and implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"implementation={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}, or None")
-  for name, x, axes in (("q", q, "[B, T, G, K]"), ("k", k, "[B, T, G, K]"), ("v", v, "[B, T, H, V]")):
-    if x.ndim != 4:
-      raise ValueError(f"{name} has shape {x.shape}: expected {axes}")
-  if q.shape != k.shape:
-    raise ValueError(f"k has shape {k.shape} and q {q.shape}: expected the same [B, T, G, K]")
-  if v.shape[:2] != q.shape[:2]:
-    raise ValueError(f"v has shape {v.shape}: expected its first two axes to be {q.shape[:2]}, as in q")
-  if q.shape[2] == 0 or v.shape[2] % q.shape[2] != 0:
-    raise ValueError(f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads")
-  if q.shape[1] == 0:
-    raise ValueError(f"q has shape {q.shape}: expected at least one token")
-  for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float16:
-      raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
-  for name, x in (("g", g), ("beta", beta)):
-    if x.shape != v.shape[:3]:
-      raise ValueError(f"{name} has shape {x.shape}: expected [B, T, H] = {v.shape[:3]}")
-  if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
-    raise NotImplementedError("implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'")
-  state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-  if initial_state is not None and initial_state.shape != state_shape:
-    raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, H, K, V] = {state_shape}")
-  if segment_ids is not None:
-    if segment_ids.shape != v.shape[:2]:
-      raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {v.shape[:2]}")
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-      raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: expected integers")
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}, or None")
+    for name, x, axes in (("q", q, "[B, T, G, K]"), ("k", k, "[B, T, G, K]"), ("v", v, "[B, T, H, V]")):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}: expected {axes}")
+    if q.shape != k.shape:
+        raise ValueError(f"k has shape {k.shape} and q {q.shape}: expected the same [B, T, G, K]")
+    if v.shape[:2] != q.shape[:2]:
+        raise ValueError(f"v has shape {v.shape}: expected its first two axes to be {q.shape[:2]}, as in q")
+    if q.shape[2] == 0 or v.shape[2] % q.shape[2] != 0:
+        raise ValueError(
+            f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads"
+        )
+    if q.shape[1] == 0:
+        raise ValueError(f"q has shape {q.shape}: expected at least one token")
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float16:
+            raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
+    for name, x in (("g", g), ("beta", beta)):
+        if x.shape != v.shape[:3]:
+            raise ValueError(f"{name} has shape {x.shape}: expected [B, T, H] = {v.shape[:3]}")
+    if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
+        raise NotImplementedError(
+            "implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'"
+        )
+    state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    if initial_state is not None and initial_state.shape != state_shape:
+        raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, H, K, V] = {state_shape}")
+    if segment_ids is not None:
+        if segment_ids.shape != v.shape[:2]:
+            raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {v.shape[:2]}")
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: expected integers")
 
 
 # ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------
 
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _operator(options: _Options, q, k, v, g, beta, initial_state, segments):
-  return _forward(options, False, q, k, v, g, beta, initial_state, segments)[:2]
+    return _forward(options, False, q, k, v, g, beta, initial_state, segments)[:2]
 
 
 def _operator_forward(options, q, k, v, g, beta, initial_state, segments):
-  o, final, *saved = _forward(options, True, q, k, v, g, beta, initial_state, segments)
-  return (o, final), (q, k, v, g, beta, initial_state[:0], segments, saved)
+    o, final, *saved = _forward(options, True, q, k, v, g, beta, initial_state, segments)
+    return (o, final), (q, k, v, g, beta, initial_state[:0], segments, saved)
 
 
 def _operator_backward(options, residuals, cotangents):
-  q, k, v, g, beta, initial_state, segments, saved = residuals
-  form = functools.partial(_run, options, chunked.backward, pallas_tpu.backward, {})
-  gradients = form(q, k, v, g, beta, segments, *saved, *cotangents)
-  return (*(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v, g, beta, initial_state))), None)
+    q, k, v, g, beta, initial_state, segments, saved = residuals
+    form = functools.partial(_run, options, chunked.backward, pallas_tpu.backward, {})
+    gradients = form(q, k, v, g, beta, segments, *saved, *cotangents)
+    return (*(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v, g, beta, initial_state))), None)
 
 
 _operator.defvjp(_operator_forward, _operator_backward)
 
 
 def _forward(options, save: bool, *arguments):
-  return _run(options, chunked.forward, pallas_tpu.forward, dict(save=save), *arguments)
+    return _run(options, chunked.forward, pallas_tpu.forward, dict(save=save), *arguments)
 
 
 def _run(options: _Options, xla, kernel, settings, *arguments):
-  """One pass by the implementation asked for, or by the platform's."""
-  size = _chunk_size(arguments[0], arguments[2])
-  settings = settings | dict(size=size, normalize_qk=options.normalize_qk, erase=options.erase)
-  xla = functools.partial(xla, parallel=options.implementation == "associative", **settings)
-  compiled = functools.partial(kernel, interpret=False, **settings)
-  interpreted = functools.partial(kernel, interpret=True, **settings)
-  if options.implementation == "pallas_tpu":
-    return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
-  if options.implementation is None and not any(x.dtype == jnp.float64 for x in arguments[:6] if x is not None):
-    return jax.lax.platform_dependent(*arguments, tpu=compiled, default=xla)
-  return xla(*arguments)
+    """One pass by the implementation asked for, or by the platform's."""
+    size = _chunk_size(arguments[0], arguments[2])
+    settings = settings | dict(size=size, normalize_qk=options.normalize_qk, erase=options.erase)
+    xla = functools.partial(xla, parallel=options.implementation == "associative", **settings)
+    compiled = functools.partial(kernel, interpret=False, **settings)
+    interpreted = functools.partial(kernel, interpret=True, **settings)
+    if options.implementation == "pallas_tpu":
+        return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
+    if options.implementation is None and not any(x.dtype == jnp.float64 for x in arguments[:6] if x is not None):
+        return jax.lax.platform_dependent(*arguments, tpu=compiled, default=xla)
+    return xla(*arguments)
 
 
 def _chunk_size(q, v) -> int:
-  """64 tokens; 16 for float32 heads of at most 32 channels, where work within a chunk (8 C d) outweighs the state's (6 d²): a
-  training step of configs/tiny.py took 0.57 s instead of 0.66 on 2 CPU cores. The power of two that holds a shorter
-  sequence. One length for every platform, since the residuals' shapes may not depend on the platform. In bfloat16 every
-  chunk rounds the state once more as an operand, so there it stays 64."""
-  narrow = max(q.shape[-1], v.shape[-1]) <= 32
-  longest = 16 if narrow and v.dtype == jnp.float32 else 64
-  return min(longest, max(16, 1 << (q.shape[1] - 1).bit_length()))
+    """64 tokens; 16 for float32 heads of at most 32 channels, where work within a chunk (8 C d) outweighs the state's (6 d²): a
+    training step of configs/tiny.py took 0.57 s instead of 0.66 on 2 CPU cores. The power of two that holds a shorter
+    sequence. One length for every platform, since the residuals' shapes may not depend on the platform. In bfloat16 every
+    chunk rounds the state once more as an operand, so there it stays 64."""
+    narrow = max(q.shape[-1], v.shape[-1]) <= 32
+    longest = 16 if narrow and v.dtype == jnp.float32 else 64
+    return min(longest, max(16, 1 << (q.shape[1] - 1).bit_length()))

@@ -7,6 +7,7 @@ errors compound. A document boundary inside a chunk makes M zero, by carry = 0 a
 
 N chunks, B batch, H value heads, C chunk length, K key width, V value width.
 """
+
 import jax
 import jax.numpy as jnp
 
@@ -14,47 +15,47 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Products, Scaled
 
 
 def compose(first, second, exact: Products):
-  """The affine map `second` after `first`; each is (M [..., K, K], U [..., K, V])."""
-  (m1, u1), (m2, u2) = first, second
-  return exact.nn(m2, m1), exact.nn(m2, u1) + u2
+    """The affine map `second` after `first`; each is (M [..., K, K], U [..., K, V])."""
+    (m1, u1), (m2, u2) = first, second
+    return exact.nn(m2, m1), exact.nn(m2, u1) + u2
 
 
 def _normalised(k):
-  return k.column * k.raw if isinstance(k, Scaled) else k
+    return k.column * k.raw if isinstance(k, Scaled) else k
 
 
 def affine_maps(c, exact: Products):
-  """(M, U) of every chunk."""
-  k = _normalised(c.k)
-  identity = c.decay.carry * jnp.eye(k.shape[-1], dtype=exact.operand)
-  kept = c.decay.rho * k
-  if c.inverse is None:
-    return identity, exact.tn(kept, c.beta * c.v)
-  erased = exact.nn(c.inverse, c.beta * c.decay.gamma * k)
-  return identity - exact.tn(kept, erased), exact.tn(kept, exact.nn(c.inverse, c.beta * c.v))
+    """(M, U) of every chunk."""
+    k = _normalised(c.k)
+    identity = c.decay.carry * jnp.eye(k.shape[-1], dtype=exact.operand)
+    kept = c.decay.rho * k
+    if c.inverse is None:
+        return identity, exact.tn(kept, c.beta * c.v)
+    erased = exact.nn(c.inverse, c.beta * c.decay.gamma * k)
+    return identity - exact.tn(kept, erased), exact.tn(kept, exact.nn(c.inverse, c.beta * c.v))
 
 
 def _states(maps, first, exact: Products, reverse: bool):
-  """The state entering every chunk in the direction of the pass, and the one leaving the last."""
-  m, u = jax.lax.associative_scan(lambda a, b: compose(a, b, exact), maps, reverse=reverse)
-  after = exact.nn(m, jnp.broadcast_to(first, u.shape)) + u
-  if reverse:
-    return jnp.concatenate([after[1:], first[None]]), after[0]
-  return jnp.concatenate([first[None], after[:-1]]), after[-1]
+    """The state entering every chunk in the direction of the pass, and the one leaving the last."""
+    m, u = jax.lax.associative_scan(lambda a, b: compose(a, b, exact), maps, reverse=reverse)
+    after = exact.nn(m, jnp.broadcast_to(first, u.shape)) + u
+    if reverse:
+        return jnp.concatenate([after[1:], first[None]]), after[0]
+    return jnp.concatenate([first[None], after[:-1]]), after[-1]
 
 
 def forward_pass(c, initial_state, dots: Products, exact: Products):
-  """The state entering each chunk [N, B, H, K, V] and the final state."""
-  return _states(affine_maps(c, exact), initial_state, exact, reverse=False)
+    """The state entering each chunk [N, B, H, K, V] and the final state."""
+    return _states(affine_maps(c, exact), initial_state, exact, reverse=False)
 
 
 def backward_pass(c, po, qo, dfinal, dots: Products, exact: Products):
-  """The gradient of the state leaving each chunk, and of the initial state.
+    """The gradient of the state leaving each chunk, and of the initial state.
 
-  dS = M^T dS' + (gamma Q)^T dO - (beta gamma K)^T A^T P^T dO; qo and po are the two given products with dO.
-  """
-  m, _ = affine_maps(c, exact)
-  u = qo
-  if c.inverse is not None:
-    u = u - exact.tn(c.beta * c.decay.gamma * _normalised(c.k), exact.tn(c.inverse, po))
-  return _states((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)
+    dS = M^T dS' + (gamma Q)^T dO - (beta gamma K)^T A^T P^T dO; qo and po are the two given products with dO.
+    """
+    m, _ = affine_maps(c, exact)
+    u = qo
+    if c.inverse is not None:
+        u = u - exact.tn(c.beta * c.decay.gamma * _normalised(c.k), exact.tn(c.inverse, po))
+    return _states((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)

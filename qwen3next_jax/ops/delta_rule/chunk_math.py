@@ -11,6 +11,7 @@ q arrives multiplied by K^{-1/2} (and by zero on padding rows), so that no scale
 
 C chunk length, K key width, V value width; a 1 is a column or row kept for broadcasting; `...` leading batch dimensions.
 """
+
 import typing
 
 import jax
@@ -21,94 +22,101 @@ NORM_EPSILON = 1e-6
 
 
 def _dot(x, y, x_dim: int, y_dim: int, precision=None):
-  batch = tuple(range(x.ndim - 2))
-  wide = jnp.promote_types(jnp.float32, x.dtype)
-  return jax.lax.dot_general(x, y, (((x.ndim - 2 + x_dim,), (y.ndim - 2 + y_dim,)), (batch, batch)),
-                             precision=precision, preferred_element_type=wide)
+    batch = tuple(range(x.ndim - 2))
+    wide = jnp.promote_types(jnp.float32, x.dtype)
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((x.ndim - 2 + x_dim,), (y.ndim - 2 + y_dim,)), (batch, batch)),
+        precision=precision,
+        preferred_element_type=wide,
+    )
 
 
 class Scaled(typing.NamedTuple):
-  """Rows as they came, and the number each is to be multiplied by, as a column and as a row.
+    """Rows as they came, and the number each is to be multiplied by, as a column and as a row.
 
-  Normalised keys rounded to bfloat16 no longer have length one, and with keys that repeat that error compounds; keys as
-  they came are exact. So for bfloat16 the norm stays outside the products.
-  """
-  raw: jax.Array     # [..., C, K]
-  column: jax.Array  # [..., C, 1], or spread over lanes
-  row: jax.Array     # [..., 1, C]
+    Normalised keys rounded to bfloat16 no longer have length one, and with keys that repeat that error compounds; keys as
+    they came are exact. So for bfloat16 the norm stays outside the products.
+    """
 
-  @property
-  def shape(self):
-    return self.raw.shape
+    raw: jax.Array  # [..., C, K]
+    column: jax.Array  # [..., C, 1], or spread over lanes
+    row: jax.Array  # [..., 1, C]
+
+    @property
+    def shape(self):
+        return self.raw.shape
 
 
 class Products(typing.NamedTuple):
-  """Matrix products with operands in `operand` and at least float32 accumulation; either operand may be `Scaled`.
+    """Matrix products with operands in `operand` and at least float32 accumulation; either operand may be `Scaled`.
 
-  `fine` takes the right operand (`nt`: both) in two bfloat16 parts where that is the operand type: terms may cancel in the
-  sums that follow.
-  """
-  operand: typing.Any
+    `fine` takes the right operand (`nt`: both) in two bfloat16 parts where that is the operand type: terms may cancel in the
+    sums that follow.
+    """
 
-  def split(self, x):
-    """What a product takes in place of x; another kind of product may split x into parts."""
-    return x
+    operand: typing.Any
 
-  def nn(self, x, y, fine: bool = False):
-    """x @ y."""
-    if isinstance(x, Scaled):
-      product = self.nn(x.raw, y, fine)
-      return fit(x.column, product.shape[-1]) * product
-    if isinstance(y, Scaled):
-      return self.nn(x * y.row, y.raw, fine)
-    if fine and self._narrow:
-      x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-1), jnp.concatenate(self._parts(y), axis=-2)
-    return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self._precision)
+    def split(self, x):
+        """What a product takes in place of x; another kind of product may split x into parts."""
+        return x
 
-  def nt(self, x, y, fine: bool = False):
-    """x @ y^T."""
-    if isinstance(x, Scaled):
-      product = _dot(x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self._precision)
-      return fit(x.column, product.shape[-1]) * product * y.row
-    if fine and self._narrow:
-      x, y = self._paired(x, y)
-    return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self._precision)
+    def nn(self, x, y, fine: bool = False):
+        """x @ y."""
+        if isinstance(x, Scaled):
+            product = self.nn(x.raw, y, fine)
+            return fit(x.column, product.shape[-1]) * product
+        if isinstance(y, Scaled):
+            return self.nn(x * y.row, y.raw, fine)
+        if fine and self._narrow:
+            x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-1), jnp.concatenate(self._parts(y), axis=-2)
+        return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self._precision)
 
-  def tn(self, x, y, fine: bool = False):
-    """x^T @ y."""
-    if isinstance(x, Scaled):
-      return self.tn(x.raw, fit(x.column, y.shape[-1]) * y, fine)
-    if isinstance(y, Scaled):
-      return self.tn(fit(y.column, x.shape[-1]) * x, y.raw, fine)
-    if fine and self._narrow:
-      x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-2), jnp.concatenate(self._parts(y), axis=-2)
-    return _dot(x.astype(self.operand), y.astype(self.operand), 0, 0, self._precision)
+    def nt(self, x, y, fine: bool = False):
+        """x @ y^T."""
+        if isinstance(x, Scaled):
+            product = _dot(x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self._precision)
+            return fit(x.column, product.shape[-1]) * product * y.row
+        if fine and self._narrow:
+            x, y = self._paired(x, y)
+        return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self._precision)
 
-  def _paired(self, x, y):
-    """The pairs of parts whose products count, side by side along the contraction of x @ y^T."""
-    pairs = [(a, b) for i, a in enumerate(self._parts(x)) for j, b in enumerate(self._parts(y)) if i + j < 2]
-    return (jnp.concatenate(side, axis=-1) for side in zip(*pairs))
+    def tn(self, x, y, fine: bool = False):
+        """x^T @ y."""
+        if isinstance(x, Scaled):
+            return self.tn(x.raw, fit(x.column, y.shape[-1]) * y, fine)
+        if isinstance(y, Scaled):
+            return self.tn(fit(y.column, x.shape[-1]) * x, y.raw, fine)
+        if fine and self._narrow:
+            x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-2), jnp.concatenate(self._parts(y), axis=-2)
+        return _dot(x.astype(self.operand), y.astype(self.operand), 0, 0, self._precision)
 
-  def _parts(self, y):
-    if y.dtype == self.operand:
-      return (y,)
-    high = y.astype(self.operand)
-    return high, (y - high.astype(y.dtype)).astype(self.operand)
+    def _paired(self, x, y):
+        """The pairs of parts whose products count, side by side along the contraction of x @ y^T."""
+        pairs = [(a, b) for i, a in enumerate(self._parts(x)) for j, b in enumerate(self._parts(y)) if i + j < 2]
+        return (jnp.concatenate(side, axis=-1) for side in zip(*pairs))
 
-  @property
-  def _narrow(self):
-    return jnp.dtype(self.operand) == jnp.bfloat16
+    def _parts(self, y):
+        if y.dtype == self.operand:
+            return (y,)
+        high = y.astype(self.operand)
+        return high, (y - high.astype(y.dtype)).astype(self.operand)
 
-  @property
-  def _precision(self):
-    return None if self._narrow else HIGHEST
+    @property
+    def _narrow(self):
+        return jnp.dtype(self.operand) == jnp.bfloat16
+
+    @property
+    def _precision(self):
+        return None if self._narrow else HIGHEST
 
 
 def rows_dot(x, y):
-  """[..., C, 1]: the inner product of each row of x (maybe `Scaled`) with the same row of y."""
-  if isinstance(x, Scaled):
-    return x.column[..., :1] * jnp.sum(x.raw.astype(y.dtype) * y, axis=-1, keepdims=True)
-  return jnp.sum(x * y, axis=-1, keepdims=True)
+    """[..., C, 1]: the inner product of each row of x (maybe `Scaled`) with the same row of y."""
+    if isinstance(x, Scaled):
+        return x.column[..., :1] * jnp.sum(x.raw.astype(y.dtype) * y, axis=-1, keepdims=True)
+    return jnp.sum(x * y, axis=-1, keepdims=True)
 
 
 EXACT = Products(jnp.float32)
@@ -116,171 +124,192 @@ BFLOAT16 = Products(jnp.bfloat16)
 
 
 def lower_mask(size: int, strict: bool = False):
-  """[size, size] booleans: row >= column, or row > column."""
-  row = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
-  column = jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
-  return row > column if strict else row >= column
+    """[size, size] booleans: row >= column, or row > column."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
+    return row > column if strict else row >= column
 
 
 # ---- inputs -----------------------------------------------------------------------------------------------
 
-def encode_segments(segment_ids):
-  """[B, T] ids (0 = padding at the end) to signed ids: a padding row carries minus the last document's id.
 
-  |id| then says which state a row belongs to, and the sign whether it is a token at all.
-  """
-  ids = segment_ids.astype(jnp.int32)
-  return jnp.where(ids > 0, ids, -jnp.maximum(jax.lax.cummax(ids, axis=ids.ndim - 1), 1))
+def encode_segments(segment_ids):
+    """[B, T] ids (0 = padding at the end) to signed ids: a padding row carries minus the last document's id.
+
+    |id| then says which state a row belongs to, and the sign whether it is a token at all.
+    """
+    ids = segment_ids.astype(jnp.int32)
+    return jnp.where(ids > 0, ids, -jnp.maximum(jax.lax.cummax(ids, axis=ids.ndim - 1), 1))
 
 
 def document_index(signed_chunks):
-  """[N, B, C] signed ids to the document's index inside its chunk, 0 being the incoming state's document.
+    """[N, B, C] signed ids to the document's index inside its chunk, 0 being the incoming state's document.
 
-  The state entering the first chunk belongs to the first document.
-  """
-  ids = jnp.abs(signed_chunks)
-  incoming = jnp.concatenate([ids[:1, :, :1], ids[:-1, :, -1:]])
-  return jnp.cumsum(ids != jnp.concatenate([incoming, ids[..., :-1]], axis=-1), axis=-1)
+    The state entering the first chunk belongs to the first document.
+    """
+    ids = jnp.abs(signed_chunks)
+    incoming = jnp.concatenate([ids[:1, :, :1], ids[:-1, :, -1:]])
+    return jnp.cumsum(ids != jnp.concatenate([incoming, ids[..., :-1]], axis=-1), axis=-1)
 
 
 def inverse_norm(x):
-  """[..., 1] rsqrt(sum x^2 + 1e-6)."""
-  return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
+    """[..., 1] rsqrt(sum x^2 + 1e-6)."""
+    return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
 
 def inverse_norm_backward(dy, x, scale):
-  """Gradient of x for y = x * inverse_norm(x), `scale` being inverse_norm(x)."""
-  y = x * scale
-  return scale * (dy - y * jnp.sum(dy * y, axis=-1, keepdims=True))
+    """Gradient of x for y = x * inverse_norm(x), `scale` being inverse_norm(x)."""
+    y = x * scale
+    return scale * (dy - y * jnp.sum(dy * y, axis=-1, keepdims=True))
 
 
 def scales(q, k, normalize: bool):
-  """[..., 1] factors of the rows of q and k: the L2 norm's inverse where asked, for q also K^{-1/2}."""
-  if not normalize:
-    one = jnp.ones((), q.dtype)
-    return jnp.full((*q.shape[:-1], 1), q.shape[-1] ** -0.5, q.dtype), jnp.broadcast_to(one, (*k.shape[:-1], 1))
-  return inverse_norm(q) * q.shape[-1] ** -0.5, inverse_norm(k)
+    """[..., 1] factors of the rows of q and k: the L2 norm's inverse where asked, for q also K^{-1/2}."""
+    if not normalize:
+        one = jnp.ones((), q.dtype)
+        return jnp.full((*q.shape[:-1], 1), q.shape[-1] ** -0.5, q.dtype), jnp.broadcast_to(one, (*k.shape[:-1], 1))
+    return inverse_norm(q) * q.shape[-1] ** -0.5, inverse_norm(k)
 
 
 def fit(column, width: int):
-  """A column ready to meet [..., C, width]: where it is already spread over lanes, as many of them as that takes."""
-  return column if column.shape[-1] == 1 else column[..., :width]
+    """A column ready to meet [..., C, width]: where it is already spread over lanes, as many of them as that takes."""
+    return column if column.shape[-1] == 1 else column[..., :width]
 
 
 # ---- decay ------------------------------------------------------------------------------------------------
 
+
 class Decay(typing.NamedTuple):
-  pair: jax.Array   # [..., C, C], zero above the diagonal and across documents
-  gamma: jax.Array  # [..., C, 1]
-  rho: jax.Array    # [..., C, 1]
-  carry: jax.Array  # [..., 1, 1]
+    pair: jax.Array  # [..., C, C], zero above the diagonal and across documents
+    gamma: jax.Array  # [..., C, 1]
+    rho: jax.Array  # [..., C, 1]
+    carry: jax.Array  # [..., 1, 1]
 
 
 class Documents(typing.NamedTuple):
-  """Which document of the chunk each row belongs to, counted from 0 = the incoming state's, as a column and a row."""
-  column: jax.Array  # [..., C, 1]
-  row: jax.Array     # [..., 1, C]
-  last: jax.Array    # [..., 1, 1]
+    """Which document of the chunk each row belongs to, counted from 0 = the incoming state's, as a column and a row."""
+
+    column: jax.Array  # [..., C, 1]
+    row: jax.Array  # [..., 1, C]
+    last: jax.Array  # [..., 1, 1]
 
 
 def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
-  """The four decays of a chunk from the inclusive running sum of g (a column, a row, and its last entry).
+    """The four decays of a chunk from the inclusive running sum of g (a column, a row, and its last entry).
 
-  The exponent is masked, never the result, and never split into a product: |total| can pass 1000.
-  """
-  size = total_C1.shape[-2]
-  mask = lower_mask(size)
-  gamma, rho, carry = total_C1, total_11 - total_C1, total_11
-  if documents is not None:
-    mask = mask & (documents.column == documents.row)
-    gamma = jnp.where(documents.column == 0, gamma, -jnp.inf)
-    rho = jnp.where(documents.column == documents.last, rho, -jnp.inf)
-    carry = jnp.where(documents.last == 0, carry, -jnp.inf)
-  pair = jnp.exp(jnp.where(mask, fit(total_C1, size) - total_1C, -jnp.inf))
-  return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
+    The exponent is masked, never the result, and never split into a product: |total| can pass 1000.
+    """
+    size = total_C1.shape[-2]
+    mask = lower_mask(size)
+    gamma, rho, carry = total_C1, total_11 - total_C1, total_11
+    if documents is not None:
+        mask = mask & (documents.column == documents.row)
+        gamma = jnp.where(documents.column == 0, gamma, -jnp.inf)
+        rho = jnp.where(documents.column == documents.last, rho, -jnp.inf)
+        carry = jnp.where(documents.last == 0, carry, -jnp.inf)
+    pair = jnp.exp(jnp.where(mask, fit(total_C1, size) - total_1C, -jnp.inf))
+    return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
 
 
 # ---- forward ----------------------------------------------------------------------------------------------
 
+
 def interaction(kk_CC, beta_C1, d: Decay):
-  """L: how much of row j's write row i erases."""
-  return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), fit(beta_C1, kk_CC.shape[-1]) * kk_CC * d.pair, 0)
+    """L: how much of row j's write row i erases."""
+    return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), fit(beta_C1, kk_CC.shape[-1]) * kk_CC * d.pair, 0)
 
 
 def unseen(v_CV, ks_CV, d: Decay):
-  """V - gamma K S: the part of the values that the incoming state does not predict."""
-  return v_CV - fit(d.gamma, v_CV.shape[-1]) * ks_CV
+    """V - gamma K S: the part of the values that the incoming state does not predict."""
+    return v_CV - fit(d.gamma, v_CV.shape[-1]) * ks_CV
 
 
 def next_state(state_KV, k_CK, written_CV, d: Decay, dots: Products):
-  """S' = carry S + K^T (rho V')."""
-  return d.carry * state_KV + dots.tn(k_CK, fit(d.rho, written_CV.shape[-1]) * written_CV, fine=True)
+    """S' = carry S + K^T (rho V')."""
+    return d.carry * state_KV + dots.tn(k_CK, fit(d.rho, written_CV.shape[-1]) * written_CV, fine=True)
 
 
 def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
-  """O = gamma (Q S) + P V'."""
-  return fit(d.gamma, qs_CV.shape[-1]) * qs_CV + dots.nn(p_CC, written_CV, fine=True)
+    """O = gamma (Q S) + P V'."""
+    return fit(d.gamma, qs_CV.shape[-1]) * qs_CV + dots.nn(p_CC, written_CV, fine=True)
 
 
 # ---- backward ---------------------------------------------------------------------------------------------
 
+
 class Gradients(typing.NamedTuple):
-  q: jax.Array     # [..., C, K]
-  k: jax.Array     # [..., C, K]
-  v: jax.Array     # [..., C, V]
-  beta: jax.Array  # [..., C, 1]
-  g: jax.Array     # [..., 1, C]
+    q: jax.Array  # [..., C, K]
+    k: jax.Array  # [..., C, K]
+    v: jax.Array  # [..., C, V]
+    beta: jax.Array  # [..., C, 1]
+    g: jax.Array  # [..., 1, C]
 
 
 def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
-  """dV' = P^T dO + rho (K dS'), the first term given."""
-  return po_CV + fit(d.rho, po_CV.shape[-1]) * dots.nn(k_CK, dstate_KV)
+    """dV' = P^T dO + rho (K dS'), the first term given."""
+    return po_CV + fit(d.rho, po_CV.shape[-1]) * dots.nn(k_CK, dstate_KV)
 
 
 def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
-  """dS = carry dS' + (gamma Q)^T dO - K^T X, the second term given; X = beta gamma dR, None without erasing."""
-  dstate = d.carry * dstate_KV + qo_KV
-  return dstate if x_CV is None else dstate - dots.tn(k_CK, x_CV)
+    """dS = carry dS' + (gamma Q)^T dO - K^T X, the second term given; X = beta gamma dR, None without erasing."""
+    dstate = d.carry * dstate_KV + qo_KV
+    return dstate if x_CV is None else dstate - dots.tn(k_CK, x_CV)
 
 
-def chunk_gradients(q_CK, k_CK, unseen_CV, beta_C1, d: Decay, kk_CC, qk_CC, written_CV, dr_CV, x_CV, state_KV, dstate_KV,
-                    do_CV, erase: bool, dots: Products) -> Gradients:
-  """Everything but the state pass: the gradients of one chunk's inputs from V', dR, X, S, dS' and dO.
+def chunk_gradients(
+    q_CK,
+    k_CK,
+    unseen_CV,
+    beta_C1,
+    d: Decay,
+    kk_CC,
+    qk_CC,
+    written_CV,
+    dr_CV,
+    x_CV,
+    state_KV,
+    dstate_KV,
+    do_CV,
+    erase: bool,
+    dots: Products,
+) -> Gradients:
+    """Everything but the state pass: the gradients of one chunk's inputs from V', dR, X, S, dS' and dO.
 
-  `unseen_CV` is V - gamma K S, or V without erasing.
-  """
-  size, key, value = q_CK.shape[-2], q_CK.shape[-1], unseen_CV.shape[-1]
-  strict = lower_mask(size, strict=True)
-  dv_CV = fit(beta_C1, value) * dr_CV
-  dbeta_C1 = jnp.sum(dr_CV * unseen_CV, axis=-1, keepdims=True)
-  ov_CC = dots.nt(do_CV, written_CV, fine=True) * d.pair
-  pairs_CC = ov_CC * qk_CC
-  os_CK = fit(d.gamma, key) * dots.nt(do_CV, state_KV)
-  enter_C1 = rows_dot(q_CK, os_CK)
-  dq_CK = os_CK + dots.nn(ov_CC, k_CK)
-  vs_CK = fit(d.rho, key) * dots.nt(written_CV, dstate_KV, fine=True)
-  leave_C1 = rows_dot(k_CK, vs_CK)
-  dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
-  if erase:
-    rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV, fine=True) * d.pair, 0)
-    n_CC = fit(beta_C1, size) * rv_CC
-    pairs_CC += n_CC * kk_CC
-    dbeta_C1 += jnp.sum(rv_CC * kk_CC, axis=-1, keepdims=True)
-    xs_CK = dots.nt(x_CV, state_KV, fine=True)
-    enter_C1 -= rows_dot(k_CK, xs_CK)
-    dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - xs_CK
-  carry_11 = d.carry * jnp.sum(dstate_KV * state_KV, axis=(-1, -2), keepdims=True)
-  return Gradients(dq_CK, dk_CK, dv_CV, dbeta_C1, decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11)
+    `unseen_CV` is V - gamma K S, or V without erasing.
+    """
+    size, key, value = q_CK.shape[-2], q_CK.shape[-1], unseen_CV.shape[-1]
+    strict = lower_mask(size, strict=True)
+    dv_CV = fit(beta_C1, value) * dr_CV
+    dbeta_C1 = jnp.sum(dr_CV * unseen_CV, axis=-1, keepdims=True)
+    ov_CC = dots.nt(do_CV, written_CV, fine=True) * d.pair
+    pairs_CC = ov_CC * qk_CC
+    os_CK = fit(d.gamma, key) * dots.nt(do_CV, state_KV)
+    enter_C1 = rows_dot(q_CK, os_CK)
+    dq_CK = os_CK + dots.nn(ov_CC, k_CK)
+    vs_CK = fit(d.rho, key) * dots.nt(written_CV, dstate_KV, fine=True)
+    leave_C1 = rows_dot(k_CK, vs_CK)
+    dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
+    if erase:
+        rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV, fine=True) * d.pair, 0)
+        n_CC = fit(beta_C1, size) * rv_CC
+        pairs_CC += n_CC * kk_CC
+        dbeta_C1 += jnp.sum(rv_CC * kk_CC, axis=-1, keepdims=True)
+        xs_CK = dots.nt(x_CV, state_KV, fine=True)
+        enter_C1 -= rows_dot(k_CK, xs_CK)
+        dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - xs_CK
+    carry_11 = d.carry * jnp.sum(dstate_KV * state_KV, axis=(-1, -2), keepdims=True)
+    return Gradients(dq_CK, dk_CK, dv_CV, dbeta_C1, decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11)
 
 
 def decay_gradient(pairs_CC, enter_C1, leave_C1):
-  """dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row [..., 1, C].
+    """dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row [..., 1, C].
 
-  The rectangle is summed as it stands: differences of row and column sums cancel catastrophically.
-  """
-  size = pairs_CC.shape[-1]
-  lower, strict = lower_mask(size), lower_mask(size, strict=True)
-  pairs_CC = jnp.where(strict, pairs_CC, 0)
-  before_CC = jax.lax.dot_general(  # row i, column t: the sum over columns j < t
-    pairs_CC, strict.astype(pairs_CC.dtype), (((pairs_CC.ndim - 1,), (1,)), ((), ())), precision=HIGHEST)
-  return jnp.sum(jnp.where(lower, before_CC + enter_C1, leave_C1), axis=-2, keepdims=True)
+    The rectangle is summed as it stands: differences of row and column sums cancel catastrophically.
+    """
+    size = pairs_CC.shape[-1]
+    lower, strict = lower_mask(size), lower_mask(size, strict=True)
+    pairs_CC = jnp.where(strict, pairs_CC, 0)
+    before_CC = jax.lax.dot_general(  # row i, column t: the sum over columns j < t
+        pairs_CC, strict.astype(pairs_CC.dtype), (((pairs_CC.ndim - 1,), (1,)), ((), ())), precision=HIGHEST
+    )
+    return jnp.sum(jnp.where(lower, before_CC + enter_C1, leave_C1), axis=-2, keepdims=True)

@@ -8,6 +8,7 @@ The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the 
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
+
 import typing
 
 import jax
@@ -18,139 +19,164 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Products, 
 
 
 class Chunks(typing.NamedTuple):
-  """One call's inputs cut into chunks, and what every pass needs of them."""
-  q: jax.Array | Scaled  # [N, B, H, C, K] normalised and scaled
-  k: jax.Array | Scaled  # [N, B, H, C, K] normalised
-  v: jax.Array         # [N, B, H, C, V]
-  beta: jax.Array      # [N, B, H, C, 1]
-  decay: Decay
-  kk: jax.Array        # [N, B, H, C, C]
-  qk: jax.Array        # [N, B, H, C, C]
-  inverse: jax.Array | None  # A, [N, B, H, C, C]; None without erasing
-  p: jax.Array         # P, [N, B, H, C, C]
+    """One call's inputs cut into chunks, and what every pass needs of them."""
+
+    q: jax.Array | Scaled  # [N, B, H, C, K] normalised and scaled
+    k: jax.Array | Scaled  # [N, B, H, C, K] normalised
+    v: jax.Array  # [N, B, H, C, V]
+    beta: jax.Array  # [N, B, H, C, 1]
+    decay: Decay
+    kk: jax.Array  # [N, B, H, C, C]
+    qk: jax.Array  # [N, B, H, C, C]
+    inverse: jax.Array | None  # A, [N, B, H, C, C]; None without erasing
+    p: jax.Array  # P, [N, B, H, C, C]
 
 
 def _cut(x, size: int, mode: str = "constant"):
-  """[B, T, heads, ...] to [N, B, heads, C, ...], T padded to a multiple of C."""
-  batch, time, heads = x.shape[:3]
-  x = jnp.pad(x, [(0, 0), (0, -time % size)] + [(0, 0)] * (x.ndim - 2), mode=mode)
-  x = x.reshape(batch, -1, size, heads, *x.shape[3:])
-  return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
+    """[B, T, heads, ...] to [N, B, heads, C, ...], T padded to a multiple of C."""
+    batch, time, heads = x.shape[:3]
+    x = jnp.pad(x, [(0, 0), (0, -time % size)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+    x = x.reshape(batch, -1, size, heads, *x.shape[3:])
+    return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
 
 
 def _scaled(raw, column):
-  return Scaled(raw, column, jnp.swapaxes(column, -1, -2))
+    return Scaled(raw, column, jnp.swapaxes(column, -1, -2))
 
 
 def _join(x, time: int):
-  """The inverse of `_cut`."""
-  count, batch, heads, size = x.shape[:4]
-  x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), 2, 3)
-  return x.reshape(batch, count * size, heads, *x.shape[4:])[:, :time]
+    """The inverse of `_cut`."""
+    count, batch, heads, size = x.shape[:4]
+    x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), 2, 3)
+    return x.reshape(batch, count * size, heads, *x.shape[4:])[:, :time]
 
 
-def _chunks(q, k, v, g, beta, segments, known_inverse, size: int, normalize_qk: bool, erase: bool) -> tuple[Chunks, Products, Products]:
-  operand = v.dtype
-  dtype = jnp.promote_types(jnp.float32, operand)
-  dots, exact = Products(operand), Products(dtype)
-  heads = v.shape[2]
-  narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
-  scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
-  q_, k_ = (_scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size)
-            for x, y in zip((q, k), scales))
-  v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
-  documents = None
-  if segments is not None:
-    signed = _cut(segments[:, :, None], size, "edge")  # [N, B, 1, C]
-    index = chunk_math.document_index(signed[:, :, 0])[:, :, None]
-    documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
-    live = signed[..., None] > 0
-    q_ = _scaled(q_.raw, jnp.where(live, q_.column, 0)) if narrow else jnp.where(live, q_, 0)
-  total = jnp.matmul(g_, chunk_math.lower_mask(size).astype(dtype).T, precision=chunk_math.HIGHEST)
-  d = chunk_math.decay(total[..., None], total[..., None, :], total[..., -1:, None], documents)
-  wide = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), tree)
-  kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
-  beta_ = beta_[..., None]
-  a = known_inverse
-  if erase and a is None:
-    a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact)
-  return Chunks(wide(q_), wide(k_), v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
+def _chunks(
+    q, k, v, g, beta, segments, known_inverse, size: int, normalize_qk: bool, erase: bool
+) -> tuple[Chunks, Products, Products]:
+    operand = v.dtype
+    dtype = jnp.promote_types(jnp.float32, operand)
+    dots, exact = Products(operand), Products(dtype)
+    heads = v.shape[2]
+    narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
+    scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
+    q_, k_ = (
+        _scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size)
+        for x, y in zip((q, k), scales)
+    )
+    v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
+    documents = None
+    if segments is not None:
+        signed = _cut(segments[:, :, None], size, "edge")  # [N, B, 1, C]
+        index = chunk_math.document_index(signed[:, :, 0])[:, :, None]
+        documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
+        live = signed[..., None] > 0
+        q_ = _scaled(q_.raw, jnp.where(live, q_.column, 0)) if narrow else jnp.where(live, q_, 0)
+    total = jnp.matmul(g_, chunk_math.lower_mask(size).astype(dtype).T, precision=chunk_math.HIGHEST)
+    d = chunk_math.decay(total[..., None], total[..., None, :], total[..., -1:, None], documents)
+    wide = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), tree)
+    kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
+    beta_ = beta_[..., None]
+    a = known_inverse
+    if erase and a is None:
+        a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact)
+    return Chunks(wide(q_), wide(k_), v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
 
 
 def _written(c: Chunks, state, dots: Products, exact: Products):
-  """V' and what it is made of: V - gamma K S where the rule erases, V where no row sees the memory."""
-  if c.inverse is None:
-    return c.beta * c.v, c.v
-  unseen = chunk_math.unseen(c.v, dots.nn(c.k, state), c.decay)
-  return exact.nn(c.inverse, c.beta * unseen), unseen
+    """V' and what it is made of: V - gamma K S where the rule erases, V where no row sees the memory."""
+    if c.inverse is None:
+        return c.beta * c.v, c.v
+    unseen = chunk_math.unseen(c.v, dots.nn(c.k, state), c.decay)
+    return exact.nn(c.inverse, c.beta * unseen), unseen
 
 
-def forward(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, save: bool,
-            parallel: bool):
-  """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
-  [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without `save` the last two are None."""
-  c, dots, exact = _chunks(q, k, v, g, beta, segments, None, size, normalize_qk, erase)
-  initial_state = initial_state.astype(exact.operand)
+def forward(
+    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, save: bool, parallel: bool
+):
+    """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
+    [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without `save` the last two are None."""
+    c, dots, exact = _chunks(q, k, v, g, beta, segments, None, size, normalize_qk, erase)
+    initial_state = initial_state.astype(exact.operand)
 
-  def step(state, chunk: Chunks):
-    written, _ = _written(chunk, state, dots, exact)
-    return chunk_math.next_state(state, chunk.k, written, chunk.decay, dots), (state, written)
+    def step(state, chunk: Chunks):
+        written, _ = _written(chunk, state, dots, exact)
+        return chunk_math.next_state(state, chunk.k, written, chunk.decay, dots), (state, written)
 
-  if parallel:
-    states, final = associative.forward_pass(c, initial_state, dots, exact)
-    written, _ = _written(c, states, dots, exact)
-  else:
-    needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
-    final, (states, written) = jax.lax.scan(step, initial_state, needed)
-  o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
-  o = _join(o, v.shape[1]).astype(v.dtype)
-  return (o, final, states.astype(v.dtype), c.inverse) if save else (o, final, None, None)
+    if parallel:
+        states, final = associative.forward_pass(c, initial_state, dots, exact)
+        written, _ = _written(c, states, dots, exact)
+    else:
+        needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
+        final, (states, written) = jax.lax.scan(step, initial_state, needed)
+    o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
+    o = _join(o, v.shape[1]).astype(v.dtype)
+    return (o, final, states.astype(v.dtype), c.inverse) if save else (o, final, None, None)
 
 
-def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool,
-             parallel: bool):
-  """Gradients of q, k, v, g, beta and the initial state, from those of o and the final state."""
-  c, dots, exact = _chunks(q, k, v, g, beta, segments, inverses, size, normalize_qk, erase)
-  states = states.astype(exact.operand)
-  time, dtype = v.shape[1], exact.operand
-  do = _cut(do.astype(dtype), size)
-  dfinal = dfinal.astype(dtype)
-  written, unseen = _written(c, states, dots, exact)
-  po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
+def backward(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    segments,
+    states,
+    inverses,
+    do,
+    dfinal,
+    *,
+    size: int,
+    normalize_qk: bool,
+    erase: bool,
+    parallel: bool,
+):
+    """Gradients of q, k, v, g, beta and the initial state, from those of o and the final state."""
+    c, dots, exact = _chunks(q, k, v, g, beta, segments, inverses, size, normalize_qk, erase)
+    states = states.astype(exact.operand)
+    time, dtype = v.shape[1], exact.operand
+    do = _cut(do.astype(dtype), size)
+    dfinal = dfinal.astype(dtype)
+    written, unseen = _written(c, states, dots, exact)
+    po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
 
-  def step(dstate, inputs):
-    chunk, po, qo = inputs
-    dr, x = _residual_backward(chunk, chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots), exact)
-    return chunk_math.state_backward(qo, chunk.k, x, dstate, chunk.decay, dots), (dstate, dr, x)
+    def step(dstate, inputs):
+        chunk, po, qo = inputs
+        dr, x = _residual_backward(chunk, chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots), exact)
+        return chunk_math.state_backward(qo, chunk.k, x, dstate, chunk.decay, dots), (dstate, dr, x)
 
-  if parallel:
-    dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
-    dr, x = _residual_backward(c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact)
-  else:
-    needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
-    dinitial, (dstates, dr, x) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
-  d = chunk_math.chunk_gradients(c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, states, dstates, do, erase,
-                                 dots)
-  dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :]))
-  if segments is not None:
-    dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
-  dq, dk = _prepare_backward(dq, dk, q.astype(dtype), k.astype(dtype), normalize_qk)
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
+    if parallel:
+        dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
+        dr, x = _residual_backward(c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact)
+    else:
+        needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
+        dinitial, (dstates, dr, x) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
+    d = chunk_math.chunk_gradients(
+        c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, states, dstates, do, erase, dots
+    )
+    dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :]))
+    if segments is not None:
+        dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
+    dq, dk = _prepare_backward(dq, dk, q.astype(dtype), k.astype(dtype), normalize_qk)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
 def _residual_backward(c: Chunks, dwritten, exact: Products):
-  """dR = A^T dV' and X = beta gamma dR (None without erasing)."""
-  if c.inverse is None:
-    return dwritten, None
-  dr = exact.tn(c.inverse, dwritten)
-  return dr, c.beta * c.decay.gamma * dr
+    """dR = A^T dV' and X = beta gamma dR (None without erasing)."""
+    if c.inverse is None:
+        return dwritten, None
+    dr = exact.tn(c.inverse, dwritten)
+    return dr, c.beta * c.decay.gamma * dr
 
 
 def _prepare_backward(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
-  """Sum over the value heads of each key head, then back through the norm and the scale of q."""
-  batch, time, groups, width = q_BTGK.shape
-  dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))
-  dq = dq * width ** -0.5
-  if normalize:
-    dq, dk = (chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x)) for dy, x in ((dq, q_BTGK), (dk, k_BTGK)))
-  return dq, dk
+    """Sum over the value heads of each key head, then back through the norm and the scale of q."""
+    batch, time, groups, width = q_BTGK.shape
+    dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))
+    dq = dq * width**-0.5
+    if normalize:
+        dq, dk = (
+            chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x))
+            for dy, x in ((dq, q_BTGK), (dk, k_BTGK))
+        )
+    return dq, dk

@@ -4,6 +4,7 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with D
 
 B batch, T time, G key heads, H value heads, K key width, V value width.
 """
+
 import jax
 import jax.numpy as jnp
 
@@ -11,40 +12,40 @@ from qwen3next_jax.ops.delta_rule import chunk_math
 
 
 def recurrent(q, k, v, g, beta, initial_state, segments, *, normalize_qk: bool, erase: bool):
-  """The recurrence in the widest dtype of the inputs, differentiable by plain autodiff.
+    """The recurrence in the widest dtype of the inputs, differentiable by plain autodiff.
 
-  Args:
-    q, k: [B, T, G, K].  v: [B, T, H, V].  g, beta: [B, T, H].  initial_state: [B, H, K, V].
-    segments: [B, T] encoded ids (`chunk_math.encode_segments`) or None.
+    Args:
+      q, k: [B, T, G, K].  v: [B, T, H, V].  g, beta: [B, T, H].  initial_state: [B, H, K, V].
+      segments: [B, T] encoded ids (`chunk_math.encode_segments`) or None.
 
-  Returns:
-    o [B, T, H, V] in v's dtype and the final state [B, H, K, V].
-  """
-  dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)
-  heads, (batch, time) = v.shape[2], q.shape[:2]
-  q, k = q.astype(dtype), k.astype(dtype)
-  q_scale, k_scale = chunk_math.scales(q, k, normalize_qk)
-  q_BTHK, k_BTHK = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q * q_scale, k * k_scale))
-  if segments is None:
-    new_BT = jnp.zeros((batch, time), bool)
-    live_BT = jnp.ones((batch, time), bool)
-  else:
-    ids = jnp.abs(segments)
-    new_BT = ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
-    live_BT = segments > 0
+    Returns:
+      o [B, T, H, V] in v's dtype and the final state [B, H, K, V].
+    """
+    dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)
+    heads, (batch, time) = v.shape[2], q.shape[:2]
+    q, k = q.astype(dtype), k.astype(dtype)
+    q_scale, k_scale = chunk_math.scales(q, k, normalize_qk)
+    q_BTHK, k_BTHK = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q * q_scale, k * k_scale))
+    if segments is None:
+        new_BT = jnp.zeros((batch, time), bool)
+        live_BT = jnp.ones((batch, time), bool)
+    else:
+        ids = jnp.abs(segments)
+        new_BT = ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
+        live_BT = segments > 0
 
-  def step(state_BHKV, token):
-    q_BHK, k_BHK, v_BHV, g_BH, beta_BH, new_B, live_B = token
-    state_BHKV = jnp.where(new_B[:, None, None, None], 0, state_BHKV)
-    state_BHKV = state_BHKV * jnp.exp(g_BH)[..., None, None]
-    write_BHV = v_BHV
-    if erase:
-      write_BHV = v_BHV - jnp.sum(state_BHKV * k_BHK[..., None], axis=-2)
-    state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., None] * write_BHV[..., None, :]
-    o_BHV = jnp.sum(state_BHKV * q_BHK[..., None], axis=-2)
-    return state_BHKV, jnp.where(live_B[:, None, None], o_BHV, 0)
+    def step(state_BHKV, token):
+        q_BHK, k_BHK, v_BHV, g_BH, beta_BH, new_B, live_B = token
+        state_BHKV = jnp.where(new_B[:, None, None, None], 0, state_BHKV)
+        state_BHKV = state_BHKV * jnp.exp(g_BH)[..., None, None]
+        write_BHV = v_BHV
+        if erase:
+            write_BHV = v_BHV - jnp.sum(state_BHKV * k_BHK[..., None], axis=-2)
+        state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., None] * write_BHV[..., None, :]
+        o_BHV = jnp.sum(state_BHKV * q_BHK[..., None], axis=-2)
+        return state_BHKV, jnp.where(live_B[:, None, None], o_BHV, 0)
 
-  tokens = (q_BTHK, k_BTHK, v.astype(dtype), g.astype(dtype), beta.astype(dtype), new_BT, live_BT)
-  tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-  state, o_TBHV = jax.lax.scan(step, initial_state.astype(dtype), tokens)
-  return jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype), state
+    tokens = (q_BTHK, k_BTHK, v.astype(dtype), g.astype(dtype), beta.astype(dtype), new_BT, live_BT)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
+    state, o_TBHV = jax.lax.scan(step, initial_state.astype(dtype), tokens)
+    return jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype), state
