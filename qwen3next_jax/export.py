@@ -23,7 +23,7 @@ def main() -> int:
 
     require_new(pathlib.Path(_out.value))
     model, tokenizer, step = load_model(workdir, _step.value)
-    if tokenizer is not None and model.config.eos_token_id < 0:  # so that a reader's generate knows where a text ends
+    if step is not None:  # a run ends its documents with its tokenizer's token, whatever the config's number says
         model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
     save_hf(model, _out.value, tokenizer)
     files = sorted(f for f in pathlib.Path(_out.value).rglob("*") if f.is_file())

@@ -29,7 +29,8 @@ def load_model(path: str | pathlib.Path, step: int | None = None) -> LoadedModel
     folder = epath.Path(path)
     if (folder / "run.json").exists():
         model, config, step = load_trained(folder, step)
-        return LoadedModel(model, load_tokenizer(config.data.tokenizer, config.model.vocab_size), step)
+        own = folder / "tokenizer"
+        return LoadedModel(model, load_tokenizer(str(own) if own.exists() else config.data.tokenizer, config.model.vocab_size), step)
     if (folder / "config.json").exists():
         if step is not None:
             raise UserError(f"{path}: a Hugging Face directory holds one model, so --step={step} means nothing here")

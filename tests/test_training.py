@@ -13,13 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 from flax import nnx
 
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict
+from qwen3next_jax import export
+from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import save_hf
+from qwen3next_jax.load import load_model
 from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, load_trained, open_run
-from qwen3next_jax.training.loop import start_state, train
+from qwen3next_jax.training.loop import keep_tokenizer, start_state, train
 from qwen3next_jax.training.optimizer import decay_mask, learning_rate_schedule
 from qwen3next_jax.training.step import abstract_model, init_state, make_train_step
 
@@ -135,6 +139,21 @@ def test_decay_rates_never_decay_and_norms_only_if_asked(config):
             name = path[-1].key
             expected = name not in ("a_log", "dt_bias") and (decay_norms or "norm" not in name)
             assert decays == expected, jax.tree_util.keystr(path)
+
+
+def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(config, finished, tmp_path, monkeypatch):
+    load_tokenizer("bytes").save(tmp_path)  # as a file of its own, which then goes away
+    moved = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(tmp_path / "tokenizer.json")))
+    shutil.copytree(finished, tmp_path / "run")
+    keep_tokenizer(load_tokenizer(moved.data.tokenizer), tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "run.json").read_text()) | {"config": to_dict(moved)}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    (tmp_path / "tokenizer.json").unlink()
+    assert load_model(tmp_path / "run").tokenizer.eos_id == 256
+    monkeypatch.setattr(sys, "argv", ["export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"])
+    flags.FLAGS(sys.argv)
+    assert export.main() == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
 
 
 def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):

@@ -13,7 +13,7 @@ from flax import nnx
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.inference.decode import check_request, complete
@@ -37,6 +37,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
         check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
     open_run(workdir, config, data.fingerprint)
+    keep_tokenizer(data.tokenizer, workdir)
 
     with Checkpoints(workdir, config.checkpoint.keep_last) as checkpoints:
         # State: resume, or start
@@ -158,6 +159,15 @@ class _Signals:
     def _note(self, number: int, frame: Any) -> None:
         self.caught = True
         signal.signal(number, self._before[number])
+
+
+def keep_tokenizer(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
+    """Copies a tokenizer that came from a file into the run, which can then be used wherever it or the file goes."""
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
+        partial = workdir / "tokenizer.partial"
+        partial.mkdir(exist_ok=True)
+        tokenizer.save(partial)
+        partial.rename(workdir / "tokenizer")
 
 
 def start_state(config: Config) -> State:
