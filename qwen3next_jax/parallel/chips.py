@@ -1,0 +1,55 @@
+"""What accelerators can do: published peaks, memory and networks, for MFU and for the planner.
+
+Sources. TPU: Google Cloud's documentation of each version (docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}): peak
+compute, HBM capacity and bandwidth, and the bidirectional interconnect bandwidth per chip, which is divided by the number
+of links and by two for one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM, H200 SXM and DGX
+B200, dense bf16. All figures are peaks: what a program reaches lies below.
+"""
+
+import dataclasses
+
+GB, GIB, TERA = 1e9, 2**30, 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator chip; rates per second.
+
+    kinds: values of `jax.Device.device_kind` on it.
+    devices_per_chip: JAX devices that one chip shows as. A TPU7x is two devices; v4 and v5p join their two cores in one.
+    bf16_flops, hbm_bytes, hbm_bandwidth: of the whole chip.
+    torus: dimensions of the torus that links TPU chips; 0: the chips hang on a switch.
+    link_bandwidth: bytes in one direction over one link. A torus has two links per dimension and chip; a switch one.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    bf16_flops: float
+    hbm_bytes: float
+    hbm_bandwidth: float
+    torus: int
+    link_bandwidth: float
+    devices_per_chip: int = 1
+
+    @property
+    def device_flops(self) -> float:
+        """bf16 peak of one JAX device."""
+        return self.bf16_flops / self.devices_per_chip
+
+
+CHIPS = {chip.name: chip for chip in (
+    Chip("v4", ("TPU v4",), 275 * TERA, 32 * GIB, 1228 * GB, torus=3, link_bandwidth=50 * GB),
+    Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197 * TERA, 16 * GIB, 819 * GB, torus=2, link_bandwidth=50 * GB),
+    Chip("v5p", ("TPU v5", "TPU v5p"), 459 * TERA, 95 * GIB, 2765 * GB, torus=3, link_bandwidth=100 * GB),
+    Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918 * TERA, 32 * GIB, 1640 * GB, torus=2, link_bandwidth=100 * GB),
+    Chip("tpu7x", ("TPU7x",), 2307 * TERA, 192 * GIB, 7380 * GB, torus=3, link_bandwidth=100 * GB, devices_per_chip=2),
+    Chip("A100", ("NVIDIA A100-SXM4-80GB",), 312 * TERA, 80 * GIB, 2039 * GB, torus=0, link_bandwidth=300 * GB),
+    Chip("H100", ("NVIDIA H100 80GB HBM3",), 989.4 * TERA, 80 * GIB, 3350 * GB, torus=0, link_bandwidth=450 * GB),
+    Chip("H200", ("NVIDIA H200",), 989.4 * TERA, 141 * GB, 4800 * GB, torus=0, link_bandwidth=450 * GB),
+    Chip("B200", ("NVIDIA B200",), 2250 * TERA, 180 * GB, 8000 * GB, torus=0, link_bandwidth=900 * GB),
+)}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip behind a `jax.Device.device_kind`; None for one that is not in the table (a CPU, an unlisted GPU)."""
+    return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)

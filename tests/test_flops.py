@@ -1,0 +1,72 @@
+"""FLOPs and parameter counts against the model's own parameter shapes; the chip table."""
+
+import math
+
+import jax
+import pytest
+from flax import nnx
+
+from qwen3next_jax import ModelConfig, Qwen3Next
+from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
+from qwen3next_jax.parallel.chips import CHIPS, chip_of
+
+SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+             linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
+             num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=24,
+             intermediate_size=40, full_attention_interval=3)
+MODELS = {
+    "released": ModelConfig(),
+    "dense": ModelConfig(**SMALL | dict(num_experts=0, mtp_depth=2, tie_word_embeddings=True)),
+    "mixed": ModelConfig(**SMALL | dict(mlp_only_layers=(1, 4), mtp_depth=0, shared_expert_intermediate_size=0)),
+    "no attention": ModelConfig(**SMALL | dict(full_attention_interval=0)),
+}
+
+
+def leaves(config):
+    """(path as text, shape) of every parameter."""
+    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))), nnx.Param))
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_parameter_counts_are_the_model_s(config):
+    sizes = {path: math.prod(shape) for path, shape in leaves(config)}
+    counts = parameter_counts(config)
+    assert counts.total == sum(sizes.values())
+    assert counts.mtp == sum(size for path, size in sizes.items() if path.startswith("mtp"))
+    assert counts.embeddings == sizes["embedding"] + sizes.get("head", 0)
+
+
+def test_released_model():
+    counts = parameter_counts(ModelConfig())
+    assert counts.total == 81_324_862_720 and counts.mtp == 1_650_471_424
+    assert counts.active == pytest.approx(3.25e9, rel=0.01)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_forward_flops_are_two_per_weight_and_what_the_mixers_add(config):
+    c, t = config, 64
+    expected = 0.0
+    for path, shape in leaves(c):
+        name, repeats = path.rpartition("/")[2], c.mtp_depth if path.startswith("mtp") else 1
+        if name in ("embedding", "conv_kernel", "a_log", "dt_bias", "norm") or "norm" in name:
+            continue
+        size = math.prod(shape)
+        routed = name in ("gate_up", "down") and path.rpartition("/")[0] + "/router" in dict(leaves(c))
+        expected += 2 * repeats * size * (c.num_experts_per_tok / c.num_experts if routed else 1)
+    expected += 2 * c.hidden_size * c.vocab_size * (c.mtp_depth + c.tie_word_embeddings)
+    full = c.layer_types.count("full_attention") + c.mtp_depth
+    keys = sum(range(1, t + 1)) / t  # of a query, on average
+    expected += full * c.num_attention_heads * c.head_dim * keys * 2 * 2
+    erase_write_read = 3 * 2 * c.linear_key_head_dim * c.linear_value_head_dim
+    expected += c.layer_types.count("linear_attention") * c.linear_num_value_heads * erase_write_read
+    assert forward_flops_per_token(c, t).total == pytest.approx(expected, rel=1e-12)
+    assert flops_per_token(c, t) == pytest.approx(3 * expected, rel=1e-12)
+
+
+def test_chips_are_found_by_device_kind():
+    assert chip_of("TPU v5").name == "v5p" and chip_of("TPU v5 lite").name == "v5e" and chip_of("NVIDIA H200").name == "H200"
+    assert chip_of("TPU7x").device_flops == CHIPS["tpu7x"].bf16_flops / 2
+    assert chip_of("cpu") is None and chip_of("NVIDIA H100 PCIe") is None
+    assert len({kind for chip in CHIPS.values() for kind in chip.kinds}) == sum(len(chip.kinds) for chip in CHIPS.values())
