@@ -138,9 +138,23 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SyntheticConfig:
+    """Of the tasks that `data.source` may name (see `data/synthetic.py`)."""
+
+    pairs: int = 8  # key-value pairs of a row of mqar
+    gap_power: float = 0.01  # mqar: a query's distance d has probability ∝ d^(gap_power - 1)
+
+    def __post_init__(self):
+        _require(self.pairs >= 1, f"data.synthetic.pairs = {self.pairs}: expected at least 1")
+        _require(self.gap_power > 0, f"data.synthetic.gap_power = {self.gap_power}: expected a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """What is trained on, and how it becomes rows of `train.sequence_length` tokens."""
 
+    source: Literal["text", "mqar", "induction", "copy", "backcopy"] = "text"  # the files of `path`, or a task made from the seed
+    synthetic: SyntheticConfig = SyntheticConfig()
     path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet; "": Python's standard library
     weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`; () = in proportion to their size
     text_field: str = "text"  # field of .jsonl records and column of .parquet files that holds the text
@@ -259,6 +273,8 @@ class Config:
                  f"model.max_position_embeddings = {self.model.max_position_embeddings}")
         _require(self.train.sequence_length > self.model.mtp_depth + 1,
                  f"train.sequence_length = {self.train.sequence_length}: expected more than model.mtp_depth + 1")
+        _require(self.data.source == "text" or not self.eval.sample_tokens,
+                 f"eval.sample_tokens = {self.eval.sample_tokens}: data.source = {self.data.source!r} has no text to sample; set it to 0")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

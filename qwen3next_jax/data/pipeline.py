@@ -4,23 +4,35 @@ Row i of the endless training stream is a pure function of i, and step s takes r
 from is therefore one integer, the step, whatever the number of processes that share a batch.
 """
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grain
 import numpy as np
 
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data import preparation, sources
+from qwen3next_jax.data import preparation, sources, synthetic
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.tokens import TaskTokens, load_tokenizer
 from qwen3next_jax.errors import UserError
 
-Batch = dict[str, np.ndarray]  # "tokens", "segment_ids": int32 [B_local, T]
+# "tokens", "segment_ids": int32 [B_local, T]; of synthetic tasks also "target_mask": bool [B_local, T], the tokens that
+# count as targets (in text all do).
+Batch = dict[str, np.ndarray]
 
+_ENDLESS = 2**62  # rows
 _PREFETCH = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches ahead; threads do not change the order
+
+
+def open_data(config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int,
+              progress: Progress | None = None) -> "TrainData | SyntheticData":
+    """What `data.source` names: prepared text, or a task made on the fly."""
+    if config.source == "text":
+        return TrainData(config, sequence_length, batch_size, vocab_size, progress)
+    return SyntheticData(config, sequence_length, batch_size, vocab_size)
 
 
 class TrainData:
@@ -63,12 +75,8 @@ class TrainData:
         With several processes each gets its share of a batch's rows; joined in the order of the processes they are the
         batch that one process would get.
         """
-        local = _Steps(self._stream, self.batch_size, _share(self.batch_size, process_index, process_count))
-        iterator = iter(grain.MapDataset.source(local)[start_step:].to_iter_dataset(_PREFETCH))
-        try:
-            yield from iterator
-        finally:
-            iterator.close()
+        share = _share(self.batch_size, process_index, process_count)
+        yield from _read_ahead(_Steps(lambda i: _text_row(self._stream[i][1]), self.batch_size, share), start_step)
 
     def heldout(self, rows: int | None = None, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
         """The first `rows` held-out rows (None: all of them) in a fixed order, in batches of `batch_size`.
@@ -80,8 +88,8 @@ class TrainData:
         share = _share(self.batch_size, process_index, process_count)
         for start in range(0, len(order), self.batch_size):
             chosen = order[start:start + self.batch_size][share].tolist()
-            batch = [self._prepared[source].rows[HELDOUT][row] for source, row in chosen]
-            yield _stack(batch, share.stop - share.start, self.sequence_length)
+            rows = [_text_row(self._prepared[source].rows[HELDOUT][row]) for source, row in chosen]
+            yield _stack(rows, share.stop - share.start, self.sequence_length, _TEXT)
 
     def document_names(self, step: int) -> list[list[str]]:
         """For each of the B rows of `step`, where its documents come from: "dir/part.jsonl:17", "dir/book.txt"."""
@@ -101,6 +109,52 @@ class TrainData:
                  for p, weight in zip(self._prepared, self._weights, strict=True)]
         return {"fingerprint": self.fingerprint, "sequence_length": self.sequence_length, **_totals(self._prepared),
                 "sources": parts}
+
+
+class SyntheticData:
+    """The rows of a task, made on the fly: the interface of `TrainData`, without text.
+
+    Raises:
+      UserError: rows or vocabulary are too small for the task.
+    """
+
+    def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int):
+        self.tokenizer = TaskTokens(vocab_size)
+        self.batch_size, self.sequence_length = batch_size, sequence_length
+        self.heldout_rows = 1024
+        make = [synthetic.TaskRows(config.source, sequence_length, vocab_size, config.synthetic, config.seed, split)
+                for split in (synthetic.TRAIN_SPLIT, synthetic.HELDOUT_SPLIT)]
+        self._rows, self._heldout = make
+        self._task = config.source
+        parts = [config.source, dataclasses.asdict(config.synthetic), sequence_length, vocab_size, config.seed]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+    def batches(self, start_step: int, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+        """As `TrainData.batches`."""
+        share = _share(self.batch_size, process_index, process_count)
+        yield from _read_ahead(_Steps(lambda i: _task_row(self._rows[i]), self.batch_size, share), start_step)
+
+    def heldout(self, rows: int | None = None, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+        """As `TrainData.heldout`; None: 1024 rows."""
+        share = _share(self.batch_size, process_index, process_count)
+        count = rows or self.heldout_rows
+        for start in range(0, count, self.batch_size):
+            chosen = range(start, min(start + self.batch_size, count))[share]
+            rows_here = [_task_row(self._heldout[i]) for i in chosen]
+            yield _stack(rows_here, share.stop - share.start, self.sequence_length, _TASK)
+
+    def document_names(self, step: int) -> list[list[str]]:
+        """As `TrainData.document_names`: "mqar:17" is row 17 of the task."""
+        return [[f"{self._task}:{i}"] for i in range(step * self.batch_size, (step + 1) * self.batch_size)]
+
+    def describe(self) -> dict:
+        """As `TrainData.describe`; a task has no documents and no bytes, and does not end."""
+        return {"fingerprint": self.fingerprint, "sequence_length": self.sequence_length, "documents": 0, "bytes": 0,
+                "tokens": 0, "padding_share": 0.0, "sources": [{"source": self._task}]}
+
+
+def _task_row(row: synthetic.TaskRow) -> Batch:
+    return {"tokens": row.tokens, "segment_ids": np.ones_like(row.tokens), "target_mask": row.targets}
 
 
 def _totals(prepared: list[Prepared]) -> dict:
@@ -150,13 +204,29 @@ def _share(batch_size: int, process_index: int, process_count: int) -> slice:
     return slice(process_index * local, (process_index + 1) * local)
 
 
-def _stack(rows: list[PackedRow], count: int, sequence_length: int) -> Batch:
+def _text_row(row: PackedRow) -> Batch:
+    return {"tokens": row.tokens, "segment_ids": row.segment_ids}
+
+
+_TEXT = {"tokens": np.int32, "segment_ids": np.int32}
+_TASK = _TEXT | {"target_mask": bool}
+
+
+def _stack(rows: list[Batch], count: int, sequence_length: int, kinds: dict[str, type]) -> Batch:
     """Stacks `rows`, filled up with empty ones to `count`."""
-    tokens_BT = np.zeros((count, sequence_length), np.int32)
-    segment_ids_BT = np.zeros((count, sequence_length), np.int32)
+    batch = {name: np.zeros((count, sequence_length), kind) for name, kind in kinds.items()}
     for b, row in enumerate(rows):
-        tokens_BT[b], segment_ids_BT[b] = row.tokens, row.segment_ids
-    return {"tokens": tokens_BT, "segment_ids": segment_ids_BT}
+        for name, values in row.items():
+            batch[name][b] = values
+    return batch
+
+
+def _read_ahead(steps: "_Steps", start_step: int) -> Iterator[Batch]:
+    iterator = iter(grain.MapDataset.source(steps)[start_step:].to_iter_dataset(_PREFETCH))
+    try:
+        yield from iterator
+    finally:
+        iterator.close()
 
 
 class _Tagged:
@@ -175,13 +245,13 @@ class _Tagged:
 class _Steps:
     """grain data source whose element s is this process's share of the batch of step s."""
 
-    def __init__(self, stream: grain.MapDataset, batch_size: int, share: slice):
-        self._stream, self._batch_size, self._share = stream, batch_size, share
+    def __init__(self, row: Callable[[int], Batch], batch_size: int, share: slice):
+        self._row, self._batch_size, self._share = row, batch_size, share
 
     def __len__(self) -> int:
-        return len(self._stream) // self._batch_size
+        return _ENDLESS // self._batch_size
 
     def __getitem__(self, step: int) -> Batch:
         first = step * self._batch_size
-        rows = [self._stream[i][1] for i in range(first + self._share.start, first + self._share.stop)]
-        return _stack(rows, len(rows), len(rows[0].tokens))
+        rows = [self._row(i) for i in range(first + self._share.start, first + self._share.stop)]
+        return _stack(rows, len(rows), len(rows[0]["tokens"]), {name: values.dtype for name, values in rows[0].items()})

@@ -1,0 +1,80 @@
+"""Synthetic tasks: what each row promises, and the same rows wherever and whenever they are made."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from qwen3next_jax.config import DataConfig, SyntheticConfig
+from qwen3next_jax.data.pipeline import open_data
+from qwen3next_jax.data.synthetic import SEPARATOR, TaskRows
+from qwen3next_jax.errors import UserError
+
+
+def rows(task, length=64, vocab=64, count=50, seed=0, split=0, **options):
+    made = TaskRows(task, length, vocab, SyntheticConfig(**options), seed, split)
+    return [made[i] for i in range(count)]
+
+
+@pytest.mark.parametrize("pairs, length", [(1, 4), (4, 32), (8, 64), (16, 64)])
+def test_mqar_asks_every_key_once_and_the_answer_is_its_value(pairs, length):
+    distances = []
+    for tokens, targets in rows("mqar", length, pairs=pairs):
+        stored = dict(zip(tokens[0:2 * pairs:2].tolist(), tokens[1:2 * pairs:2].tolist(), strict=True))
+        assert len(stored) == len(set(stored.values())) == pairs and max(stored) < 32 <= min(stored.values())
+        answers = np.flatnonzero(targets)
+        assert {tokens[a - 1]: tokens[a] for a in answers} == stored and len(answers) == pairs
+        keys_elsewhere = np.delete(np.arange(length), np.r_[0:2 * pairs:2, answers - 1])
+        assert (tokens[keys_elsewhere] >= 32).all()  # nothing else looks like a key
+        distances += [a - 2 * pairs for a in answers]
+    if (pairs, length) == (4, 32):
+        assert np.mean(distances) < 10  # a power law: near places are the likelier; uniform ones would give 12
+
+
+def test_induction_and_copy_and_backcopy_rows_keep_their_promise():
+    for tokens, targets in rows("induction"):
+        (first,) = np.flatnonzero(tokens[:-2] == tokens[-2])
+        assert tokens[-1] == tokens[first + 1] and np.flatnonzero(targets).tolist() == [63]
+    for tokens, targets in rows("copy"):
+        np.testing.assert_array_equal(tokens[targets], tokens[1:1 + targets.sum()])
+        assert (tokens[~targets][1:-1] != SEPARATOR).all() and targets.sum() == 31
+    copied = 0
+    task = TaskRows("backcopy", 64, 64, SyntheticConfig(), 0, 0)
+    for i in range(50):
+        tokens, targets = task[i]
+        after = np.flatnonzero(task._chain[1][tokens[1:-1]]) + 2
+        np.testing.assert_array_equal(tokens[after], tokens[after - 2])
+        copied += len(after)
+        assert tokens[0] == SEPARATOR and targets[1:].all() and not targets[0]
+    assert copied > 100
+
+
+def test_rows_depend_on_seed_split_and_index_alone():
+    base = rows("mqar")
+    for again, row in zip(rows("mqar"), base, strict=True):
+        np.testing.assert_array_equal(again.tokens, row.tokens)
+    for other in (rows("mqar", seed=1), rows("mqar", split=1)):
+        assert all((a.tokens != b.tokens).any() for a, b in zip(other, base, strict=True))
+    assert len({row.tokens.tobytes() for row in base}) == len(base)
+
+
+def test_batches_resume_by_step_and_are_shared_by_hosts():
+    def batches(start, count, **share):
+        data = open_data(DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)), 32, 4, 64)
+        return list(itertools.islice(data.batches(start, **share), count))
+
+    straight = batches(0, 6)
+    assert {name: (v.shape, v.dtype.name) for name, v in straight[0].items()} == {
+        "tokens": ((4, 32), "int32"), "segment_ids": ((4, 32), "int32"), "target_mask": ((4, 32), "bool")}
+    joined = [{name: np.concatenate([a[name], b[name]]) for name in a}
+              for a, b in zip(batches(2, 4, process_index=0, process_count=2), batches(2, 4, process_index=1, process_count=2))]
+    for a, b in zip(joined, straight[2:], strict=True):
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.mark.parametrize("length, vocab, message", [(30, 64, "30 tokens: expected at least 32 for 8 pairs"),
+                                                    (64, 16, "model.vocab_size = 16: mqar needs at least 18")])
+def test_rows_too_small_for_the_task_are_refused(length, vocab, message):
+    with pytest.raises(UserError, match=message):
+        open_data(DataConfig(source="mqar"), length, 4, vocab)
