@@ -1,10 +1,11 @@
-"""Shared by all tests: the CPU platform and a persistent compilation cache."""
+"""Shared by all tests: the CPU platform with eight virtual devices, and a persistent compilation cache."""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the suite's time is compilation, and LLVM's optimisations are a third of that.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+                           + " --xla_force_host_platform_device_count=8")
 
 import pathlib  # noqa: E402
 

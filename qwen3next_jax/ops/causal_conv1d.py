@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 
-def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None):
+def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None,
+                  axis_name: str | None = None):
     """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), each channel by itself.
 
     Args:
@@ -21,6 +22,9 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
         `segment_ids` they belong to the first segment.
       segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at the end. No input crosses
         from one document to another; padding rows give zeros.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; x and `segment_ids` are then this shard's,
+        the ids those of the whole row. `initial_state` enters the first shard (elsewhere it is ignored and has no
+        gradient) and `final_state` is the row's, the same on every shard.
 
     Returns:
       y: [B, T, *channels] in x's dtype; products and sum in float32 (float64 for float64).
@@ -28,9 +32,12 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
         last segment, with zeros where an input belongs to another document; padding at the end is skipped.
 
     Raises:
-      ValueError: shapes, dtypes or the activation do not fit.
+      ValueError: shapes, dtypes or the activation do not fit, or a shard holds fewer than W - 1 tokens.
     """
     _check(x, kernel, activation, initial_state, segment_ids)
+    if axis_name is not None and x.shape[1] < kernel.shape[0] - 1:
+        raise ValueError(f"x has {x.shape[1]} tokens a shard of axis {axis_name!r}: expected at least the {kernel.shape[0] - 1} "
+                         f"that a kernel of width {kernel.shape[0]} reads of the shard before")
     batch, time, channels = x.shape[0], x.shape[1], x.shape[2:]
     width = kernel.shape[0]
     size = math.prod(channels)
@@ -39,18 +46,26 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
         before = jnp.zeros((batch, width - 1, size), x.dtype)
     else:
         before = initial_state.reshape(batch, width - 1, size).astype(x.dtype)
+    ids_before = None if segment_ids is None else jnp.repeat(segment_ids[:, :1], width - 1, axis=1)
+    if axis_name is not None and width > 1:
+        before = _halo(x_BTD, before, width - 1, axis_name)
+        ids_before = None if segment_ids is None else _halo(segment_ids, ids_before, width - 1, axis_name)
     extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
-    ids = None
-    if segment_ids is not None:
-        ids = jnp.concatenate([jnp.repeat(segment_ids[:, :1], width - 1, axis=1), segment_ids], axis=1)
+    ids = None if segment_ids is None else jnp.concatenate([ids_before, segment_ids], axis=1)
     y_BTD = _convolve(activation, extended, kernel_WD, ids)
     if ids is None:
+        length_B = jnp.full((batch,), time)
         final = extended[:, time:]
     else:
         length_B = jnp.sum(segment_ids > 0, axis=1)
         window = jax.vmap(lambda rows, start: jax.lax.dynamic_slice_in_dim(rows, start, width - 1))
         same = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
         final = jnp.where(same[..., None], window(extended, length_B), 0)
+    if axis_name is not None:
+        # The row ends on the last shard that holds a token, on the first where none does.
+        shard = jax.lax.axis_index(axis_name)
+        last_B = jax.lax.pmax(jnp.where(length_B > 0, shard, 0), axis_name)
+        final = jax.lax.psum(jnp.where((shard == last_B)[:, None, None], final, 0), axis_name)
     return y_BTD.reshape(x.shape), final.reshape(batch, width - 1, *channels)
 
 
@@ -68,6 +83,13 @@ def _check(x, kernel, activation, initial_state, segment_ids):
         )
     if segment_ids is not None and segment_ids.shape != x.shape[:2]:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
+
+
+def _halo(x, first, size: int, axis_name: str):
+    """The last `size` rows of the shard before; on the first shard `first`."""
+    shards = jax.lax.axis_size(axis_name)
+    received = jax.lax.ppermute(x[:, x.shape[1] - size :], axis_name, [(i, i + 1) for i in range(shards - 1)])
+    return jnp.where(jax.lax.axis_index(axis_name) == 0, first, received)
 
 
 def _same_document(ids, width: int, dtype):

@@ -1,0 +1,85 @@
+"""The operators with the sequence split over devices against themselves on one device, outputs and all gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+from qwen3next_jax.ops import causal_conv1d
+
+BAR = 1e-5  # relative L2 error in float32: a sum in another order
+B = 2
+
+
+def layout(time: int) -> np.ndarray:
+    """Segment ids [2, T]: a document over most shards, one that ends on the middle edge, two of one token, one from the middle
+    of a shard; and a row whose last half is padding."""
+    rows = np.zeros((B, time), int)
+    half, n = time // 2, time // 16
+    rows[0] = np.repeat((1, 2, 3, 4, 5), (n, half - n, 1, 1, half - 2))
+    rows[0, -3 * n :] = 7
+    rows[1, :half] = np.repeat((3, 4), (half - 1, 1))
+    return rows
+
+
+def arrays(seed: int, **shapes) -> dict:
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def split(f, shards: int, by_time: dict, whole: dict):
+    """`f(by_time, whole, axis_name)` → (by time, whole) run on `shards` devices, each with its part of T."""
+    mesh = Mesh(np.array(jax.devices()[:shards]), ("context",))
+    return jax.shard_map(functools.partial(f, axis_name="context"), mesh=mesh, check_vma=False,
+                         in_specs=(P(None, "context"), P()), out_specs=(P(None, "context"), P()))(by_time, whole)
+
+
+def results(f, by_time: dict, whole: dict, shards: int | None, ids):
+    """Outputs and the gradients of every array, for fixed cotangents."""
+
+    @jax.jit
+    def run(by_time, whole):
+        def call(by_time, whole):
+            if shards is None:
+                return f(by_time, whole, ids, None)
+            g = lambda x, w, axis_name: f(x[0], w, x[1], axis_name)  # noqa: E731
+            return split(g, shards, (by_time, ids), whole)
+
+        out, pullback = jax.vjp(call, by_time, whole)
+        rng = np.random.default_rng(9)
+        return out, pullback(jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), out))
+
+    return run(by_time, whole)
+
+
+def assert_equal(got, want, bar=BAR):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
+        assert error <= bar, f"{jax.tree_util.keystr(path)}: relative L2 error {error:.1e}"
+
+
+def shard_counts(*fast, slow=(8,)):
+    return pytest.mark.parametrize("shards", [*fast, *(pytest.param(n, marks=pytest.mark.slow) for n in slow)])
+
+
+@shard_counts(2, 4)
+@pytest.mark.parametrize("packed", [True, False])
+def test_convolution(shards, packed):
+    time, channels, width = 32, (3, 2), 4
+    by_time = arrays(0, x=(B, time, *channels))
+    whole = arrays(1, kernel=(width, *channels), initial_state=(B, width - 1, *channels))
+    ids = jnp.asarray(layout(time)) if packed else None
+
+    def f(x, w, ids, axis_name):
+        return causal_conv1d(x["x"], w["kernel"], initial_state=w["initial_state"], segment_ids=ids, axis_name=axis_name)
+
+    assert_equal(results(f, by_time, whole, shards, ids), results(f, by_time, whole, None, ids))
+
+
+def test_convolution_refuses_shards_shorter_than_its_halo():
+    with pytest.raises(ValueError, match="at least the 3 that a kernel of width 4"):
+        split(lambda x, w, axis_name: causal_conv1d(x, w, axis_name=axis_name), 4, jnp.zeros((1, 8, 2)), jnp.zeros((4, 2)))
