@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, normal, rms_norm, rotate, zeros
+from qwen3next_jax.model.layers import Context, normal, rms_norm, rotate, token_mean, zeros
 from qwen3next_jax.ops import attention
 
 
 class GatedAttention(nnx.Module):
-    """Query, key and value projections → per-head norms and partial RoPE → attention → gate → projection."""
+    """Query, key and value projections → per-head norms and partial RoPE → attention → gate → projection.
+
+    Diagnostics, over the counted tokens: first_token_share [N]: attention probability on the first token of the document,
+    mean over the other tokens' queries; gate_mean [], gate_closed []: mean of the output gate, share of it below 0.1.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
         c, std = config, config.initializer_range
@@ -26,8 +30,8 @@ class GatedAttention(nnx.Module):
         self.q_norm = zeros((*stack, k), dtype)
         self.k_norm = zeros((*stack, k), dtype)
 
-    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict | None]:
-        """x [B, T, D] → [B, T, D]; with a cache also the cache with these tokens' keys and values written."""
+    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
+        """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens' keys and values written)."""
         c, dtype = self.config, x_BTD.dtype
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
         q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1)
@@ -44,14 +48,27 @@ class GatedAttention(nnx.Module):
             cache = {"k": _write(cache["k"], k_BTMK, context.positions), "v": _write(cache["v"], v_BTMK, context.positions)}
             o_BTNK = attention(q_BTNK, cache["k"], cache["v"], q_positions=context.positions)
 
-        o_BTNK = o_BTNK * jax.nn.sigmoid(gate_BTNK.astype(jnp.float32)).astype(dtype)
-        return jnp.einsum("btnk,nkd->btd", o_BTNK, self.o_proj[...].astype(dtype)), cache
+        open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
+        diagnostics = _diagnostics(q_BTNK, k_BTMK, open_BTNK, context) if context.diagnose and cache is None else {}
+        o_BTNK = o_BTNK * open_BTNK.astype(dtype)
+        return jnp.einsum("btnk,nkd->btd", o_BTNK, self.o_proj[...].astype(dtype)), diagnostics, cache
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
         """Empty cache of `length` slots."""
         shape = (batch, length, config.num_key_value_heads, config.head_dim)
         return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
+
+
+def _diagnostics(q_BTNK, k_BTMK, open_BTNK, context: Context) -> dict[str, jax.Array]:
+    # With the indicator of first tokens as values, attention returns its own probability on them: no T × T matrix.
+    first_BT = context.positions == 0
+    indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
+    share_BTN = attention(q_BTNK, k_BTMK, indicator_BTMK, segment_ids=context.segment_ids)[..., 0]
+    counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
+    return {"first_token_share": token_mean(share_BTN, counted_BT),
+            "gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
+            "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 
 
 def _write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:

@@ -4,12 +4,14 @@ Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value hea
 C = 2K + RV channels of one key head that pass the convolution, W convolution width.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, normal, rms_norm_plain
+from qwen3next_jax.model.layers import Context, normal, rms_norm_plain, token_mean
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
 
 
@@ -18,6 +20,9 @@ class GatedDeltaNet(nnx.Module):
 
     The input projection keeps the released checkpoint's grouping: one slab [q | k | v | z] per key head, so that
     sharding G keeps every value head beside its key head.
+
+    Diagnostics, per value head [H]: half_life = -ln 2 / mean g, the tokens over which the mean decay halves the state; beta,
+    mean write strength; state_norm, ‖S‖_F after the last token, mean over rows. Means are over the counted tokens.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
@@ -33,8 +38,8 @@ class GatedDeltaNet(nnx.Module):
         self.norm = nnx.Param(jnp.ones((*stack, v), dtype))
         self.out_proj = normal(rngs, (*stack, h, v, d), std, dtype)
 
-    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict | None]:
-        """x [B, T, D] → [B, T, D]; with a cache also the cache after these tokens."""
+    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
+        """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache after these tokens)."""
         c, dtype = self.config, x_BTD.dtype
         k, v, h = c.linear_key_head_dim, c.linear_value_head_dim, c.linear_num_value_heads
         b, t, g = *x_BTD.shape[:2], c.linear_num_key_heads
@@ -59,7 +64,12 @@ class GatedDeltaNet(nnx.Module):
         gate_BTHV = jax.nn.silu(z_BTGRV.reshape(b, t, h, v).astype(jnp.float32))
         o_BTHV = (o_BTHV.astype(jnp.float32) * gate_BTHV).astype(dtype)
         y_BTD = jnp.einsum("bthv,hvd->btd", o_BTHV, self.out_proj[...].astype(dtype))
-        return y_BTD, None if cache is None else {"conv": conv_state, "state": state}
+        diagnostics = {}
+        if context.diagnose:
+            diagnostics = {"half_life": -math.log(2) / jnp.minimum(token_mean(g_BTH, context.counted), -1e-12),
+                           "beta": token_mean(beta_BTH, context.counted),
+                           "state_norm": jnp.mean(jnp.linalg.norm(state, axis=(-2, -1)), axis=0)}
+        return y_BTD, diagnostics, None if cache is None else {"conv": conv_state, "state": state}
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:

@@ -27,6 +27,7 @@ class Features(NamedTuple):
     router: statistics of the sparse layers (see `SparseMoE`), each stacked on a leading axis in layer order; {} if none.
     mtp_router: the same for the one layer of the MTP module, summed over depths; {} if none.
     hidden_states, router_logits: per layer, where asked for; else None.
+    diagnostics: per layer a dict of small arrays (see the layers' classes), the MTP module's at depth 0 last, where asked for.
     """
 
     hidden: jax.Array
@@ -35,6 +36,7 @@ class Features(NamedTuple):
     mtp_router: dict[str, jax.Array]
     hidden_states: tuple[jax.Array, ...] | None = None
     router_logits: tuple[jax.Array, ...] | None = None
+    diagnostics: tuple[dict[str, jax.Array], ...] | None = None
 
 
 class Output(NamedTuple):
@@ -83,24 +85,26 @@ class Qwen3Next(nnx.Module):
         return Output(self.logits(f.hidden), mtp_logits, pooled_balance_loss(f.router), f.hidden_states, f.router_logits)
 
     def features(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, remat: bool = False,
-                 capture: bool = False) -> Features:
+                 capture: bool = False, diagnose: bool = False) -> Features:
         """The forward pass up to, but without, the output head. `remat`: keep only each layer's input for the backward."""
         b, t = tokens.shape
         if segment_ids is None:
             context = Context(jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)))
         else:
             context = Context(document_positions(segment_ids), segment_ids, counted=segment_ids > 0)
+        context = context._replace(diagnose=diagnose)
         embedded = self.embed(tokens)
         x, per_layer, _ = self._run_layers(embedded, context, None, remat, capture)
         hidden = self._final(x)
-        mtp_hidden, mtp_router = self._run_mtp(hidden, embedded, context, remat)
+        mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(hidden, embedded, context, remat)
 
         hidden_states = (embedded, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
         router_logits = tuple(layer["router_logits"] for layer in per_layer if "router_logits" in layer) if capture else None
         statistics = [{name: layer[name] for name in ("load", "probability", "z", "tokens")}
                       for layer in per_layer if "load" in layer]
         router = jax.tree.map(lambda *s: jnp.stack(s), *statistics) if statistics else {}
-        return Features(hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits)
+        diagnostics = (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
+        return Features(hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics)
 
     def decode(self, tokens: jax.Array, positions: jax.Array, cache: list,
                segment_ids: jax.Array | None = None) -> tuple[jax.Array, list]:
@@ -162,8 +166,8 @@ class Qwen3Next(nnx.Module):
         return x, per_layer, caches
 
     def _run_mtp(self, hidden, embedded, context: Context, remat: bool):
-        """→ (per depth the normed states, router statistics summed over depths)."""
-        states, total = [], {}
+        """→ (per depth the normed states, router statistics summed over depths, [diagnostics of depth 0] or [])."""
+        states, total, diagnostics = [], {}, []
         segment_ids = context.segment_ids
         if segment_ids is None:
             segment_ids = jnp.ones(hidden.shape[:2], jnp.int32)
@@ -176,9 +180,11 @@ class Qwen3Next(nnx.Module):
                 return nnx.merge(graphdef, params)(hidden, shifted, context._replace(counted=counted))[:2]
             hidden, aux = (jax.checkpoint(apply) if remat else apply)(params, hidden, shifted)
             aux.pop("router_logits", None)
+            if context.diagnose:
+                diagnostics.append(aux.pop("diagnostics"))
             total = jax.tree.map(jnp.add, total, aux) if total else aux
             states.append(hidden)
-        return tuple(states), total
+        return tuple(states), total, diagnostics[:1]
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:

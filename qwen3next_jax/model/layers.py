@@ -17,11 +17,21 @@ class Context(NamedTuple):
     positions: [B, T] int32, each token's position in its document (with a cache: its slot in the cache, too).
     segment_ids: [B, T] int32, the document of each token, 0 = padding; None when every row is one document.
     counted: [B, T] bool, the tokens whose routing enters the router statistics; None for all.
+    diagnose: each layer adds "diagnostics" (a dict of small arrays, see its class) to its auxiliary outputs.
     """
 
     positions: jax.Array
     segment_ids: jax.Array | None = None
     counted: jax.Array | None = None
+    diagnose: bool = False
+
+
+def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:
+    """Mean of `x` [B, T, …] over the counted tokens, float32 [...]; 0 where there are none."""
+    if counted_BT is None:
+        return jnp.mean(x_BT.astype(jnp.float32), axis=(0, 1))
+    counted_BT = counted_BT.astype(jnp.float32)
+    return jnp.einsum("bt...,bt->...", x_BT.astype(jnp.float32), counted_BT) / jnp.maximum(jnp.sum(counted_BT), 1.0)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: jnp.dtype) -> nnx.Param:

@@ -3,12 +3,14 @@
 Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E experts, I expert width.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, normal
+from qwen3next_jax.model.layers import Context, normal, token_mean
 from qwen3next_jax.ops import expert_mlp
 
 
@@ -30,6 +32,7 @@ class SparseMoE(nnx.Module):
     Auxiliary output, summed (not averaged) over the counted tokens so that micro-batches and devices add up exactly:
       load [E]: choices of each expert; probability [E]: router probability of each; z []: logsumexp(logits)²;
       tokens []: counted tokens. `router_logits` [B, T, E] as well, for whoever asks for them.
+    Diagnostics, means over the counted tokens: router_entropy [], of a token's probabilities over ln E; router_z [].
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
@@ -62,6 +65,8 @@ class SparseMoE(nnx.Module):
             openness_R1 = jax.nn.sigmoid((x_RD @ self.shared_gate[...].astype(dtype))[:, None].astype(jnp.float32))
             y_RD = y_RD + openness_R1.astype(dtype) * shared_RD
         aux = _router_statistics(logits_RE, probability_RE, expert_RA, context.counted)
+        if context.diagnose:
+            aux["diagnostics"] = _diagnostics(logits_RE.reshape(*x_BTD.shape[:2], -1), context.counted)
         return y_RD.reshape(x_BTD.shape), aux | {"router_logits": logits_RE.reshape(*x_BTD.shape[:2], -1)}
 
 
@@ -98,6 +103,13 @@ def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
 
 
 _permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None))
+
+
+def _diagnostics(logits_BTE, counted_BT) -> dict[str, jax.Array]:
+    entropy_BT = -jnp.sum(jax.nn.softmax(logits_BTE) * jax.nn.log_softmax(logits_BTE), axis=-1)
+    z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
+    return {"router_entropy": token_mean(entropy_BT, counted_BT) / math.log(max(logits_BTE.shape[-1], 2)),
+            "router_z": token_mean(z_BT, counted_BT)}
 
 
 def _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT) -> dict[str, jax.Array]:

@@ -117,8 +117,8 @@ class _Run:
 
     def _log(self, step: int, values: dict[str, Any], seconds: float, waited: float, steps: int) -> None:
         tokens = self.config.train.batch_size * self.config.train.sequence_length
-        load = values.pop("expert_load", None)
-        record = {name: float(value) for name, value in values.items()}
+        load = values.get("expert_load")
+        record = {name: float(value) for name, value in values.items() if name not in ("expert_load", "grad_norms")}
         if load is not None:
             record |= {"busiest_expert": float(np.max(load)), "idle_experts": int(np.sum(load == 0))}
         record |= {"tokens_seen": step * tokens, "tokens_per_second": steps * tokens / seconds, "data_wait": waited / seconds}

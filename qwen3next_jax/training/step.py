@@ -12,6 +12,7 @@ from flax import nnx
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.training.diagnostics import norms_by_layer
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
@@ -37,6 +38,7 @@ def init_state(config: Config, params: dict | None = None) -> State:
 def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated.
 
+    metrics: scalars, but for expert_load [L, E] and grad_norms (see `norms_by_layer`; before clipping).
     batch: tokens and segment_ids, [B, T] int32. With gradient accumulation the rows are taken as k micro-batches whose
     sum equals the one batch. Only the balance loss is not a sum over rows: it multiplies the whole batch's expert load
     into each token's probability. So the load is counted first, in a forward pass without gradients (skipped where
@@ -60,7 +62,7 @@ def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dic
             grads, parts = _accumulate(graphdef, gradients, state["params"], batch, counts, config)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        metrics = parts | {"grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state["step"]),
+        metrics = parts | {"grad_norm": optax.tree.norm(grads), "grad_norms": norms_by_layer(grads), "learning_rate": schedule(state["step"]),
                            "tokens": counts.tokens}
         return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
 

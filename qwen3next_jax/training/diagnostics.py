@@ -1,0 +1,89 @@
+"""What is measured per layer every `telemetry.diagnostics_every` steps: a forward pass of its own, beside the train step.
+
+Each layer says what to measure (its class documents the names); here the numbers of all layers become lists, one entry
+per layer, None where a layer has no such thing. docs/report.md explains them and the values published for them.
+
+Letters: L layers, the MTP module's (if there is one) last; N heads; E experts; S sparse layers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qwen3next_jax.config import Config
+
+SINK_HEAD = 0.3  # a head above this attention probability on the first token counts as a sink (2504.02732, 2505.06708)
+
+
+def norms_by_layer(tree: dict) -> dict[str, jax.Array]:
+    """L2 norms of a tree shaped like the parameters: `layers` [number of layers], and one [] for each other group."""
+    def squares(leaf, axes_kept):
+        return jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=tuple(range(axes_kept, leaf.ndim)))
+
+    norms = {}
+    for name, group in tree.items():
+        if name == "layers":  # position in the period → parameters stacked over its repeats
+            by_position = [sum(squares(leaf, 1) for leaf in jax.tree.leaves(group[j])) for j in sorted(group)]
+            norms[name] = jnp.sqrt(jnp.stack(by_position, axis=1).reshape(-1))
+        else:
+            norms[name] = jnp.sqrt(sum(squares(leaf, 0) for leaf in jax.tree.leaves(group)))
+    return norms
+
+
+def make_diagnostics_step(config: Config, graphdef: nnx.GraphDef) -> Callable[[dict, dict[str, jax.Array]], dict[str, Any]]:
+    """→ jitted `step(params, batch)` → what `summarise` takes, from one micro-batch of `batch`."""
+    def step(params, batch):
+        tokens, segment_ids = (batch[name][::config.train.gradient_accumulation] for name in ("tokens", "segment_ids"))
+        features = nnx.merge(graphdef, params).features(tokens, segment_ids, diagnose=True)
+        return {"layers": features.diagnostics, "param_norms": norms_by_layer(params)}
+    return jax.jit(step)
+
+
+def summarise(config: Config, measured: dict[str, Any], grad_norms: dict[str, Any], expert_load: Any) -> dict[str, Any]:
+    """What a "diagnostics" event records.
+
+    Args:
+      measured: of the step that `make_diagnostics_step` makes, on the host.
+      grad_norms: `norms_by_layer` of the gradients, before clipping.
+      expert_load: [S, E] share of each expert times E, of the train step's whole batch; None where nothing is sparse.
+    """
+    rows = [_layer(layer) for layer in measured["layers"]]
+    for name, norms in (("grad_norm", grad_norms), ("param_norm", measured["param_norms"])):
+        per_layer = [*norms["layers"], *([norms["mtp"]] if "mtp" in norms else [])]
+        for row, norm in zip(rows, per_layer, strict=True):
+            row[name] = norm
+    record = {"groups": {name: {"grad_norm": _short(norm), "param_norm": _short(measured["param_norms"][name])}
+                         for name, norm in grad_norms.items() if name not in ("layers", "mtp")}}
+    if expert_load is not None:
+        sparse = [row for row in rows if "router_entropy" in row]
+        for row, load_E in zip(sparse, np.asarray(expert_load), strict=True):
+            mean = max(float(np.mean(load_E)), 1e-12)
+            row |= {"load_cv": np.std(load_E) / mean, "load_max_violation": np.max(load_E) / mean - 1,
+                    "dead_experts": np.sum(load_E == 0)}
+        record["expert_load"] = [[round(float(x), 2) for x in load_E] for load_E in np.asarray(expert_load)]
+    names = sorted({name for row in rows for name in row})
+    return {name: [_short(row[name]) if name in row else None for row in rows] for name in names} | record
+
+
+def _layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
+    """One layer's numbers with its heads summed up."""
+    row = {name: value for name, value in layer.items() if np.ndim(value) == 0}
+    row["activation_ratio"] = row["activation_max"] / max(float(row.pop("activation_median")), 1e-12)
+    if "first_token_share" in layer:
+        share_N = layer["first_token_share"]
+        row |= {"first_token_share": np.mean(share_N), "first_token_heads": np.mean(share_N > SINK_HEAD)}
+    if "half_life" in layer:
+        half_life_H = layer["half_life"]
+        row |= {"half_life": math.exp(np.mean(np.log(half_life_H))), "half_life_min": np.min(half_life_H),
+                "half_life_max": np.max(half_life_H), "beta": np.mean(layer["beta"]), "state_norm": np.mean(layer["state_norm"])}
+    return row
+
+
+def _short(value: Any) -> float:
+    """Four significant digits: 48 layers of these are written again and again."""
+    return float(f"{float(value):.4g}")
