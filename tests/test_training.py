@@ -115,8 +115,8 @@ def test_micro_batches_and_remat_change_no_gradient(config):
         adam = next(s for s in jax.tree.leaves(state["opt_state"], is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
         results.append((metrics, adam.mu))  # after one step mu is (1 - beta1) times the clipped gradient
     (one, gradient), (four, summed) = results
-    for name in one:
-        np.testing.assert_allclose(four[name], one[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(four), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(summed)):
         error = float(jnp.linalg.norm(a - b)) / (float(jnp.linalg.norm(a)) + 1e-6)
         assert error < 1e-5, (jax.tree_util.keystr(path), error)
