@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from etils import epath
 
-from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
+from qwen3next_jax.data.tokens import TaskTokens, Tokenizer, load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
@@ -29,6 +29,8 @@ def load_model(path: str | pathlib.Path, step: int | None = None) -> LoadedModel
     folder = epath.Path(path)
     if (folder / "run.json").exists():
         model, config, step = load_trained(folder, step)
+        if config.data.source != "text":
+            return LoadedModel(model, TaskTokens(config.model.vocab_size), step)
         own = folder / "tokenizer"
         return LoadedModel(model, load_tokenizer(str(own) if own.exists() else config.data.tokenizer, config.model.vocab_size), step)
     if (folder / "config.json").exists():

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.multi_token_prediction import targets_in_document
+from qwen3next_jax.model.multi_token_prediction import target_positions
 from qwen3next_jax.ops import linear_cross_entropy
 
 Batch = dict[str, jax.Array]
@@ -30,8 +30,8 @@ def make_heldout_step(graphdef: nnx.GraphDef) -> Callable[[dict, Batch, jax.Arra
         head_DV = model.head_weight()
 
         def predict(hidden_BTD, offset):
-            """(sum of losses, [B, T] whether the token `offset` later lies in the document, [B, T] best guess for it)."""
-            inside_BT = targets_in_document(segment_ids_BT, offset)
+            """(sum of losses, [B, T] whether the token `offset` later is a target, [B, T] best guess for it)."""
+            inside_BT = target_positions(batch, offset)
             target_R = jnp.roll(tokens_BT, -offset, axis=1).reshape(-1)
             nll, aux = linear_cross_entropy(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), head_DV, target_R,
                                             inside_BT.reshape(-1).astype(jnp.float32))
@@ -39,7 +39,8 @@ def make_heldout_step(graphdef: nnx.GraphDef) -> Callable[[dict, Batch, jax.Arra
 
         nll, inside_BT, trunk_guess_BT = predict(features.hidden, 1)
         bytes_BT = jnp.where(inside_BT, token_bytes[jnp.roll(tokens_BT, -1, axis=1)], 0)
-        sums = {"nll": nll, "targets": jnp.sum(inside_BT), "bytes": jnp.sum(bytes_BT)}
+        hit_BT = inside_BT & (trunk_guess_BT == jnp.roll(tokens_BT, -1, axis=1))
+        sums = {"nll": nll, "targets": jnp.sum(inside_BT), "bytes": jnp.sum(bytes_BT), "correct": jnp.sum(hit_BT)}
         # A draft is accepted as far as it says what the trunk itself would have said, one depth after another.
         agreed_BT = jnp.ones_like(inside_BT)
         for d, hidden_BTD in enumerate(features.mtp_hidden):
@@ -63,14 +64,18 @@ def evaluate_heldout(step: Callable, params: dict, batches: Iterable[Batch], tok
 
 
 def summarise(total: dict[str, float]) -> dict[str, float]:
-    """Sums → loss (nats per token), perplexity, bits_per_byte, and mtp_loss/d, mtp_acceptance/d per depth.
+    """Sums → loss (nats per token), perplexity, accuracy, bits_per_byte, and mtp_loss/d, mtp_acceptance/d per depth.
+
+    Where tokens stand for no text (synthetic tasks) there is no bits_per_byte.
 
     Acceptance at depth d is the share of positions whose drafts 0 … d all match the trunk's own greedy tokens.
     """
-    targets, n_bytes = max(total["targets"], 1.0), max(total["bytes"], 1.0)
+    targets = max(total["targets"], 1.0)
     loss = total["nll"] / targets
-    result = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": total["nll"] / n_bytes / math.log(2),
-              "targets": total["targets"], "bytes": total["bytes"]}
+    result = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": total["correct"] / targets}
+    if total["bytes"]:
+        result["bits_per_byte"] = total["nll"] / total["bytes"] / math.log(2)
+    result |= {"targets": total["targets"], "bytes": total["bytes"]}
     depth = 0
     while f"mtp_nll/{depth}" in total:
         possible = max(total[f"mtp_targets/{depth}"], 1.0)

@@ -44,3 +44,10 @@ def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
     """[B, T] bool: whether token t + `offset` exists, is no padding, and lies in the document of token t."""
     later_BT = jnp.pad(segment_ids_BT[:, offset:], ((0, 0), (0, min(offset, segment_ids_BT.shape[1]))))
     return (segment_ids_BT > 0) & (later_BT == segment_ids_BT)
+
+
+def target_positions(batch: dict[str, jax.Array], offset: int) -> jax.Array:
+    """[B, T] bool: the positions whose loss counts: token t + `offset` lies in the document of token t and, where the batch
+    has a `target_mask` [B, T] (synthetic tasks), is one of the tokens that count as targets."""
+    inside_BT = targets_in_document(batch["segment_ids"], offset)
+    return inside_BT & jnp.roll(batch["target_mask"], -offset, axis=1) if "target_mask" in batch else inside_BT

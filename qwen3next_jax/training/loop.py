@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from qwen3next_jax.config import Config
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.pipeline import SyntheticData, TrainData, open_data
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
@@ -21,7 +21,7 @@ from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, open_run
 from qwen3next_jax.training.step import State, abstract_model, init_state, make_train_step
-from qwen3next_jax.training.telemetry import Display, MetricsFile, PreparationProgress
+from qwen3next_jax.training.telemetry import Display, MetricsFile, PreparationProgress, heldout_figure
 
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
@@ -33,7 +33,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
     # Data
     with PreparationProgress() as progress:
-        data = TrainData(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
+        data = open_data(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
     if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
         check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
     open_run(workdir, config, data.fingerprint)
@@ -50,33 +50,33 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         # Loop
         metrics = MetricsFile(workdir / "metrics.jsonl", first_step)
         corpus = data.describe()
-        bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2)
+        bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2) if corpus["bytes"] else None
         with Display(_title(config, state, corpus, first_step), config.train.steps, first_step, bits_per_nat) as display, \
                 _Signals() as signals:
             run = _Run(config, data, checkpoints, metrics, display)
-            step, heldout_bits = run.loop(state, first_step, signals)
+            step, heldout = run.loop(state, first_step, signals)
 
     # End
     metrics.close()
     if step < config.train.steps:
         print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
         return INTERRUPTED
-    print(f"Trained {step} steps: held-out {heldout_bits:.3f} bits/byte. {_what_next(config, workdir)}")
+    print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir)}")
     return 0
 
 
 class _Run:
     """The loop with what it reads and writes."""
 
-    def __init__(self, config: Config, data: TrainData, checkpoints: Checkpoints, metrics: MetricsFile, display: Display):
+    def __init__(self, config: Config, data: TrainData | SyntheticData, checkpoints: Checkpoints, metrics: MetricsFile, display: Display):
         self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config)
         self.heldout_step = make_heldout_step(self.graphdef)
-        self.heldout_bits = math.nan
+        self.heldout_figure = ""
 
-    def loop(self, state: State, first_step: int, signals: "_Signals") -> tuple[int, float]:
-        """→ (steps taken in all, last held-out bits per byte)."""
+    def loop(self, state: State, first_step: int, signals: "_Signals") -> tuple[int, str]:
+        """→ (steps taken in all, last held-out figure)."""
         config = self.config
         batches = self.data.batches(first_step)
         values: dict[str, Any] = {}
@@ -112,8 +112,8 @@ class _Run:
                 self.metrics.write("checkpoint", step)
                 self.display.checkpoint(step)
             if stop:
-                return step, self.heldout_bits
-        return config.train.steps, self.heldout_bits
+                return step, self.heldout_figure
+        return config.train.steps, self.heldout_figure
 
     def _log(self, step: int, values: dict[str, Any], seconds: float, waited: float, steps: int) -> None:
         tokens = self.config.train.batch_size * self.config.train.sequence_length
@@ -133,7 +133,7 @@ class _Run:
     def _evaluate(self, step: int, state: State) -> None:
         values = evaluate_heldout(self.heldout_step, state["params"], self.data.heldout(self.config.eval.rows),
                                   self.data.tokenizer.token_bytes)
-        self.heldout_bits = values["bits_per_byte"]
+        self.heldout_figure = heldout_figure(values)
         self.metrics.write("heldout", step, **values)
         self.display.heldout(step, values)
         if self.config.eval.sample_tokens:
@@ -200,10 +200,17 @@ def _title(config: Config, state: State, corpus: dict[str, Any], first_step: int
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     start = f"resumed after step {first_step}" if first_step else "new run"
     return (f"{config.name}: {parameters:,} parameters on {jax.devices()[0].device_kind} · "
-            f"{corpus['documents']:,} documents, {corpus['tokens']:,} tokens · {start}")
+            f"{_corpus(corpus)} · {start}")
+
+
+def _corpus(corpus: dict[str, Any]) -> str:
+    if not corpus["bytes"]:
+        return f"synthetic task {corpus['sources'][0]['source']}"
+    return f"{corpus['documents']:,} documents, {corpus['tokens']:,} tokens"
 
 
 def _what_next(config: Config, workdir: pathlib.Path) -> str:
     folder = shlex.quote(str(workdir))
-    return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}, or "
-            f"uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}")
+    generate = f", or uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}"
+    return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}"
+            + (generate if config.data.source == "text" else ""))

@@ -16,25 +16,28 @@ import jax.numpy as jnp
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Features, Qwen3Next
-from qwen3next_jax.model.multi_token_prediction import targets_in_document
+from qwen3next_jax.model.multi_token_prediction import target_positions, targets_in_document
 from qwen3next_jax.ops import linear_cross_entropy
 
 
 class Counts(NamedTuple):
-    """Targets of the next-token loss, targets of each MTP depth, non-padding tokens; float32, of the whole batch."""
+    """Of the whole batch, float32: targets of the next-token loss, targets of each MTP depth, non-padding tokens, and over
+    all MTP depths the tokens whose target lies in their document."""
 
     targets: jax.Array
     mtp_targets: tuple[jax.Array, ...]
     tokens: jax.Array
+    mtp_tokens: jax.Array
 
 
-def count_targets(segment_ids: jax.Array, mtp_depth: int) -> Counts:
-    """segment_ids [B, T] → what the sums over this batch are divided by (at least 1, so that padding alone gives 0)."""
+def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
+    """What the sums over this batch are divided by (at least 1, so that padding alone gives 0)."""
     def total(mask):
         return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-    return Counts(total(targets_in_document(segment_ids, 1)),
-                  tuple(total(targets_in_document(segment_ids, 2 + d)) for d in range(mtp_depth)),
-                  total(segment_ids > 0))
+    depths = range(mtp_depth)
+    return Counts(total(target_positions(batch, 1)), tuple(total(target_positions(batch, 2 + d)) for d in depths),
+                  total(batch["segment_ids"] > 0),
+                  sum((total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())))
 
 
 def expert_load(features: Features, config: Config, counts: Counts) -> jax.Array:
@@ -48,7 +51,8 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
     """This (micro-)batch's share of the loss and of each of its parts.
 
     Args:
-      batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same document.
+      batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same document; with
+        target_mask, [B, T] bool, those of them that it marks.
       counts: of the whole batch.
       load: [L, E] `expert_load` of the whole batch; None where this batch is the whole.
 
@@ -57,15 +61,14 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
       by the depth's best guess), `top1`, `balance_loss`, `router_z`, and `expert_load` [L, E].
     """
     train = config.train
-    tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
-    features = model.features(tokens_BT, segment_ids_BT, remat=train.remat == "block")
+    features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat == "block")
     head_DV = model.head_weight()
 
-    loss, top1 = _cross_entropy(features.hidden, head_DV, tokens_BT, segment_ids_BT, 1, counts.targets)
+    loss, top1 = _cross_entropy(features.hidden, head_DV, batch, 1, counts.targets)
     parts = {"loss": loss, "top1": top1}
     mtp_losses = []
     for d, hidden_BTD in enumerate(features.mtp_hidden):
-        mtp_loss, mtp_top1 = _cross_entropy(hidden_BTD, head_DV, tokens_BT, segment_ids_BT, 2 + d, counts.mtp_targets[d])
+        mtp_loss, mtp_top1 = _cross_entropy(hidden_BTD, head_DV, batch, 2 + d, counts.mtp_targets[d])
         mtp_losses.append(mtp_loss)
         parts |= {f"mtp_loss/{d}": mtp_loss, f"mtp_top1/{d}": mtp_top1}
     total = loss
@@ -81,10 +84,10 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
     return total, parts | {"total_loss": total}
 
 
-def _cross_entropy(hidden_BTD, head_DV, tokens_BT, segment_ids_BT, offset, targets) -> tuple[jax.Array, jax.Array]:
+def _cross_entropy(hidden_BTD, head_DV, batch, offset, targets) -> tuple[jax.Array, jax.Array]:
     """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the same document."""
-    weight_R = targets_in_document(segment_ids_BT, offset).reshape(-1).astype(jnp.float32) / targets
-    target_R = jnp.roll(tokens_BT, -offset, axis=1).reshape(-1)
+    weight_R = target_positions(batch, offset).reshape(-1).astype(jnp.float32) / targets
+    target_R = jnp.roll(batch["tokens"], -offset, axis=1).reshape(-1)
     hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     loss, aux = linear_cross_entropy(hidden_RD, head_DV, target_R, weight_R)
     return loss, jnp.sum(aux.correct * weight_R)
@@ -96,5 +99,5 @@ def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
     if features.router:
         layers.append(features.router[name] / counts.tokens)
     if features.mtp_router:
-        layers.append(features.mtp_router[name][None] / sum(counts.mtp_targets))
+        layers.append(features.mtp_router[name][None] / counts.mtp_tokens)
     return jnp.concatenate(layers)

@@ -55,7 +55,7 @@ def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dic
         return grads, parts
 
     def train_step(state: State, batch: Batch):
-        counts = count_targets(batch["segment_ids"], config.model.mtp_depth)
+        counts = count_targets(batch, config.model.mtp_depth)
         if config.train.gradient_accumulation == 1:
             grads, parts = gradients(state["params"], batch, counts)
         else:

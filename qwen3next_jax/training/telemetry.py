@@ -80,11 +80,16 @@ class PreparationProgress:
         self._bars.update(self._tasks[source], completed=bytes_read)
 
 
+def heldout_figure(values: dict[str, float]) -> str:
+    """The one figure of a held-out evaluation: bits per byte, or the accuracy where tokens are no text."""
+    return f"{values['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in values else f"accuracy {values['accuracy']:.1%}"
+
+
 class Display:
     """The run on the terminal. Use as a context manager."""
 
-    def __init__(self, title: str, steps: int, first_step: int, bits_per_nat: float):
-        """`bits_per_nat`: bits per byte for each nat per token, 1 / (ln 2 · bytes per token)."""
+    def __init__(self, title: str, steps: int, first_step: int, bits_per_nat: float | None):
+        """`bits_per_nat`: bits per byte for each nat per token, 1 / (ln 2 · bytes per token); None where tokens are no text."""
         self._steps, self._bits_per_nat, self._title = steps, bits_per_nat, title
         self._console = Console(highlight=False)
         self._values: dict[str, Any] = {}
@@ -116,12 +121,17 @@ class Display:
         self._values = values
         if not self._live:
             self.say(f"step {step:>6}/{self._steps}  loss {values['loss']:.4f}  "
-                     f"bits/byte {values['loss'] * self._bits_per_nat:.3f}"
+                     f"{self._per_byte(values)[0]} {self._per_byte(values)[1]}"
                      + "".join(f"  mtp{name.rpartition('/')[2]} {value:.3f}" for name, value in values.items() if name.startswith("mtp_loss/"))
                      + f"  grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.2e}  {values['tokens_per_second']:,.0f} tok/s")
 
+    def _per_byte(self, values: dict[str, float]) -> tuple[str, str]:
+        if self._bits_per_nat is None:
+            return "accuracy", f"{values['top1']:.1%}"
+        return "bits/byte", f"{values['loss'] * self._bits_per_nat:.3f}"
+
     def heldout(self, step: int, values: dict[str, float]) -> None:
-        line = f"step {step:>6}  held-out {values['bits_per_byte']:.3f} bits/byte  loss {values['loss']:.4f}" + "".join(
+        line = f"step {step:>6}  held-out {heldout_figure(values)}  loss {values['loss']:.4f}" + "".join(
             f"  acceptance@{name.rpartition('/')[2]} {value:.1%}" for name, value in values.items() if name.startswith("mtp_acceptance/"))
         self._heldout.append(line)
         if not self._live:
@@ -158,7 +168,7 @@ class Display:
         v = self._values
         if not v:
             return [("compiling the train step", "…")]
-        cells = [("loss", f"{v['loss']:.4f}"), ("bits/byte", f"{v['loss'] * self._bits_per_nat:.3f}")]
+        cells = [("loss", f"{v['loss']:.4f}"), self._per_byte(v)]
         cells += [(f"mtp loss {name.rpartition('/')[2]}", f"{value:.3f}") for name, value in v.items() if name.startswith("mtp_loss/")]
         if "balance_loss" in v:
             cells += [("balance", f"{v['balance_loss']:.3f}"), ("busiest expert", f"×{v['busiest_expert']:.2f}")]

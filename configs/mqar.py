@@ -1,0 +1,48 @@
+"""Multi-query associative recall (Zoology): two layers of width 64 that must look up values by key. Two minutes on a laptop.
+
+    uv run train.py --config=configs/mqar.py
+
+The order of the layers decides: a recurrent layer first and attention second learns 8 and 16 pairs (--config.data.synthetic.pairs=16)
+within 600 steps, two attention layers need far longer, two recurrent ones seldom get there.
+"""
+
+from ml_collections import ConfigDict
+
+from qwen3next_jax.config import default_config
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict(default_config())
+    config.name = "mqar"
+
+    model = config.model
+    model.vocab_size = 256
+    model.hidden_size = 64
+    model.num_hidden_layers = 2
+    model.full_attention_interval = 2
+    model.num_attention_heads = 2
+    model.num_key_value_heads = 2
+    model.head_dim = 32
+    model.linear_num_key_heads = 2
+    model.linear_num_value_heads = 2
+    model.linear_key_head_dim = 16
+    model.linear_value_head_dim = 16
+    model.num_experts = 0
+    model.intermediate_size = 128
+    model.mtp_depth = 0
+    model.dtype = "float32"
+
+    config.data.source = "mqar"
+    config.data.synthetic.pairs = 8
+
+    config.train.steps = 1200
+    config.train.batch_size = 64
+    config.train.sequence_length = 64
+    config.train.log_every = 50
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.warmup_steps = 100
+    config.optimizer.final_fraction = 0.0
+    config.checkpoint.every = 400
+    config.eval.every = 200
+    config.eval.sample_tokens = 0
+    return config

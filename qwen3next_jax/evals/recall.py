@@ -1,0 +1,86 @@
+"""Recall: multi-query associative recall, induction, copying, and needles in a haystack.
+
+All are read off one forward pass over prompt and answer: greedy decoding gives the answer exactly where the best guess
+is right at each of its tokens, given the right ones before. Letters: B batch, T time.
+"""
+
+import uuid
+
+import numpy as np
+
+from qwen3next_jax.config import SyntheticConfig
+from qwen3next_jax.data.synthetic import HELDOUT_SPLIT, TaskRows
+from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.evals.scoring import Scorer
+
+_BATCH_TOKENS = 8192  # of one scored batch
+_NOISE = "The river is wide. The hill is steep. The road goes on. Turn around and walk back. "
+_WORDS = ("amber", "basket", "candle", "dragon", "ember", "forest", "garden", "harbor", "island", "jungle", "kettle", "lantern",
+          "marble", "needle", "orchard", "pebble", "quartz", "ribbon", "saddle", "timber", "umbrella", "velvet", "willow", "zephyr")
+
+
+def task_accuracy(scorer: Scorer, task: str, length: int, ids: int, rows: int, pairs: int = 8) -> float:
+    """Share of a task's targets that the model's best guess hits.
+
+    Args:
+      task: one of `data.synthetic`'s.
+      ids: the task draws from token ids below this.
+    """
+    made = TaskRows(task, length, ids, SyntheticConfig(pairs=pairs), seed=0, split=HELDOUT_SPLIT)
+    chosen = [made[i] for i in range(rows)]
+    tokens_BT, targets_BT = (np.stack(x) for x in zip(*chosen, strict=True))
+    hits = _hits(scorer, tokens_BT)
+    return float(hits[targets_BT[:, 1:]].mean())
+
+
+def needle_accuracy(scorer: Scorer, tokenizer: Tokenizer, kind: int, length: int, rows: int, haystack: np.ndarray) -> float:
+    """S-NIAH in the manner of RULER (2404.06654): share of rows whose hidden value the model would say, word for word.
+
+    Args:
+      kind: 1: a number in repeated noise; 2: a number in text; 3: a 32-digit identifier in text.
+      length: tokens of prompt and answer together.
+      haystack: [n] ids of running text, for kinds 2 and 3.
+    """
+    rng = np.random.default_rng([kind, length])
+    made = [_needle_row(rng, tokenizer, kind, length, (i + 0.5) / rows, haystack) for i in range(rows)]
+    tokens_BT = np.stack([tokens for tokens, _ in made])
+    hits = _hits(scorer, tokens_BT)
+    return float(np.mean([hits[i, -answer:].all() for i, (_, answer) in enumerate(made)]))
+
+
+def _needle_row(rng: np.random.Generator, tokenizer: Tokenizer, kind: int, length: int, depth: float,
+                haystack: np.ndarray) -> tuple[np.ndarray, int]:
+    """(tokens [T], tokens of the answer): text with one fact in it, at `depth` (0 … 1), and a question at the end."""
+    word = rng.choice(_WORDS)
+    value = str(rng.integers(1_000_000, 10_000_000)) if kind < 3 else str(uuid.UUID(bytes=rng.bytes(16)))
+    needle = tokenizer.encode(f"\nThe secret number of {word} is {value}.\n")
+    question = tokenizer.encode(f"\nThe secret number of {word} is")
+    answer = tokenizer.encode(f" {value}")
+    room = length - len(needle) - len(question) - len(answer)
+    if room < 1:
+        raise UserError(f"niah at {length} tokens: fact, question and answer alone take {length - room}; give a longer --lengths")
+    text = np.resize(tokenizer.encode(_NOISE), room) if kind == 1 else _stretch(rng, haystack, room)
+    place = round(depth * room)
+    return np.concatenate([text[:place], needle, text[place:], question, answer]).astype(np.int32), len(answer)
+
+
+def _stretch(rng: np.random.Generator, haystack: np.ndarray, count: int) -> np.ndarray:
+    if len(haystack) < count:
+        raise UserError(f"niah needs {count} tokens of text and the data has {len(haystack)} held out: give more data, or a "
+                        "shorter --lengths")
+    start = int(rng.integers(0, len(haystack) - count + 1))
+    return haystack[start:start + count]
+
+
+def _hits(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
+    """[B, T-1] bool: whether the best guess for tokens 1 … T-1 is right."""
+    size = max(1, min(len(tokens_BT), _BATCH_TOKENS // tokens_BT.shape[1]))
+    padded = np.resize(tokens_BT, (-(-len(tokens_BT) // size) * size, tokens_BT.shape[1]))
+    guesses = [scorer(padded[i:i + size])[1] for i in range(0, len(padded), size)]
+    return np.concatenate(guesses)[:len(tokens_BT)] == tokens_BT[:, 1:]
+
+
+def mqar_length(pairs: int) -> int:
+    """Row length of the mqar evaluation: 64, as in the usual figures, or what the pairs need."""
+    return max(64, 4 * pairs)
