@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
-from qwen3next_jax.ops import causal_conv1d
+from qwen3next_jax.ops import attention, causal_conv1d
 
 BAR = 1e-5  # relative L2 error in float32: a sum in another order
 B = 2
@@ -83,3 +83,39 @@ def test_convolution(shards, packed):
 def test_convolution_refuses_shards_shorter_than_its_halo():
     with pytest.raises(ValueError, match="at least the 3 that a kernel of width 4"):
         split(lambda x, w, axis_name: causal_conv1d(x, w, axis_name=axis_name), 4, jnp.zeros((1, 8, 2)), jnp.zeros((4, 2)))
+
+
+def attention_case(time, implementation=None):
+    def f(x, w, ids, axis_name):
+        o = attention(**x, segment_ids=ids, axis_name=axis_name, implementation=implementation)
+        return (o if ids is None else jnp.where(ids[..., None, None] > 0, o, 0)), w  # padding rows may hold anything
+
+    return f, arrays(2, q=(B, time, 4, 8), k=(B, time, 2, 8), v=(B, time, 2, 8))
+
+
+@shard_counts(2, 4)
+@pytest.mark.parametrize("packed", [True, False])
+def test_attention(shards, packed):
+    time = 160  # blocks of 20 to 40 queries, no multiple of the key blocks of 64
+    f, arguments = attention_case(time)
+    ids = jnp.asarray(layout(time)) if packed else None
+    assert_equal(results(f, arguments, {}, shards, ids), results(f, arguments, {}, None, ids))
+
+
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_attention_by_splash_kernels(packed):
+    time = 64  # blocks of 16, padded to whole lanes
+    (f, arguments), (whole, _) = attention_case(time, "splash"), attention_case(time)
+    ids = jnp.asarray(layout(time)) if packed else None
+    assert_equal(results(f, arguments, {}, 2, ids), results(whole, arguments, {}, None, ids))
+
+
+@pytest.mark.parametrize("change, error, name", [
+    (dict(q_positions=jnp.zeros((1, 5), int)), NotImplementedError, "q_positions"),
+    (dict(implementation="cudnn"), NotImplementedError, "cudnn"),
+    (dict(), ValueError, "an even number"),
+])
+def test_attention_errors_name_the_argument(change, error, name):
+    x = jnp.zeros((1, 10, 2, 4))
+    with pytest.raises(error, match=name):
+        split(lambda x, w, axis_name: (attention(x, x, x, axis_name=axis_name, **change), w), 2, x, {})

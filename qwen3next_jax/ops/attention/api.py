@@ -1,0 +1,127 @@
+"""Causal grouped-query attention over packed documents, in memory linear in the length.
+
+Letters: B batch, T queries, S keys, N query heads, M key/value heads (query head n reads head n // (N // M)), D head width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops.attention import dispatch, ring
+
+IMPLEMENTATIONS = ("xla", "splash", "cudnn")
+_CUDNN_LIMIT = 2**31  # elements; above it cuDNN's gradients are silently wrong
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Array | None = None,
+              kv_segment_ids: jax.Array | None = None, q_positions: jax.Array | None = None, scale: float | None = None,
+              implementation: str | None = None, axis_name: str | None = None) -> jax.Array:
+    """softmax(scale · q kᵀ) v over the keys 0 … p of a query at position p, with float32 softmax.
+
+    Args:
+      q: [B, T, N, D].
+      k, v: [B, S, M, D] with N % M == 0.
+      segment_ids: [B, T] integers or None: positive and non-decreasing along T, one id per document, 0 for padding at the
+        end. A query sees keys of its own segment only.
+      kv_segment_ids: [B, S], the same for keys; None where S = T means `segment_ids`.
+      q_positions: [B, T] index of each query on the key axis (cached decoding); None means 0 … T−1.
+      scale: of the scores; None means D^-1/2.
+      implementation: "xla" (blockwise, or at once for few `q_positions`), "splash" (TPU; on CPU it runs interpreted; no
+        `q_positions`), "cudnn" (GPU; no `q_positions`, no segments; chosen only by name), or None: "splash" on TPU where
+        it applies, "xla" elsewhere.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; every array is then this shard's part, the
+        segment ids are those of the whole row, and T must be even. Causal self-attention over the whole row: no
+        `q_positions`, no `kv_segment_ids`, no "cudnn".
+
+    Returns:
+      o: [B, T, N, D] in q's dtype. Padding rows hold something finite and give no gradient to other rows.
+
+    Raises:
+      ValueError: shapes, dtypes or the implementation's name do not fit.
+      NotImplementedError: the named implementation cannot run this problem.
+    """
+    _check(q, k, v, segment_ids, kv_segment_ids, q_positions, implementation)
+    if axis_name is not None:
+        _check_split(axis_name, q, kv_segment_ids, q_positions, implementation)
+    if kv_segment_ids is None:
+        kv_segment_ids = segment_ids
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if implementation in ("splash", "cudnn") and q_positions is not None:
+        raise NotImplementedError(f"q_positions with implementation={implementation!r}: use \"xla\" for cached decoding")
+    if implementation == "cudnn":
+        return _cudnn(q, k, v, segment_ids, scale)
+    options = dispatch.Options(implementation, scale)
+    if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
+        return ring.attention(options, axis_name, q, k, v, segment_ids)
+    return _operator(options, q, k, v, segment_ids, kv_segment_ids, q_positions)
+
+
+def _check(q, k, v, segment_ids, kv_segment_ids, q_positions, implementation):
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}, or None")
+    if q.ndim != 4 or 0 in q.shape:
+        raise ValueError(f"q has shape {q.shape}: expected [B, T, N, D], nothing empty")
+    b, t, n, d = q.shape
+    if k.ndim != 4 or (k.shape[0], k.shape[3]) != (b, d) or 0 in k.shape:
+        raise ValueError(f"k has shape {k.shape}: expected [B, S, M, D] with B = {b}, D = {d}, as in q")
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {v.shape}: expected k's, {k.shape}")
+    if n % k.shape[2]:
+        raise ValueError(f"q has {n} heads and k {k.shape[2]}: expected query heads to be a multiple of key heads")
+    s = k.shape[1]
+    if q_positions is None and s != t:
+        raise ValueError(f"k has {s} keys for {t} queries: expected q_positions [B, T] to place the queries")
+    if segment_ids is not None and kv_segment_ids is None and s != t:
+        raise ValueError(f"k has {s} keys for {t} queries: expected kv_segment_ids [B, S] beside segment_ids")
+    if segment_ids is None and kv_segment_ids is not None:
+        raise ValueError("kv_segment_ids given: expected segment_ids beside it")
+    for name, x, shape in (("segment_ids", segment_ids, (b, t)), ("kv_segment_ids", kv_segment_ids, (b, s)),
+                           ("q_positions", q_positions, (b, t))):
+        if x is not None and (x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer)):
+            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: expected integers of shape {list(shape)}")
+
+
+def _check_split(axis_name, q, kv_segment_ids, q_positions, implementation):
+    for name, x in (("q_positions", q_positions), ("kv_segment_ids", kv_segment_ids)):
+        if x is not None:
+            raise NotImplementedError(f"{name} with axis_name={axis_name!r}: expected causal self-attention over the whole row")
+    if implementation == "cudnn":
+        raise NotImplementedError(f'implementation="cudnn" with axis_name={axis_name!r}: use "xla" or None')
+    if q.shape[1] % 2 and jax.lax.axis_size(axis_name) > 1:
+        raise ValueError(f"q has {q.shape[1]} tokens a shard of axis {axis_name!r}: expected an even number, as each shard works "
+                         "on two blocks of the row; the row's length must be a multiple of twice the axis' size")
+
+
+# ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _operator(options, *inputs):
+    return dispatch.forward(options, *inputs)[0]
+
+
+def _operator_forward(options, *inputs):
+    o, logsumexp_BNT = dispatch.forward(options, *inputs)
+    return o, (inputs, o, logsumexp_BNT)
+
+
+def _operator_backward(options, residuals, do):
+    return *dispatch.backward(options, *residuals, do), None, None, None
+
+
+_operator.defvjp(_operator_forward, _operator_backward)
+
+
+# ---- cuDNN --------------------------------------------------------------------------------------------------------
+
+
+def _cudnn(q, k, v, segment_ids, scale):
+    if segment_ids is not None:
+        raise NotImplementedError('segment_ids with implementation="cudnn" need a [T, T] mask: use "xla"')
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f'implementation="cudnn" needs a GPU, the default backend is {jax.default_backend()!r}')
+    if max(q.size, k.size) > _CUDNN_LIMIT:
+        raise NotImplementedError(f'implementation="cudnn" with {max(q.size, k.size)} elements in q or k: gradients of '
+                                  f'cuDNN attention are silently wrong above {_CUDNN_LIMIT}; use "xla"')
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")

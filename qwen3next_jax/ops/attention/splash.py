@@ -1,0 +1,83 @@
+"""Splash attention, the TPU kernels that come with JAX.
+
+Letters: B batch, T queries, N query heads, D head width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops.attention.xla import wide_dtype
+
+LANES = 128
+_BLOCK = 512
+
+
+def _kernel(heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    block = min(_BLOCK, length)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    one_head = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
+    mask = splash_attention_mask.MultiHeadMask([one_head((length, length))] * heads)
+    return splash_attention_kernel.make_splash_mha(
+        mask, block_sizes=splash_attention_kernel.BlockSizes(**dict.fromkeys(names, block)), head_shards=1, q_seq_shards=1,
+        interpret=interpret, save_residuals=save_residuals)
+
+
+def _length(t: int) -> int:
+    """`t` padded to whole lanes, and to whole blocks where there are several."""
+    lanes = -(-t // LANES) * LANES
+    return lanes if lanes <= _BLOCK else -(-t // _BLOCK) * _BLOCK
+
+
+def _to_splash(x_BTND):
+    """[B, T, N, D] → [B, N, T, D], both last axes padded."""
+    b, t, n, d = x_BTND.shape
+    return jnp.pad(x_BTND.swapaxes(1, 2), ((0, 0), (0, 0), (0, _length(t) - t), (0, -d % LANES)))
+
+
+def _from_splash(x_BNTD, like):
+    return x_BNTD[:, :, :like.shape[1], :like.shape[3]].swapaxes(1, 2).astype(like.dtype)
+
+
+def _segments(q, segment_ids, kv_segment_ids, causal):
+    """Ids of both axes, padded; a row of padding is no key of any query."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    padding = ((0, 0), (0, _length(q.shape[1]) - q.shape[1]))
+    if segment_ids is None:
+        if causal or padding[1] == (0, 0):  # the causal mask hides keys behind the last query
+            return None
+        segment_ids = kv_segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+    return splash_attention_kernel.SegmentIds(jnp.pad(segment_ids.astype(jnp.int32), padding),
+                                              jnp.pad(kv_segment_ids.astype(jnp.int32), padding, constant_values=-1))
+
+
+def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, causal, interpret):
+    t, n = q.shape[1:3]
+    kernel = _kernel(n, _length(t), causal, interpret, save_residuals=True)
+    inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
+    o, (logsumexp,) = jax.vmap(kernel)(*inputs, _segments(q, segment_ids, kv_segment_ids, causal))
+    return _from_splash(o, q), logsumexp[:, :, :t].astype(wide_dtype(q))
+
+
+def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, causal, interpret):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    t, n = q.shape[1:3]
+    length = _length(t)
+    kernel = _kernel(n, length, causal, interpret, save_residuals=False)
+    options = {name: value for name, value in kernel.kwargs.items()}
+
+    def one_row(q, k, v, segments, o, logsumexp, do):
+        # The public call would run the forward kernel again to rebuild these residuals.
+        residuals = (q, k, v, segments, None, o, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+        gradients = splash_attention_kernel._splash_attention_bwd(res=residuals, do=do, **options)
+        return gradients[3:6]
+
+    logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
+    dq, dk, dv = jax.vmap(one_row)(_to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v),
+                                   _segments(q, segment_ids, kv_segment_ids, causal), _to_splash(o), logsumexp, _to_splash(do))
+    return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)
+
+

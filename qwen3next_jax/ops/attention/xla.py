@@ -1,0 +1,200 @@
+"""Attention in XLA alone: few queries at once, else blockwise with online softmax, https://arxiv.org/abs/2205.14135.
+
+Letters: B batch, T queries, S keys, N query heads, M key/value heads (query head n reads head n // (N // M)), H = N // M
+query heads of a group, D head width, C queries or keys of a block, L = H · C rows of a query block.
+"""
+
+import jax
+import jax.numpy as jnp
+
+CPU_BLOCK = 64  # of queries and of keys: the scores of a block stay in cache; measured with benchmarks/attention.py
+GPU_BLOCK = 512
+_FEW_QUERIES = 8  # of cached decoding: their scores fit in memory whole
+_HIDDEN = -1e30  # score of a pair that does not attend; finite, so that a row without keys stays finite
+UNSEEN = -_HIDDEN  # logsumexp of a row that sees no key: its weights are 0 in the backward pass
+
+
+def _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions):
+    """Block sizes (queries, keys) and the padded positions and segments of both axes."""
+    (b, t), s = q.shape[:2], k.shape[1]
+    size_q, size_k = min(t, block), min(s, block)
+    if q_positions is None:
+        positions = jnp.arange(t, dtype=jnp.int32) if causal else jnp.full((t,), s - 1, jnp.int32)
+        q_positions = jnp.broadcast_to(positions, (b, t))
+    position = _blocks(q_positions, size_q, 1)
+    segment = None if segment_ids is None else _blocks(segment_ids, size_q, 1)
+    kv_segment = None if segment_ids is None else _blocks(kv_segment_ids, size_k, 1)
+    return size_q, size_k, position, segment, kv_segment
+
+
+def _blocks(x, size, axis):
+    """Pads `axis` with zeros to a multiple of `size`, splits it into blocks and moves the block axis to the front."""
+    count = -(-x.shape[axis] // size)
+    x = jnp.pad(x, [(0, count * size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1:]), axis, 0)
+
+
+def _join(x, length, axis):
+    """The inverse of `_blocks`."""
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:])
+    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+def _query_blocks(q_BTND, groups, size):
+    """[B, T, N, D] → [n, B, M, L, D]."""
+    b, t, n, d = q_BTND.shape
+    q_BMHTD = q_BTND.reshape(b, t, groups, n // groups, d).transpose(0, 2, 3, 1, 4)
+    blocks = _blocks(q_BMHTD, size, 3)
+    return blocks.reshape(*blocks.shape[:3], -1, d)
+
+
+def _from_query_blocks(blocks, t, n):
+    """[n, B, M, L, D] → [B, T, N, D]."""
+    count, b, m, rows, d = blocks.shape
+    x_BMHTD = _join(blocks.reshape(count, b, m, n // m, -1, d), t, 3)
+    return x_BMHTD.transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
+
+
+def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
+    """[B, 1, 1, C, C] mask of one block."""
+    key = first_key + jnp.arange(size_k, dtype=jnp.int32)
+    mask = key[None, None] <= position_BC[:, :, None]
+    if segment_BC is not None:
+        mask &= segment_BC[:, :, None] == kv_segment_BC[:, None]
+    return mask[:, None, None]
+
+
+def _scores(scale, q_BMLD, k_BMCD, mask):
+    s_BMLC = jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=wide_dtype(q_BMLD)) * scale
+    b, _, _, c, keys = mask.shape
+    grouped = s_BMLC.reshape(b, s_BMLC.shape[1], -1, c, keys)
+    return jnp.where(mask, grouped, _HIDDEN).reshape(s_BMLC.shape)
+
+
+def wide_dtype(x):
+    return jnp.promote_types(jnp.float32, x.dtype)
+
+
+def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
+    """[first, last) key blocks that any query of this block sees."""
+    last = jnp.minimum(jnp.max(position_BC), keys - 1) // size_k + 1
+    if segment_BC is None:
+        return 0, last
+    kv_BS = jnp.moveaxis(kv_segments, 0, 1).reshape(segment_BC.shape[0], -1)[:, :keys]
+    first_B1 = segment_BC[:, :1]
+    before_BS = jnp.where(first_B1 > 0, (kv_BS > 0) & (kv_BS < first_B1), kv_BS > 0)
+    return jnp.min(jnp.sum(before_BS, axis=1)) // size_k, last
+
+
+def _add(blocks, j, term):
+    """blocks[j] += term, in place; `.at[j].add` would be a scatter."""
+    return jax.lax.dynamic_update_index_in_dim(blocks, blocks[j] + term, j, 0)
+
+
+def _finish(o, largest, total):
+    """(o, logsumexp) from Σ p v [..., D], the largest score and Σ p [...] of each row, where p = exp(score − largest)."""
+    seen = largest > _HIDDEN / 2
+    return jnp.where(seen[..., None], o / total[..., None], 0), jnp.where(seen, largest + jnp.log(total), UNSEEN)
+
+
+def _few_queries_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions):
+    """Reads the cache once, as it lies: a query is spread over the width of all key heads, zero outside its own (X = M · D),
+    as a batch over heads would copy the whole cache with heads first."""
+    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
+    own_M1M1 = jnp.eye(m, dtype=q.dtype)[:, None, :, None]
+    q_BLX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t * n, m * d)
+    s_BLS = jnp.einsum("blx,bsx->bls", q_BLX, k.reshape(b, s, m * d), preferred_element_type=wide_dtype(q)) * scale
+    mask_BTS = jnp.arange(s, dtype=jnp.int32) <= q_positions[..., None]
+    if segment_ids is not None:
+        mask_BTS &= segment_ids[..., None] == kv_segment_ids[:, None]
+    s_BTNS = jnp.where(mask_BTS[:, :, None], s_BLS.reshape(b, t, n, s), _HIDDEN)
+    largest_BTN = jnp.max(s_BTNS, axis=-1)
+    p_BTNS = jnp.exp(s_BTNS - largest_BTN[..., None])
+    o_BLX = jnp.einsum("bls,bsx->blx", p_BTNS.astype(v.dtype).reshape(b, t * n, s), v.reshape(b, s, m * d),
+                       preferred_element_type=wide_dtype(q))
+    o_BTND = jnp.sum(o_BLX.reshape(b, t, m, n // m, m, d) * own_M1M1, axis=-2).reshape(q.shape)
+    o_BTND, logsumexp_BTN = _finish(o_BTND, largest_BTN, jnp.sum(p_BTNS, axis=-1))
+    return o_BTND.astype(q.dtype), logsumexp_BTN.swapaxes(1, 2)
+
+
+def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, block, causal):
+    if q_positions is not None and q.shape[1] <= _FEW_QUERIES:
+        return _few_queries_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions)
+    size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions)
+    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
+    k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
+    wide = wide_dtype(q)
+
+    def query_block(inputs):
+        q_BMLD, position_BC, segment_BC = inputs
+
+        def key_block(j, carry):
+            o_BMLD, largest_BML, total_BML = carry
+            mask = _visible(position_BC, segment_BC, None if kv_segment is None else kv_segment[j], j * size_k, size_k)
+            s_BMLC = _scores(scale, q_BMLD, k_blocks[j], mask)
+            new_BML = jnp.maximum(largest_BML, jnp.max(s_BMLC, axis=-1))
+            p_BMLC = jnp.exp(s_BMLC - new_BML[..., None])
+            shrink_BML = jnp.exp(largest_BML - new_BML)
+            o_BMLD = o_BMLD * shrink_BML[..., None] + jnp.einsum(
+                "bmlc,bmcd->bmld", p_BMLC.astype(v.dtype), v_blocks[j], preferred_element_type=wide)
+            return o_BMLD, new_BML, total_BML * shrink_BML + jnp.sum(p_BMLC, axis=-1)
+
+        zero = (jnp.zeros(q_BMLD.shape, wide), jnp.full(q_BMLD.shape[:-1], _HIDDEN, wide), jnp.zeros(q_BMLD.shape[:-1], wide))
+        if size_k >= s:
+            o_BMLD, largest_BML, total_BML = key_block(0, zero)
+        else:
+            first, last = _key_range(position_BC, segment_BC, kv_segment, size_k, s)
+            o_BMLD, largest_BML, total_BML = jax.lax.fori_loop(first, last, key_block, zero)
+        o_BMLD, logsumexp_BML = _finish(o_BMLD, largest_BML, total_BML)
+        return o_BMLD.astype(q.dtype), logsumexp_BML
+
+    blocks = (_query_blocks(q, m, size_q), position, segment)
+    if position.shape[0] == 1:
+        o, logsumexp = jax.tree.map(lambda x: x[None], query_block(jax.tree.map(lambda x: x[0], blocks)))
+    else:
+        o, logsumexp = jax.lax.map(query_block, blocks)
+    logsumexp_BTN = _from_query_blocks(logsumexp[..., None], t, n)[..., 0]
+    return _from_query_blocks(o, t, n), logsumexp_BTN.swapaxes(1, 2)
+
+
+def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, block, causal):
+    size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions)
+    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
+    k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
+    wide = wide_dtype(q)
+    delta_BTN = jnp.sum(o.astype(wide) * do.astype(wide), axis=-1)
+
+    def query_block(carry, inputs):
+        q_BMLD, do_BMLD, logsumexp_BML1, delta_BML1, position_BC, segment_BC = inputs
+
+        def key_block(j, carry):
+            dq_BMLD, dk_blocks, dv_blocks = carry
+            mask = _visible(position_BC, segment_BC, None if kv_segment is None else kv_segment[j], j * size_k, size_k)
+            p_BMLC = jnp.exp(_scores(scale, q_BMLD, k_blocks[j], mask) - logsumexp_BML1)
+            dp_BMLC = jnp.einsum("bmld,bmcd->bmlc", do_BMLD, v_blocks[j], preferred_element_type=wide)
+            ds_BMLC = (p_BMLC * (dp_BMLC - delta_BML1) * scale).astype(q.dtype)
+            dv_BMCD = jnp.einsum("bmlc,bmld->bmcd", p_BMLC.astype(q.dtype), do_BMLD, preferred_element_type=wide)
+            dk_BMCD = jnp.einsum("bmlc,bmld->bmcd", ds_BMLC, q_BMLD, preferred_element_type=wide)
+            dq_BMLD += jnp.einsum("bmlc,bmcd->bmld", ds_BMLC, k_blocks[j], preferred_element_type=wide)
+            return dq_BMLD, _add(dk_blocks, j, dk_BMCD), _add(dv_blocks, j, dv_BMCD)
+
+        zero = (jnp.zeros(q_BMLD.shape, wide), *carry)
+        if size_k >= s:
+            dq_BMLD, *carry = key_block(0, zero)
+        else:
+            dq_BMLD, *carry = jax.lax.fori_loop(*_key_range(position_BC, segment_BC, kv_segment, size_k, s), key_block, zero)
+        return tuple(carry), dq_BMLD.astype(q.dtype)
+
+    logsumexp_BTN1 = logsumexp_BNT.swapaxes(1, 2)[..., None]
+    blocks = (*(_query_blocks(x, m, size_q) for x in (q, do, logsumexp_BTN1, delta_BTN[..., None])), position, segment)
+    zero = jnp.zeros(k_blocks.shape, wide), jnp.zeros(k_blocks.shape, wide)
+    if position.shape[0] == 1:
+        carry, dq = query_block(zero, jax.tree.map(lambda x: x[0], blocks))
+        dq = dq[None]
+    else:
+        carry, dq = jax.lax.scan(query_block, zero, blocks)
+    dk, dv = (_join(x, s, 2).swapaxes(1, 2).astype(k.dtype) for x in carry)
+    return _from_query_blocks(dq, t, n), dk, dv
+
+
