@@ -189,6 +189,8 @@ class TrainConfig:
     mtp_loss_weight: float = 0.1  # on the mean over depths
     router_z_loss_weight: float = 0.0
     log_every: int = 10
+    step_timeout: float = 1800.0  # seconds; a run in which no step ends for so long dumps its stacks and exits; 0: never
+    compile_timeout: float = 7200.0  # seconds for what may compile: the first step and evaluations
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
@@ -197,7 +199,7 @@ class TrainConfig:
         _require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
                  f"{self.gradient_accumulation}")
-        for name in ("balance_loss_weight", "mtp_loss_weight", "router_z_loss_weight"):
+        for name in ("balance_loss_weight", "mtp_loss_weight", "router_z_loss_weight", "step_timeout", "compile_timeout"):
             _require(getattr(self, name) >= 0, f"train.{name} = {getattr(self, name)}: expected 0 or more")
 
 
@@ -230,11 +232,28 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    every: int = 500  # steps; the last step is always saved
-    keep_last: int = 3
+class GuardConfig:
+    """Of the compiled step. A non-finite loss or gradient is never applied; the rest is about sudden jumps upwards."""
+
+    on_spike: Literal["continue", "skip", "rewind", "stop"] = "continue"  # rewind: last checkpoint, without the data since
+    spike_z: float = 10.0  # robust z-score of loss or gradient norm over the window from which it is a spike
+    window: int = 128  # steps; nothing counts as a spike before as many were seen
+    max_skips: int = 10  # skipped updates in a row after which the run stops
 
     def __post_init__(self):
+        _require(self.spike_z > 0, f"guards.spike_z = {self.spike_z}: expected a positive number")
+        _require(self.window >= 4, f"guards.window = {self.window}: expected at least 4")
+        _require(self.max_skips >= 1, f"guards.max_skips = {self.max_skips}: expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 500  # steps; the last step is always saved
+    keep_last: int = 3  # newest whole checkpoints that are kept
+    keep_every: int = 0  # steps; those at multiples of it are kept, too; 0: none
+
+    def __post_init__(self):
+        _require(self.keep_every >= 0, f"checkpoint.keep_every = {self.keep_every}: expected 0 or more")
         _require(self.every >= 1, f"checkpoint.every = {self.every}: expected at least 1")
         # With 1 the older one would be gone before the newer one is sealed.
         _require(self.keep_last >= 2, f"checkpoint.keep_last = {self.keep_last}: expected at least 2")
@@ -264,6 +283,7 @@ class Config:
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    guards: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
 

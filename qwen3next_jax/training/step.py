@@ -1,6 +1,6 @@
 """The train step: a pure function of (state, batch), compiled once, its state donated.
 
-The state is a plain dict: params (float32), opt_state, step (int32, steps taken so far).
+The state is a plain dict: params (float32), opt_state, step (int32, steps taken so far), guards (see `guards`).
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from flax import nnx
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.diagnostics import norms_by_layer
+from qwen3next_jax.training.guards import init_guards, judge, keep_if
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
@@ -32,7 +33,8 @@ def init_state(config: Config, params: dict | None = None) -> State:
         params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(
             Qwen3Next(config.model, rngs=nnx.Rngs(config.train.seed)), nnx.Param)))()
     optimizer = make_optimizer(config.optimizer, config.train.steps)
-    return {"params": params, "opt_state": jax.jit(optimizer.init)(params), "step": jnp.zeros((), jnp.int32)}
+    return {"params": params, "opt_state": jax.jit(optimizer.init)(params), "step": jnp.zeros((), jnp.int32),
+            "guards": init_guards(config.guards)}
 
 
 def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
@@ -60,11 +62,16 @@ def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dic
             grads, parts = gradients(state["params"], batch, counts)
         else:
             grads, parts = _accumulate(graphdef, gradients, state["params"], batch, counts, config)
+        grad_norm = optax.tree.norm(grads)
+        skip, guards, judged = judge(config.guards, state["guards"], parts["total_loss"], grad_norm)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        metrics = parts | {"grad_norm": optax.tree.norm(grads), "grad_norms": norms_by_layer(grads), "learning_rate": schedule(state["step"]),
-                           "tokens": counts.tokens}
-        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
+        # The optimizer has not seen the skipped steps, and so neither has its schedule.
+        rate = schedule(state["step"] - state["guards"]["skipped"])
+        metrics = parts | judged | {"grad_norm": grad_norm, "grad_norms": norms_by_layer(grads), "learning_rate": rate,
+                                    "tokens": counts.tokens}
+        return {"params": keep_if(skip, state["params"], params), "opt_state": keep_if(skip, state["opt_state"], opt_state),
+                "step": state["step"] + 1, "guards": guards}, metrics
 
     return jax.jit(train_step, donate_argnums=0)
 
