@@ -8,23 +8,24 @@ from collections.abc import Callable, Sequence
 from absl import app, flags, logging
 
 from qwen3next_jax.config import Config, default_config, from_dict
-from qwen3next_jax.errors import UserError, did_you_mean
-
-USER_ERROR, INTERRUPTED = 2, 130  # exit codes
+from qwen3next_jax.errors import ExitCode, UserError, did_you_mean
 
 
-def run(main: Callable[[], int | None]) -> None:
-    """Parses flags, runs `main()`, exits with its code. A `UserError` becomes one line on standard error and exit code 2."""
+def run(main: Callable[..., int | None], arguments: str = "") -> None:
+    """Parses flags, runs `main()`, exits with its code. A `UserError` becomes one line on standard error and exit code 2.
+
+    A command that takes `arguments` besides its flags (their name, such as "WORKDIR") gets them: `main([…])`.
+    """
     def guarded(argv: Sequence[str]) -> int | None:
-        if len(argv) > 1:
+        if len(argv) > 1 and not arguments:
             return _report(f"unexpected argument {argv[1]!r}: expected flags of the form --name=value")
         try:
-            return main()
+            return main(list(argv[1:])) if arguments else main()
         except UserError as error:
             return _report(str(error))
         except KeyboardInterrupt:
             _report("interrupted")
-            return INTERRUPTED
+            return ExitCode.INTERRUPTED
     keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which accelerators this machine does not have
     app.run(guarded, flags_parser=_parse)
@@ -32,7 +33,7 @@ def run(main: Callable[[], int | None]) -> None:
 
 def _report(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
-    return USER_ERROR
+    return ExitCode.USER_ERROR
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -48,9 +48,13 @@ class Checkpoints:
         return self
 
     def __exit__(self, *exception):
+        self.wait()
+        self._manager.close()
+
+    def wait(self) -> None:
+        """Returns once the last save is complete and sealed."""
         self._manager.wait_until_finished()
         self.seal_finished()
-        self._manager.close()
 
     def newest_good_step(self) -> int | None:
         """The newest step whose checkpoint is whole; newer damaged ones are reported on standard error and, when
@@ -67,9 +71,8 @@ class Checkpoints:
     def save(self, step: int, state: State) -> None:
         if step in self._manager.all_steps():
             return
-        self._manager.wait_until_finished()
-        self.seal_finished()
-        self._manager.save(step, args=ocp.args.StandardSave(_with_text_keys(state)))
+        self.wait()
+        self._manager.save(step, args=ocp.args.StandardSave(with_text_keys(state)))
         self._unsealed = step
 
     def seal_finished(self) -> None:
@@ -91,11 +94,11 @@ class Checkpoints:
         if damage := manifest.find_damage(where):
             raise UserError(f"{where}: damaged: {damage}")
         try:
-            restored = self._manager.restore(step, args=ocp.args.StandardRestore(_with_text_keys(abstract_state)))
+            restored = self._manager.restore(step, args=ocp.args.StandardRestore(with_text_keys(abstract_state)))
         except (ValueError, KeyError, TypeError) as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise UserError(f"{where}: not a checkpoint of this model ({reason})") from error
-        return _with_keys_of(restored, abstract_state)
+        return with_keys_of(restored, abstract_state)
 
     def _move_aside(self, step: int) -> None:
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
@@ -104,22 +107,22 @@ class Checkpoints:
         self._manager.reload()
 
 
-def _with_text_keys(state: Any) -> Any:
+def with_text_keys(state: Any) -> Any:
     """nnx numbers the entries of a List with ints; Orbax keeps only text keys, so both sides of it see text."""
     if type(state) is dict:
-        return {str(key): _with_text_keys(value) for key, value in state.items()}
+        return {str(key): with_text_keys(value) for key, value in state.items()}
     if isinstance(state, tuple):
-        values = [_with_text_keys(value) for value in state]
+        values = [with_text_keys(value) for value in state]
         return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
     return state
 
 
-def _with_keys_of(restored: Any, pattern: Any) -> Any:
-    """Undoes `_with_text_keys`, key by key: as text "10" sorts before "2", so the order of leaves is not the same."""
+def with_keys_of(restored: Any, pattern: Any) -> Any:
+    """Undoes `with_text_keys`, key by key: as text "10" sorts before "2", so the order of leaves is not the same."""
     if type(pattern) is dict:
-        return {key: _with_keys_of(restored[str(key)], value) for key, value in pattern.items()}
+        return {key: with_keys_of(restored[str(key)], value) for key, value in pattern.items()}
     if isinstance(pattern, tuple):
-        values = [_with_keys_of(a, b) for a, b in zip(restored, pattern, strict=True)]
+        values = [with_keys_of(a, b) for a, b in zip(restored, pattern, strict=True)]
         return type(pattern)(*values) if hasattr(pattern, "_fields") else tuple(values)
     return restored
 

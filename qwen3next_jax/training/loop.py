@@ -4,6 +4,7 @@ import math
 import pathlib
 import shlex
 import signal
+import sys
 import time
 from typing import Any
 
@@ -14,19 +15,20 @@ from flax import nnx
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import SyntheticData, TrainData, open_data
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, open_run
+from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.step import State, abstract_model, init_state, make_train_step
 from qwen3next_jax.training.telemetry import Display, MetricsFile, PreparationProgress, heldout_figure
 
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
                  "full_attention_interval", "bos_token_id", "eos_token_id"}
-INTERRUPTED = 130  # exit code after a signal: the run was saved and the same command goes on from there
+MAX_REWINDS = 3  # to one checkpoint
 
 
 def train(config: Config, workdir: pathlib.Path) -> int:
@@ -54,13 +56,21 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         with Display(_title(config, state, corpus, first_step), config.train.steps, first_step, bits_per_nat) as display, \
                 _Signals() as signals:
             run = _Run(config, data, checkpoints, metrics, display)
-            step, heldout = run.loop(state, first_step, signals)
+            while True:
+                try:
+                    step, heldout = run.loop(state, first_step, signals)
+                    break
+                except Halted as halt:
+                    rewound = run.rewind(halt)
+                    if rewound is None:
+                        return run.stop(halt, workdir)
+                    first_step, state = rewound
 
     # End
     metrics.close()
     if step < config.train.steps:
         print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir)}")
     return 0
 
@@ -73,12 +83,15 @@ class _Run:
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config)
         self.heldout_step = make_heldout_step(self.graphdef)
+        self.incidents = Incidents(config.guards, metrics, display)
         self.heldout_figure = ""
+        self.rewinds: dict[int, int] = {}  # how often to which step
 
     def loop(self, state: State, first_step: int, signals: "_Signals") -> tuple[int, str]:
         """→ (steps taken in all, last held-out figure)."""
         config = self.config
-        batches = self.data.batches(first_step)
+        batches = self.data.batches(batch_index(first_step + 1, int(state["guards"]["data_offset"])))
+        self.incidents.restart(first_step)
         values: dict[str, Any] = {}
         since, waited, last_logged = time.perf_counter(), 0.0, first_step
         for step in range(first_step + 1, config.train.steps + 1):
@@ -88,6 +101,7 @@ class _Run:
             before, (state, values) = values, self.train_step(state, batch)
             # One step runs while the next is handed over; more would only make the display and a signal late.
             jax.block_until_ready(before)
+            self.incidents.look(step - 1, before, state)
             self.display.step(step - 1)
             self.checkpoints.seal_finished()
 
@@ -96,6 +110,7 @@ class _Run:
             saves = last or step % config.checkpoint.every == 0
             if step % config.train.log_every == 0 or saves:  # what is saved has been looked at
                 values = jax.device_get(values)
+                self.incidents.look(step, values, state)
                 self.display.step(step)
                 now = time.perf_counter()
                 self._log(step, values, now - since, waited, step - last_logged)
@@ -118,17 +133,41 @@ class _Run:
     def _log(self, step: int, values: dict[str, Any], seconds: float, waited: float, steps: int) -> None:
         tokens = self.config.train.batch_size * self.config.train.sequence_length
         load = values.get("expert_load")
-        record = {name: float(value) for name, value in values.items() if name not in ("expert_load", "grad_norms")}
+        record = {name: float(value) for name, value in values.items() if name not in ("expert_load", "grad_norms", "verdict")}
         if load is not None:
             record |= {"busiest_expert": float(np.max(load)), "idle_experts": int(np.sum(load == 0))}
         record |= {"tokens_seen": step * tokens, "tokens_per_second": steps * tokens / seconds, "data_wait": waited / seconds}
         self.metrics.write("train", step, **record)
         self.display.train(step, record)
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(record[name]):
-                raise UserError(f"{name} at step {step} is {record[name]}: training diverged, and nothing after the last "
-                                f"checkpoint was kept; use a lower optimizer.learning_rate (now "
-                                f"{self.config.optimizer.learning_rate}) and a new --workdir")
+
+    def rewind(self, halt: Halted) -> tuple[int, State] | None:
+        """→ (step, state) of the newest good checkpoint, from which the data go on behind the batch of the spike; None
+        where the run is to end."""
+        if not halt.spike or self.config.guards.on_spike != "rewind":
+            return None
+        self.checkpoints.wait()
+        step = self.checkpoints.newest_good_step() or 0
+        self.rewinds[step] = self.rewinds.get(step, 0) + 1
+        if self.rewinds[step] > MAX_REWINDS:
+            return None
+        state = self.checkpoints.restore(step, abstract_state(self.config)) if step else start_state(self.config)
+        offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
+        before = state["guards"]["data_offset"]
+        state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
+        self.metrics.write("rewind", halt.step, to_step=step, data_offset=offset, reason=halt.reason)
+        self.display.say(f"step {halt.step:>6}  back to step {step}; the {halt.step - step} batches since are passed over")
+        return step, state
+
+    def stop(self, halt: Halted, workdir: pathlib.Path) -> int:
+        """Ends a halted run with a dump of what the step met. → exit code."""
+        folder, documents = write_dump(workdir, self.config, self.data, halt)
+        self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder),
+                           documents=documents)
+        names = sorted({name for row in documents for name in row})
+        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Saved for a look: "
+              f"uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. A lower optimizer.learning_rate (now "
+              f"{self.config.optimizer.learning_rate}) in a new --workdir may help, or guards.on_spike", file=sys.stderr)
+        return ExitCode.DIVERGED
 
     def _evaluate(self, step: int, state: State) -> None:
         values = evaluate_heldout(self.heldout_step, state["params"], self.data.heldout(self.config.eval.rows),

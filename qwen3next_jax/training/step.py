@@ -46,22 +46,12 @@ def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dic
     into each token's probability. So the load is counted first, in a forward pass without gradients (skipped where
     `balance_loss_weight` is 0); this costs up to a third of a step and makes k micro-batches equal to one batch.
     """
-    graphdef, _ = abstract_model(config)
+    gradients = make_gradients(config)
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
 
-    def gradients(params, batch, counts, load=None):
-        def loss(params):
-            return total_loss(nnx.merge(graphdef, params), batch, config, counts, load)
-        (_, parts), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return grads, parts
-
     def train_step(state: State, batch: Batch):
-        counts = count_targets(batch, config.model.mtp_depth)
-        if config.train.gradient_accumulation == 1:
-            grads, parts = gradients(state["params"], batch, counts)
-        else:
-            grads, parts = _accumulate(graphdef, gradients, state["params"], batch, counts, config)
+        grads, parts, tokens = gradients(state["params"], batch)
         grad_norm = optax.tree.norm(grads)
         skip, guards, judged = judge(config.guards, state["guards"], parts["total_loss"], grad_norm)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
@@ -69,11 +59,32 @@ def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dic
         # The optimizer has not seen the skipped steps, and so neither has its schedule.
         rate = schedule(state["step"] - state["guards"]["skipped"])
         metrics = parts | judged | {"grad_norm": grad_norm, "grad_norms": norms_by_layer(grads), "learning_rate": rate,
-                                    "tokens": counts.tokens}
+                                    "tokens": tokens}
         return {"params": keep_if(skip, state["params"], params), "opt_state": keep_if(skip, state["opt_state"], opt_state),
                 "step": state["step"] + 1, "guards": guards}, metrics
 
     return jax.jit(train_step, donate_argnums=0)
+
+
+def make_gradients(config: Config) -> Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], jax.Array]]:
+    """→ `gradients(params, batch)` → (gradients, parts of the loss, tokens) of the whole batch, not jitted."""
+    graphdef, _ = abstract_model(config)
+
+    def of(params, batch, counts, load=None):
+        def loss(params):
+            return total_loss(nnx.merge(graphdef, params), batch, config, counts, load)
+        (_, parts), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, parts
+
+    def gradients(params: dict, batch: Batch):
+        counts = count_targets(batch, config.model.mtp_depth)
+        if config.train.gradient_accumulation == 1:
+            grads, parts = of(params, batch, counts)
+        else:
+            grads, parts = _accumulate(graphdef, of, params, batch, counts, config)
+        return grads, parts, counts.tokens
+
+    return gradients
 
 
 def _accumulate(graphdef, gradients: Callable, params: dict, batch: Batch, counts: Counts, config: Config):

@@ -1,0 +1,55 @@
+"""Runs the step again at which the guards ended a run, and says which gradients were not all right.
+
+    python -m qwen3next_jax.replay WORKDIR/dumps/STEP
+"""
+
+import pathlib
+
+from rich.console import Console
+from rich.table import Table
+
+from qwen3next_jax import cli
+from qwen3next_jax.errors import UserError
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        raise UserError("expected one folder: python -m qwen3next_jax.replay WORKDIR/dumps/STEP")
+    cli.enable_compilation_cache()
+    # Imported here, so that a mistyped flag is answered at once.
+    import jax
+    import numpy as np
+
+    from qwen3next_jax.training.incidents import read_dump
+    from qwen3next_jax.training.step import make_gradients, make_train_step
+
+    dump = read_dump(pathlib.Path(arguments[0]))
+    print(f"{arguments[0]}: step {dump.step}, halted because of {dump.reason}")
+    for row, names in enumerate(dump.documents):
+        print(f"row {row}: {', '.join(names)}")
+
+    gradients = jax.device_get(jax.jit(make_gradients(dump.config))(dump.state["params"], dump.batch)[0])
+    table = Table("parameter", "norm", "not finite", "gradient norm", "not finite", "largest", title="before the update",
+                  title_justify="left")
+    for (path, value), gradient in zip(jax.tree_util.tree_leaves_with_path(jax.device_get(dump.state["params"])),
+                                       jax.tree.leaves(gradients), strict=True):
+        table.add_row(jax.tree_util.keystr(path, simple=True, separator="."), *_summary(np.asarray(value)),
+                      *_summary(np.asarray(gradient)), f"{np.max(np.abs(gradient)):.3g}")
+    Console(highlight=False).print(table)
+
+    _, values = make_train_step(dump.config)(dump.state, dump.batch)
+    scalars = {name: float(value) for name, value in values.items() if getattr(value, "ndim", None) == 0}
+    print("the step: " + ", ".join(f"{name} {value:.6g}" for name, value in scalars.items()))
+    return 0
+
+
+def _summary(values) -> tuple[str, str]:
+    """(L2 norm, number of values that are not finite)."""
+    import numpy as np
+
+    bad = int(np.sum(~np.isfinite(values)))
+    return f"{np.linalg.norm(values.astype(np.float64).ravel()):.4g}", f"{bad}" if bad else ""
+
+
+if __name__ == "__main__":
+    cli.run(main, arguments="DUMP")

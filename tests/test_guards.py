@@ -1,0 +1,142 @@
+"""Numerical guards: what the compiled step does about a poisoned batch, and what the run does about it after."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, GuardConfig, ModelConfig, OptimizerConfig, TrainConfig
+from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.errors import ExitCode
+from qwen3next_jax.training import guards, step as step_module
+from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state
+from qwen3next_jax.training.loop import train
+
+MODEL = ModelConfig(
+    vocab_size=257, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32", max_position_embeddings=128)
+POISON, SURGE = 101, 102  # segment ids that mark a batch whose loss is made NaN, or a thousand times too large
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text("".join(rng.choice(["def ", "x", "y", " = ", "\n"], int(rng.integers(10, 120)))))
+    return Config(
+        name="guarded", model=MODEL,
+        data=DataConfig(path=f"{folder}/*.txt", heldout_fraction=0.2, prepared_dir=str(tmp_path_factory.mktemp("prepared"))),
+        train=TrainConfig(steps=16, batch_size=4, sequence_length=64, log_every=1), optimizer=OptimizerConfig(warmup_steps=2),
+        guards=GuardConfig(window=4, max_skips=3), checkpoint=CheckpointConfig(every=4), eval=EvalConfig(every=100, rows=4, sample_tokens=0))
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Marks batches: `poisoned({index: POISON})`; the loss of a marked batch is spoiled inside the compiled step."""
+    loss, batches = step_module.total_loss, TrainData.batches
+    marks: dict[int, int] = {}
+
+    def spoiled(model, batch, *rest):
+        total, parts = loss(model, batch, *rest)
+        mark = jnp.max(batch["segment_ids"])
+        factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
+        return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
+
+    def marked(self, start, *share):
+        for i, batch in enumerate(batches(self, start, *share), start=start):
+            if i in marks:
+                batch = batch | {"segment_ids": np.where(batch["segment_ids"] == 1, marks[i], batch["segment_ids"])}
+            yield batch
+
+    monkeypatch.setattr(step_module, "total_loss", spoiled)
+    monkeypatch.setattr(TrainData, "batches", marked)
+    return marks.update
+
+
+def _with(config, **changes):
+    return dataclasses.replace(config, guards=dataclasses.replace(config.guards, **changes))
+
+
+def _events(workdir, kind):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def _losses(workdir):
+    return {line["step"]: line["loss"] for line in _events(workdir, "train")}
+
+
+def _state(config, workdir, step):
+    with Checkpoints(workdir) as checkpoints:
+        return jax.device_get(checkpoints.restore(step, abstract_state(config)))
+
+
+def _same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_spike_is_a_jump_upwards_of_a_full_window():
+    config = GuardConfig(window=8, on_spike="skip", max_skips=2)
+    memory = guards.init_guards(config)
+    verdicts = []
+    for loss in [5.0, 50.0, 4.9, 5.1, 5.0, 4.8, 5.2, 5.0, 1.0, 5.3, 9.0, float("nan"), 5.0]:
+        skip, memory, metrics = guards.judge(config, memory, jnp.float32(loss), jnp.float32(1.0))
+        verdicts.append((int(metrics["verdict"]), bool(skip)))
+    spike, nan, halted = guards.SPIKE | guards.SKIPPED, guards.NON_FINITE | guards.SKIPPED | guards.HALTED, guards.SKIPPED | guards.HALTED
+    assert verdicts == [(0, False)] * 10 + [(spike, True), (nan, True), (halted, True)]
+    assert int(memory["spikes"]) == 1 and int(memory["skipped"]) == 3
+
+
+def test_a_nan_is_skipped_and_everything_else_goes_on(config, poisoned, tmp_path):
+    """The update of step 5 is dropped, bit for bit; a run resumed behind it ends as the one that was not."""
+    poisoned({4: POISON})
+    nan = dataclasses.replace(config, checkpoint=CheckpointConfig(every=1, keep_last=20))
+    assert train(nan, tmp_path / "run") == 0
+    before, after = (_state(nan, tmp_path / "run", s) for s in (4, 5))
+    _same((before["params"], before["opt_state"]), (after["params"], after["opt_state"]))
+    assert [e["step"] for e in _events(tmp_path / "run", "skip")] == [5]
+    assert int(after["guards"]["skipped"]) == 1 and int(after["step"]) == 5
+    assert train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=16)), tmp_path / "other") == 0
+    assert _losses(tmp_path / "other") == _losses(tmp_path / "run")
+
+
+def test_too_many_skips_end_the_run_with_a_dump_that_replays(config, poisoned, tmp_path, capsys):
+    poisoned({6: POISON, 7: POISON, 8: POISON})
+    assert train(config, tmp_path) == ExitCode.DIVERGED
+    (stop,) = _events(tmp_path, "stop")
+    assert stop["step"] == 9 and ".txt" in capsys.readouterr().err and len(stop["documents"]) == 4
+    command = [sys.executable, "-m", "qwen3next_jax.replay", str(tmp_path / "dumps" / "9")]
+    result = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "halted because of loss nan" in result.stdout, result.stderr
+    assert "embedding" in result.stdout and ".txt" in result.stdout
+
+
+def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, poisoned, tmp_path):
+    """Spike at step 11, checkpoint at 8: steps 9 … take the batches behind the spike, as a run does that starts there."""
+    poisoned({10: SURGE})
+    rewinding = _with(config, on_spike="rewind")
+    assert train(rewinding, tmp_path / "run") == 0
+    (event,) = _events(tmp_path / "run", "rewind")
+    assert (event["step"], event["to_step"], event["data_offset"]) == (11, 8, 3)
+    assert int(_state(config, tmp_path / "run", 16)["guards"]["data_offset"]) == 3
+
+    state = jax.tree.map(jnp.asarray, _state(config, tmp_path / "run", 8))
+    run = step_module.make_train_step(rewinding)
+    data = TrainData(config.data, 64, 4, 257)
+    for step, batch in zip(range(9, 17), data.batches(11)):
+        state, values = run(state, batch)
+        assert float(values["loss"]) == _losses(tmp_path / "run")[step]
+
+
+def test_stop_at_a_spike(config, poisoned, tmp_path):
+    poisoned({10: SURGE})
+    assert train(_with(config, on_spike="stop"), tmp_path) == ExitCode.DIVERGED
+    assert _events(tmp_path, "stop")[0]["step"] == 11
