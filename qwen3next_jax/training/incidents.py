@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from qwen3next_jax.config import Config, GuardConfig, from_dict, to_dict
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.pipeline import SyntheticData, TrainData
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.checkpoint import abstract_state, with_keys_of, with_text_keys
@@ -92,7 +92,7 @@ class Dump:
     documents: list[list[str]]  # of every row
 
 
-def write_dump(workdir: pathlib.Path, config: Config, data: TrainData, halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
+def write_dump(workdir: pathlib.Path, config: Config, data: TrainData | SyntheticData, halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
     """Saves what the halted step met under WORKDIR/dumps/STEP. → (the folder, the documents of every row)."""
     folder = pathlib.Path(workdir).absolute() / "dumps" / str(halt.step)
     shutil.rmtree(folder, ignore_errors=True)  # of the same step of the same run: it would be written again as it was
