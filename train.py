@@ -3,13 +3,16 @@
 from qwen3next_jax import cli
 
 get_config = cli.define_config_flag()
+get_launch = cli.define_launch_flags()
 get_workdir = cli.define_workdir_flag(default_from_config=True)
 
 
 def main() -> int:
-    config = get_config()
+    config, launch = get_config(), get_launch()
     cli.enable_compilation_cache()
-    from qwen3next_jax.training.loop import train  # after the flags: a mistyped flag should not wait for JAX
+    from qwen3next_jax.parallel import distributed  # after the flags: a mistyped flag should not wait for JAX
+    distributed.start(launch, config.parallel)
+    from qwen3next_jax.training.loop import train
 
     return train(config, get_workdir(config.name))
 

@@ -1,6 +1,7 @@
 """What the commands share: flags, one-line errors, the platform's quiet start, the compilation cache."""
 
 import ctypes
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -9,10 +10,11 @@ from absl import app, flags, logging
 
 from qwen3next_jax.config import Config, default_config, from_dict
 from qwen3next_jax.errors import ExitCode, UserError, did_you_mean
+from qwen3next_jax.parallel.launch import Launch, find_launch
 
 
 def run(main: Callable[..., int | None], arguments: str = "") -> None:
-    """Parses flags, runs `main()`, exits with its code. A `UserError` becomes one line on standard error and exit code 2.
+    """Parses flags, runs `main()`, exits with its code. A `UserError` becomes one line on standard error and its exit code.
 
     A command that takes `arguments` besides its flags (their name, such as "WORKDIR") gets them: `main([…])`.
     """
@@ -22,7 +24,7 @@ def run(main: Callable[..., int | None], arguments: str = "") -> None:
         try:
             return main(list(argv[1:])) if arguments else main()
         except UserError as error:
-            return _report(str(error))
+            return _report(str(error), error.exit_code)
         except KeyboardInterrupt:
             _report("interrupted")
             return ExitCode.INTERRUPTED
@@ -31,9 +33,9 @@ def run(main: Callable[..., int | None], arguments: str = "") -> None:
     app.run(guarded, flags_parser=_parse)
 
 
-def _report(message: str) -> int:
+def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
     print(f"error: {message}", file=sys.stderr)
-    return ExitCode.USER_ERROR
+    return code
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -102,6 +104,20 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
         if name is None:
             raise UserError("--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny")
         return pathlib.Path("runs") / name
+    return get
+
+
+def define_launch_flags() -> Callable[[], Launch | None]:
+    """Defines `--coordinator`, `--processes` and `--process`; call the result for this process's place among those of the
+    run, from the flags or from what its launcher left in the environment."""
+    coordinator = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where the processes of a run meet; SLURM, "
+                                                           "Open MPI and TPU slices tell by themselves")
+    processes = flags.DEFINE_integer("processes", None, "number of processes of the run", lower_bound=1)
+    process = flags.DEFINE_integer("process", None, "which of them this one is, from 0", lower_bound=0)
+
+    def get() -> Launch | None:
+        chips = any(pathlib.Path("/dev").glob("accel[0-9]*")) or any(pathlib.Path("/dev/vfio").glob("[0-9]*"))
+        return find_launch(os.environ, coordinator.value, processes.value, process.value, chips)
     return get
 
 

@@ -275,6 +275,18 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """How the run is spread over its devices."""
+
+    start_timeout: float = 300.0  # seconds for all processes of the run to find each other
+    heartbeat_timeout: float = 100.0  # seconds after which a silent process counts as dead, and the others end
+
+    def __post_init__(self):
+        for name in ("start_timeout", "heartbeat_timeout"):
+            _require(getattr(self, name) >= 1, f"parallel.{name} = {getattr(self, name)}: expected at least 1 second")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -286,6 +298,7 @@ class Config:
     guards: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self):
         _require(self.train.sequence_length <= self.model.max_position_embeddings,

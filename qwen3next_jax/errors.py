@@ -6,8 +6,27 @@ import enum
 from collections.abc import Iterable
 
 
+class ExitCode(enum.IntEnum):
+    """What a scheduler or supervisor sees. A process ended by a signal from outside has the signal's code instead."""
+
+    DONE = 0  # trained to the last step, or the command did what it was asked
+    CRASHED = 1  # an error nobody foresaw (a traceback says which); of `verify`: something is damaged
+    USER_ERROR = 2  # a mistake in what was given: the same command fails again
+    DIVERGED = 3  # the guards stopped the run: the same command stops again
+    HANG = 4  # no step ended within the limit; the stacks are in the run's folder
+    NOT_SAVED = 5  # ended or interrupted, but the last save failed: the same command goes on from the one before
+    GAVE_UP = 6  # the supervisor: too many restarts, or none of them got anywhere
+    UNREACHABLE = 7  # the run's processes did not find each other in time
+    INTERRUPTED = 130  # a signal: saved, and the same command goes on from there
+    ABORTED = 131  # a second signal: left at once, without saving
+
+
 class UserError(ValueError):
-    """A mistake in what the user gave. Commands print its text as one line, without a traceback, and exit with code 2."""
+    """A mistake in what the user gave. Commands print its text as one line, without a traceback, and exit with `exit_code`."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.USER_ERROR):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

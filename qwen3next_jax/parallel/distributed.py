@@ -4,9 +4,12 @@ Everything here is a no-op where there is one process. What concerns all process
 order; the words in passing go through the key-value store of `jax.distributed`, so nothing is compiled for them.
 """
 
+import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
+import pathlib
 import socket
 import sys
 import threading
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed as _jax_distributed  # the key-value store has no public name; Orbax takes it from here, too
 
@@ -82,26 +86,154 @@ def is_leader() -> bool:
     return jax.process_index() == 0
 
 
-def agree(about: dict[str, Any], timeout: float) -> None:
-    """Compares `about` (name → JSON value) among all processes.
+def leader_says(work: Callable[[], Any]) -> Any:
+    """What `work()` returns on process 0 (JSON-ready), on every process; only process 0 calls it.
 
     Raises:
-      UserError: in every process, naming the first thing that differs; or a process did not come within `timeout` seconds.
+      UserError: on every process, when `work` did on process 0.
     """
-    settle(None, timeout, about)
+    if jax.process_count() == 1:
+        return work()
+    key = _new_key()
+    if is_leader():
+        _, answer = _tried(work, keep="value")
+        _client().key_value_set(key, json.dumps(answer))
+    else:
+        answer = json.loads(_client().blocking_key_value_get(key, _milliseconds(_LONG)))
+    if "error" in answer:
+        raise UserError(answer["error"], ExitCode(answer["code"]))
+    return answer["value"]
 
 
-def leader_first(work: Callable[[], Any], timeout: float) -> Any:
-    """`work()` on process 0, and when that is done on the others. → what it returned here.
+def together(work: Callable[[], Any], about: dict[str, str] | None = None, timeout: float = _LONG) -> Any:
+    """`work()` on every process at once. → what it returned here.
+
+    Args:
+      about: name → text that must be the same in every process.
+      timeout: seconds that process 0 waits for each of the others.
 
     Raises:
-      UserError: in every process, when it did so in one.
+      UserError: on every process: `work` did on one of them, they differ in `about` (the first such name is told), or a
+        process did not come in time.
     """
-    _from_leader(lambda: work() and None) if False else None
-    return work()
+    if jax.process_count() == 1:
+        return work()
+    result, outcome = _tried(work)
+    key, me = _new_key(), jax.process_index()
+    _client().key_value_set(f"{key}/{me}", json.dumps(outcome | {"about": about or {}, "host": socket.gethostname()}))
+    leader_says(lambda: _judge(key, timeout))
+    return result
+
+
+def leader_first(work: Callable[[], Any]) -> Any:
+    """`work()` on process 0 and, once that is done, on the others. → what it returned here. Raises as `together` does."""
+    done: list[Any] = []
+    leader_says(lambda: done.append(work()))
+    return together(lambda: done[0] if done else work())
 
 
 def barrier(timeout: float = _LONG) -> None:
     """Returns when all processes have called it."""
     if jax.process_count() > 1:
-        _client().wait_at_barrier(f"qwen3next_jax/{next(_messages)}", int(timeout * 1000))
+        _client().wait_at_barrier(_new_key(), _milliseconds(timeout))
+
+
+class StopVote:
+    """Whether any process wants to stop, known to all of them at the same step and without waiting.
+
+    One word goes through an all-reduce of its own, handed over before a step and read after it, when it has long been
+    there. JAX's preemption service would tell by the coordinator instead, but hears SIGTERM only.
+    """
+
+    def __init__(self):
+        devices = np.array(jax.devices())
+        mesh = jax.sharding.Mesh(devices, ("device",))
+        def everywhere(vote: bool) -> jax.Array:
+            spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
+            return jax.make_array_from_callback(devices.shape, spread, lambda _: np.full(1, vote))
+        self._votes = {vote: everywhere(vote) for vote in (False, True)}
+        self._any = jax.jit(jnp.any, out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+    def cast(self, stop: bool) -> jax.Array | bool:
+        """Hands over this process's vote; `bool()` of the result is that of all. Every process votes once a step."""
+        return self._any(self._votes[stop]) if jax.process_count() > 1 else stop
+
+
+class BatchShare:
+    """The rows of a batch that this process reads, and the arrays over all devices that are made of them.
+
+    Which rows follows from the sharding: processes that hold different columns of the same rows (`context`), or the same
+    values twice (`tensor`), read the same rows.
+
+    Attributes:
+      rows: their indices in the batch, ascending.
+    """
+
+    def __init__(self, sharding: jax.sharding.Sharding, batch_size: int):
+        """`sharding`: of an array [batch_size, …]."""
+        self._sharding, self._batch_size = sharding, batch_size
+        shards = sharding.addressable_devices_indices_map((batch_size,) + (1 << 20,) * (len(sharding.spec) - 1))
+        self.rows = sorted({row for index in shards.values() for row in range(*index[0].indices(batch_size))})
+
+    def spread(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """`local` [len(rows), …] of every process → the batch [B, …], split over the devices."""
+        place = {row: i for i, row in enumerate(self.rows)}
+
+        def whole(x: np.ndarray) -> jax.Array:
+            def shard(index: tuple[slice, ...]) -> np.ndarray:
+                start, stop, _ = index[0].indices(self._batch_size)
+                return x[(slice(place[start], place[stop - 1] + 1), *index[1:])]  # rows of a shard are neighbours here, too
+            return jax.make_array_from_callback((self._batch_size, *x.shape[1:]), self._sharding, shard)
+        return {name: whole(x) for name, x in local.items()}
+
+
+def code_version() -> dict[str, str]:
+    """Name → text of what must be the same wherever the run computes: the package's files (digests), JAX and jaxlib."""
+    package = pathlib.Path(__file__).parents[1]
+    files = {f"code: qwen3next_jax/{path.relative_to(package)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+             for path in sorted(package.rglob("*.py"))}
+    return files | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+
+
+def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[str, Any]]:
+    """(result, record of it for the others: its UserError, or the result itself as `keep`)."""
+    try:
+        result = work()
+    except UserError as error:
+        return None, {"error": str(error), "code": int(error.exit_code)}
+    return result, {keep: result} if keep else {}
+
+
+def _judge(key: str, timeout: float) -> None:
+    """Process 0 reads what the others say of themselves, and raises where something is wrong."""
+    first: dict[str, Any] = {}
+    for process in range(jax.process_count()):
+        try:
+            said = json.loads(_client().blocking_key_value_get(f"{key}/{process}", _milliseconds(timeout)))
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(f"process {process} of {jax.process_count()} said nothing for {timeout:g} s: look at its log "
+                            f"({_first_line(error)})", ExitCode.UNREACHABLE) from error
+        if "error" in said:
+            raise UserError(f"{said['error']} (process {process} on {said['host']})", ExitCode(said["code"]))
+        first = first or said
+        for name in sorted(first["about"].keys() | said["about"].keys()):
+            here, there = first["about"].get(name, "nothing"), said["about"].get(name, "nothing")
+            if here != there:
+                raise UserError(f"processes disagree on {name}: process 0 on {first['host']} has {here}, process {process} on "
+                                f"{said['host']} {there}; start all with the same command, code and files")
+
+
+def _new_key() -> str:
+    return f"qwen3next_jax/{next(_messages)}"
+
+
+def _client() -> Any:
+    return _jax_distributed.global_state.client
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]

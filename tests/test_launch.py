@@ -1,0 +1,98 @@
+"""What this process's launcher told it, from the environment alone."""
+
+import pytest
+
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel.launch import Launch, find_launch, first_host, own_gpus, tasks_on_node
+
+# As `srun --nodes=2 --ntasks-per-node=4` sets them for the task 6; the batch script's own tasks are another number.
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6",
+         "SLURM_LOCALID": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+         "SLURM_JOB_NODELIST": "gpu[07-12]"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+OPEN_MPI_4 = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+OPEN_MPI_5 = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-head-4242@1"}
+
+
+def _host(launch):
+    return launch.coordinator.rpartition(":")[0]
+
+
+def test_alone():
+    for environment in ({}, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script without srun
+                        SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
+        assert find_launch(environment) is None, environment
+
+
+def test_flags_hold_against_any_environment():
+    assert find_launch(SLURM, "10.0.0.2:8476", 2, 1) == Launch("flags", "10.0.0.2:8476", 2, 1)
+    assert find_launch({}, "[fe80::1]:8476", 1, 0) == Launch("flags", "[fe80::1]:8476", 1, 0)
+
+
+def test_slurm():
+    launch = find_launch(SLURM)
+    assert (launch.source, _host(launch), launch.processes, launch.process, launch.local_devices) == ("SLURM", "gpu07", 8, 6, (2,))
+    assert find_launch(SLURM | {"SLURM_PROCID": "0"}).coordinator == launch.coordinator
+    assert find_launch(SLURM | {"SLURM_STEP_ID": "1"}).coordinator != launch.coordinator  # two steps may share a host
+    assert find_launch(SLURM, coordinator="other:1234").coordinator == "other:1234"
+
+
+@pytest.mark.parametrize("nodes, first", [("n1", "n1"), ("n1,n2", "n1"), ("gpu[07-12,15],cpu1", "gpu07"), ("n[3,5]", "n3"),
+                                          ("rack[2-3]n[01-04]-ib,x", "rack2n01-ib")])
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_tasks_on_node():
+    assert [tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
+
+
+@pytest.mark.parametrize("visible, here, per_process", [
+    (None, 1, [()]), (None, 2, [(0,), (1,)]), ("0,1,2,3", 1, [()]), ("0,1,2,3", 2, [(0, 1), (2, 3)]),
+    ("4,5,6,7", 4, [(0,), (1,), (2,), (3,)]), ("3", 4, [()] * 4), ("", 2, [(), ()])])
+def test_own_gpus(visible, here, per_process):
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [own_gpus(environment, local, here) for local in range(here)] == per_process
+
+
+def test_open_mpi():
+    four = find_launch(OPEN_MPI_4)
+    assert (four.source, _host(four), four.processes, four.process, four.local_devices) == ("Open MPI", "10.96.0.1", 4, 3, (1,))
+    six = find_launch(OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "13145.0;tcp6://[fe80::b9b,2620:10d::2]:43370"})
+    assert _host(six) == "[fe80::b9b]"
+    assert _host(find_launch(OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})) == "127.0.0.1"
+    # mpirun in a batch script: SLURM's variables are those of its first task, in every rank.
+    inside = find_launch(SLURM | OPEN_MPI_5 | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+    assert (_host(inside), inside.process) == ("gpu07", 3)
+    assert find_launch(OPEN_MPI_5, coordinator="10.0.0.2:8476").coordinator == "10.0.0.2:8476"
+
+
+@pytest.mark.parametrize("environment, many", [
+    ({"TPU_WORKER_HOSTNAMES": "w-0,w-1", "TPU_WORKER_ID": "1"}, True), ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, True),
+    ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"}, True), ({"TPU_WORKER_HOSTNAMES": "localhost"}, False)])
+def test_tpu_slice_on_gke(environment, many):
+    assert find_launch(environment, tpu_chips=True) == (Launch("TPU") if many else None)
+
+
+def test_a_machine_with_chips_asks_its_metadata():
+    assert find_launch({}, tpu_chips=True) == Launch("TPU")
+    assert find_launch({"JAX_PLATFORMS": "cpu"}, tpu_chips=True) is None
+
+
+@pytest.mark.parametrize("environment, flags, message", [
+    ({}, ("10.0.0.2:8476", 2, None), "--process missing"),
+    ({}, (None, 2, 1), "--coordinator missing"),
+    ({}, ("10.0.0.2:8476", None, None), "--coordinator without --processes and --process"),
+    ({}, ("10.0.0.2:8476", 2, 2), "--process=2 --processes=2: expected process 0"),
+    ({}, ("10.0.0.2", 2, 1), "--coordinator=10.0.0.2: expected HOST:PORT"),
+    ({}, ("host:99999", 2, 1), "expected HOST:PORT"),
+    (OPEN_MPI_5, (None, None, None), "Open MPI does not say on which host rank 0 runs: add --coordinator"),
+    (SLURM | {"SLURM_PROCID": "six"}, (None, None, None), "SLURM_PROCID = 'six': expected a number"),
+    ({k: v for k, v in SLURM.items() if k != "SLURM_NODEID"}, (None, None, None), "SLURM_NODEID is not set"),
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), "tells of 1 nodes"),
+    (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, (None, None, None), "4 processes on this host share the 3 GPUs"),
+])
+def test_mistakes_are_named(environment, flags, message):
+    with pytest.raises(UserError, match=message):
+        find_launch(environment, *flags)
