@@ -11,10 +11,10 @@ def main() -> int:
     config, launch = get_config(), get_launch()
     cli.enable_compilation_cache()
     from qwen3next_jax.parallel import distributed  # after the flags: a mistyped flag should not wait for JAX
-    distributed.start(launch, config.parallel)
-    from qwen3next_jax.training.loop import train
+    with distributed.joined(launch, config.parallel):
+        from qwen3next_jax.training.loop import train
 
-    return train(config, get_workdir(config.name))
+        return train(config, get_workdir(config.name))
 
 
 if __name__ == "__main__":

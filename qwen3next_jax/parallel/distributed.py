@@ -4,6 +4,7 @@ Everything here is a no-op where there is one process. What concerns all process
 order; the words in passing go through the key-value store of `jax.distributed`, so nothing is compiled for them.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import itertools
@@ -13,7 +14,7 @@ import pathlib
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.parallel.launch import Launch
 
 _LONG = 24 * 3600.0  # seconds; for waits on work of unknown length: a dead process ends them earlier, by its heartbeat
-_LEAVE = 30  # seconds; for the others to leave, too, when this process does
+_LEAVE, _LEAVE_ALONE = 30, 10  # seconds for the others to leave, too, when this process does; when it fails
 _messages = itertools.count()  # all processes exchange the same messages in the same order, so a number names one
 
 
@@ -62,6 +63,30 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
                             f"{_first_line(error)}; give --coordinator, --processes and --process") from error
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def joined(launch: Launch | None, config: ParallelConfig) -> Iterator[None]:
+    """`start`s, and sees to it that this process can leave when what is in the block fails in it alone.
+
+    At its end a process waits for all others, which go on waiting for this one in the middle of a step. So one that fails
+    waits a while only and then leaves with its own exit code; the others are ended by the runtime.
+    """
+    start(launch, config)
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() > 1:
+            timer = threading.Timer(_LEAVE_ALONE, _leave, (getattr(error, "exit_code", ExitCode.CRASHED),))
+            timer.daemon = True
+            timer.start()
+        raise
+
+
+def _leave(code: ExitCode) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _give_up(launch: Launch, seconds: float) -> None:
