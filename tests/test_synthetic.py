@@ -67,7 +67,7 @@ def test_batches_resume_by_step_and_are_shared_by_hosts():
     assert {name: (v.shape, v.dtype.name) for name, v in straight[0].items()} == {
         "tokens": ((4, 32), "int32"), "segment_ids": ((4, 32), "int32"), "target_mask": ((4, 32), "bool")}
     joined = [{name: np.concatenate([a[name], b[name]]) for name in a}
-              for a, b in zip(batches(2, 4, process_index=0, process_count=2), batches(2, 4, process_index=1, process_count=2))]
+              for a, b in zip(batches(2, 4, share=[0, 1]), batches(2, 4, share=[2, 3]))]
     for a, b in zip(joined, straight[2:], strict=True):
         for name in a:
             np.testing.assert_array_equal(a[name], b[name])

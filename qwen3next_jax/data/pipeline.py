@@ -7,7 +7,7 @@ from is therefore one integer, the step, whatever the number of processes that s
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grain
 import numpy as np
@@ -17,7 +17,6 @@ from qwen3next_jax.data import preparation, sources, synthetic
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
 from qwen3next_jax.data.tokens import TaskTokens, load_tokenizer
-from qwen3next_jax.errors import UserError
 
 # "tokens", "segment_ids": int32 [B_local, T]; of synthetic tasks also "target_mask": bool [B_local, T], the tokens that
 # count as targets (in text all do).
@@ -69,27 +68,27 @@ class TrainData:
         parts = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
-    def batches(self, start_step: int, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+    def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
         """Endless batches from `start_step` on, read ahead by background threads.
 
-        With several processes each gets its share of a batch's rows; joined in the order of the processes they are the
-        batch that one process would get.
+        `share`: which rows of every batch to read (indices in the batch, ascending); None: all.
         """
-        share = _share(self.batch_size, process_index, process_count)
+        share = range(self.batch_size) if share is None else share
         yield from _read_ahead(_Steps(lambda i: _text_row(self._stream[i][1]), self.batch_size, share), start_step)
 
-    def heldout(self, rows: int | None = None, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
-        """The first `rows` held-out rows (None: all of them) in a fixed order, in batches of `batch_size`.
+    def heldout(self, rows: int | None = None, share: Sequence[int] | None = None) -> Iterator[Batch]:
+        """The first `rows` held-out rows (None: all of them) in a fixed order, in batches of `batch_size`, of which `share`
+        is read as in `batches`.
 
         The order is shuffled and takes from every source in proportion to its size, so that any beginning of it is a
         fair sample. The last batch is filled up with empty rows (segment ids 0).
         """
         order = self._heldout_order[:rows]
-        share = _share(self.batch_size, process_index, process_count)
+        share = range(self.batch_size) if share is None else share
         for start in range(0, len(order), self.batch_size):
-            chosen = order[start:start + self.batch_size][share].tolist()
+            chosen = [order[start + b].tolist() for b in share if start + b < len(order)]
             rows = [_text_row(self._prepared[source].rows[HELDOUT][row]) for source, row in chosen]
-            yield _stack(rows, share.stop - share.start, self.sequence_length, _TEXT)
+            yield _stack(rows, len(share), self.sequence_length, _TEXT)
 
     def document_names(self, step: int) -> list[list[str]]:
         """For each of the B rows of `step`, where its documents come from: "dir/part.jsonl:17", "dir/book.txt"."""
@@ -129,19 +128,18 @@ class SyntheticData:
         parts = [config.source, dataclasses.asdict(config.synthetic), sequence_length, vocab_size, config.seed]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
-    def batches(self, start_step: int, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+    def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
         """As `TrainData.batches`."""
-        share = _share(self.batch_size, process_index, process_count)
+        share = range(self.batch_size) if share is None else share
         yield from _read_ahead(_Steps(lambda i: _task_row(self._rows[i]), self.batch_size, share), start_step)
 
-    def heldout(self, rows: int | None = None, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+    def heldout(self, rows: int | None = None, share: Sequence[int] | None = None) -> Iterator[Batch]:
         """As `TrainData.heldout`; None: 1024 rows."""
-        share = _share(self.batch_size, process_index, process_count)
+        share = range(self.batch_size) if share is None else share
         count = rows or self.heldout_rows
         for start in range(0, count, self.batch_size):
-            chosen = range(start, min(start + self.batch_size, count))[share]
-            rows_here = [_task_row(self._heldout[i]) for i in chosen]
-            yield _stack(rows_here, share.stop - share.start, self.sequence_length, _TASK)
+            rows_here = [_task_row(self._heldout[start + b]) for b in share if start + b < count]
+            yield _stack(rows_here, len(share), self.sequence_length, _TASK)
 
     def document_names(self, step: int) -> list[list[str]]:
         """As `TrainData.document_names`: "mqar:17" is row 17 of the task."""
@@ -197,13 +195,6 @@ def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
 
-def _share(batch_size: int, process_index: int, process_count: int) -> slice:
-    if batch_size % process_count:
-        raise UserError(f"train.batch_size = {batch_size} is not a multiple of the {process_count} processes that share it")
-    local = batch_size // process_count
-    return slice(process_index * local, (process_index + 1) * local)
-
-
 def _text_row(row: PackedRow) -> Batch:
     return {"tokens": row.tokens, "segment_ids": row.segment_ids}
 
@@ -243,9 +234,9 @@ class _Tagged:
 
 
 class _Steps:
-    """grain data source whose element s is this process's share of the batch of step s."""
+    """grain data source whose element s is the rows `share` of the batch of step s."""
 
-    def __init__(self, row: Callable[[int], Batch], batch_size: int, share: slice):
+    def __init__(self, row: Callable[[int], Batch], batch_size: int, share: Sequence[int]):
         self._row, self._batch_size, self._share = row, batch_size, share
 
     def __len__(self) -> int:
@@ -253,5 +244,5 @@ class _Steps:
 
     def __getitem__(self, step: int) -> Batch:
         first = step * self._batch_size
-        rows = [self._row(i) for i in range(first + self._share.start, first + self._share.stop)]
+        rows = [self._row(first + b) for b in self._share]
         return _stack(rows, len(rows), len(rows[0]["tokens"]), {name: values.dtype for name, values in rows[0].items()})
