@@ -287,6 +287,39 @@ class ParallelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TelemetryConfig:
+    """metrics.jsonl, the live display and report.html are always there; docs/report.md explains them."""
+
+    diagnostics_every: int = 100  # steps between measurements of every layer (one forward pass each); 0: never
+    tensorboard: bool = False  # scalars and samples for TensorBoard in WORKDIR/tensorboard
+    wandb: str = ""  # Weights & Biases project; "": none
+
+    def __post_init__(self):
+        _require(self.diagnostics_every >= 0, f"telemetry.diagnostics_every = {self.diagnostics_every}: expected 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """Traces for xprof / TensorBoard's profiler, written to WORKDIR/profile."""
+
+    steps: str = ""  # "10:13" traces steps 10, 11 and 12; "": none
+    memory: bool = False  # at the end of those steps also writes what holds the device's memory, for pprof
+
+    def __post_init__(self):
+        _require(not self.memory or bool(self.steps), "profile.memory is set without profile.steps: expected steps such as 10:13")
+        if self.steps:
+            first, _, end = self.steps.partition(":")
+            _require(first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end),
+                     f"profile.steps = {self.steps!r}: expected FIRST:END with 1 ≤ FIRST < END, such as 10:13 for steps 10, 11 and 12")
+
+    @property
+    def range(self) -> range:
+        """The steps that are traced."""
+        first, _, end = (self.steps or "0:0").partition(":")
+        return range(int(first), int(end))
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -299,6 +332,8 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     parallel: ParallelConfig = ParallelConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     def __post_init__(self):
         _require(self.train.sequence_length <= self.model.max_position_embeddings,

@@ -19,7 +19,8 @@ ARROWS = {
     "interop": {"model", "config", "errors"},
     "inference": {"model", "ops", "config", "errors"},
     "evals": {"inference", "model", "ops", "config", "errors", "data"},
-    "training": {"data", "evals", "inference", "interop", "model", "ops", "parallel", "config", "errors"},
+    "reporting": {"errors"},
+    "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config", "errors"},
 }
 LIBRARIES_OF_OPS = {"jax", "numpy", "tokamax"}
 # Present on every machine that trains, but not on every one that only loads a model.

@@ -24,7 +24,8 @@ from qwen3next_jax.training import manifest
 from qwen3next_jax.training.step import State, abstract_model, init_state
 
 # Settings that may differ when a run goes on; any other difference would make it another run.
-MAY_CHANGE = ("name", "train.steps", "train.log_every", "train.remat", "data.prepared_dir", "checkpoint", "eval", "parallel")
+MAY_CHANGE = ("name", "train.steps", "train.log_every", "train.remat", "data.prepared_dir", "checkpoint", "eval", "parallel",
+              "telemetry", "profile")
 
 # Orbax reports every directory it touches at the level of a warning.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)

@@ -23,7 +23,7 @@ from qwen3next_jax.training import manifest
 from qwen3next_jax.training.checkpoint import abstract_state, with_keys_of, with_text_keys
 from qwen3next_jax.training.guards import HALTED, NON_FINITE, SKIPPED, SPIKE
 from qwen3next_jax.training.step import Batch, State
-from qwen3next_jax.training.telemetry import Display, MetricsFile
+from qwen3next_jax.training.telemetry import MetricsFile
 
 
 class Halted(Exception):
@@ -37,8 +37,8 @@ class Halted(Exception):
 class Incidents:
     """Looks at every step's verdict once and writes down what was not all right."""
 
-    def __init__(self, config: GuardConfig, metrics: MetricsFile, display: Display):
-        self._config, self._metrics, self._display = config, metrics, display
+    def __init__(self, config: GuardConfig, metrics: MetricsFile):
+        self._config, self._metrics = config, metrics
         self._looked = 0
 
     def restart(self, step: int) -> None:
@@ -60,10 +60,9 @@ class Incidents:
         what = self._describe(verdict, values)
         numbers = {name: float(values[name]) for name in ("total_loss", "grad_norm", "loss_z", "grad_norm_z")}
         if verdict & SPIKE:
-            self._metrics.write("spike", step, skipped=bool(verdict & SKIPPED), **numbers)
+            self._metrics.write("spike", step, reason=what, skipped=bool(verdict & SKIPPED), **numbers)
         if verdict & SKIPPED:
             self._metrics.write("skip", step, reason=what, skipped=int(values["skipped"]), **numbers)
-        self._display.say(f"step {step:>6}  {what}" + ("; the update is skipped" if verdict & SKIPPED else ""))
         if verdict & HALTED:
             spike = bool(verdict & SPIKE and self._config.on_spike in ("rewind", "stop"))
             raise Halted(step, what if spike else f"{what}, the last of {self._config.max_skips} skipped updates in a row", spike, state)

@@ -21,9 +21,12 @@ from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, open_run
+from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
+from qwen3next_jax.training.display import Display, PreparationProgress, heldout_figure
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
+from qwen3next_jax.training.profiling import Profiler
 from qwen3next_jax.training.step import State, abstract_model, init_state, make_train_step
-from qwen3next_jax.training.telemetry import Display, MetricsFile, PreparationProgress, heldout_figure
+from qwen3next_jax.training.telemetry import MetricsFile, Throughput, open_metrics, surroundings
 
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
@@ -33,6 +36,7 @@ MAX_REWINDS = 3  # to one checkpoint
 
 def train(config: Config, workdir: pathlib.Path) -> int:
     """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
+    begun = time.time()
     # Data
     with PreparationProgress() as progress:
         data = open_data(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
@@ -50,12 +54,14 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         state = checkpoints.restore(first_step, abstract_state(config)) if first_step else start_state(config)
 
         # Loop
-        metrics = MetricsFile(workdir / "metrics.jsonl", first_step)
         corpus = data.describe()
         bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2) if corpus["bytes"] else None
-        with Display(_title(config, state, corpus, first_step), config.train.steps, first_step, bits_per_nat) as display, \
-                _Signals() as signals:
-            run = _Run(config, data, checkpoints, metrics, display)
+        first = jax.process_index() == 0  # the process that records and shows the run
+        with Display(_title(config, state, corpus, first_step), config.train.steps, first_step, first) as display, \
+                open_metrics(config, workdir, first_step, display) as metrics, _Signals() as signals, \
+                Profiler(config.profile, workdir, metrics.write) as profiler:
+            metrics.start(first_step, begun, **surroundings())
+            run = _Run(config, data, checkpoints, metrics, display, profiler, Throughput(config, bits_per_nat))
             while True:
                 try:
                     step, heldout = run.loop(state, first_step, signals)
@@ -67,7 +73,6 @@ def train(config: Config, workdir: pathlib.Path) -> int:
                     first_step, state = rewound
 
     # End
-    metrics.close()
     if step < config.train.steps:
         print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
         return ExitCode.INTERRUPTED
@@ -78,12 +83,15 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 class _Run:
     """The loop with what it reads and writes."""
 
-    def __init__(self, config: Config, data: TrainData | SyntheticData, checkpoints: Checkpoints, metrics: MetricsFile, display: Display):
+    def __init__(self, config: Config, data: TrainData | SyntheticData, checkpoints: Checkpoints, metrics: MetricsFile, display: Display,
+                 profiler: Profiler, throughput: Throughput):
         self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
+        self.profiler, self.throughput = profiler, throughput
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config)
         self.heldout_step = make_heldout_step(self.graphdef)
-        self.incidents = Incidents(config.guards, metrics, display)
+        self.incidents = Incidents(config.guards, metrics)
+        self.diagnostics_step = make_diagnostics_step(config, self.graphdef)
         self.heldout_figure = ""
         self.rewinds: dict[int, int] = {}  # how often to which step
 
@@ -98,7 +106,9 @@ class _Run:
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
+            self.profiler.before(step, values)
             before, (state, values) = values, self.train_step(state, batch)
+            self.profiler.after(step, values)
             # One step runs while the next is handed over; more would only make the display and a signal late.
             jax.block_until_ready(before)
             self.incidents.look(step - 1, before, state)
@@ -118,27 +128,25 @@ class _Run:
             elif step == first_step + 1:  # the compilation is not part of any speed
                 jax.block_until_ready(values)
                 since, waited, last_logged = time.perf_counter(), 0.0, step
+            begun = time.perf_counter()
+            if config.telemetry.diagnostics_every and step % config.telemetry.diagnostics_every == 0:
+                self._diagnose(step, state, batch, values)
             if step % config.eval.every == 0 or step == config.train.steps:
-                begun = time.perf_counter()
                 self._evaluate(step, state)
-                since += time.perf_counter() - begun
+            since += time.perf_counter() - begun
             if saves:
                 self.checkpoints.save(step, state)
                 self.metrics.write("checkpoint", step)
-                self.display.checkpoint(step)
             if stop:
                 return step, self.heldout_figure
         return config.train.steps, self.heldout_figure
 
     def _log(self, step: int, values: dict[str, Any], seconds: float, waited: float, steps: int) -> None:
-        tokens = self.config.train.batch_size * self.config.train.sequence_length
         load = values.get("expert_load")
         record = {name: float(value) for name, value in values.items() if name not in ("expert_load", "grad_norms", "verdict")}
         if load is not None:
             record |= {"busiest_expert": float(np.max(load)), "idle_experts": int(np.sum(load == 0))}
-        record |= {"tokens_seen": step * tokens, "tokens_per_second": steps * tokens / seconds, "data_wait": waited / seconds}
-        self.metrics.write("train", step, **record)
-        self.display.train(step, record)
+        self.metrics.write("train", step, **record, **self.throughput.measure(step, record["loss"], steps, seconds, waited))
 
     def rewind(self, halt: Halted) -> tuple[int, State] | None:
         """→ (step, state) of the newest good checkpoint, from which the data go on behind the batch of the spike; None
@@ -154,8 +162,8 @@ class _Run:
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
+        self.metrics.rewind(step)
         self.metrics.write("rewind", halt.step, to_step=step, data_offset=offset, reason=halt.reason)
-        self.display.say(f"step {halt.step:>6}  back to step {step}; the {halt.step - step} batches since are passed over")
         return step, state
 
     def stop(self, halt: Halted, workdir: pathlib.Path) -> int:
@@ -169,16 +177,18 @@ class _Run:
               f"{self.config.optimizer.learning_rate}) in a new --workdir may help, or guards.on_spike", file=sys.stderr)
         return ExitCode.DIVERGED
 
+    def _diagnose(self, step: int, state: State, batch: dict[str, jax.Array], values: dict[str, Any]) -> None:
+        measured = jax.device_get((self.diagnostics_step(state["params"], batch), values["grad_norms"], values.get("expert_load")))
+        self.metrics.write("diagnostics", step, **summarise(self.config, *measured))
+
     def _evaluate(self, step: int, state: State) -> None:
         values = evaluate_heldout(self.heldout_step, state["params"], self.data.heldout(self.config.eval.rows),
                                   self.data.tokenizer.token_bytes)
         self.heldout_figure = heldout_figure(values)
         self.metrics.write("heldout", step, **values)
-        self.display.heldout(step, values)
         if self.config.eval.sample_tokens:
             text = _sample(nnx.merge(self.graphdef, state["params"]), self.data.tokenizer, self.config)
             self.metrics.write("sample", step, text=text)
-            self.display.sample(step, text)
 
 
 class _Signals:

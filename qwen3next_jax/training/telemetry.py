@@ -1,177 +1,219 @@
-"""What a run records and shows: `metrics.jsonl` is the record; the terminal shows its newest lines.
-
-On a terminal the run is one live panel (rich); elsewhere plain lines, one per `train.log_every` steps.
+"""What a run records: `metrics.jsonl` is the truth, and whatever shows a run (the terminal, TensorBoard, Weights & Biases,
+report.html) is given its events. docs/report.md has the schema.
 """
 
+import importlib
 import json
 import math
 import os
 import pathlib
+import resource
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+import jax
+
+from qwen3next_jax.config import Config, to_dict
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.model.flops import flops_per_token
+from qwen3next_jax.parallel.chips import chip_of
+from qwen3next_jax.reporting.events import read_events
+
+Event = Mapping[str, Any]
+Listener = Callable[[Event], None]
+
+# Events about the process that ran, not about the curve: they stay true when the steps after a checkpoint are taken again.
+HISTORY = ("start", "stop", "damaged", "rewind")
 
 
 class MetricsFile:
-    """Append-only JSON lines, one event each: {"event": "train" | "heldout" | "sample" | …, "step": …, …}."""
+    """Append-only JSON lines, one event each: {"event": "train" | "heldout" | "sample" | …, "step": …, "time": …, …}.
 
-    def __init__(self, path: pathlib.Path, first_step: int):
-        """Events after `first_step` are dropped: the run that wrote them died, and they are about to be written again."""
-        self._path = path
-        kept = [line for line in _lines(path) if line["step"] <= first_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(temporary, path)
-        self._file = path.open("a", buffering=1)
+    Every event goes to the `listeners` too. Use as a context manager: it closes those listeners that have a `close`.
+    """
+
+    def __init__(self, path: pathlib.Path | None, first_step: int, listeners: Sequence[Listener] = ()):
+        """`path` None writes and tells nothing: the processes of a run other than its first.
+
+        Events after `first_step` are dropped, but for HISTORY: the run that wrote them died, and they are about to be
+        written again. What is known of that run goes into the "start" event (`start`).
+        """
+        self._path, self._listeners = path, tuple(listeners)
+        self._file = None
+        if path is not None:
+            before = read_events(path)
+            taken = max((e["step"] for e in before if e["event"] == "train"), default=0)
+            self._before = {"previous_end": max((e.get("time", 0) for e in before), default=None),
+                            "lost_steps": max(taken - first_step, 0)}
+            self._keep(before, first_step)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._file:
+            self._file.close()
+        for listener in self._listeners:
+            if hasattr(listener, "close"):
+                listener.close()
+
+    def start(self, first_step: int, begun: float, **values: Any) -> None:
+        """Writes the "start" event of a process that began at wall time `begun` and goes on after `first_step` steps."""
+        if self._path is not None:
+            self.write("start", first_step, time=begun, first_step=first_step, **self._before, **values)
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        # JSON has no NaN and no infinity: they are written as text, so that every reader can parse the file.
-        clean = {k: (str(v) if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
-        self._file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3)} | clean) + "\n")
+        """Records an event; `values` are JSON-ready (floats, ints, text, lists and dicts of them, None)."""
+        if self._path is None:
+            return
+        record = {"event": event, "step": step, "time": round(values.pop("time", time.time()), 3)} | _finite_or_text(values)
+        self._file.write(json.dumps(record) + "\n")
+        for listener in self._listeners:
+            listener(record)
+
+    def rewind(self, step: int) -> None:
+        """Drops the events after `step` (but for HISTORY), which are about to be written again."""
+        if self._path is not None:
+            self._file.close()
+            self._keep(read_events(self._path), step)
+
+    def _keep(self, events: list[dict], last_step: int) -> None:
+        kept = [event for event in events if event["step"] <= last_step or event["event"] in HISTORY]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(event) + "\n" for event in kept))
+        os.replace(temporary, self._path)
+        self._file = self._path.open("a", buffering=1)
+
+
+def _finite_or_text(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are written as text, so that every reader can parse the file."""
+    if isinstance(value, dict):
+        return {name: _finite_or_text(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_or_text(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Throughput:
+    """Speed, model FLOP/s and memory of a run, for its "train" events."""
+
+    def __init__(self, config: Config, bits_per_nat: float | None):
+        """`bits_per_nat`: bits per byte for each nat per token, 1 / (ln 2 · bytes per token); None where tokens are no text."""
+        self._tokens = config.train.batch_size * config.train.sequence_length
+        self._flops_per_token = flops_per_token(config.model, config.train.sequence_length)
+        self._bits_per_nat = bits_per_nat
+        chip = chip_of(jax.devices()[0].device_kind)
+        self._peak = chip.device_flops * jax.device_count() if chip else None
+
+    def measure(self, step: int, loss: float, steps: int, seconds: float, waited: float) -> dict[str, Any]:
+        """What a "train" event holds beside the step's own metrics, for the last `steps` steps, which took `seconds` of
+        which `waited` were spent waiting for data. mfu and memory_limit are None where the chip is not known."""
+        speed = steps * self._tokens / seconds
+        flops = speed * self._flops_per_token
+        used, limit = memory()
+        bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
+        return bits | {"tokens_seen": step * self._tokens, "tokens_per_second": speed, "steps": steps, 
+                "seconds": seconds, "data_wait": waited / seconds, "model_flops_per_second": flops,
+                "mfu": flops / self._peak if self._peak else None, "memory_bytes": used, "memory_limit": limit}
+
+
+def memory() -> tuple[int, int | None]:
+    """(largest use of this process's fullest device so far, that device's memory) in bytes; on a platform without such
+    figures (CPU) the process's largest resident memory, and None."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    stats = [s for s in stats if s and "peak_bytes_in_use" in s]
+    if stats:
+        fullest = max(stats, key=lambda s: s["peak_bytes_in_use"])
+        return int(fullest["peak_bytes_in_use"]), fullest.get("bytes_limit")
+    kilobytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes, None
+
+
+def open_metrics(config: Config, workdir: pathlib.Path, first_step: int, display: Listener) -> MetricsFile:
+    """The run's metrics.jsonl, shown on `display` and wherever `config.telemetry` says. Only the first process writes."""
+    if jax.process_index():
+        return MetricsFile(None, first_step)
+    listeners: list[Listener] = [display]
+    if config.telemetry.tensorboard:
+        listeners.append(TensorBoard(workdir, first_step))
+    if config.telemetry.wandb:
+        listeners.append(WeightsAndBiases(config, workdir))
+    return MetricsFile(workdir / "metrics.jsonl", first_step, listeners)
+
+
+def surroundings() -> dict[str, Any]:
+    """What a "start" event says of where the run runs."""
+    return {"hosts": jax.process_count(), "devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind,
+            "jax": jax.__version__, "commit": code_commit()}
+
+
+def code_commit() -> str | None:
+    """Commit of the checkout this package runs from; None for an installed package."""
+    root = pathlib.Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        return subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+class TensorBoard:
+    """Every number of every event as a scalar under WORKDIR/tensorboard, samples as text."""
+
+    def __init__(self, workdir: pathlib.Path, first_step: int):
+        writer = _optional("tensorboardX", "telemetry.tensorboard = True", "tensorboard")
+        self._writer = writer.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
+
+    def __call__(self, event: Event) -> None:
+        for name, value in scalars(event).items():
+            self._writer.add_scalar(name, value, event["step"], walltime=event["time"])
+        if event["event"] == "sample":
+            self._writer.add_text("sample", event["text"], event["step"], walltime=event["time"])
 
     def close(self) -> None:
-        self._file.close()
+        self._writer.close()
 
 
-def _lines(path: pathlib.Path) -> list[dict]:
-    """The events in `path`; a last line torn by a kill is not one."""
-    if not path.exists():
-        return []
-    events = []
-    for line in path.read_text().splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
+class WeightsAndBiases:
+    """Every number of every event to the W&B project; a resumed run goes on as the same W&B run."""
+
+    def __init__(self, config: Config, workdir: pathlib.Path):
+        wandb = _optional("wandb", f"telemetry.wandb = {config.telemetry.wandb!r}", "wandb")
+        id_file = workdir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(f"{config.name}-{time.time_ns():x}")
+        self._run = wandb.init(project=config.telemetry.wandb, name=config.name, id=id_file.read_text(), resume="allow",
+                               dir=str(workdir), config=to_dict(config))
+        self._run.define_metric("*", step_metric="step")  # W&B's own step may not go back, as a resumed run's does
+
+    def __call__(self, event: Event) -> None:
+        if values := scalars(event):
+            self._run.log(values | {"step": event["step"]})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of an event under names like train/loss; lists over layers as diagnostics/beta/layer_03."""
+    kind, result = event["event"], {}
+    for name, value in event.items():
+        if name in ("event", "step", "time"):
             continue
-        if isinstance(event, dict) and isinstance(event.get("step"), int):
-            events.append(event)
-    return events
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            result[f"{kind}/{name}"] = value
+        elif isinstance(value, list) and name != "expert_load":
+            result |= {f"{kind}/{name}/layer_{i:02}": v for i, v in enumerate(value) if isinstance(v, (int, float))}
+    return result
 
 
-class PreparationProgress:
-    """Shows how far the tokenizing of each source is: a bar on a terminal, one line elsewhere. A context manager."""
-
-    def __init__(self):
-        self._bars = Progress(TextColumn("preparing {task.description}"), BarColumn(), TaskProgressColumn(),
-                              TimeElapsedColumn(), transient=True)
-        self._tasks: dict[str, Any] = {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        if self._tasks and self._bars.console.is_terminal:
-            self._bars.stop()
-
-    def __call__(self, source: str, bytes_read: int, bytes_in_all: int) -> None:
-        if source not in self._tasks:
-            if self._bars.console.is_terminal:
-                self._bars.start()
-            else:
-                print(f"preparing {source} ({bytes_in_all / 1e6:.1f} MB)", flush=True)
-            self._tasks[source] = self._bars.add_task(source, total=bytes_in_all)
-        self._bars.update(self._tasks[source], completed=bytes_read)
-
-
-def heldout_figure(values: dict[str, float]) -> str:
-    """The one figure of a held-out evaluation: bits per byte, or the accuracy where tokens are no text."""
-    return f"{values['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in values else f"accuracy {values['accuracy']:.1%}"
-
-
-class Display:
-    """The run on the terminal. Use as a context manager."""
-
-    def __init__(self, title: str, steps: int, first_step: int, bits_per_nat: float | None):
-        """`bits_per_nat`: bits per byte for each nat per token, 1 / (ln 2 · bytes per token); None where tokens are no text."""
-        self._steps, self._bits_per_nat, self._title = steps, bits_per_nat, title
-        self._console = Console(highlight=False)
-        self._values: dict[str, Any] = {}
-        self._heldout: list[str] = []
-        self._sample = ""
-        self._checkpoint = "none yet"
-        self._live = None
-        if self._console.is_terminal:
-            self._progress = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None),
-                                      TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-                                      console=self._console)
-            self._task = self._progress.add_task("train", total=steps, completed=first_step)
-            self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render)
-
-    def __enter__(self):
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception):
-        if self._live:
-            self._live.stop()
-
-    def step(self, step: int) -> None:
-        if self._live:
-            self._progress.update(self._task, completed=step)
-
-    def train(self, step: int, values: dict[str, float]) -> None:
-        self._values = values
-        if not self._live:
-            self.say(f"step {step:>6}/{self._steps}  loss {values['loss']:.4f}  "
-                     f"{self._per_byte(values)[0]} {self._per_byte(values)[1]}"
-                     + "".join(f"  mtp{name.rpartition('/')[2]} {value:.3f}" for name, value in values.items() if name.startswith("mtp_loss/"))
-                     + f"  grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.2e}  {values['tokens_per_second']:,.0f} tok/s")
-
-    def _per_byte(self, values: dict[str, float]) -> tuple[str, str]:
-        if self._bits_per_nat is None:
-            return "accuracy", f"{values['top1']:.1%}"
-        return "bits/byte", f"{values['loss'] * self._bits_per_nat:.3f}"
-
-    def heldout(self, step: int, values: dict[str, float]) -> None:
-        line = f"step {step:>6}  held-out {heldout_figure(values)}  loss {values['loss']:.4f}" + "".join(
-            f"  acceptance@{name.rpartition('/')[2]} {value:.1%}" for name, value in values.items() if name.startswith("mtp_acceptance/"))
-        self._heldout.append(line)
-        if not self._live:
-            self.say(line)
-
-    def sample(self, step: int, text: str) -> None:
-        self._sample = text
-        if not self._live:
-            self.say(f"step {step:>6}  sample {text!r}")
-
-    def checkpoint(self, step: int) -> None:
-        self._checkpoint = f"step {step}"
-
-    def say(self, line: str) -> None:
-        """One plain line that stays on the screen."""
-        self._console.print(line, markup=False, soft_wrap=True)
-        sys.stdout.flush()
-
-    def _render(self) -> Panel:
-        grid = Table.grid(padding=(0, 2), expand=True)
-        for _ in range(4):
-            grid.add_column(ratio=1)
-        cells = [Text.assemble((name + " ", "dim"), value) for name, value in self._cells()]
-        for i in range(0, len(cells), 4):
-            grid.add_row(*cells[i:i + 4])
-        parts: list[Any] = [self._progress, grid]
-        if self._heldout:
-            parts += [Text(""), Text("\n".join(self._heldout[-5:]), no_wrap=True, overflow="ellipsis")]
-        if self._sample:
-            parts.append(Panel(Text("\n".join(self._sample.splitlines()[:8])), title="sample", title_align="left", border_style="dim"))
-        return Panel(Group(*parts), title=self._title, title_align="left")
-
-    def _cells(self) -> list[tuple[str, str]]:
-        v = self._values
-        if not v:
-            return [("compiling the train step", "…")]
-        cells = [("loss", f"{v['loss']:.4f}"), self._per_byte(v)]
-        cells += [(f"mtp loss {name.rpartition('/')[2]}", f"{value:.3f}") for name, value in v.items() if name.startswith("mtp_loss/")]
-        if "balance_loss" in v:
-            cells += [("balance", f"{v['balance_loss']:.3f}"), ("busiest expert", f"×{v['busiest_expert']:.2f}")]
-        return cells + [("grad norm", f"{v['grad_norm']:.2f}"), ("learning rate", f"{v['learning_rate']:.2e}"),
-                        ("tokens", f"{v['tokens_seen']:,.0f}"), ("tokens/s", f"{v['tokens_per_second']:,.0f}"),
-                        ("data wait", f"{v['data_wait']:.0%}"), ("checkpoint", self._checkpoint)]
+def _optional(package: str, setting: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(f"{setting} needs the package {package}, which is not installed: pip install 'qwen3next-jax[{extra}]', "
+                        "or leave the setting out") from error
