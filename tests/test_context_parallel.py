@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
-from qwen3next_jax.ops import attention, causal_conv1d
+from qwen3next_jax.ops import attention, causal_conv1d, gated_delta_rule
 
 BAR = 1e-5  # relative L2 error in float32: a sum in another order
 B = 2
@@ -119,3 +119,24 @@ def test_attention_errors_name_the_argument(change, error, name):
     x = jnp.zeros((1, 10, 2, 4))
     with pytest.raises(error, match=name):
         split(lambda x, w, axis_name: (attention(x, x, x, axis_name=axis_name, **change), w), 2, x, {})
+
+
+def delta_rule_case(time, key=8, value=12, **settings):
+    rng = np.random.default_rng(3)
+    by_time = arrays(4, q=(B, time, 2, key), k=(B, time, 2, key), v=(B, time, 4, value))
+    by_time["g"] = jnp.asarray(-np.exp(rng.normal(size=(B, time, 4)) - 3), jnp.float32)  # a state outlives a shard
+    by_time["beta"] = jnp.asarray(rng.uniform(size=(B, time, 4)), jnp.float32)
+
+    def f(x, w, ids, axis_name):
+        return gated_delta_rule(**x, **w, segment_ids=ids, axis_name=axis_name, **settings)
+
+    return f, by_time, arrays(5, initial_state=(B, 4, key, value))
+
+
+@shard_counts(2, 4)
+@pytest.mark.parametrize("packed", [True, False])
+def test_delta_rule(shards, packed):
+    time = 160
+    f, by_time, whole = delta_rule_case(time)
+    ids = jnp.asarray(layout(time)) if packed else None
+    assert_equal(results(f, by_time, whole, shards, ids), results(f, by_time, whole, None, ids))

@@ -3,22 +3,14 @@
 B batch, T time, G key heads, H value heads (value head h reads key head h // (H // G)), K key width, V value width.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule import chunk_math, chunked, pallas_tpu, reference
+from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, reference
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    implementation: str | None
-    normalize_qk: bool
-    erase: bool
 
 
 def gated_delta_rule(
@@ -33,6 +25,7 @@ def gated_delta_rule(
     normalize_qk: bool = True,
     erase: bool = True,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ):
     """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
 
@@ -52,6 +45,9 @@ def gated_delta_rule(
       erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu" (on CPU this one runs interpreted), or None
         for the platform's best: "pallas_tpu" on TPU, "chunked" elsewhere.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are then this shard's part and
+        the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere it is ignored and has
+        no gradient); `final_state` is the row's, the same on every shard.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
@@ -66,14 +62,18 @@ def gated_delta_rule(
     if initial_state is None:
         initial_state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), wide)
     initial_state = initial_state.astype(wide)
-    segments = None
+    segments = before = None
+    if axis_name is not None and segment_ids is not None:
+        before = context.last_id_before(segment_ids, axis_name)
     if segment_ids is not None:
-        segments = chunk_math.encode_segments(segment_ids)
+        segments = chunk_math.encode_segments(segment_ids, before)
         live = segments[:, :, None] > 0  # a padding row neither decays nor writes
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
+    options = dispatch.Options(implementation, normalize_qk, erase)
+    if axis_name is not None:
+        return context.across(options, axis_name, q, k, v, g, beta, initial_state, segments, before)
     if implementation == "recurrent":
         return reference.recurrent(q, k, v, g, beta, initial_state, segments, normalize_qk=normalize_qk, erase=erase)
-    options = _Options(implementation, normalize_qk, erase)
     return _operator(options, q, k, v, g, beta, initial_state, segments)
 
 
@@ -117,48 +117,20 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(options: _Options, q, k, v, g, beta, initial_state, segments):
-    return _forward(options, False, q, k, v, g, beta, initial_state, segments)[:2]
+def _operator(options: dispatch.Options, q, k, v, g, beta, initial_state, segments):
+    return dispatch.forward(options, dispatch.chunk_size(q, v), False, q, k, v, g, beta, initial_state, segments)[:2]
 
 
 def _operator_forward(options, q, k, v, g, beta, initial_state, segments):
-    o, final, *saved = _forward(options, True, q, k, v, g, beta, initial_state, segments)
+    arguments = q, k, v, g, beta, initial_state, segments
+    o, final, *saved = dispatch.forward(options, dispatch.chunk_size(q, v), True, *arguments)
     return (o, final), (q, k, v, g, beta, initial_state[:0], segments, saved)
 
 
 def _operator_backward(options, residuals, cotangents):
     q, k, v, g, beta, initial_state, segments, saved = residuals
-    form = functools.partial(_run, options, chunked.backward, pallas_tpu.backward, {})
-    gradients = form(q, k, v, g, beta, segments, *saved, *cotangents)
+    gradients = dispatch.backward(options, dispatch.chunk_size(q, v), q, k, v, g, beta, segments, *saved, *cotangents)
     return (*(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v, g, beta, initial_state))), None)
 
 
 _operator.defvjp(_operator_forward, _operator_backward)
-
-
-def _forward(options, save: bool, *arguments):
-    return _run(options, chunked.forward, pallas_tpu.forward, dict(save=save), *arguments)
-
-
-def _run(options: _Options, xla, kernel, settings, *arguments):
-    """One pass by the implementation asked for, or by the platform's."""
-    size = _chunk_size(arguments[0], arguments[2])
-    settings = settings | dict(size=size, normalize_qk=options.normalize_qk, erase=options.erase)
-    xla = functools.partial(xla, parallel=options.implementation == "associative", **settings)
-    compiled = functools.partial(kernel, interpret=False, **settings)
-    interpreted = functools.partial(kernel, interpret=True, **settings)
-    if options.implementation == "pallas_tpu":
-        return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
-    if options.implementation is None and not any(x.dtype == jnp.float64 for x in arguments[:6] if x is not None):
-        return jax.lax.platform_dependent(*arguments, tpu=compiled, default=xla)
-    return xla(*arguments)
-
-
-def _chunk_size(q, v) -> int:
-    """64 tokens; 16 for float32 heads of at most 32 channels, where work within a chunk (8 C d) outweighs the state's (6 d²): a
-    training step of configs/tiny.py took 0.57 s instead of 0.66 on 2 CPU cores. The power of two that holds a shorter
-    sequence. One length for every platform, since the residuals' shapes may not depend on the platform. In bfloat16 every
-    chunk rounds the state once more as an operand, so there it stays 64."""
-    narrow = max(q.shape[-1], v.shape[-1]) <= 32
-    longest = 16 if narrow and v.dtype == jnp.float32 else 64
-    return min(longest, max(16, 1 << (q.shape[1] - 1).bit_length()))

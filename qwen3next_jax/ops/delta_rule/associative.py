@@ -35,7 +35,7 @@ def affine_maps(c, exact: Products):
     return identity - exact.tn(kept, erased), exact.tn(kept, exact.nn(c.inverse, c.beta * c.v))
 
 
-def _states(maps, first, exact: Products, reverse: bool):
+def states(maps, first, exact: Products, reverse: bool):
     """The state entering every chunk in the direction of the pass, and the one leaving the last."""
     m, u = jax.lax.associative_scan(lambda a, b: compose(a, b, exact), maps, reverse=reverse)
     after = exact.nn(m, jnp.broadcast_to(first, u.shape)) + u
@@ -46,7 +46,7 @@ def _states(maps, first, exact: Products, reverse: bool):
 
 def forward_pass(c, initial_state, dots: Products, exact: Products):
     """The state entering each chunk [N, B, H, K, V] and the final state."""
-    return _states(affine_maps(c, exact), initial_state, exact, reverse=False)
+    return states(affine_maps(c, exact), initial_state, exact, reverse=False)
 
 
 def backward_pass(c, po, qo, dfinal, dots: Products, exact: Products):
@@ -58,4 +58,4 @@ def backward_pass(c, po, qo, dfinal, dots: Products, exact: Products):
     u = qo
     if c.inverse is not None:
         u = u - exact.tn(c.beta * c.decay.gamma * _normalised(c.k), exact.tn(c.inverse, po))
-    return _states((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)
+    return states((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)

@@ -133,13 +133,15 @@ def lower_mask(size: int, strict: bool = False):
 # ---- inputs -----------------------------------------------------------------------------------------------
 
 
-def encode_segments(segment_ids):
+def encode_segments(segment_ids, before=None):
     """[B, T] ids (0 = padding at the end) to signed ids: a padding row carries minus the last document's id.
 
-    |id| then says which state a row belongs to, and the sign whether it is a token at all.
+    |id| then says which state a row belongs to, and the sign whether it is a token at all. `before` [B]: the id of the last
+    document that started before these rows, where they are not the first of their sequence.
     """
     ids = segment_ids.astype(jnp.int32)
-    return jnp.where(ids > 0, ids, -jnp.maximum(jax.lax.cummax(ids, axis=ids.ndim - 1), 1))
+    last = jnp.maximum(jax.lax.cummax(ids, axis=ids.ndim - 1), 1 if before is None else before[:, None])
+    return jnp.where(ids > 0, ids, -last)
 
 
 def document_index(signed_chunks):
