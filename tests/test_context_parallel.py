@@ -11,17 +11,17 @@ from jax.sharding import Mesh, PartitionSpec as P
 from qwen3next_jax.ops import attention, causal_conv1d, gated_delta_rule
 
 BAR = 1e-5  # relative L2 error in float32: a sum in another order
-B = 2
+B = 3
 
 
 def layout(time: int) -> np.ndarray:
-    """Segment ids [2, T]: a document over most shards, one that ends on the middle edge, two of one token, one from the middle
-    of a shard; and a row whose last half is padding."""
+    """Segment ids [3, T]: documents that end on the middle edge, of one token, and from inside a shard; a row whose last half
+    is padding; a document over 11/16 of the row, which is three of four shards and more, and the last one padded."""
     rows = np.zeros((B, time), int)
     half, n = time // 2, time // 16
-    rows[0] = np.repeat((1, 2, 3, 4, 5), (n, half - n, 1, 1, half - 2))
-    rows[0, -3 * n :] = 7
+    rows[0] = np.repeat((1, 2, 3, 4, 5, 7), (n, half - n, 1, 1, half - 2 - 3 * n, 3 * n))
     rows[1, :half] = np.repeat((3, 4), (half - 1, 1))
+    rows[2, : 14 * n] = np.repeat((2, 5), (3 * n, 11 * n))
     return rows
 
 
@@ -140,3 +140,28 @@ def test_delta_rule(shards, packed):
     f, by_time, whole = delta_rule_case(time)
     ids = jnp.asarray(layout(time)) if packed else None
     assert_equal(results(f, by_time, whole, shards, ids), results(f, by_time, whole, None, ids))
+
+
+@pytest.mark.parametrize("settings", [dict(implementation="recurrent"), dict(implementation="associative"),
+                                      dict(implementation="pallas_tpu"), dict(erase=False)], ids=str)
+def test_delta_rule_in_every_form(settings):
+    time = 160
+    ids = jnp.asarray(layout(time))
+    f, by_time, whole = delta_rule_case(time, **settings)
+    one_device, *_ = delta_rule_case(time, **settings | dict(implementation="chunked"))
+    assert_equal(results(f, by_time, whole, 2, ids), results(one_device, by_time, whole, None, ids))
+
+
+def test_delta_rule_in_bfloat16():
+    """As accurate as on one device: the bars of tests/test_delta_rule.py against the recurrence in float64."""
+    time = 256
+    ids = jnp.asarray(layout(time))
+    f, by_time, whole = delta_rule_case(time, 16, 16)
+    narrow = {n: x.astype(jnp.bfloat16) if n in "qkv" else x for n, x in by_time.items()}
+    (o, final), gradients = results(f, narrow, whole, 4, ids)
+    with jax.enable_x64(True):
+        f, *_ = delta_rule_case(time, 16, 16, implementation="recurrent")
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (narrow, whole))
+        (want_o, want_final), want_gradients = results(f, *wide, None, ids)
+    assert_equal((o, final), (want_o, want_final), 5e-3)
+    assert_equal(gradients, want_gradients, 2e-2)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule import associative, dispatch, reference
-from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products
+from qwen3next_jax.ops.delta_rule.chunk_math import Products
 
 
 def last_id_before(segment_ids, axis_name: str):
@@ -69,8 +69,8 @@ def _joined(axis_name, v, continues, wide_o, wide_final):
     (o, r), (u, m) = (jnp.split(x, [width], axis=-1) for x in (wide_o, wide_final))
     m = _where_continued(continues, m)
     entering = _where_continued(continues, _entering(axis_name, m, u, reverse=False))
-    dots = _dots(v.dtype)
-    o = (o + dots("bthk,bhkv->bthv", r, entering)).astype(v.dtype)
+    read = Products(v.dtype).nn(_heads_first(r), entering)
+    o = (o + _heads_first(read)).astype(v.dtype)
     return o, u + Products(u.dtype).nn(m, entering), entering, r, m
 
 
@@ -78,12 +78,8 @@ def _where_continued(continues_B, x_BHKV):
     return x_BHKV if continues_B is None else jnp.where(continues_B[:, None, None, None], x_BHKV, 0)
 
 
-def _dots(operand):
-    """einsum with operands of this type and at least float32 accumulation."""
-    precision = None if operand == jnp.bfloat16 else HIGHEST
-    wide = jnp.promote_types(jnp.float32, operand)
-    return lambda formula, x, y: jnp.einsum(
-        formula, x.astype(operand), y.astype(operand), precision=precision, preferred_element_type=wide)
+def _heads_first(x_BTHK):
+    return jnp.swapaxes(x_BTHK, 1, 2)
 
 
 # ---- composition over the shards ----------------------------------------------------------------------------------
@@ -127,7 +123,7 @@ def _forward(options, axis_name, save: bool, q, k, v, g, beta, initial_state, se
     o, final, entering, r, m = _joined(axis_name, v, continues, wide_o, wide_final)
     if save:
         u_n, m_n = jnp.split(states, [v.shape[-1]], axis=-1)
-        states = (u_n + _dots(v.dtype)("nbhkj,bhjv->nbhkv", m_n, entering)).astype(v.dtype)
+        states = (u_n + Products(v.dtype).nn(m_n, jnp.broadcast_to(entering, u_n.shape))).astype(v.dtype)
     return (o, final), (q, k, v, g, beta, initial_state[:0], segments, continues, states, inverses, r, m)
 
 
@@ -135,7 +131,7 @@ def _operator_backward(options, axis_name, residuals, cotangents):
     q, k, v, g, beta, initial_state, segments, continues, states, inverses, r, m = residuals
     do, dfinal = cotangents
     transposed = jnp.swapaxes(m, -1, -2)
-    du = _where_continued(continues, _dots(v.dtype)("bthk,bthv->bhkv", r, do)).astype(m.dtype)
+    du = _where_continued(continues, Products(v.dtype).tn(_heads_first(r), _heads_first(do.astype(v.dtype))))
     du = du + Products(m.dtype).nn(transposed, dfinal)
     dleaving = dfinal + _entering(axis_name, transposed, du, reverse=True)
     size = dispatch.chunk_size(q, v)
