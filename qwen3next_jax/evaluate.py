@@ -11,8 +11,9 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
-from qwen3next_jax.training.checkpoint import load_trained, read_config
+from qwen3next_jax.training.checkpoint import load_trained
 from qwen3next_jax.training.display import PreparationProgress
+from qwen3next_jax.training.fingerprint import read_config
 
 DESCRIPTIONS = {"loss": "held-out loss, nats per token", "perplexity": "perplexity per token",
                 "bits_per_byte": "held-out bits per byte", "targets": "tokens predicted", "bytes": "bytes predicted",

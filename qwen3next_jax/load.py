@@ -10,6 +10,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.checkpoint import load_trained
+from qwen3next_jax.training.fingerprint import read_run
 
 
 class LoadedModel(NamedTuple):
@@ -32,7 +33,11 @@ def load_model(path: str | pathlib.Path, step: int | None = None) -> LoadedModel
         if config.data.source != "text":
             return LoadedModel(model, TaskTokens(config.model.vocab_size), step)
         own = folder / "tokenizer"
-        return LoadedModel(model, load_tokenizer(str(own) if own.exists() else config.data.tokenizer, config.model.vocab_size), step)
+        tokenizer = load_tokenizer(str(own) if own.exists() else config.data.tokenizer, config.model.vocab_size)
+        if tokenizer.fingerprint != read_run(folder)["tokenizer"]:
+            raise UserError(f"{own if own.exists() else config.data.tokenizer}: not the tokenizer that {path} was trained with "
+                            "(its fingerprint differs from that in run.json): damaged, or another; restore it")
+        return LoadedModel(model, tokenizer, step)
     if (folder / "config.json").exists():
         if step is not None:
             raise UserError(f"{path}: a Hugging Face directory holds one model, so --step={step} means nothing here")

@@ -22,7 +22,8 @@ from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.load import load_model
-from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, load_trained, open_run
+from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, load_trained
+from qwen3next_jax.training.fingerprint import MAY_CHANGE, open_run, read_run, write_run
 from qwen3next_jax.training.loop import keep_tokenizer, start_state, train
 from qwen3next_jax.training.optimizer import decay_mask, learning_rate_schedule
 from qwen3next_jax.training.step import abstract_model, init_state, make_train_step
@@ -84,8 +85,17 @@ def test_a_run_learns_and_a_second_start_says_it_is_done(config, finished, capsy
 def test_a_killed_and_resumed_run_is_bitwise_the_undisturbed_one(config, finished, tmp_path):
     """Killed by a real SIGKILL somewhere after the first checkpoint, torn metrics line included."""
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
-    program = ("import json, sys, pathlib; from qwen3next_jax.config import *; from qwen3next_jax.training.loop import train\n"
-               f"train(from_dict(Config, json.load(open({str(tmp_path / 'config.json')!r}))), pathlib.Path({str(tmp_path / 'run')!r}))")
+    program = f"""
+import json, pathlib, time
+from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.training.loop import train
+def slowly(*arguments, batches=TrainData.batches):  # else it would be over before it is killed
+    for batch in batches(*arguments):
+        time.sleep(0.05)
+        yield batch
+TrainData.batches = slowly
+train(from_dict(Config, json.load(open({str(tmp_path / 'config.json')!r}))), pathlib.Path({str(tmp_path / 'run')!r}))"""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.DEVNULL)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -146,8 +156,8 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(config, finished, t
     moved = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(tmp_path / "tokenizer.json")))
     shutil.copytree(finished, tmp_path / "run")
     keep_tokenizer(load_tokenizer(moved.data.tokenizer), tmp_path / "run")
-    record = json.loads((tmp_path / "run" / "run.json").read_text()) | {"config": to_dict(moved)}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    tokenizer = load_tokenizer(moved.data.tokenizer)
+    write_run(tmp_path / "run", read_run(tmp_path / "run") | {"config": to_dict(moved), "tokenizer": tokenizer.fingerprint})
     (tmp_path / "tokenizer.json").unlink()
     assert load_model(tmp_path / "run").tokenizer.eos_id == 256
     monkeypatch.setattr(sys, "argv", ["export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"])
@@ -180,7 +190,9 @@ def test_the_folder_of_another_run_is_refused(config, finished, section, change,
 def test_the_folder_of_a_run_on_other_data_is_refused(config, finished):
     record = (finished / "run.json").read_bytes()
     with pytest.raises(UserError, match="run on other data"):
-        open_run(finished, config, "0" * 20)
+        open_run(finished, config, "0" * 20, read_run(finished)["tokenizer"])
+    with pytest.raises(UserError, match="run on other tokens"):
+        open_run(finished, config, "0" * 20, "0" * 20)
     assert (finished / "run.json").read_bytes() == record
 
 
@@ -191,7 +203,7 @@ def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_pa
     assert long.model.period == 12
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype), abstract_state(long))
-    with Checkpoints(tmp_path, keep_last=2) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
         checkpoints.save(1, state)
     with Checkpoints(tmp_path) as checkpoints:
         _same(checkpoints.restore(1, abstract_state(long)), state)

@@ -241,7 +241,26 @@ def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str,
 # ---- reading
 
 
-def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
+def verify_prepared(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
+    """`(file, what is wrong with it or None)` of the metadata and of every shard in `directory`; reads every row."""
+    try:
+        content = _read_metadata(directory)
+    except UserError as error:
+        yield _METADATA, str(error)
+        return
+    yield _METADATA, None
+    for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
+        try:
+            rows = RowReader(directory, [shard], np.dtype(content["dtype"]), content["row_length"])
+            for i in range(len(rows)):
+                rows[i]
+        except UserError as error:
+            yield shard.file, str(error)
+        else:
+            yield shard.file, None
+
+
+def _read_metadata(directory: pathlib.Path) -> dict:
     path = directory / _METADATA
     try:
         content = json.loads(path.read_text())
@@ -250,6 +269,11 @@ def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
         intact = False
     if not intact:
         raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
+    return content
+
+
+def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
+    content = _read_metadata(directory)
     statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
     rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], np.dtype(content["dtype"]),
                             content["row_length"])

@@ -1,5 +1,6 @@
 """Hugging Face model directories ↔ `Qwen3Next`: the same numbers under the names and shapes of the released checkpoint."""
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
@@ -207,12 +208,28 @@ def _digest(file: pathlib.Path) -> str:
 
 
 def _check_digests(directory: pathlib.Path) -> None:
-    """Compares config and weights with SHA256SUMS where there is one: safetensors alone does not notice a flipped bit."""
+    """Compares the files with SHA256SUMS where there is one: safetensors alone does not notice a flipped bit."""
+    for name, damage in verify_hf(directory):
+        if damage:
+            raise UserError(f"{directory / name}: {damage}: damaged, or changed after export; copy it again, or delete {_DIGESTS} "
+                            "if the change is meant")
+
+
+def verify_hf(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
+    """`(file, what is wrong with it or None)` of every file that SHA256SUMS names and of every weight file; nothing
+    where there is no SHA256SUMS. Files are digested on all cores."""
     if not (directory / _DIGESTS).is_file():
         return
-    lines = (line.split(maxsplit=1) for line in (directory / _DIGESTS).read_text(errors="replace").splitlines())
+    lines = [line.split(maxsplit=1) for line in (directory / _DIGESTS).read_text(errors="replace").splitlines()]
     recorded = {words[1].lstrip("*"): words[0] for words in lines if len(words) == 2}
-    for file in [directory / "config.json", *weight_files(directory)]:
-        if file.name in recorded and recorded[file.name] != (digest := _digest(file)):
-            raise UserError(f"{file}: SHA-256 is {digest[:12]}…, {_DIGESTS} says {recorded[file.name][:12]}…: damaged, or "
-                            f"changed after export; copy it again, or delete {_DIGESTS} if the change is meant")
+    for file in weight_files(directory):
+        if file.name not in recorded:
+            yield file.name, f"{_DIGESTS} does not name it"
+    files = {name: directory / name for name in recorded}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        digests = pool.map(lambda file: _digest(file) if file.is_file() else None, files.values())
+        for name, digest in zip(files, digests, strict=True):
+            if digest is None:
+                yield name, f"missing, although {_DIGESTS} names it"
+            else:
+                yield name, None if digest == recorded[name] else f"SHA-256 is {digest[:12]}…, {_DIGESTS} says {recorded[name][:12]}…"

@@ -1,14 +1,14 @@
-"""A run's folder: its configuration, its checkpoints (Orbax, written in the background), and reading them back.
+"""The checkpoints of a run: written in the background (Orbax), sealed with digests, verified, kept or deleted, read back.
 
-    WORKDIR/run.json              configuration and data fingerprint of the run, written once
-    WORKDIR/checkpoints/STEP/     train state after STEP steps, sealed by a manifest of digests
+    WORKDIR/checkpoints/STEP/     train state after STEP steps, sealed by a manifest of digests (see `manifest`)
     WORKDIR/damaged/              checkpoints that were found damaged on resume
 """
 
-import json
+import concurrent.futures
 import logging
 import os
 import pathlib
+import shutil
 import sys
 import time
 from typing import Any
@@ -17,70 +17,98 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from qwen3next_jax.config import Config, from_dict, to_dict
+from qwen3next_jax.config import CheckpointConfig, Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training import manifest
+from qwen3next_jax.training.fingerprint import read_config
 from qwen3next_jax.training.step import State, abstract_model, init_state
-
-# Settings that may differ when a run goes on; any other difference would make it another run.
-MAY_CHANGE = ("name", "train.steps", "train.log_every", "train.remat", "data.prepared_dir", "checkpoint", "eval", "parallel",
-              "telemetry", "profile")
 
 # Orbax reports every directory it touches at the level of a warning.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+_DELETED = ".deleted-"  # a checkpoint loses its name before its files, so that half of one is never found
+_SAVE_ERRORS = (OSError, ValueError, RuntimeError)  # what Orbax and TensorStore raise for a disk that is full or gone
 
 
 class Checkpoints:
     """The checkpoints of one run. Saving returns at once; leaving the `with` block waits for the last save.
 
-    A checkpoint counts once it is sealed (see `manifest`): a damaged or unsealed one is passed over, and said to be.
+    A checkpoint counts once it is sealed: a damaged or unsealed one is passed over, and said to be. A save that fails is
+    told, not raised: training goes on, and the older checkpoints stay.
+
+    Retention keeps the newest `keep_last` whole checkpoints and those at multiples of `keep_every`. Each is read once
+    more, in the background, when the next one is sealed: one that has been damaged since then does not count, and an
+    older one is kept in its place.
     """
 
-    def __init__(self, workdir: pathlib.Path, keep_last: int | None = None):
-        """`keep_last` None opens them for reading."""
+    def __init__(self, workdir: pathlib.Path, keep: CheckpointConfig | None = None):
+        """`keep` None opens them for reading."""
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._writing = keep_last is not None
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep_last, create=self._writing, read_only=not self._writing)
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
-        self._unsealed: int | None = None
+        self._keep = keep
+        self._checkpointer = _checkpointer()
+        self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: tuple[int, concurrent.futures.Future] | None = None
+        self._events: list[tuple[str, int, dict[str, Any]]] = []
+        self._found_good: int | None = None
+        self._read_again: set[int] = set()  # kept ones that were whole after a later one was sealed
+        if keep is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
         self.wait()
-        self._manager.close()
+        self._background.shutdown()
+        self._checkpointer.close()
 
-    def wait(self) -> None:
-        """Returns once the last save is complete and sealed."""
-        self._manager.wait_until_finished()
-        self.seal_finished()
+    def steps(self) -> list[int]:
+        """Steps that have a folder, ascending; whether they are whole is another question."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
 
     def newest_good_step(self) -> int | None:
         """The newest step whose checkpoint is whole; newer damaged ones are reported on standard error and, when
         training goes on, moved to WORKDIR/damaged."""
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in reversed(self.steps()):
             damage = manifest.find_damage(self.directory / str(step))
             if damage is None:
+                self._found_good = step
                 return step
             print(f"warning: {self.directory / str(step)} is passed over: {damage}", file=sys.stderr)
-            if self._writing:
+            self._events.append(("damaged", step, {"reason": damage}))
+            if self._keep is not None:
                 self._move_aside(step)
         return None
 
     def save(self, step: int, state: State) -> None:
-        if step in self._manager.all_steps():
-            return
+        """Starts to save; waits for the save before to be complete. Its outcome is told by `events`."""
         self.wait()
-        self._manager.save(step, args=ocp.args.StandardSave(with_text_keys(state)))
-        self._unsealed = step
+        if step in self.steps():
+            return
+        begun = time.perf_counter()
+        try:
+            self._checkpointer.save(self.directory / str(step), args=ocp.args.PyTreeSave(with_text_keys(state)))
+        except _SAVE_ERRORS as error:
+            self._failed(step, error)
+            return
+        self._saving = (step, self._background.submit(self._finish, step, begun))
 
-    def seal_finished(self) -> None:
-        """Seals the last save if it has ended; costs nothing where there is none. Call it now and then."""
-        if self._unsealed is not None and not self._manager.is_saving_in_progress():
-            manifest.seal(self.directory / str(self._unsealed))
-            self._unsealed = None
+    def wait(self) -> None:
+        """Returns once the last save is complete and sealed, or has failed."""
+        if self._saving is not None:
+            concurrent.futures.wait([self._saving[1]])
+            self._collect()
+
+    def events(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """What happened since the last call, as (event, step, values): "checkpoint", "save_failed", "damaged". Cheap."""
+        if self._saving is not None and self._saving[1].done():
+            self._collect()
+        told, self._events = self._events, []
+        return told
 
     def restore(self, step: int, abstract_state: State) -> State:
         """The state saved after `step` steps, in the structure, dtypes and shardings of `abstract_state`.
@@ -89,23 +117,96 @@ class Checkpoints:
           UserError: there is no such checkpoint, it is damaged, or it belongs to another model.
         """
         where = self.directory / str(step)
-        if step not in self._manager.all_steps():
-            known = ", ".join(map(str, sorted(self._manager.all_steps()))) or "none"
+        if step not in self.steps():
+            known = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
-        if damage := manifest.find_damage(where):
+        if step != self._found_good and (damage := manifest.find_damage(where)):
             raise UserError(f"{where}: damaged: {damage}")
-        try:
-            restored = self._manager.restore(step, args=ocp.args.StandardRestore(with_text_keys(abstract_state)))
-        except (ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().split("\n")[0][:200]
-            raise UserError(f"{where}: not a checkpoint of this model ({reason})") from error
-        return with_keys_of(restored, abstract_state)
+        return read_arrays(where, abstract_state)
+
+    # ---- in the background
+
+    def _finish(self, step: int, begun: float) -> list[tuple[str, int, dict[str, Any]]]:
+        """Waits for Orbax, seals, and lets go of what need not be kept. → events."""
+        self._checkpointer.wait_until_finished()
+        size = manifest.seal(self.directory / str(step))
+        saved = ("checkpoint", step, {"seconds": round(time.perf_counter() - begun, 3), "bytes": size})
+        return [saved, *self._delete_old(step)]
+
+    def _delete_old(self, sealed: int) -> list[tuple[str, int, dict[str, Any]]]:
+        events, good = [], 0
+        for step in reversed(self.steps()):
+            folder = self.directory / str(step)
+            if good < self._keep.keep_last:
+                damage = None if step == sealed else manifest.find_damage(folder, sizes_only=step in self._read_again)
+                if damage is None:
+                    good += 1
+                    self._read_again |= {step} - {sealed}
+                else:
+                    events.append(("damaged", step, {"reason": damage}))
+            elif not (self._keep.keep_every and step % self._keep.keep_every == 0):
+                gone = self.directory / f"{_DELETED}{step}"
+                os.rename(folder, gone)
+                shutil.rmtree(gone)
+        return events
+
+    # ---- files
+
+    def _collect(self) -> None:
+        (step, future), self._saving = self._saving, None
+        error = future.exception()
+        if isinstance(error, _SAVE_ERRORS):
+            self._failed(step, error)
+        else:
+            self._events += future.result()
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        reason = " ".join(str(error).split())[:200]
+        print(f"warning: {self.directory / str(step)} could not be saved ({reason}); training goes on, and the older "
+              "checkpoints are as they were", file=sys.stderr)
+        self._events.append(("save_failed", step, {"reason": reason}))
+        self._checkpointer = _checkpointer()  # the old one may still hold the error
+        shutil.rmtree(self.directory / str(step), ignore_errors=True)
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """Removes what a killed or failed save, or a killed deletion, left behind."""
+        for path in self.directory.iterdir():
+            if path.name.startswith(_DELETED) or "orbax-checkpoint-tmp" in path.name:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _move_aside(self, step: int) -> None:
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
-        self._manager.reload()
+
+
+def _checkpointer() -> ocp.AsyncCheckpointer:
+    # Weights hardly compress (8 %), and uncompressed arrays are saved and read twice as fast.
+    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+
+def write_arrays(folder: pathlib.Path, state: State) -> None:
+    """Writes `state` to the new `folder`, and waits for it."""
+    with _checkpointer() as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(with_text_keys(state)))
+
+
+def read_arrays(folder: pathlib.Path, abstract_state: State) -> State:
+    """The arrays in `folder` in the structure, dtypes and shardings of `abstract_state`. Digests are not looked at.
+
+    Raises:
+      UserError: they are of another structure.
+    """
+    pattern = with_text_keys(abstract_state)
+    arguments = ocp.args.PyTreeRestore(item=pattern, restore_args=ocp.checkpoint_utils.construct_restore_args(pattern))
+    try:
+        with _checkpointer() as checkpointer:
+            restored = checkpointer.restore(folder, args=arguments)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(f"{folder}: not a checkpoint of this model ({reason})") from error
+    return with_keys_of(restored, abstract_state)
 
 
 def with_text_keys(state: Any) -> Any:
@@ -136,36 +237,6 @@ def abstract_state(config: Config) -> State:
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
 
 
-def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str) -> None:
-    """Starts the folder of a run, or checks that the one there is of this very run.
-
-    Raises:
-      UserError: the folder holds a run with another configuration or other data (the first differing setting is named).
-    """
-    record = {"config": json.loads(json.dumps(to_dict(config))), "data_fingerprint": data_fingerprint}
-    path = workdir / "run.json"
-    if not path.exists():
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            _write_json(path, record)
-        except OSError as error:
-            raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder") from error
-        return
-    before = _read_run(workdir)
-    for name, old, new in _differences(before["config"], record["config"]):
-        if not any(name == allowed or name.startswith(allowed + ".") for allowed in MAY_CHANGE):
-            raise UserError(f"{workdir} holds a run with {name} = {old!r}, not {new!r}: give another --workdir, or the old value")
-    if before["data_fingerprint"] != data_fingerprint:
-        raise UserError(f"{workdir} holds a run on other data (fingerprint {before['data_fingerprint'][:12]}, now "
-                        f"{data_fingerprint[:12]}): give another --workdir, or the old files")
-    _write_json(path, record)
-
-
-def read_config(workdir: pathlib.Path) -> Config:
-    """The configuration of the run in `workdir`."""
-    return from_dict(Config, _read_run(workdir)["config"], f"{workdir / 'run.json'}: config")
-
-
 def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3Next, Config, int]:
     """(model, configuration, step) of a run's newest checkpoint, or of the one after `step` steps."""
     config = read_config(workdir)
@@ -177,29 +248,3 @@ def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3N
     graphdef, _ = abstract_model(config)
     # Restored arrays are committed to their device; committed and uncommitted inputs are different programs to jit.
     return nnx.merge(graphdef, jax.device_put(jax.device_get(params))), config, step
-
-
-def _read_run(workdir: pathlib.Path) -> dict[str, Any]:
-    path = workdir / "run.json"
-    if not path.exists():
-        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
-    try:
-        record = json.loads(path.read_text())
-        record["config"], record["data_fingerprint"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged or foreign (expected JSON with config and data_fingerprint)") from error
-    return record
-
-
-def _write_json(path: pathlib.Path, record: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=2))
-    os.replace(temporary, path)
-
-
-def _differences(old: Any, new: Any, name: str = ""):
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-    elif old != new:
-        yield name, old, new

@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from qwen3next_jax.config import Config, GuardConfig, from_dict, to_dict
 from qwen3next_jax.data.pipeline import SyntheticData, TrainData
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.training import manifest
-from qwen3next_jax.training.checkpoint import abstract_state, with_keys_of, with_text_keys
+from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, read_arrays, write_arrays
 from qwen3next_jax.training.guards import HALTED, NON_FINITE, SKIPPED, SPIKE
 from qwen3next_jax.training.step import Batch, State
 from qwen3next_jax.training.telemetry import MetricsFile
@@ -44,6 +43,11 @@ class Incidents:
     def restart(self, step: int) -> None:
         """Steps after `step` are looked at (again)."""
         self._looked = step
+
+    def tell(self, checkpoints: Checkpoints) -> None:
+        """Writes down what became of the saves since the last call."""
+        for event, step, values in checkpoints.events():
+            self._metrics.write(event, step, **values)
 
     def look(self, step: int, values: dict[str, Any], state: State) -> None:
         """Reads the verdict in `values`, the metrics of `step`, which must have ended: nothing is waited for.
@@ -103,8 +107,7 @@ def write_dump(workdir: pathlib.Path, config: Config, data: TrainData | Syntheti
     documents = data.document_names(index)
     # The step counter went on while the host looked; everything else stood still.
     state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", with_text_keys(state))
+    write_arrays(folder / "state", state)
     record = {"step": halt.step, "reason": halt.reason, "documents": documents, "config": to_dict(config)}
     (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     manifest.seal(folder)
@@ -123,8 +126,6 @@ def read_dump(folder: pathlib.Path) -> Dump:
         raise UserError(f"{folder}: damaged: {damage}")
     record = json.loads((folder / "dump.json").read_text())
     config = from_dict(Config, record["config"])
-    pattern = abstract_state(config)
-    with ocp.StandardCheckpointer() as checkpointer:
-        state = with_keys_of(checkpointer.restore(folder.absolute() / "state", with_text_keys(pattern)), pattern)
+    state = read_arrays(folder.absolute() / "state", abstract_state(config))
     batch = dict(np.load(folder / "batch.npz"))
     return Dump(config, jax.device_put(jax.device_get(state)), batch, record["step"], record["reason"], record["documents"])

@@ -20,9 +20,10 @@ from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, open_run
+from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display, PreparationProgress, heldout_figure
+from qwen3next_jax.training.fingerprint import open_run
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.profiling import Profiler
 from qwen3next_jax.training.step import State, abstract_model, init_state, make_train_step
@@ -42,10 +43,10 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         data = open_data(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
     if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
         check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
-    open_run(workdir, config, data.fingerprint)
+    changes = open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)
     keep_tokenizer(data.tokenizer, workdir)
 
-    with Checkpoints(workdir, config.checkpoint.keep_last) as checkpoints:
+    with Checkpoints(workdir, config.checkpoint) as checkpoints:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
@@ -62,6 +63,9 @@ def train(config: Config, workdir: pathlib.Path) -> int:
                 Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
             run = _Run(config, data, checkpoints, metrics, display, profiler, Throughput(config, bits_per_nat))
+            if changes:
+                metrics.write("changed", first_step, changes=[[*change] for change in changes])
+                display.say("\n".join(f"changed since the run before: {change}" for change in changes))
             while True:
                 try:
                     step, heldout = run.loop(state, first_step, signals)
@@ -71,8 +75,15 @@ def train(config: Config, workdir: pathlib.Path) -> int:
                     if rewound is None:
                         return run.stop(halt, workdir)
                     first_step, state = rewound
+            checkpoints.wait()
+            run.incidents.tell(checkpoints)
+            saved = step in checkpoints.steps()
 
     # End
+    if not saved:
+        print(f"error: step {step} could not be saved in {workdir} (see above): the same command goes on from the checkpoint "
+              "before; make room first", file=sys.stderr)
+        return ExitCode.NOT_SAVED
     if step < config.train.steps:
         print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
         return ExitCode.INTERRUPTED
@@ -113,7 +124,7 @@ class _Run:
             jax.block_until_ready(before)
             self.incidents.look(step - 1, before, state)
             self.display.step(step - 1)
-            self.checkpoints.seal_finished()
+            self.incidents.tell(self.checkpoints)
 
             stop = signals.caught  # read once: a signal after this line is for the next step
             last = stop or step == config.train.steps
@@ -136,7 +147,6 @@ class _Run:
             since += time.perf_counter() - begun
             if saves:
                 self.checkpoints.save(step, state)
-                self.metrics.write("checkpoint", step)
             if stop:
                 return step, self.heldout_figure
         return config.train.steps, self.heldout_figure
@@ -162,6 +172,7 @@ class _Run:
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
+        self.metrics.rewind(step)
         self.metrics.rewind(step)
         self.metrics.write("rewind", halt.step, to_step=step, data_offset=offset, reason=halt.reason)
         return step, state

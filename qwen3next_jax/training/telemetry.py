@@ -26,7 +26,7 @@ Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
 
 # Events about the process that ran, not about the curve: they stay true when the steps after a checkpoint are taken again.
-HISTORY = ("start", "stop", "damaged", "rewind")
+HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "changed")
 
 
 class MetricsFile:
@@ -42,7 +42,7 @@ class MetricsFile:
         written again. What is known of that run goes into the "start" event (`start`).
         """
         self._path, self._listeners = path, tuple(listeners)
-        self._file = None
+        self._file, self._unwritten = None, b""
         if path is not None:
             before = read_events(path)
             taken = max((e["step"] for e in before if e["event"] == "train"), default=0)
@@ -54,8 +54,8 @@ class MetricsFile:
         return self
 
     def __exit__(self, *exception):
-        if self._file:
-            self._file.close()
+        if self._file is not None:
+            os.close(self._file)
         for listener in self._listeners:
             if hasattr(listener, "close"):
                 listener.close()
@@ -66,26 +66,37 @@ class MetricsFile:
             self.write("start", first_step, time=begun, first_step=first_step, **self._before, **values)
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Records an event; `values` are JSON-ready (floats, ints, text, lists and dicts of them, None)."""
+        """Records an event; `values` are JSON-ready (floats, ints, text, lists and dicts of them, None). What a full disk
+        does not take is kept, and written with a later event."""
         if self._path is None:
             return
         record = {"event": event, "step": step, "time": round(values.pop("time", time.time()), 3)} | _finite_or_text(values)
-        self._file.write(json.dumps(record) + "\n")
+        told = bool(self._unwritten)
+        self._unwritten += json.dumps(record).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
+        except OSError as error:
+            if not told:
+                print(f"warning: {self._path}: cannot be written ({error.strerror}); kept for later", file=sys.stderr)
         for listener in self._listeners:
             listener(record)
 
     def rewind(self, step: int) -> None:
         """Drops the events after `step` (but for HISTORY), which are about to be written again."""
         if self._path is not None:
-            self._file.close()
+            os.close(self._file)
             self._keep(read_events(self._path), step)
 
     def _keep(self, events: list[dict], last_step: int) -> None:
         kept = [event for event in events if event["step"] <= last_step or event["event"] in HISTORY]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(event) + "\n" for event in kept))
+        try:
+            temporary.write_text("".join(json.dumps(event) + "\n" for event in kept))
+        except OSError as error:
+            raise UserError(f"{self._path}: cannot be written ({error.strerror}): make room, or give another --workdir") from error
         os.replace(temporary, self._path)
-        self._file = self._path.open("a", buffering=1)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
 
 def _finite_or_text(value: Any) -> Any:

@@ -1,0 +1,158 @@
+"""What a run is: `run.json`, written at its start and compared at every resume.
+
+    WORKDIR/run.json    configuration, data, tokenizer, code, processes, devices, and every allowed change since
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+from typing import Any, NamedTuple
+
+import jax
+
+from qwen3next_jax.config import Config, from_dict, to_dict
+from qwen3next_jax.errors import UserError
+
+# What may differ when a run goes on, and why; it is logged. Any other difference would make it another run.
+MAY_CHANGE = {
+    "config.name": "names nothing inside the run",
+    "config.data.prepared_dir": "the rows in it are checked by the data's fingerprint",
+    "config.train.steps": "a longer or shorter run; the learning-rate schedule changes from there on",
+    "config.train.log_every": "what is written down",
+    "config.train.remat": "memory against time; the same gradients up to rounding",
+    "config.train.step_timeout": "the watchdog",
+    "config.train.compile_timeout": "the watchdog",
+    "config.guards.on_spike": "what is done about spikes from there on",
+    "config.guards.spike_z": "what counts as a spike from there on",
+    "config.guards.max_skips": "when a run is given up",
+    "config.parallel": "where arrays lie; the same values up to the order of sums",
+    "config.telemetry": "what is shown, and where",
+    "config.profile": "what is traced",
+    "config.checkpoint": "when is saved, and what is kept",
+    "config.eval": "what is measured on the way",
+    "code": "other versions may round differently",
+    "processes": "the order of the data does not depend on it",
+    "devices": "the same values up to the order of sums",
+}
+
+
+class Change(NamedTuple):
+    """A difference between the run as it was recorded and as it goes on."""
+
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.old!r} → {self.new!r}"
+
+
+def may_change(name: str) -> bool:
+    """Whether the run may go on with another value of `name` ("config.train.steps", "code", …)."""
+    return any(name == allowed or name.startswith(allowed + ".") for allowed in MAY_CHANGE)
+
+
+def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, tokenizer_fingerprint: str) -> list[Change]:
+    """Starts the folder of a run, or checks that the one there is of this very run. → the allowed changes since.
+
+    Raises:
+      UserError: the folder holds a run with another configuration, data or tokenizer (the first difference is named).
+    """
+    now = {"config": json.loads(json.dumps(to_dict(config))), "data": data_fingerprint, "tokenizer": tokenizer_fingerprint,
+           "code": code_version(), "processes": jax.process_count(), "devices": _devices()}
+    if not (workdir / "run.json").exists():
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            write_run(workdir, now | {"changes": []})
+        except OSError as error:
+            raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder") from error
+        return []
+    before = read_run(workdir)
+    changes = [Change(*difference) for difference in _differences({k: before.get(k) for k in now}, now)]
+    changes.sort(key=lambda change: change.name != "tokenizer")  # which changes the data's fingerprint, too
+    for change in changes:
+        if change.name in ("data", "tokenizer"):
+            raise UserError(f"{workdir} holds a run on other {'data' if change.name == 'data' else 'tokens'} ({change.name} "
+                            f"fingerprint {str(change.old)[:12]}, now {change.new[:12]}): give another --workdir, or the old "
+                            f"{'files' if change.name == 'data' else 'tokenizer'}")
+        if not may_change(change.name):
+            name = change.name.removeprefix("config.")
+            raise UserError(f"{workdir} holds a run with {name} = {change.old!r}, not {change.new!r}: give another --workdir, "
+                            "or the old value")
+    if changes:
+        try:
+            write_run(workdir, now | {"changes": before.get("changes", []) + [[*change] for change in changes]})
+        except OSError as error:
+            raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror})") from error
+    return changes
+
+
+def read_config(workdir: pathlib.Path) -> Config:
+    """The configuration of the run in `workdir`."""
+    return from_dict(Config, read_run(workdir)["config"], f"{workdir / 'run.json'}: config")
+
+
+def read_run(workdir: pathlib.Path) -> dict[str, Any]:
+    """The content of run.json.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    path = workdir / "run.json"
+    if not path.exists():
+        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
+    try:
+        record = json.loads(path.read_text())
+        intact = record.pop("digest") == _digest(record)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise UserError(f"{path}: damaged, or changed by hand: what it says of the run cannot be relied on; restore it, or give "
+                        "another --workdir")
+    return record
+
+
+def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
+    """Writes run.json in one piece, with a digest of its content."""
+    path = workdir / "run.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record | {"digest": _digest(record)}, indent=2))
+    os.replace(temporary, path)
+
+
+def code_version() -> str:
+    """The commit of the working tree the package is in ("+": with changes), else the version of the package."""
+    here = pathlib.Path(__file__).parents[2]
+    if (here / ".git").exists():
+        try:
+            commit = _git(here, "rev-parse", "HEAD")[:12]
+            return commit + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax") else "")
+        except (OSError, subprocess.SubprocessError):
+            pass  # no git, or not a repository it trusts
+    try:
+        return importlib.metadata.version("qwen3next-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _git(folder: pathlib.Path, *command: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+
+def _devices() -> str:
+    return f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _differences(old: Any, new: Any, name: str = ""):
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield name, old, new

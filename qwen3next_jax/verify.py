@@ -1,0 +1,94 @@
+"""Verifies every byte of runs, exports and prepared data: a table, and exit code 1 where anything is damaged.
+
+    python -m qwen3next_jax.verify PATH [PATH …]
+
+A PATH is the folder of a run (its run.json, tokenizer, checkpoints and dumps), a Hugging Face directory with SHA256SUMS,
+or a folder of prepared rows (or the one that holds several of them: `data.prepared_dir`).
+"""
+
+import pathlib
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from qwen3next_jax import cli
+from qwen3next_jax.errors import ExitCode, UserError
+
+Finding = tuple[str, str | None]  # what was looked at, and what is wrong with it
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments:
+        raise UserError("expected a folder: python -m qwen3next_jax.verify runs/tiny")
+    console, damaged, looked = Console(highlight=False), 0, 0
+    table = Table("", "what", "state")
+    for path in map(pathlib.Path, arguments):
+        for name, damage in verify(path):
+            table.add_row(str(path), name, "ok" if damage is None else f"[bold red]damaged[/]: {damage}")
+            looked, damaged = looked + 1, damaged + (damage is not None)
+    console.print(table, soft_wrap=not console.is_terminal)
+    print(f"{looked} looked at, {damaged} damaged")
+    return ExitCode.CRASHED if damaged else ExitCode.DONE
+
+
+def verify(path: pathlib.Path) -> Iterator[Finding]:
+    """Looks at everything under `path`, whatever it is.
+
+    Raises:
+      UserError: it is nothing that this project writes, or an export that carries no digests.
+    """
+    if (path / "run.json").exists():
+        return _verify_run(path)
+    if (path / "config.json").exists():
+        return _verify_export(path)
+    prepared = [path] if (path / "metadata.json").exists() or list(path.glob("*.array_record")) else sorted(
+        p for p in path.glob("*") if p.is_dir() and not p.name.startswith(".") and list(p.glob("*.array_record")))
+    if prepared:
+        return _verify_prepared(prepared)
+    reason = "no such folder" if not path.exists() else "it has no run.json, config.json or prepared rows"
+    raise UserError(f"{path}: neither the folder of a run, nor a Hugging Face directory, nor prepared data ({reason})")
+
+
+def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
+    from qwen3next_jax.data.tokens import load_tokenizer
+    from qwen3next_jax.training import manifest
+    from qwen3next_jax.training.fingerprint import read_run
+
+    try:
+        record = read_run(workdir)
+        yield "run.json", None
+    except UserError as error:
+        record = None
+        yield "run.json", str(error)
+    if record and (workdir / "tokenizer").exists():
+        try:
+            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record["tokenizer"]
+            yield "tokenizer", None if same else "its fingerprint is not the one in run.json"
+        except UserError as error:
+            yield "tokenizer", str(error)
+    for kind in ("checkpoints", "dumps"):
+        folders = [p for p in (workdir / kind).glob("*") if p.name.isdigit()]
+        for folder in sorted(folders, key=lambda p: int(p.name)):
+            yield f"{kind}/{folder.name}", manifest.find_damage(folder)
+
+
+def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
+    from qwen3next_jax.interop.huggingface import verify_hf
+
+    findings = list(verify_hf(directory))
+    if not findings:
+        raise UserError(f"{directory}: it has no SHA256SUMS, and safetensors carry no digests: nothing to verify it by")
+    return iter(findings)
+
+
+def _verify_prepared(directories: list[pathlib.Path]) -> Iterator[Finding]:
+    from qwen3next_jax.data.preparation import verify_prepared
+
+    for directory in directories:
+        for name, damage in verify_prepared(directory):
+            yield f"{directory.name}/{name}", damage
+
+
+if __name__ == "__main__":
+    cli.run(main, arguments="PATH")
