@@ -33,17 +33,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` for the known name closest to `name`, or `""` when none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-class ExitCode(enum.IntEnum):
-    """What a scheduler or supervisor sees. A process ended by a signal from outside has the signal's code instead."""
-
-    DONE = 0  # trained to the last step, or the command did what it was asked
-    CRASHED = 1  # an error nobody foresaw (a traceback says which); of `verify`: something is damaged
-    USER_ERROR = 2  # a mistake in what was given: the same command fails again
-    DIVERGED = 3  # the guards stopped the run: the same command stops again
-    HANG = 4  # no step ended within the limit; the stacks are in the run's folder
-    NOT_SAVED = 5  # ended or interrupted, but the last save failed: the same command goes on from the one before
-    GAVE_UP = 6  # the supervisor: too many restarts, or none of them got anywhere
-    INTERRUPTED = 130  # a signal: saved, and the same command goes on from there
-    ABORTED = 131  # a second signal: left at once, without saving
