@@ -1,20 +1,30 @@
-"""Evaluates a run on its held-out text: `python eval.py --workdir=runs/tiny [--config=configs/tiny.py]`.
+"""Evaluates a run or a Hugging Face directory: `python eval.py --workdir=runs/tiny [--suite=heldout,mqar,niah --lengths=256,1024]`.
 
-Without `--config` the run's own configuration holds; one that is given may name other data.
+Without `--config` a run's own configuration holds; one that is given may name other data.
 """
+
+from absl import flags
 
 from qwen3next_jax import cli
 
 get_config = cli.define_config_flag()
 get_workdir = cli.define_workdir_flag(default_from_config=True)
+_suite = flags.DEFINE_list("suite", ["heldout"], "evaluations, comma-separated: heldout, position, mqar, induction, copy, niah")
+_lengths = flags.DEFINE_list("lengths", ["256"], "row lengths in tokens of induction, copy and niah")
+_pairs = flags.DEFINE_list("pairs", ["4", "8", "16"], "numbers of pairs of mqar")
+_rows = flags.DEFINE_integer("rows", None, "rows of each evaluation (default: all of heldout and position, 128 or 32 of the others)")
+_json = flags.DEFINE_string("json", "", "a file that gets all results, too")
 
 
 def main() -> int:
     config = get_config(required=False)
+    lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
     cli.enable_compilation_cache()
-    from qwen3next_jax.evaluate import evaluate  # after the flags: a mistyped flag should not wait for JAX
+    from qwen3next_jax.evals.suite import Options  # after the flags: a mistyped flag should not wait for JAX
+    from qwen3next_jax.evaluate import evaluate
 
-    return evaluate(config, get_workdir(config.name if config else None))
+    return evaluate(config, get_workdir(config.name if config else None), tuple(_suite.value),
+                    Options(_rows.value, lengths, pairs), _json.value)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,13 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     return get
 
 
+def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of a comma-separated flag."""
+    if not values or not all(value.strip().isdigit() and int(value) > 0 for value in values):
+        raise UserError(f"--{flag}={','.join(values)}: expected positive numbers separated by commas")
+    return tuple(int(value) for value in values)
+
+
 def enable_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder, so that a command's second start does not compile again."""
     import jax

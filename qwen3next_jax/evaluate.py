@@ -1,53 +1,109 @@
-"""What `eval.py` runs: the newest checkpoint of a run against all its held-out text, as a table and as JSON."""
+"""What `eval.py` runs: evaluations by name on a run's newest checkpoint or on a Hugging Face directory, as tables and JSON."""
 
+import dataclasses
+import functools
 import json
 import pathlib
 
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from qwen3next_jax.config import Config
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.config import Config, DataConfig
+from qwen3next_jax.data.pipeline import SyntheticData, TrainData, open_data
+from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
-from qwen3next_jax.training.checkpoint import load_trained
+from qwen3next_jax.evals import suite
+from qwen3next_jax.load import load_model
 from qwen3next_jax.training.display import PreparationProgress
 from qwen3next_jax.training.fingerprint import read_config
 
-DESCRIPTIONS = {"loss": "held-out loss, nats per token", "perplexity": "perplexity per token",
-                "bits_per_byte": "held-out bits per byte", "targets": "tokens predicted", "bytes": "bytes predicted",
-                "mtp_loss": "MTP loss at depth", "mtp_acceptance": "drafts accepted at depth"}
+DESCRIPTIONS = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "accuracy": "accuracy",
+                "bits_per_byte": "bits per byte", "targets": "tokens predicted", "bytes": "bytes predicted",
+                "tokens_right": "tokens of the answer right", "mtp_loss": "MTP loss at depth", "mtp_acceptance": "drafts accepted at depth"}
+SHARES = ("accuracy", "tokens_right", "mtp_acceptance")
 
 
-def evaluate(config: Config | None, workdir: pathlib.Path) -> int:
-    """Evaluates on the held-out rows of `config.data`, prints a table, writes WORKDIR/heldout.json. Returns the exit code.
+def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),
+             options: suite.Options = suite.Options(), json_path: str = "") -> int:
+    """Runs the evaluations `names`, prints a table of each as it ends. Returns the exit code.
 
-    `config` None is the run's own. One that is given must name the same architecture, and may name other data.
+    Args:
+      config: what rows are read; None is the run's own, and for a Hugging Face directory the default corpus. One that is given
+        must name the same architecture, and may name other data.
+      path: the folder of a run, or a Hugging Face directory.
+      json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case.
+
+    Raises:
+      UserError: an evaluation does not exist or cannot run on this model (said before anything is computed).
     """
-    trained = read_config(workdir)
-    config = config or trained
-    if config.model != trained.model:
-        raise UserError(f"{workdir} holds a run whose model differs from --config ({_first_difference(config, trained)}): "
-                        "give the config it was trained with")
-    with PreparationProgress() as progress:
-        data = TrainData(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
-    model, _, step = load_trained(workdir)
-    graphdef, params = nnx.split(model)
-    values = evaluate_heldout(make_heldout_step(graphdef), nnx.to_pure_dict(params), data.heldout(), data.tokenizer.token_bytes)
+    is_run = (path / "run.json").exists() or not (path / "config.json").exists()
+    if is_run:
+        config = _config_of_run(config, path)
+        suite.check(names, options, config.model.max_position_embeddings)
+    model, tokenizer, step = load_model(path)
+    suite.check(names, options, model.config.max_position_embeddings)
+    if tokenizer is None:
+        raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
+    longest = max(options.lengths) if not is_run else 0
+    open_rows = functools.cache(lambda: _open(config, path, tokenizer, model.config.vocab_size, longest))
+    subject = suite.Subject(model, tokenizer, open_rows)
 
-    table = Table("held-out text", "", title=f"{workdir} after step {step}", title_justify="left")
-    for name, value in values.items():
-        base, _, depth = name.partition("/")
-        shown = f"{value:.1%}" if base == "mtp_acceptance" else f"{value:,.0f}" if base in ("targets", "bytes") else f"{value:.4f}"
-        table.add_row(f"{DESCRIPTIONS[base]} {depth}".strip(), shown)
-    Console().print(table)
-    path = workdir / "heldout.json"
-    path.write_text(json.dumps({"step": step, "data_fingerprint": data.fingerprint} | values, indent=2) + "\n")
-    print(f"The same as JSON: {path}")
+    results = {}
+    title = f"{path} after step {step}" if step is not None else str(path)
+    for name, values in suite.run(names, subject, options):
+        _print(f"{name} · {title}", values)
+        results[name] = {"step": step} | values
+        if is_run:
+            _write(path / "eval" / f"{name}.json", results[name])
+    if is_run:
+        print(f"The same as JSON: {path / 'eval'}")
+    if json_path:
+        _write(pathlib.Path(json_path), results)
     return 0
 
 
-def _first_difference(config: Config, trained: Config) -> str:
-    name = next(n for n in vars(config.model) if getattr(config.model, n) != getattr(trained.model, n))
-    return f"model.{name} = {getattr(trained.model, name)!r} there, {getattr(config.model, name)!r} in --config"
+def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
+    trained = read_config(workdir)
+    if config is not None and config.model != trained.model:
+        name = next(n for n in vars(config.model) if getattr(config.model, n) != getattr(trained.model, n))
+        raise UserError(f"{workdir} holds a run whose model differs from --config (model.{name} = {getattr(trained.model, name)!r} "
+                        f"there, {getattr(config.model, name)!r} in --config): give the config it was trained with")
+    return config or trained
+
+
+def _open(config: Config | None, path: pathlib.Path, tokenizer: Tokenizer, vocab_size: int,
+          length: int) -> TrainData | SyntheticData:
+    with PreparationProgress() as progress:
+        if config is not None:
+            return open_data(config.data, config.train.sequence_length, config.train.batch_size, vocab_size, progress)
+        data = dataclasses.replace(DataConfig(), tokenizer=str(path / "tokenizer.json"))
+        return open_data(data, length, max(1, 8192 // length), vocab_size, progress)
+
+
+def _print(title: str, values: dict[str, float]) -> None:
+    """One line a value; a row for each of several places where every figure has each (loss at 1-1, at 2-3, …)."""
+    split = {tuple(name.partition("/")[::2]): value for name, value in values.items()}
+    figures, places = (list(dict.fromkeys(part)) for part in zip(*split, strict=True))
+    if len(split) == len(figures) * len(places) > len(figures):
+        table = Table("", *(DESCRIPTIONS[f] for f in figures))
+        for place in places:
+            table.add_row(place or "all", *(_shown(f, split[f, place]) for f in figures))
+    else:
+        table = Table("", "", show_header=False)
+        for (figure, place), value in split.items():
+            table.add_row(f"{DESCRIPTIONS[figure]} {place}".strip(), _shown(figure, value))
+    console = Console()
+    console.print(title, markup=False, highlight=False)
+    console.print(table)
+
+
+def _shown(figure: str, value: float) -> str:
+    return f"{value:.1%}" if figure in SHARES else f"{value:,.0f}" if figure in ("targets", "bytes") else f"{value:.4f}"
+
+
+def _write(path: pathlib.Path, values: dict) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error

@@ -34,8 +34,10 @@ def task_accuracy(scorer: Scorer, task: str, length: int, ids: int, rows: int, p
     return float(hits[targets_BT[:, 1:]].mean())
 
 
-def needle_accuracy(scorer: Scorer, tokenizer: Tokenizer, kind: int, length: int, rows: int, haystack: np.ndarray) -> float:
-    """S-NIAH in the manner of RULER (2404.06654): share of rows whose hidden value the model would say, word for word.
+def needle_accuracy(scorer: Scorer, tokenizer: Tokenizer, kind: int, length: int, rows: int,
+                    haystack: np.ndarray) -> tuple[float, float]:
+    """S-NIAH in the manner of RULER (2404.06654) → (share of rows whose hidden value the model would say, word for word;
+    share of the values' tokens that it hits).
 
     Args:
       kind: 1: a number in repeated noise; 2: a number in text; 3: a 32-digit identifier in text.
@@ -46,7 +48,8 @@ def needle_accuracy(scorer: Scorer, tokenizer: Tokenizer, kind: int, length: int
     made = [_needle_row(rng, tokenizer, kind, length, (i + 0.5) / rows, haystack) for i in range(rows)]
     tokens_BT = np.stack([tokens for tokens, _ in made])
     hits = _hits(scorer, tokens_BT)
-    return float(np.mean([hits[i, -answer:].all() for i, (_, answer) in enumerate(made)]))
+    answers = [hits[i, -count:] for i, (_, count) in enumerate(made)]
+    return float(np.mean([answer.all() for answer in answers])), float(np.concatenate(answers).mean())
 
 
 def _needle_row(rng: np.random.Generator, tokenizer: Tokenizer, kind: int, length: int, depth: float,

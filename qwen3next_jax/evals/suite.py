@@ -95,9 +95,12 @@ def _niah(subject: Subject, scorer: Scorer, options: Options) -> dict[str, float
         raise UserError("--suite=niah: a model of a synthetic task reads no text")
     batches = subject.open_rows().heldout()
     haystack = np.concatenate([b["tokens"][b["segment_ids"] > 0] for b in batches])
-    return {f"accuracy/S-NIAH-{kind} {n} tokens": recall.needle_accuracy(scorer, subject.tokenizer, kind, n,
-                                                                         options.rows or 32, haystack)
-            for kind in (1, 2, 3) for n in options.lengths}
+    values = {}
+    for kind in (1, 2, 3):
+        for n in options.lengths:
+            exact, tokens = recall.needle_accuracy(scorer, subject.tokenizer, kind, n, options.rows or 32, haystack)
+            values |= {f"accuracy/S-NIAH-{kind} {n} tokens": exact, f"tokens_right/S-NIAH-{kind} {n} tokens": tokens}
+    return values
 
 
 SUITES = {"heldout": _heldout, "position": _position, "mqar": _mqar, "induction": _by_length("induction"),
