@@ -1,0 +1,100 @@
+"""Evaluations: each measured on a model whose answers are known, and refused where it cannot run."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.data.tokens import ByteTokenizer
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.evals import perplexity, recall, suite
+from qwen3next_jax.evals.scoring import Scorer
+from qwen3next_jax.model import Qwen3Next
+
+TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8).astype(np.int32)
+
+
+def knows(known):
+    """A scorer that guesses right wherever `known(tokens [B, T])` [B, T-1] is true, with the loss 0.5 of token 1, 1.5 of 2, …"""
+    def score(tokens, segment_ids=None):
+        b, t = tokens.shape
+        wrong = np.where(known(tokens), 0, 1)
+        return np.broadcast_to(np.arange(t - 1) + 0.5, (b, t - 1)), tokens[:, 1:] + wrong
+    return score
+
+
+def test_scores_are_the_models_log_probabilities():
+    config = ModelConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
+                         num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
+                         linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32")
+    model = Qwen3Next(config, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 31, (2, 12)).astype(np.int32)
+    segments = np.repeat([[1, 2]], 6, axis=1).repeat(2, axis=0).astype(np.int32)
+    nll, guess = Scorer(model)(tokens, segments)
+    logits = model(jnp.asarray(tokens), jnp.asarray(segments)).logits[:, :-1]
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(nll, expected, rtol=1e-5)
+    np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))
+
+
+def test_task_accuracy_is_the_share_of_right_answers():
+    always, never = knows(lambda t: np.ones(t[:, 1:].shape, bool)), knows(lambda t: np.zeros(t[:, 1:].shape, bool))
+    for task in ("mqar", "induction", "copy"):
+        assert recall.task_accuracy(always, task, 64, 64, rows=10) == 1.0
+        assert recall.task_accuracy(never, task, 64, 64, rows=10) == 0.0
+    # Half of a copy's 31 targets lie in the last 16 places.
+    late = knows(lambda t: np.arange(t.shape[1] - 1)[None] >= 47)
+    assert recall.task_accuracy(late, "copy", 64, 64, rows=300) == pytest.approx(16 / 31)
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3])
+def test_needle_rows_hide_one_fact_at_every_depth_and_ask_for_it(kind):
+    tokenizer, rng, depths = ByteTokenizer(), np.random.default_rng(0), []
+    for depth in (0.0, 0.5, 1.0):
+        tokens, count = recall._needle_row(rng, tokenizer, kind, 256, depth, TEXT)
+        text, answer = tokenizer.decode(tokens[:-count]), tokenizer.decode(tokens[-count:])
+        assert len(tokens) == 256 and count == (8 if kind < 3 else 37) and text.count("The secret number of") == 2
+        assert f"{text.rpartition(chr(10))[2]}{answer}." in text and text.endswith(" is")
+        depths.append(text.index("The secret number of"))
+        assert ("river is wide" in text) == (kind == 1)
+    assert depths[0] < 5 and depths[0] < depths[1] < depths[2]
+
+
+def test_needle_accuracy_wants_the_whole_answer():
+    def all_but_the_last(tokens):
+        known = np.ones(tokens[:, 1:].shape, bool)
+        known[::2, -1] = False
+        return known
+
+    tokenizer = ByteTokenizer()
+    assert recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 256, 10, TEXT) == (0.5, pytest.approx(1 - 1 / 16))
+    with pytest.raises(UserError, match="niah at 50 tokens: fact, question and answer alone take"):
+        recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 50, 10, TEXT)
+    with pytest.raises(UserError, match="needs .* tokens of text and the data has 10 held out"):
+        recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 256, 10, TEXT[:10])
+
+
+def test_loss_by_position_counts_from_the_start_of_each_document():
+    tokens = np.zeros((1, 8), np.int32)
+    segments = np.array([[1, 1, 1, 1, 2, 2, 2, 0]], np.int32)
+    values = perplexity.loss_by_position(knows(lambda t: t[:, 1:] == 0), [{"tokens": tokens, "segment_ids": segments}],
+                                         np.full(1, 2))
+    # Losses of tokens 1 … 7 are 0.5, 1.5, …; of document 1 tokens 1-3 count, of document 2 tokens 5 and 6 at places 1 and 2.
+    assert values["loss/1-1"] == (0.5 + 4.5) / 2 and values["targets/1-1"] == 2
+    assert values["loss/2-3"] == (1.5 + 2.5 + 5.5) / 3 and values["targets/2-3"] == 3
+    assert values["loss"] == 14.5 / 5 and values["bits_per_byte"] == pytest.approx(14.5 / 10 / np.log(2))
+
+
+def test_what_cannot_run_is_refused_before_anything_is_computed():
+    options = suite.Options(lengths=(256, 2048), pairs=(4, 64))
+    suite.check(("mqar", "niah", "heldout"), options, 2048)
+    with pytest.raises(UserError, match="--suite=niha: no such evaluation .did you mean 'niah'"):
+        suite.check(("niha",), options, 2048)
+    with pytest.raises(UserError, match="--suite=copy needs a context of 2048 tokens, the model's is 1024"):
+        suite.check(("mqar", "copy"), options, 1024)
+    with pytest.raises(UserError, match="--suite=mqar needs a context of 256"):
+        suite.check(("mqar",), dataclasses.replace(options, lengths=(1,)), 128)
