@@ -1,14 +1,17 @@
-"""Trains Qwen3-Next: `python train.py --config=configs/tiny.py [--workdir=…] [--config.train.steps=…]`."""
+"""Trains Qwen3-Next: `python train.py --config=configs/tiny.py [--workdir=…] [--config.train.steps=…] [--max-restarts=N]`."""
 
-from qwen3next_jax import cli
+from qwen3next_jax import cli, supervisor
 
 get_config = cli.define_config_flag()
 get_launch = cli.define_launch_flags()
 get_workdir = cli.define_workdir_flag(default_from_config=True)
+get_max_restarts = supervisor.define_flag()
 
 
 def main() -> int:
     config, launch = get_config(), get_launch()
+    if get_max_restarts():
+        return supervisor.supervise(get_workdir(config.name), get_max_restarts())
     cli.enable_compilation_cache()
     from qwen3next_jax.parallel import distributed  # after the flags: a mistyped flag should not wait for JAX
     with distributed.joined(launch, config.parallel):

@@ -3,7 +3,6 @@
 import math
 import pathlib
 import shlex
-import signal
 import sys
 import time
 from typing import Any
@@ -28,6 +27,7 @@ from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, wri
 from qwen3next_jax.training.profiling import Profiler
 from qwen3next_jax.training.step import State, abstract_model, init_state, make_train_step
 from qwen3next_jax.training.telemetry import MetricsFile, Throughput, open_metrics, surroundings
+from qwen3next_jax.training.watchdog import Signals, Watchdog
 
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
@@ -59,10 +59,10 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2) if corpus["bytes"] else None
         first = jax.process_index() == 0  # the process that records and shows the run
         with Display(_title(config, state, corpus, first_step), config.train.steps, first_step, first) as display, \
-                open_metrics(config, workdir, first_step, display) as metrics, _Signals() as signals, \
-                Profiler(config.profile, workdir, metrics.write) as profiler:
+                open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
+                Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
-            run = _Run(config, data, checkpoints, metrics, display, profiler, Throughput(config, bits_per_nat))
+            run = _Run(config, data, checkpoints, metrics, display, profiler, watchdog, Throughput(config, bits_per_nat))
             if changes:
                 metrics.write("changed", first_step, changes=[[*change] for change in changes])
                 display.say("\n".join(f"changed since the run before: {change}" for change in changes))
@@ -95,9 +95,9 @@ class _Run:
     """The loop with what it reads and writes."""
 
     def __init__(self, config: Config, data: TrainData | SyntheticData, checkpoints: Checkpoints, metrics: MetricsFile, display: Display,
-                 profiler: Profiler, throughput: Throughput):
+                 profiler: Profiler, watchdog: Watchdog, throughput: Throughput):
         self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
-        self.profiler, self.throughput = profiler, throughput
+        self.profiler, self.watchdog, self.throughput = profiler, watchdog, throughput
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config)
         self.heldout_step = make_heldout_step(self.graphdef)
@@ -106,7 +106,7 @@ class _Run:
         self.heldout_figure = ""
         self.rewinds: dict[int, int] = {}  # how often to which step
 
-    def loop(self, state: State, first_step: int, signals: "_Signals") -> tuple[int, str]:
+    def loop(self, state: State, first_step: int, signals: Signals) -> tuple[int, str]:
         """→ (steps taken in all, last held-out figure)."""
         config = self.config
         batches = self.data.batches(batch_index(first_step + 1, int(state["guards"]["data_offset"])))
@@ -114,6 +114,8 @@ class _Run:
         values: dict[str, Any] = {}
         since, waited, last_logged = time.perf_counter(), 0.0, first_step
         for step in range(first_step + 1, config.train.steps + 1):
+            first = step == first_step + 1
+            self.watchdog.allow(config.train.compile_timeout if first else config.train.step_timeout, "a step", step)
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
@@ -136,9 +138,10 @@ class _Run:
                 now = time.perf_counter()
                 self._log(step, values, now - since, waited, step - last_logged)
                 since, waited, last_logged = now, 0.0, step
-            elif step == first_step + 1:  # the compilation is not part of any speed
+            elif first:  # the compilation is not part of any speed
                 jax.block_until_ready(values)
                 since, waited, last_logged = time.perf_counter(), 0.0, step
+            self.watchdog.allow(config.train.compile_timeout, "an evaluation or a save", step)
             begun = time.perf_counter()
             if config.telemetry.diagnostics_every and step % config.telemetry.diagnostics_every == 0:
                 self._diagnose(step, state, batch, values)
@@ -173,7 +176,6 @@ class _Run:
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
         self.metrics.rewind(step)
-        self.metrics.rewind(step)
         self.metrics.write("rewind", halt.step, to_step=step, data_offset=offset, reason=halt.reason)
         return step, state
 
@@ -200,25 +202,6 @@ class _Run:
         if self.config.eval.sample_tokens:
             text = _sample(nnx.merge(self.graphdef, state["params"]), self.data.tokenizer, self.config)
             self.metrics.write("sample", step, text=text)
-
-
-class _Signals:
-    """Notes the first SIGINT or SIGTERM, so that the step under way ends and is saved; a second one ends the process."""
-
-    def __init__(self):
-        self.caught = False
-
-    def __enter__(self):
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.caught = True
-        signal.signal(number, self._before[number])
 
 
 def keep_tokenizer(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:

@@ -1,0 +1,87 @@
+"""Restarts a training process that died, on one host: `python train.py --config=… --max-restarts=N`.
+
+The supervisor starts the same command as a process of its own and waits. A process that was killed, crashed or hung is
+started again and goes on from the last good checkpoint. Anything a restart would only repeat (the end, a mistake in what
+was given, a diverged run, a disk without room) is passed on, and so are signals.
+"""
+
+import ctypes
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+from qwen3next_jax.errors import ExitCode
+
+RESTARTED = (ExitCode.CRASHED, ExitCode.HANG)  # besides ends by a signal
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled while there is no progress
+FRUITLESS = 3  # restarts in a row without a new checkpoint, after which it gives up
+
+
+def define_flag() -> Callable[[], int]:
+    """Defines `--max-restarts`; call the result for its value."""
+    holder = flags.DEFINE_integer("max-restarts", 0, "restart the run as often when it dies (0: run it unsupervised)", lower_bound=0)
+    return lambda: holder.value
+
+
+def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] = ()) -> int:
+    """Runs `command` (default: this very one, unsupervised) until it ends for good. → exit code."""
+    command = list(command) or [sys.executable, *sys.argv, "--max-restarts=0"]
+    stop, child = threading.Event(), None
+
+    def forward(number: int, frame: object) -> None:
+        stop.set()
+        if child is not None and child.poll() is None:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        restarts = fruitless = 0
+        reached = _newest_step(workdir)
+        while True:
+            child = subprocess.Popen(command, preexec_fn=_die_with_parent, start_new_session=True)
+            code = child.wait()
+            if stop.is_set() or (code >= 0 and code not in RESTARTED):
+                return code if code >= 0 else 128 - code
+            step = _newest_step(workdir)
+            fruitless = 0 if step > reached else fruitless + 1
+            reached = max(step, reached)
+            if restarts == max_restarts or fruitless == FRUITLESS:
+                why = f"{restarts} restarts were allowed" if restarts == max_restarts else f"{fruitless} starts saved nothing new"
+                _say(f"{_how(code)}; gives up: {why}. Last good step: {reached}")
+                return ExitCode.GAVE_UP
+            restarts += 1
+            pause = min(FIRST_PAUSE * 2**fruitless, LONGEST_PAUSE)
+            _say(f"{_how(code)}; restart {restarts} of {max_restarts} in {pause:g} s, from step {reached}")
+            if stop.wait(pause):
+                return ExitCode.INTERRUPTED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _newest_step(workdir: pathlib.Path) -> int:
+    """The newest step that was sealed; 0 if none."""
+    return max((int(p.parent.name) for p in (workdir / "checkpoints").glob("*/manifest.json") if p.parent.name.isdigit()), default=0)
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"the run was ended by {signal.Signals(-code).name}"
+    return "the run hung" if code == ExitCode.HANG else f"the run crashed (exit code {code})"
+
+
+def _say(line: str) -> None:
+    print(f"supervisor {time.strftime('%H:%M:%S')}: {line}", file=sys.stderr, flush=True)
+
+
+def _die_with_parent() -> None:
+    """Linux: a supervisor that is killed takes the run with it, by the signal after which the run saves."""
+    if sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

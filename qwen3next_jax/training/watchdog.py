@@ -1,0 +1,111 @@
+"""What happens to the process from outside and from nowhere: signals, and steps that never end.
+
+    WORKDIR/hang-TIME-PROCESS.txt    the stacks of all threads, where no step ended within the limit
+"""
+
+import faulthandler
+import json
+import math
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+import time
+
+from qwen3next_jax.errors import ExitCode
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """Notes the first SIGINT or SIGTERM in `caught`, so that the step under way ends and is saved; a second one ends the
+    process at once, even while it waits for a device: a thread of its own reads them. A context manager."""
+
+    def __init__(self):
+        self.caught = False
+
+    def __enter__(self):
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._before = {number: signal.signal(number, _noted_elsewhere) for number in _HANDLED}
+        self._descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._read, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception):
+        signal.set_wakeup_fd(self._descriptor)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._writer.close()  # ends the thread
+
+    def _read(self) -> None:
+        with self._reader:
+            while received := self._reader.recv(1):
+                if received[0] not in _HANDLED:
+                    continue
+                if self.caught:
+                    os.write(2, b"second signal: left at once, without saving\n")
+                    os._exit(ExitCode.ABORTED)
+                self.caught = True
+
+
+def _noted_elsewhere(number: int, frame: object) -> None:
+    """Python writes the numbers of signals that have a handler to the wake-up descriptor; the handler itself would have
+    to wait until the main thread is back from XLA."""
+
+
+class Watchdog:
+    """Ends the process with `ExitCode.HANG` and a dump of all stacks once the time last allowed has run out.
+
+    Time during which the whole process stood still (SIGSTOP, a suspended machine) does not count. Use as a context
+    manager; until `allow` is called it waits for ever.
+    """
+
+    def __init__(self, workdir: pathlib.Path, process: int = 0, tick: float = 1.0):
+        """`tick`: seconds between two looks at the clock."""
+        self._workdir, self._process, self._tick = workdir, process, tick
+        self._left, self._allowed, self._what, self._step = math.inf, math.inf, "", 0
+        self._done = threading.Event()
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self._done.set()
+        self._thread.join()
+
+    def allow(self, seconds: float, what: str, step: int) -> None:
+        """From now on `seconds` (0: any time) for `what` at `step`. Called at every step: two assignments, no lock."""
+        self._what, self._step, self._allowed = what, step, seconds
+        self._left = seconds or math.inf
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._done.wait(self._tick):
+            now = time.monotonic()
+            self._left -= min(now - before, 2 * self._tick)
+            before = now
+            if self._left <= 0:
+                self._bark()
+
+    def _bark(self) -> None:
+        path = self._workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{self._process}.txt"
+        reason = f"{self._what} at step {self._step} did not end within {self._allowed:g} s"
+        try:
+            with path.open("w") as file:
+                file.write(reason + "\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            stop = {"event": "stop", "step": self._step, "time": round(time.time(), 3), "reason": reason,
+                    "exit_code": int(ExitCode.HANG), "stacks": str(path)}
+            if self._process == 0:  # past the display, which the main thread may hold
+                with (self._workdir / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(stop) + "\n")
+        finally:  # whatever the disk says
+            os.write(2, f"error: {reason}: the stacks of all threads are in {path}\n".encode())
+            sys.stderr.flush()
+            os._exit(ExitCode.HANG)

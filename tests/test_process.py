@@ -1,0 +1,123 @@
+"""The process of a run from outside: signals, hangs, the supervisor. Real processes, real signals, no training."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qwen3next_jax.errors import ExitCode
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def _start(program, *arguments, **options):
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, **options)
+
+
+def _wait_for(path, process, seconds=20):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.01)
+
+
+BLOCKED = """
+import ctypes, pathlib, sys, threading, time
+from qwen3next_jax.training.watchdog import Signals
+with Signals() as signals:
+    def report():
+        while not signals.caught: time.sleep(0.01)
+        pathlib.Path(sys.argv[2]).touch()
+    threading.Thread(target=report, daemon=True).start()
+    pathlib.Path(sys.argv[1]).touch()
+    while True:
+        ctypes.CDLL(None).usleep(900_000)  # as in XLA: no Python handler runs before it returns
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted_at_once_and_the_second_ends_the_process(tmp_path, number):
+    process = _start(BLOCKED, tmp_path / "ready", tmp_path / "noted")
+    _wait_for(tmp_path / "ready", process)
+    process.send_signal(number)
+    _wait_for(tmp_path / "noted", process, 0.8)
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(0.8) == ExitCode.ABORTED
+    assert "second signal" in process.communicate()[1]
+
+
+HANGING = """
+import pathlib, sys, time
+from qwen3next_jax.training.watchdog import Watchdog
+with Watchdog(pathlib.Path(sys.argv[1]), tick=0.05) as watchdog:
+    watchdog.allow(0, "a step", 1)  # no limit
+    time.sleep(0.3)
+    def stalled_loader(): time.sleep(60)
+    pathlib.Path(sys.argv[1], "ready").touch()
+    watchdog.allow(0.6, "a step", 7)
+    stalled_loader()
+"""
+
+
+def test_the_watchdog_dumps_the_stacks_and_a_stopped_process_is_no_hang(tmp_path):
+    process = _start(HANGING, tmp_path)
+    _wait_for(tmp_path / "ready", process)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)  # longer than the limit
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.2)
+    assert process.poll() is None
+    assert process.wait(5) == ExitCode.HANG
+    assert "a step at step 7 did not end within 0.6 s" in process.communicate()[1]
+    (stacks,) = tmp_path.glob("hang-*-0.txt")
+    assert "stalled_loader" in stacks.read_text()
+    assert '"exit_code": 4' in (tmp_path / "metrics.jsonl").read_text()
+
+
+SUPERVISED = """
+import pathlib, sys
+from qwen3next_jax import supervisor
+supervisor.FIRST_PAUSE = 0.05
+sys.exit(supervisor.supervise(pathlib.Path(sys.argv[1]), int(sys.argv[2]), ["/bin/sh", "-c", sys.argv[3]]))
+"""
+# Each start saves the next of three checkpoints; the third ends well.
+PROGRESS = 'n=$(ls {0}/checkpoints | wc -l); mkdir -p {0}/checkpoints/$n; touch {0}/checkpoints/$n/manifest.json; [ $n = 3 ] || '
+
+
+@pytest.mark.parametrize("restarts, script, code, starts", [
+    (9, PROGRESS + "kill -9 $$", 0, 3),
+    (1, PROGRESS + "kill -9 $$", ExitCode.GAVE_UP, 2),
+    (9, "exit 4", ExitCode.GAVE_UP, 3),  # hangs, and never gets anywhere
+    (9, "exit 2", ExitCode.USER_ERROR, 1),
+    (9, "exit 3", ExitCode.DIVERGED, 1),
+])
+def test_the_supervisor_restarts_what_a_restart_can_help(tmp_path, restarts, script, code, starts):
+    (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+    script = f"echo started; {script}".replace("{0}", str(tmp_path))
+    process = _start(SUPERVISED, tmp_path, restarts, script)
+    output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output.count("started")) == (code, starts), errors
+
+
+def test_the_supervisor_passes_signals_on_and_dies_with_its_run(tmp_path):
+    script = f"trap 'exit 130' TERM; echo $$ > {tmp_path}/child; touch {tmp_path}/ready; while true; do sleep 0.05; done"
+    process = _start(SUPERVISED, tmp_path, 5, script)
+    _wait_for(tmp_path / "ready", process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == ExitCode.INTERRUPTED
+
+    (tmp_path / "ready").unlink()
+    process = _start(SUPERVISED, tmp_path, 5, script)
+    _wait_for(tmp_path / "ready", process)
+    child = int((tmp_path / "child").read_text())
+    process.kill()
+    end = time.monotonic() + 5
+    while pathlib.Path(f"/proc/{child}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert process.wait() == -signal.SIGKILL
