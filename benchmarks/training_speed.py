@@ -30,6 +30,7 @@ from safetensors.numpy import save_file
 
 from qwen3next_jax import Qwen3Next, cli, save_hf
 from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training.step import init_state, make_train_step
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -60,8 +61,9 @@ def text_batches(config: Config) -> np.ndarray:
 
 class Ours:
     def __init__(self, config: Config, model: Qwen3Next, batches: np.ndarray):
-        self.state = init_state(config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-        self.train_step, self.steps = make_train_step(config), 0
+        mesh = one_device()
+        self.state = init_state(config, mesh, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        self.train_step, self.steps = make_train_step(config, mesh), 0
         self.batches = [{"tokens": jnp.asarray(b), "segment_ids": jnp.ones_like(b)} for b in batches]
 
     def run(self, steps: int) -> tuple[list[float], list[float]]:

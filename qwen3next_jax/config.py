@@ -12,6 +12,7 @@ from typing import Any, Literal
 from qwen3next_jax.errors import UserError, did_you_mean
 
 LINEAR, FULL = "linear_attention", "full_attention"
+MESH_AXES = ("data", "expert", "context", "tensor")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -275,9 +276,36 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; -1 (at most once): as many as are left over."""
+
+    data: int = -1  # rows of a batch; parameters and optimizer state are split over it, too
+    expert: int = 1  # rows, and experts
+    context: int = 1  # tokens of a row
+    tensor: int = 1  # heads, and widths of MLPs
+
+    def __post_init__(self):
+        for axis in MESH_AXES:
+            size = getattr(self, axis)
+            _require(size >= 1 or size == -1, f"parallel.mesh.{axis} = {size}: expected at least 1, or -1 for what is left over")
+        _require([getattr(self, axis) for axis in MESH_AXES].count(-1) <= 1, "parallel.mesh: expected -1 for one axis at most")
+
+    def sizes(self, devices: int) -> dict[str, int]:
+        """Devices along each axis of a mesh of `devices`, -1 worked out."""
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        given = math.prod(size for size in sizes.values() if size != -1)
+        text = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+        _require(devices % given == 0 and (given == devices or -1 in sizes.values()),
+                 f"parallel.mesh: {text} = {given}, but there are {devices} devices: change an axis so that they multiply to "
+                 f"{devices}" + (", or set one to -1" if -1 not in sizes.values() else ""))
+        return {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
 class ParallelConfig:
     """How the run is spread over its devices."""
 
+    mesh: MeshConfig = MeshConfig()
     start_timeout: float = 300.0  # seconds for all processes of the run to find each other
     heartbeat_timeout: float = 100.0  # seconds after which a silent process counts as dead, and the others end
 

@@ -4,8 +4,8 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the suite's time is compilation, and LLVM's optimisations are a third of that.
-os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-                           + " --xla_force_host_platform_device_count=8")
+EIGHT_DEVICES = " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" + EIGHT_DEVICES
 
 import pathlib  # noqa: E402
 
@@ -14,3 +14,24 @@ import jax  # noqa: E402
 # Programs compiled by one run of the suite are read back by the next.
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / "runs" / "test_compilation_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+jax.devices()  # the flags are read now
+os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(EIGHT_DEVICES, "")  # processes that tests start see one device
+
+import math  # noqa: E402
+
+import pytest  # noqa: E402
+
+from qwen3next_jax.parallel import mesh  # noqa: E402
+from qwen3next_jax.training import loop  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def as_many_devices_as_asked_for():
+    """A run in this process takes as many of the virtual devices as its mesh names: one, unless the config says more."""
+    def make_mesh(config, devices=None):
+        wanted = math.prod(max(getattr(config.mesh, axis), 1) for axis in mesh.MESH_AXES)
+        return mesh.make_mesh(config, jax.devices()[:wanted] if devices is None else devices)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_mesh", make_mesh)
+        yield

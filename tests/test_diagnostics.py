@@ -12,6 +12,7 @@ from flax import nnx
 from qwen3next_jax.config import Config, ModelConfig, TrainConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
+from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, norms_by_layer, summarise
 from qwen3next_jax.training.step import abstract_model, init_state
 
@@ -29,7 +30,7 @@ BATCH = {"tokens": jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 32))
 @pytest.fixture(scope="module")
 def measured():
     graphdef, _ = abstract_model(CONFIG)
-    params = init_state(CONFIG)["params"]
+    params = init_state(CONFIG, one_device())["params"]
     return graphdef, params, jax.device_get(make_diagnostics_step(CONFIG, graphdef)(params, BATCH))
 
 
@@ -99,7 +100,7 @@ def test_decay_half_life_is_what_the_decay_does():
     """With W_ba = 0 every g is -exp(A_log) · softplus(dt_bias): 4 tokens to halve."""
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_hidden_layers=1, layer_types=(), full_attention_interval=0, mtp_depth=0))
     graphdef, _ = abstract_model(config)
-    params = init_state(config)["params"]
+    params = init_state(config, one_device())["params"]
     mixer = params["layers"][0]["mixer"]
     mixer["in_proj_ba"] *= 0
     mixer["a_log"] = jnp.full_like(mixer["a_log"], np.log(np.log(2) / 4 / np.log1p(np.exp(1.0))))

@@ -14,8 +14,9 @@ import pytest
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, GuardConfig, ModelConfig, OptimizerConfig, TrainConfig
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.errors import ExitCode
+from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training import guards, step as step_module
-from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state
+from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.loop import train
 
 MODEL = ModelConfig(
@@ -76,7 +77,7 @@ def _losses(workdir):
 
 def _state(config, workdir, step):
     with Checkpoints(workdir) as checkpoints:
-        return jax.device_get(checkpoints.restore(step, abstract_state(config)))
+        return jax.device_get(checkpoints.restore(step, step_module.abstract_train_state(config, one_device())))
 
 
 def _same(a, b):
@@ -129,7 +130,7 @@ def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, p
     assert int(_state(config, tmp_path / "run", 16)["guards"]["data_offset"]) == 3
 
     state = jax.tree.map(jnp.asarray, _state(config, tmp_path / "run", 8))
-    run = step_module.make_train_step(rewinding)
+    run = step_module.make_train_step(rewinding, one_device())
     data = TrainData(config.data, 64, 4, 257)
     for step, batch in zip(range(9, 17), data.batches(11)):
         state, values = run(state, batch)

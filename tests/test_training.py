@@ -22,12 +22,14 @@ from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.load import load_model
-from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, load_trained
+from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.training.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.training.fingerprint import MAY_CHANGE, open_run, read_run, write_run
 from qwen3next_jax.training.loop import keep_tokenizer, start_state, train
 from qwen3next_jax.training.optimizer import decay_mask, learning_rate_schedule
-from qwen3next_jax.training.step import abstract_model, init_state, make_train_step
+from qwen3next_jax.training.step import abstract_model, abstract_train_state, init_state, make_train_step
 
+ONE_DEVICE = one_device()
 MODEL = ModelConfig(
     vocab_size=257, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
@@ -121,7 +123,7 @@ def test_micro_batches_and_remat_change_no_gradient(config):
     results = []
     for change in ({}, {"gradient_accumulation": 4, "remat": "block"}):
         c = dataclasses.replace(config, train=dataclasses.replace(train_config, **change))
-        state, metrics = make_train_step(c)(init_state(c), batch)
+        state, metrics = make_train_step(c, ONE_DEVICE)(init_state(c, ONE_DEVICE), batch)
         adam = next(s for s in jax.tree.leaves(state["opt_state"], is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
         results.append((metrics, adam.mu))  # after one step mu is (1 - beta1) times the clipped gradient
     (one, gradient), (four, summed) = results
@@ -170,11 +172,11 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
     model, _, _ = load_trained(finished)
     save_hf(model, tmp_path / "hf")
     again = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf")))
-    state = start_state(again)
+    state = start_state(again, ONE_DEVICE)
     _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert int(state["step"]) == 0
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
-        start_state(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)))
+        start_state(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)), ONE_DEVICE)
 
 
 @pytest.mark.parametrize("section, change, message", [
@@ -202,11 +204,11 @@ def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_pa
         MODEL, num_hidden_layers=12, layer_types=(), full_attention_interval=0, mlp_only_layers=(0,), mtp_depth=0))
     assert long.model.period == 12
     rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype), abstract_state(long))
+    state = jax.tree.map(lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype), abstract_train_state(long, ONE_DEVICE))
     with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
         checkpoints.save(1, state)
     with Checkpoints(tmp_path) as checkpoints:
-        _same(checkpoints.restore(1, abstract_state(long)), state)
+        _same(checkpoints.restore(1, abstract_train_state(long, ONE_DEVICE)), state)
 
 
 def _damage(folder, how):

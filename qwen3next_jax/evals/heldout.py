@@ -10,32 +10,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import target_positions
-from qwen3next_jax.ops import linear_cross_entropy
 
 Batch = dict[str, jax.Array]
 
 
-def make_heldout_step(graphdef: nnx.GraphDef) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
+def make_heldout_step(graphdef: nnx.GraphDef, mesh: Mesh | None = None) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
     """→ jitted `step(params, batch, token_bytes)` → sums over the batch, to be added up and given to `summarise`.
 
-    token_bytes: [V] int32, UTF-8 bytes of each token (0 for special ones).
+    token_bytes: [V] int32, UTF-8 bytes of each token (0 for special ones). mesh: as in `Qwen3Next.features`.
     """
     def step(params, batch, token_bytes):
         model: Qwen3Next = nnx.merge(graphdef, params)
         tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
-        features = model.features(tokens_BT, segment_ids_BT)
-        head_DV = model.head_weight()
+        features = model.features(tokens_BT, segment_ids_BT, mesh=mesh)
 
         def predict(hidden_BTD, offset):
             """(sum of losses, [B, T] whether the token `offset` later is a target, [B, T] best guess for it)."""
             inside_BT = target_positions(batch, offset)
-            target_R = jnp.roll(tokens_BT, -offset, axis=1).reshape(-1)
-            nll, aux = linear_cross_entropy(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), head_DV, target_R,
-                                            inside_BT.reshape(-1).astype(jnp.float32))
-            return nll, inside_BT, aux.argmax.reshape(inside_BT.shape)
+            nll, _, guess_BT = model.cross_entropy(hidden_BTD, jnp.roll(tokens_BT, -offset, axis=1),
+                                                   inside_BT.astype(jnp.float32), mesh)
+            return nll, inside_BT, guess_BT
 
         nll, inside_BT, trunk_guess_BT = predict(features.hidden, 1)
         bytes_BT = jnp.where(inside_BT, token_bytes[jnp.roll(tokens_BT, -1, axis=1)], 0)

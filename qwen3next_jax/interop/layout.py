@@ -166,11 +166,11 @@ def _sparse_entries(c: ModelConfig) -> Iterator[Entry]:
     d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
     yield _one("mlp.router", "mlp.gate.weight", (d, e), (1, 0), (e, d))
     experts = [(expert, f"mlp.experts.{expert}") for expert in range(e)]
-    yield Entry("mlp.gate_up", (e, d, 2, i), (0, 2, 3, 1),
+    yield Entry("mlp.expert_gate_up", (e, d, 2, i), (0, 2, 3, 1),
                 tuple(Slice((x, half), f"{name}.{projection}.weight", (i, d))
                       for x, name in experts for half, projection in _HALVES),
                 fused=Slice((), "mlp.experts.gate_up_proj", (e, 2 * i, d)))
-    yield Entry("mlp.down", (e, i, d), (0, 2, 1),
+    yield Entry("mlp.expert_down", (e, i, d), (0, 2, 1),
                 tuple(Slice((x,), f"{name}.down_proj.weight", (d, i)) for x, name in experts),
                 fused=Slice((), "mlp.experts.down_proj", (e, d, i)))
     if s:

@@ -10,6 +10,7 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, normal, rms_norm, rotate, token_mean, zeros
 from qwen3next_jax.ops import attention
+from qwen3next_jax.parallel.rules import activation_spec, local
 
 
 class GatedAttention(nnx.Module):
@@ -43,7 +44,7 @@ class GatedAttention(nnx.Module):
         k_BTMK = rotate(k_BTMK, context.positions, c.rotary_dim, c.rope_theta)
 
         if cache is None:
-            o_BTNK = attention(q_BTNK, k_BTMK, v_BTMK, segment_ids=context.segment_ids)
+            o_BTNK = _attend(q_BTNK, k_BTMK, v_BTMK, context)
         else:
             cache = {"k": _write(cache["k"], k_BTMK, context.positions), "v": _write(cache["v"], v_BTMK, context.positions)}
             o_BTNK = attention(q_BTNK, cache["k"], cache["v"], q_positions=context.positions)
@@ -64,11 +65,30 @@ def _diagnostics(q_BTNK, k_BTMK, open_BTNK, context: Context) -> dict[str, jax.A
     # With the indicator of first tokens as values, attention returns its own probability on them: no T × T matrix.
     first_BT = context.positions == 0
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
-    share_BTN = attention(q_BTNK, k_BTMK, indicator_BTMK, segment_ids=context.segment_ids)[..., 0]
+    share_BTN = _attend(q_BTNK, k_BTMK, indicator_BTMK, context)[..., 0]
     counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
     return {"first_token_share": token_mean(share_BTN, counted_BT),
             "gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
             "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
+
+
+def _attend(q_BTNK: jax.Array, k_BTMK: jax.Array, v_BTMK: jax.Array, context: Context) -> jax.Array:
+    """Attention with the heads split over `tensor`. Where there are fewer key/value heads than shards, every shard holds all
+    of them and takes the one that its query heads read."""
+    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BTMK.shape[2])
+    if mesh is None:
+        return attention(q_BTNK, k_BTMK, v_BTMK, segment_ids=context.segment_ids)
+    shared = m % mesh.shape["tensor"] != 0
+
+    def attend(q, k, v, segment_ids):
+        if shared:
+            head = jax.lax.axis_index("tensor") * q.shape[2] // (n // m)
+            k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
+        return attention(q, k, v, segment_ids=segment_ids)
+
+    split, tokens = activation_spec("batch", "time", "heads", None), activation_spec("batch", "time")
+    keys = activation_spec("batch", "time", None, None) if shared else split
+    return local(attend, mesh, (split, keys, keys, tokens), split)(q_BTNK, k_BTMK, v_BTMK, context.segment_ids)
 
 
 def _write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, normal, rms_norm_plain, token_mean
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
+from qwen3next_jax.parallel.rules import activation_spec, local
 
 
 class GatedDeltaNet(nnx.Module):
@@ -52,13 +53,7 @@ class GatedDeltaNet(nnx.Module):
         g_BTH = -decay_rate_H * jax.nn.softplus(ba_BTGR2[..., r:].reshape(b, t, h) + self.dt_bias[...].astype(jnp.float32))
 
         mixed_BTGC, z_BTGRV = jnp.split(qkvz_BTGC, (2 * k + r * v,), axis=-1)
-        mixed_BTGC, conv_state = causal_conv1d(
-            mixed_BTGC, self.conv_kernel[...].astype(dtype), activation="silu",
-            initial_state=None if cache is None else cache["conv"], segment_ids=context.segment_ids)
-        q_BTGK, k_BTGK, v_BTGRV = jnp.split(mixed_BTGC, (k, 2 * k), axis=-1)
-        o_BTHV, state = gated_delta_rule(
-            q_BTGK, k_BTGK, v_BTGRV.reshape(b, t, h, v), g=g_BTH, beta=beta_BTH,
-            initial_state=None if cache is None else cache["state"], segment_ids=context.segment_ids)
+        o_BTHV, conv_state, state = self._recurrence(mixed_BTGC, self.conv_kernel[...].astype(dtype), g_BTH, beta_BTH, context, cache)
 
         o_BTHV = rms_norm_plain(o_BTHV, self.norm[...], c.rms_norm_eps)
         gate_BTHV = jax.nn.silu(z_BTGRV.reshape(b, t, h, v).astype(jnp.float32))
@@ -70,6 +65,26 @@ class GatedDeltaNet(nnx.Module):
                            "beta": token_mean(beta_BTH, context.counted),
                            "state_norm": jnp.mean(jnp.linalg.norm(state, axis=(-2, -1)), axis=0)}
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state, "state": state}
+
+    def _recurrence(self, mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, context: Context, cache: dict | None):
+        """Convolution and delta rule, key heads split over `tensor` with their value heads → (o [B, T, H, V], states of both)."""
+        k, v = self.config.linear_key_head_dim, self.config.linear_value_head_dim
+        conv_state, state = (None, None) if cache is None else (cache["conv"], cache["state"])
+
+        def run(mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, segment_ids):
+            mixed_BTGC, conv = causal_conv1d(
+                mixed_BTGC, kernel_WGC, activation="silu", initial_state=conv_state, segment_ids=segment_ids)
+            q_BTGK, k_BTGK, v_BTGRV = jnp.split(mixed_BTGC, (k, 2 * k), axis=-1)
+            o_BTHV, final = gated_delta_rule(
+                q_BTGK, k_BTGK, v_BTGRV.reshape(*g_BTH.shape, v), g=g_BTH, beta=beta_BTH, initial_state=state,
+                segment_ids=segment_ids)
+            return o_BTHV, conv, final
+
+        wide, narrow = activation_spec("batch", "time", "heads", None), activation_spec("batch", "time", "heads")
+        states = (activation_spec("batch", None, "heads", None), activation_spec("batch", "heads", None, None))
+        in_specs = (wide, activation_spec(None, "heads", None), narrow, narrow, activation_spec("batch", "time"))
+        return local(run, context.mesh, in_specs, (wide, *states))(
+            mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, context.segment_ids)
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:

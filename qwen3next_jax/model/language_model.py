@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import MIXERS, Block
 from qwen3next_jax.model.layers import Context, document_positions, normal, rms_norm, zeros
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
+from qwen3next_jax.ops import linear_cross_entropy
+from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, local, use_spec
 
 
 class Features(NamedTuple):
@@ -85,15 +89,16 @@ class Qwen3Next(nnx.Module):
         return Output(self.logits(f.hidden), mtp_logits, pooled_balance_loss(f.router), f.hidden_states, f.router_logits)
 
     def features(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, remat: bool = False,
-                 capture: bool = False, diagnose: bool = False) -> Features:
-        """The forward pass up to, but without, the output head. `remat`: keep only each layer's input for the backward."""
+                 capture: bool = False, diagnose: bool = False, mesh: Mesh | None = None) -> Features:
+        """The forward pass up to, but without, the output head. `remat`: keep only each layer's input for the backward.
+        `mesh`: the devices that share it, parameters lying as `parallel.rules` says; None for one device."""
         b, t = tokens.shape
         if segment_ids is None:
-            context = Context(jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)))
+            context = Context(jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)), mesh=mesh)
         else:
-            context = Context(document_positions(segment_ids), segment_ids, counted=segment_ids > 0)
+            context = Context(document_positions(segment_ids), segment_ids, counted=segment_ids > 0, mesh=mesh)
         context = context._replace(diagnose=diagnose)
-        embedded = self.embed(tokens)
+        embedded = self.embed(tokens, mesh)
         x, per_layer, _ = self._run_layers(embedded, context, None, remat, capture)
         hidden = self._final(x)
         mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(hidden, embedded, context, remat)
@@ -124,12 +129,56 @@ class Qwen3Next(nnx.Module):
                              jax.eval_shape(lambda kind=kind: MIXERS[kind].init_cache(c, batch, length)))
                 for kind, _ in c.layer_kinds[:c.period]]
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        return self.embedding[...][tokens].astype(self.config.dtype)
+    def embed(self, tokens: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+        """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of the vocabulary."""
+        if mesh is None:
+            return self.embedding[...][tokens].astype(self.config.dtype)
+        spec = use_spec("embedding", self.embedding.shape, mesh)
+
+        def look_up(table_VD, tokens_BT):
+            if spec[0] is None:
+                return table_VD[tokens_BT].astype(self.config.dtype)
+            index_BT = tokens_BT - jax.lax.axis_index("tensor") * table_VD.shape[0]
+            inside_BT = (index_BT >= 0) & (index_BT < table_VD.shape[0])
+            rows_BTD = table_VD[jnp.where(inside_BT, index_BT, 0)].astype(self.config.dtype)
+            return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), "tensor")
+
+        table_VD = gather(self.embedding[...], "embedding", mesh, self.config.dtype)
+        return local(look_up, mesh, (spec, activation_spec("batch", "time")), activation_spec("batch", "time", None))(table_VD, tokens)
 
     def head_weight(self) -> jax.Array:
         """[D, V], of the parameters' dtype."""
         return self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
+
+    def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens are split over all devices.
+
+        Args:
+          hidden: [B, T, D]; targets: [B, T] int32; weights: [B, T] float32, 0 where there is no target.
+
+        Returns:
+          (sum, correct [B, T] bool, argmax [B, T] int32).
+        """
+        if mesh is None:
+            head_DV = self.head_weight()
+        elif self.config.tie_word_embeddings:
+            head_DV = gather(self.embedding[...], "embedding", mesh, self.config.dtype).T
+        else:
+            head_DV = gather(self.head[...], "head", mesh, self.config.dtype)
+
+        def sum_up(hidden_BTD, head_DV, targets_BT, weights_BT):
+            loss, rows = linear_cross_entropy(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), head_DV, targets_BT.reshape(-1),
+                                              weights_BT.reshape(-1))
+            if mesh is not None:
+                loss = jax.lax.psum(loss, axes)
+            return loss, rows.correct.reshape(targets_BT.shape), rows.argmax.reshape(targets_BT.shape)
+
+        divides = mesh is not None and hidden.shape[1] % (mesh.shape["context"] * mesh.shape["tensor"]) == 0
+        time = "time_rows" if divides else "time"
+        axes = ("data", "expert", "context", "tensor") if divides else ("data", "expert", "context")
+        tokens = activation_spec("batch", time)
+        return local(sum_up, mesh, (activation_spec("batch", time, None), P(), tokens, tokens), (P(), tokens, tokens))(
+            hidden, head_DV, targets, weights)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] → [..., V], float32."""
@@ -148,7 +197,9 @@ class Qwen3Next(nnx.Module):
             auxes, caches = [], []
             for graphdef, block_params, block_cache in zip(graphdefs, *params_and_cache):
                 def apply(block_params, x, graphdef=graphdef, block_cache=block_cache):
-                    return nnx.merge(graphdef, block_params)(x, context, block_cache)
+                    block_params = gather(block_params, "layer", context.mesh, self.config.dtype)
+                    x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context, block_cache)
+                    return constrain(x, context.mesh, "batch", "time", None), aux, block_cache
                 x, aux, block_cache = (jax.checkpoint(apply) if remat else apply)(block_params, x)
                 if not capture:
                     aux.pop("router_logits", None)
@@ -177,7 +228,9 @@ class Qwen3Next(nnx.Module):
             shifted = jnp.roll(embedded, -(1 + depth), axis=1)
 
             def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
-                return nnx.merge(graphdef, params)(hidden, shifted, context._replace(counted=counted))[:2]
+                params = gather(params, "mtp", context.mesh, self.config.dtype)
+                hidden, aux, _ = nnx.merge(graphdef, params)(hidden, shifted, context._replace(counted=counted))
+                return constrain(hidden, context.mesh, "batch", "time", None), aux
             hidden, aux = (jax.checkpoint(apply) if remat else apply)(params, hidden, shifted)
             aux.pop("router_logits", None)
             if context.diagnose:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 
 class Context(NamedTuple):
@@ -18,12 +19,14 @@ class Context(NamedTuple):
     segment_ids: [B, T] int32, the document of each token, 0 = padding; None when every row is one document.
     counted: [B, T] bool, the tokens whose routing enters the router statistics; None for all.
     diagnose: each layer adds "diagnostics" (a dict of small arrays, see its class) to its auxiliary outputs.
+    mesh: the devices that share the pass (see `parallel.rules`); None for one device.
     """
 
     positions: jax.Array
     segment_ids: jax.Array | None = None
     counted: jax.Array | None = None
     diagnose: bool = False
+    mesh: Mesh | None = None
 
 
 def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:

@@ -3,15 +3,19 @@
 Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E experts, I expert width.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, normal, token_mean
 from qwen3next_jax.ops import expert_mlp
+from qwen3next_jax.parallel.rules import activation_spec, local
 
 
 class DenseMLP(nnx.Module):
@@ -40,34 +44,49 @@ class SparseMoE(nnx.Module):
         self.config = config
         d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
         self.router = normal(rngs, (*stack, d, e), std, dtype)
-        self.gate_up = normal(rngs, (*stack, e, d, 2, i), std, dtype)
-        self.down = normal(rngs, (*stack, e, i, d), std, dtype)
+        self.expert_gate_up = normal(rngs, (*stack, e, d, 2, i), std, dtype)
+        self.expert_down = normal(rngs, (*stack, e, i, d), std, dtype)
         if s:
             self.shared_gate_up = normal(rngs, (*stack, d, 2, s), std, dtype)
             self.shared_down = normal(rngs, (*stack, s, d), std, dtype)
             self.shared_gate = normal(rngs, (*stack, d), std, dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        c, dtype = self.config, x_BTD.dtype
-        x_RD = x_BTD.reshape(-1, c.hidden_size)
-        # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
-        # unless told otherwise).
-        logits_RE = jnp.einsum("rd,de->re", x_RD.astype(jnp.float32), self.router[...].astype(jnp.float32),
-                               precision=jax.lax.Precision.HIGHEST)
-        probability_RE = jax.nn.softmax(logits_RE, axis=-1)
-        weight_RA, expert_RA = jax.lax.top_k(probability_RE, c.num_experts_per_tok)
-        if c.norm_topk_prob:
-            weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
-
-        y_RD = _routed(x_RD, weight_RA.astype(dtype), expert_RA, self.gate_up[...].astype(dtype), self.down[...].astype(dtype))
-        if c.shared_expert_intermediate_size:
-            shared_RD = _swiglu(x_RD, self.shared_gate_up[...], self.shared_down[...])
-            openness_R1 = jax.nn.sigmoid((x_RD @ self.shared_gate[...].astype(dtype))[:, None].astype(jnp.float32))
-            y_RD = y_RD + openness_R1.astype(dtype) * shared_RD
-        aux = _router_statistics(logits_RE, probability_RE, expert_RA, context.counted)
+        dtype, mesh = x_BTD.dtype, context.mesh
+        rows, tokens = activation_spec("batch", "time", None), activation_spec("batch", "time")
+        gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
+        experts = (P(None, None, None, "tensor"), P(None, "tensor", None))
+        routed = local(functools.partial(_routed, self.config, mesh), mesh, (rows, P(), *experts, tokens), (rows, P(), rows))
+        y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted)
+        if self.config.shared_expert_intermediate_size:
+            shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
+            openness_BT1 = jax.nn.sigmoid((x_BTD @ self.shared_gate[...].astype(dtype))[..., None].astype(jnp.float32))
+            y_BTD = y_BTD + openness_BT1.astype(dtype) * shared_BTD
+        aux = statistics | {"router_logits": logits_BTE}
         if context.diagnose:
-            aux["diagnostics"] = _diagnostics(logits_RE.reshape(*x_BTD.shape[:2], -1), context.counted)
-        return y_RD.reshape(x_BTD.shape), aux | {"router_logits": logits_RE.reshape(*x_BTD.shape[:2], -1)}
+            aux["diagnostics"] = _diagnostics(logits_BTE, context.counted)
+        return y_BTD, aux
+
+
+def _routed(config: ModelConfig, mesh: Mesh | None, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
+    """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
+    dtype = x_BTD.dtype
+    x_RD = x_BTD.reshape(-1, config.hidden_size)
+    # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
+    # unless told otherwise).
+    logits_RE = jnp.einsum("rd,de->re", x_RD.astype(jnp.float32), router_DE.astype(jnp.float32),
+                           precision=jax.lax.Precision.HIGHEST)
+    probability_RE = jax.nn.softmax(logits_RE, axis=-1)
+    weight_RA, expert_RA = jax.lax.top_k(probability_RE, config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
+
+    y_RD = _run_experts(x_RD, weight_RA.astype(dtype), expert_RA, gate_up_ED2I, down_EID)
+    statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
+    if mesh is not None:
+        y_RD = jax.lax.psum(y_RD, "tensor")  # each shard held a part of every expert's width
+        statistics = jax.lax.psum(statistics, ("data", "expert", "context"))
+    return y_RD.reshape(x_BTD.shape), statistics, logits_RE.reshape(*x_BTD.shape[:2], -1)
 
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
@@ -76,7 +95,7 @@ def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Arr
     return hidden @ down_ID.astype(x.dtype)
 
 
-def _routed(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
+def _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
     """Every token through its chosen experts: sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum."""
     r, a = expert_RA.shape
     expert_Q = expert_RA.reshape(-1)  # Q = R·A choices

@@ -20,9 +20,10 @@ from flax import nnx
 from qwen3next_jax.config import CheckpointConfig, Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.fingerprint import read_config
-from qwen3next_jax.training.step import State, abstract_model, init_state
+from qwen3next_jax.training.step import State, abstract_model, abstract_train_state
 
 # Orbax reports every directory it touches at the level of a warning.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
@@ -229,14 +230,6 @@ def with_keys_of(restored: Any, pattern: Any) -> Any:
     return restored
 
 
-def abstract_state(config: Config) -> State:
-    """Shapes and dtypes of the train state, placed on the default device."""
-    _, params = abstract_model(config)
-    shapes = jax.eval_shape(lambda: init_state(config, jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), params)))
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
-
-
 def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3Next, Config, int]:
     """(model, configuration, step) of a run's newest checkpoint, or of the one after `step` steps."""
     config = read_config(workdir)
@@ -244,7 +237,7 @@ def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3N
         step = checkpoints.newest_good_step() if step is None else step
         if step is None:
             raise UserError(f"{workdir}: no whole checkpoint; let the run reach its first one (checkpoint.every = {config.checkpoint.every})")
-        params = checkpoints.restore(step, abstract_state(config))["params"]
+        params = checkpoints.restore(step, abstract_train_state(config, one_device()))["params"]
     graphdef, _ = abstract_model(config)
     # Restored arrays are committed to their device; committed and uncommitted inputs are different programs to jit.
     return nnx.merge(graphdef, jax.device_put(jax.device_get(params))), config, step

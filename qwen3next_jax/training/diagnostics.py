@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
 
@@ -35,11 +36,12 @@ def norms_by_layer(tree: dict) -> dict[str, jax.Array]:
     return norms
 
 
-def make_diagnostics_step(config: Config, graphdef: nnx.GraphDef) -> Callable[[dict, dict[str, jax.Array]], dict[str, Any]]:
+def make_diagnostics_step(config: Config, graphdef: nnx.GraphDef,
+                          mesh: Mesh | None = None) -> Callable[[dict, dict[str, jax.Array]], dict[str, Any]]:
     """→ jitted `step(params, batch)` → what `summarise` takes, from one micro-batch of `batch`."""
     def step(params, batch):
         tokens, segment_ids = (batch[name][::config.train.gradient_accumulation] for name in ("tokens", "segment_ids"))
-        features = nnx.merge(graphdef, params).features(tokens, segment_ids, diagnose=True)
+        features = nnx.merge(graphdef, params).features(tokens, segment_ids, diagnose=True, mesh=mesh)
         return {"layers": features.diagnostics, "param_norms": norms_by_layer(params)}
     return jax.jit(step)
 

@@ -18,10 +18,11 @@ import numpy as np
 from qwen3next_jax.config import Config, GuardConfig, from_dict, to_dict
 from qwen3next_jax.data.pipeline import SyntheticData, TrainData
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training import manifest
-from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state, read_arrays, write_arrays
+from qwen3next_jax.training.checkpoint import Checkpoints, read_arrays, write_arrays
 from qwen3next_jax.training.guards import HALTED, NON_FINITE, SKIPPED, SPIKE
-from qwen3next_jax.training.step import Batch, State
+from qwen3next_jax.training.step import Batch, State, abstract_train_state
 from qwen3next_jax.training.telemetry import MetricsFile
 
 
@@ -126,6 +127,6 @@ def read_dump(folder: pathlib.Path) -> Dump:
         raise UserError(f"{folder}: damaged: {damage}")
     record = json.loads((folder / "dump.json").read_text())
     config = from_dict(Config, record["config"])
-    state = read_arrays(folder.absolute() / "state", abstract_state(config))
+    state = read_arrays(folder.absolute() / "state", abstract_train_state(config, one_device()))
     batch = dict(np.load(folder / "batch.npz"))
     return Dump(config, jax.device_put(jax.device_get(state)), batch, record["step"], record["reason"], record["documents"])

@@ -5,11 +5,13 @@ import pathlib
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import SyntheticData, TrainData, open_data
@@ -19,13 +21,15 @@ from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state
+from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display, PreparationProgress, heldout_figure
 from qwen3next_jax.training.fingerprint import open_run
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.profiling import Profiler
-from qwen3next_jax.training.step import State, abstract_model, init_state, make_train_step
+from qwen3next_jax.training.step import (
+    State, abstract_model, abstract_train_state, batch_sharding, compute_mesh, init_state, make_train_step)
 from qwen3next_jax.training.telemetry import MetricsFile, Throughput, open_metrics, surroundings
 from qwen3next_jax.training.watchdog import Signals, Watchdog
 
@@ -38,6 +42,10 @@ MAX_REWINDS = 3  # to one checkpoint
 def train(config: Config, workdir: pathlib.Path) -> int:
     """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
     begun = time.time()
+    # Devices
+    mesh = make_mesh(config.parallel)
+    abstract_state = abstract_train_state(config, mesh)
+
     # Data
     with PreparationProgress() as progress:
         data = open_data(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
@@ -52,17 +60,17 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         if first_step >= config.train.steps:
             print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
             return 0
-        state = checkpoints.restore(first_step, abstract_state(config)) if first_step else start_state(config)
+        state = checkpoints.restore(first_step, abstract_state) if first_step else start_state(config, mesh)
 
         # Loop
         corpus = data.describe()
         bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2) if corpus["bytes"] else None
         first = jax.process_index() == 0  # the process that records and shows the run
-        with Display(_title(config, state, corpus, first_step), config.train.steps, first_step, first) as display, \
+        with Display(_title(config, mesh, state, corpus, first_step), config.train.steps, first_step, first) as display, \
                 open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
-            run = _Run(config, data, checkpoints, metrics, display, profiler, watchdog, Throughput(config, bits_per_nat))
+            run = _Run(config, mesh, data, checkpoints, metrics, display, profiler, watchdog, Throughput(config, bits_per_nat))
             if changes:
                 metrics.write("changed", first_step, changes=[[*change] for change in changes])
                 display.say("\n".join(f"changed since the run before: {change}" for change in changes))
@@ -94,15 +102,16 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 class _Run:
     """The loop with what it reads and writes."""
 
-    def __init__(self, config: Config, data: TrainData | SyntheticData, checkpoints: Checkpoints, metrics: MetricsFile, display: Display,
-                 profiler: Profiler, watchdog: Watchdog, throughput: Throughput):
+    def __init__(self, config: Config, mesh: Mesh, data: TrainData | SyntheticData, checkpoints: Checkpoints,
+                 metrics: MetricsFile, display: Display, profiler: Profiler, watchdog: Watchdog, throughput: Throughput):
         self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
         self.profiler, self.watchdog, self.throughput = profiler, watchdog, throughput
         self.graphdef, _ = abstract_model(config)
-        self.train_step = make_train_step(config)
-        self.heldout_step = make_heldout_step(self.graphdef)
+        self.train_step = make_train_step(config, mesh)
+        self.heldout_step = make_heldout_step(self.graphdef, compute_mesh(mesh))
+        self.mesh, self.place = mesh, batch_sharding(mesh)
         self.incidents = Incidents(config.guards, metrics)
-        self.diagnostics_step = make_diagnostics_step(config, self.graphdef)
+        self.diagnostics_step = make_diagnostics_step(config, self.graphdef, compute_mesh(mesh))
         self.heldout_figure = ""
         self.rewinds: dict[int, int] = {}  # how often to which step
 
@@ -117,7 +126,7 @@ class _Run:
             first = step == first_step + 1
             self.watchdog.allow(config.train.compile_timeout if first else config.train.step_timeout, "a step", step)
             asked = time.perf_counter()
-            batch = next(batches)
+            batch = jax.device_put(next(batches), self.place)
             waited += time.perf_counter() - asked
             self.profiler.before(step, values)
             before, (state, values) = values, self.train_step(state, batch)
@@ -171,7 +180,7 @@ class _Run:
         self.rewinds[step] = self.rewinds.get(step, 0) + 1
         if self.rewinds[step] > MAX_REWINDS:
             return None
-        state = self.checkpoints.restore(step, abstract_state(self.config)) if step else start_state(self.config)
+        state = self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step else start_state(self.config, self.mesh)
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
@@ -195,13 +204,29 @@ class _Run:
         self.metrics.write("diagnostics", step, **summarise(self.config, *measured))
 
     def _evaluate(self, step: int, state: State) -> None:
-        values = evaluate_heldout(self.heldout_step, state["params"], self.data.heldout(self.config.eval.rows),
+        values = evaluate_heldout(self.heldout_step, state["params"], self._heldout_batches(),
                                   self.data.tokenizer.token_bytes)
         self.heldout_figure = heldout_figure(values)
         self.metrics.write("heldout", step, **values)
-        if self.config.eval.sample_tokens:
-            text = _sample(nnx.merge(self.graphdef, state["params"]), self.data.tokenizer, self.config)
+        params = on_one_device(state["params"], self.mesh) if self.config.eval.sample_tokens else None
+        if params is not None:
+            text = _sample(nnx.merge(self.graphdef, params), self.data.tokenizer, self.config)
             self.metrics.write("sample", step, text=text)
+
+    def _heldout_batches(self) -> Iterator[dict[str, jax.Array]]:
+        return (jax.device_put(batch, self.place) for batch in self.data.heldout(self.config.eval.rows))
+
+
+def on_one_device(params: dict, mesh: Mesh) -> dict | None:
+    """`params` whole on this process's first device; None where they do not fit beside what is there."""
+    if mesh.size == 1:
+        return params
+    stats = mesh.local_devices[0].memory_stats()
+    free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else math.inf  # the host's own memory tells nothing
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > free / 2:
+        return None
+    everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), everywhere)
 
 
 def keep_tokenizer(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
@@ -213,10 +238,10 @@ def keep_tokenizer(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
         partial.rename(workdir / "tokenizer")
 
 
-def start_state(config: Config) -> State:
+def start_state(config: Config, mesh: Mesh) -> State:
     """The state before the first step: random weights, or those of the Hugging Face directory `train.init_from`."""
     if not config.train.init_from:
-        return init_state(config)
+        return init_state(config, mesh)
     model = load_hf(config.train.init_from)
     dense = not all(sparse for _, sparse in config.model.layer_kinds)
     for name in sorted(set(vars(model.config)) - NOT_STRUCTURE - (set() if dense else {"intermediate_size"})):
@@ -229,7 +254,7 @@ def start_state(config: Config) -> State:
         raise UserError(f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set model.mtp_depth = 0")
     if not config.model.mtp_depth:
         params.pop("mtp", None)
-    return init_state(config, params)
+    return init_state(config, mesh, params)
 
 
 def _sample(model: Qwen3Next, tokenizer: Tokenizer, config: Config) -> str:
@@ -239,10 +264,10 @@ def _sample(model: Qwen3Next, tokenizer: Tokenizer, config: Config) -> str:
     return config.eval.sample_prompt + tokenizer.decode(new)
 
 
-def _title(config: Config, state: State, corpus: dict[str, Any], first_step: int) -> str:
+def _title(config: Config, mesh: Mesh, state: State, corpus: dict[str, Any], first_step: int) -> str:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     start = f"resumed after step {first_step}" if first_step else "new run"
-    return (f"{config.name}: {parameters:,} parameters on {jax.devices()[0].device_kind} · "
+    return (f"{config.name}: {parameters:,} parameters on {_describe(mesh)} · "
             f"{_corpus(corpus)} · {start}")
 
 
@@ -250,6 +275,13 @@ def _corpus(corpus: dict[str, Any]) -> str:
     if not corpus["bytes"]:
         return f"synthetic task {corpus['sources'][0]['source']}"
     return f"{corpus['documents']:,} documents, {corpus['tokens']:,} tokens"
+
+
+def _describe(mesh: Mesh) -> str:
+    kind = mesh.devices.flat[0].device_kind
+    if mesh.size == 1:
+        return kind
+    return f"{mesh.size} × {kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1)})"
 
 
 def _what_next(config: Config, workdir: pathlib.Path) -> str:

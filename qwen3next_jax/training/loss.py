@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Features, Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import target_positions, targets_in_document
-from qwen3next_jax.ops import linear_cross_entropy
 
 
 class Counts(NamedTuple):
@@ -47,7 +47,7 @@ def expert_load(features: Features, config: Config, counts: Counts) -> jax.Array
 
 
 def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, counts: Counts,
-               load: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+               load: jax.Array | None = None, mesh: Mesh | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This (micro-)batch's share of the loss and of each of its parts.
 
     Args:
@@ -55,20 +55,26 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
         target_mask, [B, T] bool, those of them that it marks.
       counts: of the whole batch.
       load: [L, E] `expert_load` of the whole batch; None where this batch is the whole.
+      mesh: the devices that share the batch; None for one.
 
     Returns:
       (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d` (share of targets hit
       by the depth's best guess), `top1`, `balance_loss`, `router_z`, and `expert_load` [L, E].
     """
     train = config.train
-    features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat == "block")
-    head_DV = model.head_weight()
+    features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat == "block", mesh=mesh)
 
-    loss, top1 = _cross_entropy(features.hidden, head_DV, batch, 1, counts.targets)
+    def cross_entropy(hidden_BTD, offset, targets):
+        """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the same document."""
+        weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
+        total, correct_BT, _ = model.cross_entropy(hidden_BTD, jnp.roll(batch["tokens"], -offset, axis=1), weight_BT, mesh)
+        return total, jnp.sum(correct_BT * weight_BT)
+
+    loss, top1 = cross_entropy(features.hidden, 1, counts.targets)
     parts = {"loss": loss, "top1": top1}
     mtp_losses = []
     for d, hidden_BTD in enumerate(features.mtp_hidden):
-        mtp_loss, mtp_top1 = _cross_entropy(hidden_BTD, head_DV, batch, 2 + d, counts.mtp_targets[d])
+        mtp_loss, mtp_top1 = cross_entropy(hidden_BTD, 2 + d, counts.mtp_targets[d])
         mtp_losses.append(mtp_loss)
         parts |= {f"mtp_loss/{d}": mtp_loss, f"mtp_top1/{d}": mtp_top1}
     total = loss
@@ -82,15 +88,6 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
         total = total + train.balance_loss_weight * balance + train.router_z_loss_weight * router_z
         parts |= {"balance_loss": balance, "router_z": router_z, "expert_load": own_load}
     return total, parts | {"total_loss": total}
-
-
-def _cross_entropy(hidden_BTD, head_DV, batch, offset, targets) -> tuple[jax.Array, jax.Array]:
-    """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the same document."""
-    weight_R = target_positions(batch, offset).reshape(-1).astype(jnp.float32) / targets
-    target_R = jnp.roll(batch["tokens"], -offset, axis=1).reshape(-1)
-    hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    loss, aux = linear_cross_entropy(hidden_RD, head_DV, target_R, weight_R)
-    return loss, jnp.sum(aux.correct * weight_R)
 
 
 def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:

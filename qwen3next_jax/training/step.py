@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.parallel.mesh import check_divides
+from qwen3next_jax.parallel.rules import activation_spec, constrain, shardings
 from qwen3next_jax.training.diagnostics import norms_by_layer
 from qwen3next_jax.training.guards import init_guards, judge, keep_if
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
@@ -27,28 +30,58 @@ def abstract_model(config: Config) -> tuple[nnx.GraphDef, dict]:
     return graphdef, nnx.to_pure_dict(params)
 
 
-def init_state(config: Config, params: dict | None = None) -> State:
-    """The state before the first step; `params` None draws them from `train.seed`."""
+def abstract_train_state(config: Config, mesh: Mesh) -> State:
+    """Shapes, dtypes and places on `mesh` of the train state, without its memory."""
+    check_divides(config, mesh)
+    _, params = abstract_model(config)
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    state = jax.eval_shape(lambda params: {"params": params, "opt_state": optimizer.init(params),
+                                           "step": jnp.zeros((), jnp.int32), "guards": init_guards(config.guards)}, params)
+    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                        state, shardings(state, mesh))
+
+
+def init_state(config: Config, mesh: Mesh, params: dict | None = None) -> State:
+    """The state before the first step, each device drawing its own part; `params` None draws them from `train.seed`,
+    the same on every mesh."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh))
     if params is None:
         params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(
-            Qwen3Next(config.model, rngs=nnx.Rngs(config.train.seed)), nnx.Param)))()
+            Qwen3Next(config.model, rngs=nnx.Rngs(config.train.seed)), nnx.Param)), out_shardings=places["params"])()
+    else:
+        params = jax.device_put(params, places["params"])
     optimizer = make_optimizer(config.optimizer, config.train.steps)
-    return {"params": params, "opt_state": jax.jit(optimizer.init)(params), "step": jnp.zeros((), jnp.int32),
-            "guards": init_guards(config.guards)}
+    opt_state = jax.jit(optimizer.init, out_shardings=places["opt_state"])(params)
+    rest = {"step": jnp.zeros((), jnp.int32), "guards": init_guards(config.guards)}
+    return {"params": params, "opt_state": opt_state} | jax.device_put(rest, {name: places[name] for name in rest})
 
 
-def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Where tokens and segment ids [B, T] lie on `mesh`."""
+    return NamedSharding(mesh, activation_spec("batch", "time"))
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and places of one batch."""
+    shape = (config.train.batch_size, config.train.sequence_length)
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh)) for name in ("tokens", "segment_ids")}
+
+
+def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated.
 
+    state: as `abstract_train_state` places it.
     metrics: scalars, but for expert_load [L, E] and grad_norms (see `norms_by_layer`; before clipping).
-    batch: tokens and segment_ids, [B, T] int32. With gradient accumulation the rows are taken as k micro-batches whose
-    sum equals the one batch. Only the balance loss is not a sum over rows: it multiplies the whole batch's expert load
+    batch: tokens and segment_ids, [B, T] int32, as `batch_sharding` places them. With gradient accumulation the rows are
+    taken as k micro-batches whose sum equals the one batch. Only the balance loss is not a sum over rows: it multiplies the
+    whole batch's expert load
     into each token's probability. So the load is counted first, in a forward pass without gradients (skipped where
     `balance_loss_weight` is 0); this costs up to a third of a step and makes k micro-batches equal to one batch.
     """
-    gradients = make_gradients(config)
+    gradients = make_gradients(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh))
 
     def train_step(state: State, batch: Batch):
         grads, parts, tokens = gradients(state["params"], batch)
@@ -63,16 +96,23 @@ def make_train_step(config: Config) -> Callable[[State, Batch], tuple[State, dic
         return {"params": keep_if(skip, state["params"], params), "opt_state": keep_if(skip, state["opt_state"], opt_state),
                 "step": state["step"] + 1, "guards": guards}, metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, in_shardings=(places, batch_sharding(mesh)),
+                   out_shardings=(places, NamedSharding(mesh, PartitionSpec())))
 
 
-def make_gradients(config: Config) -> Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], jax.Array]]:
+def compute_mesh(mesh: Mesh) -> Mesh | None:
+    """What the model is given: None for one device, whose program then has nothing of sharding in it."""
+    return mesh if mesh.size > 1 else None
+
+
+def make_gradients(config: Config, mesh: Mesh) -> Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], jax.Array]]:
     """→ `gradients(params, batch)` → (gradients, parts of the loss, tokens) of the whole batch, not jitted."""
-    graphdef, _ = abstract_model(config)
+    graphdef, abstract_params = abstract_model(config)
+    shared = compute_mesh(mesh)
 
     def of(params, batch, counts, load=None):
         def loss(params):
-            return total_loss(nnx.merge(graphdef, params), batch, config, counts, load)
+            return total_loss(nnx.merge(graphdef, params), batch, config, counts, load, shared)
         (_, parts), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return grads, parts
 
@@ -81,16 +121,20 @@ def make_gradients(config: Config) -> Callable[[dict, Batch], tuple[dict, dict[s
         if config.train.gradient_accumulation == 1:
             grads, parts = of(params, batch, counts)
         else:
-            grads, parts = _accumulate(graphdef, of, params, batch, counts, config)
+            grads, parts = _accumulate(graphdef, of, params, batch, counts, config, shared)
+        if shared is not None:
+            grads = jax.lax.with_sharding_constraint(grads, shardings(abstract_params, shared))
         return grads, parts, counts.tokens
 
     return gradients
 
 
-def _accumulate(graphdef, gradients: Callable, params: dict, batch: Batch, counts: Counts, config: Config):
+def _accumulate(graphdef, gradients: Callable, params: dict, batch: Batch, counts: Counts, config: Config,
+                mesh: Mesh | None):
     """(gradients, parts) of the whole batch as the sum over its micro-batches."""
     k = config.train.gradient_accumulation
-    micro_batches = jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
+    micro_batches = jax.tree.map(
+        lambda x: constrain(x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"), batch)
 
     def summed(f: Callable):
         shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
@@ -100,7 +144,7 @@ def _accumulate(graphdef, gradients: Callable, params: dict, batch: Batch, count
     load = None
     if config.train.balance_loss_weight and _has_experts(config):
         load = summed(lambda b: expert_load(
-            nnx.merge(graphdef, params).features(b["tokens"], b["segment_ids"]), config, counts))
+            nnx.merge(graphdef, params).features(b["tokens"], b["segment_ids"], mesh=mesh), config, counts))
     return summed(lambda b: gradients(params, b, counts, load))
 
 

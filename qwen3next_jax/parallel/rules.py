@@ -1,0 +1,149 @@
+"""What lies where on the mesh: one ordered table for parameters (and what follows them), one for activations.
+
+A rule names a parameter by the end of its path and gives, per dimension, the mesh axes that split it. Axes that split
+a dimension only to store less of it (FSDP, ZeRO-3: 1910.02054) are gathered just before use; `expert` on experts and
+`tensor` stay split while computing. The axis of stacked layers is never split: a scan over it would gather it whole.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# Storage only. Experts do not list `expert` here: it splits them by number.
+FSDP = ("data", "expert", "context")
+EXPERT_FSDP = ("data", "context")
+
+
+class Rule(NamedTuple):
+    """`pattern` is searched in the path; `dims` are the axes of the parameter's own dimensions (stacked layers lead, unsplit).
+    `operand`: a matmul operand, which is gathered in the model's dtype; everything else is used in its own."""
+
+    pattern: str
+    dims: tuple
+    operand: bool = True
+
+
+PARAMETERS: tuple[Rule, ...] = (
+    Rule(r"embedding$", ("tensor", FSDP), operand=False),  # its gradient adds up rows: in float32
+    Rule(r"head$", (FSDP, "tensor")),
+    # gated attention; key/value heads stay whole where `tensor` exceeds their number
+    Rule(r"mixer/q_proj$", (FSDP, "tensor", None)),
+    Rule(r"mixer/[kv]_proj$", (FSDP, "tensor", None)),
+    Rule(r"mixer/o_proj$", ("tensor", None, FSDP)),
+    # Gated DeltaNet, by key head: its value heads come along
+    Rule(r"mixer/in_proj_(qkvz|ba)$", (FSDP, "tensor", None)),
+    Rule(r"mixer/conv_kernel$", (None, "tensor", FSDP)),
+    Rule(r"mixer/(a_log|dt_bias)$", ("tensor",), operand=False),
+    Rule(r"mixer/out_proj$", ("tensor", None, FSDP)),
+    # experts and dense MLPs
+    Rule(r"mlp/router$", (FSDP, None), operand=False),
+    Rule(r"mlp/expert_gate_up$", ("expert", EXPERT_FSDP, None, "tensor")),
+    Rule(r"mlp/expert_down$", ("expert", "tensor", EXPERT_FSDP)),
+    Rule(r"mlp/(shared_)?gate_up$", (FSDP, None, "tensor")),
+    Rule(r"mlp/(shared_)?down$", ("tensor", FSDP)),
+    Rule(r"mlp/shared_gate$", (None,)),
+    Rule(r"mtp/fc$", (FSDP, None)),
+    # replicated: a few vectors, and the counters of the train state and its guards
+    Rule(r"norm$", (None,), operand=False),
+    Rule(r"(^step|/count|^guards/\w+)$", (), operand=False),
+)
+
+ACTIVATIONS = {"batch": ("data", "expert"), "time": "context", "heads": "tensor", "time_rows": ("context", "tensor"), None: None}
+
+
+def rule_for(path: str) -> Rule:
+    """The first rule of the table that matches `path` ("layers/0/mixer/q_proj").
+
+    Raises:
+      KeyError: none does; every parameter must be decided on.
+    """
+    for rule in PARAMETERS:
+        if re.search(rule.pattern, path):
+            return rule
+    raise KeyError(f"{path}: no rule of parallel/rules.py says how to split it")
+
+
+def storage_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """How the parameter (or its optimizer state) of `path` lies on the mesh between steps."""
+    dims = rule_for(path).dims
+    padded = (None,) * (len(shape) - len(dims)) + dims if shape else ()
+    return P(*(_that_divide(axes, size, mesh) for axes, size in zip(padded, shape, strict=True)))
+
+
+def use_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """How it lies while computing: the storage axes gathered."""
+    fsdp = (FSDP, EXPERT_FSDP)
+    dims = tuple(None if axes in fsdp else axes for axes in rule_for(path).dims)
+    padded = (None,) * (len(shape) - len(dims)) + dims
+    return P(*(_that_divide(axes, size, mesh) for axes, size in zip(padded, shape, strict=True)))
+
+
+def _that_divide(axes: str | tuple[str, ...] | None, size: int, mesh: Mesh) -> str | tuple[str, ...] | None:
+    """`axes` up to the last one whose product with those before divides `size`."""
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    kept = [axis for i, axis in enumerate(axes)
+            if size % math.prod(mesh.shape[a] for a in axes[:i + 1]) == 0 and mesh.shape[axis] > 1]
+    return tuple(kept) if len(kept) > 1 else kept[0] if kept else None
+
+
+def activation_spec(*names: str | None) -> P:
+    """PartitionSpec of an activation whose dimensions carry these logical names."""
+    return P(*(ACTIVATIONS[name] for name in names))
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
+    """Tells the partitioner where activation `x` lies; nothing without a mesh."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(*names)))
+
+
+def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
+    """`f` on each device's own part, for what the partitioner cannot split (kernels); `f` itself without a mesh."""
+    if mesh is None:
+        return f
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def gather(tree: Any, prefix: str, mesh: Mesh | None, dtype: Any) -> Any:
+    """Parameters as they are used: operands cast to `dtype`, then gathered over their storage axes. Gradients go back to where
+    the parameters lie. `prefix`/path in `tree` is matched with the table; nothing happens without a mesh."""
+    if mesh is None:
+        return tree
+
+    def one(path, leaf):
+        name = path_string(path, prefix)
+        to = jnp.dtype(dtype) if rule_for(name).operand else leaf.dtype
+        return _gather(leaf, to, NamedSharding(mesh, use_spec(name, leaf.shape, mesh)),
+                       NamedSharding(mesh, storage_spec(name, leaf.shape, mesh)), leaf.dtype)
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x, dtype, use, storage, own_dtype):
+    # The cast comes first, so that the gather moves half the bytes.
+    return jax.lax.with_sharding_constraint(x.astype(dtype), use)
+
+
+def _gather_backward(dtype, use, storage, own_dtype, _, dy):
+    return (jax.lax.with_sharding_constraint(dy, storage).astype(own_dtype),)
+
+
+_gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
+
+
+def path_string(path: tuple, prefix: str = "") -> str:
+    """"layers/0/mixer/q_proj" of a key path of nested dicts, lists or nnx states."""
+    parts = [str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))) for key in path]
+    return "/".join(([prefix] if prefix else []) + [part for part in parts if part != "value"])
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """NamedSharding of every leaf (array or shape) of a train state or of a tree of parameters, by the table."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, storage_spec(path_string(path), leaf.shape, mesh)), tree)
