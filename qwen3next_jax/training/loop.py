@@ -212,6 +212,8 @@ class _Run:
         if params is not None:
             text = _sample(nnx.merge(self.graphdef, params), self.data.tokenizer, self.config)
             self.metrics.write("sample", step, text=text)
+        elif self.config.eval.sample_tokens and step <= self.config.eval.every:
+            self.display.say("no samples: the parameters of the whole model do not fit on one device")
 
     def _heldout_batches(self) -> Iterator[dict[str, jax.Array]]:
         return (jax.device_put(batch, self.place) for batch in self.data.heldout(self.config.eval.rows))
