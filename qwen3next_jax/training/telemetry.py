@@ -10,6 +10,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.chips import chip_of
 from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.reporting.page import write_report
 
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
@@ -143,6 +145,31 @@ def memory() -> tuple[int, int | None]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes, None
 
 
+class ReportWriter:
+    """Writes WORKDIR/report.html at every checkpoint, beside the run: a long record takes seconds to read."""
+
+    def __init__(self, workdir: pathlib.Path):
+        self._workdir = workdir
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, event: Event) -> None:
+        # While one is being written the next is left out; the end of the run writes the last one.
+        if event["event"] == "checkpoint" and not (self._thread and self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._write, name="report", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.join()
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            write_report([self._workdir], self._workdir / "report.html")
+        except (OSError, UserError) as error:  # the run is worth more than its picture
+            print(f"warning: {self._workdir / 'report.html'} was not written: {error}", file=sys.stderr)
+
+
 def open_metrics(config: Config, workdir: pathlib.Path, first_step: int, display: Listener) -> MetricsFile:
     """The run's metrics.jsonl, shown on `display` and wherever `config.telemetry` says. Only the first process writes."""
     if jax.process_index():
@@ -152,7 +179,7 @@ def open_metrics(config: Config, workdir: pathlib.Path, first_step: int, display
         listeners.append(TensorBoard(workdir, first_step))
     if config.telemetry.wandb:
         listeners.append(WeightsAndBiases(config, workdir))
-    return MetricsFile(workdir / "metrics.jsonl", first_step, listeners)
+    return MetricsFile(workdir / "metrics.jsonl", first_step, [*listeners, ReportWriter(workdir)])
 
 
 def surroundings() -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""The report: numbers reduced without losing what matters, and a page that a real browser shows whole."""
+
+import html
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from benchmarks.report import open_in_chromium, write_run
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.reporting import runs
+from qwen3next_jax.reporting.page import write_report
+from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING
+
+# Run in the page: every label inside its drawing, no two labels of a drawing over each other, nothing wider than the window.
+AUDIT = """<script>window.addEventListener("load", () => {
+  const found = [], shown = e => { const b = e.getBoundingClientRect(); return b.width > 0 && b.height > 0; };
+  for (const figure of document.querySelectorAll("figure")) {
+    const title = figure.querySelector("figcaption").textContent, svg = figure.querySelector("svg.chart");
+    if (!svg) { found.push(title + ": no drawing"); continue; }
+    const frame = svg.getBoundingClientRect(), labels = [...svg.querySelectorAll("text")].filter(shown);
+    const boxes = labels.map(label => [label.textContent, label.getBoundingClientRect()]);
+    for (const [text, b] of boxes)
+      if (b.left < frame.left - 1 || b.right > frame.right + 1 || b.top < frame.top - 1 || b.bottom > frame.bottom + 1)
+        found.push(title + ": '" + text + "' is cut off");
+    for (let i = 0; i < boxes.length; i++) for (let j = 0; j < i; j++) {
+      const [s, a] = boxes[i], [t, b] = boxes[j];
+      if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 2 && b.top < a.bottom - 2)
+        found.push(title + ": '" + s + "' over '" + t + "'");
+    }
+    if (!svg.querySelector("path, image")) found.push(title + ": empty");
+  }
+  if (document.documentElement.scrollWidth > window.innerWidth) found.push("wider than the window");
+  // Pointing at a chart shows its values.
+  const first = document.querySelector("figure[data-kind=lines] svg.chart"), b = first.getBoundingClientRect();
+  first.dispatchEvent(new PointerEvent("pointermove", {clientX: b.left + b.width / 2, clientY: b.top + b.height / 2}));
+  document.documentElement.dataset.audit = JSON.stringify({found, tip: document.querySelector(".tip").textContent,
+    figures: document.querySelectorAll("figure").length, theme: document.documentElement.dataset.theme});
+});</script>"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "small", steps=1000, restarts=(300,), mtp_depth=3)
+    write_run(folder / "other", steps=2000, layers=8, experts=16, seed=1)
+    write_run(folder / "deep", steps=2000, layers=48, experts=64)
+    return folder
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium to open the page in (apt-get install chromium)")
+@pytest.mark.parametrize("names, width, theme", [(("small",), 1280, "light"), (("small",), 700, "dark"), (("deep",), 1280, "dark"),
+                                                 (("small", "other"), 700, "light")])
+def test_a_browser_shows_the_page_whole(folder, tmp_path, names, width, theme):
+    page = tmp_path / "report.html"
+    write_report([folder / name for name in names], page)
+    text = page.read_text()
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", text) and "@import" not in text and "url(" not in text
+    page.write_text(text.replace("</head>", AUDIT + "</head>"))
+    dark = ("--blink-settings=preferredColorScheme=0",) if theme == "dark" else ()
+    dom, _ = open_in_chromium(page, "--dump-dom", f"--window-size={width},900", *dark)
+    assert "data-error=" not in dom
+    audit = json.loads(html.unescape(re.search(r'data-audit="([^"]*)"', dom)[1]))
+    assert audit["found"] == [] and audit["theme"] == theme
+    assert audit["figures"] > 25 and "step" in audit["tip"] and len(audit["tip"]) > 12
+
+
+def test_no_spike_is_lost_when_a_series_is_shortened():
+    x = np.arange(100_000.0)
+    y = np.sin(x / 1e4)
+    y[31_415], y[500:700], y[92_653] = 99.0, np.nan, np.inf
+    series = runs.shorten(x, y, 400)
+    assert len(series.x) <= 400 and (np.diff(series.x) > 0).all() and np.nanmax(series.high) == 99.0
+    inside = np.isfinite(series.y)
+    assert (series.low[inside] <= series.y[inside]).all() and (series.y[inside] <= series.high[inside]).all()
+    quiet = inside & (series.high < 2)
+    assert quiet.sum() >= 398 and np.abs(series.y - np.sin(series.x / 1e4))[quiet].max() < 0.02
+
+
+def test_goodput_is_the_share_of_training_that_stayed():
+    """20 s to start, 10 steps of 1 s, 5 s of evaluation, 10 steps, killed 10 lost steps later, 30 s down, 15 s to start, 10 steps."""
+    events = [{"event": "start", "step": 0, "time": 0.0, "first_step": 0, "previous_end": None, "lost_steps": 0},
+              {"event": "train", "step": 10, "time": 30.0, "seconds": 10.0},
+              {"event": "heldout", "step": 10, "time": 35.0},
+              {"event": "train", "step": 20, "time": 45.0, "seconds": 10.0},
+              {"event": "checkpoint", "step": 20, "time": 45.0},
+              {"event": "start", "step": 20, "time": 85.0, "first_step": 20, "previous_end": 55.0, "lost_steps": 10},
+              {"event": "train", "step": 30, "time": 110.0, "seconds": 10.0}]
+    run = runs.make_run("r", {}, events)
+    share = runs.goodput(runs.wall_time(run))
+    assert {use: round(value * 110, 6) for use, value in share.items()} == {TRAINING: 30, STARTING: 35, OTHER: 5, LOST: 10, DOWN: 30}
+    _, columns = runs.wall_time_columns(runs.wall_time(run), 37)
+    np.testing.assert_allclose(columns.sum(axis=1), 1, atol=1e-9)
+    np.testing.assert_allclose(columns.mean(axis=0), list(share.values()), atol=1e-9)
+    assert [(fault.kind, fault.step) for fault in runs.faults(run)] == [("restart", 20)]
+
+
+def test_a_step_logged_with_its_compilation_is_no_training():
+    events = [{"event": "start", "step": 0, "time": 0.0, "first_step": 0}, {"event": "train", "step": 1, "time": 9.0, "seconds": 8.0},
+              {"event": "train", "step": 2, "time": 10.0, "seconds": 1.0}]
+    assert runs.goodput(runs.wall_time(runs.make_run("r", {}, events)))[TRAINING] == pytest.approx(0.1)
+
+
+def test_differences_name_what_differs(folder):
+    names = [name for name, _ in runs.differences([runs.load_run(folder / name) for name in ("small", "other")])]
+    assert names == ["model.layer_types", "model.mtp_depth", "model.num_experts", "model.num_experts_per_tok", "model.num_hidden_layers",
+                     "name", "train.steps"]
+
+
+@pytest.mark.parametrize("content, message", [(None, "not the folder of a run"), ("{", "damaged or foreign"), ('{"config": {}}', "nothing has been recorded")])
+def test_a_folder_without_a_run_is_one_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        write_report([tmp_path], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_record_with_holes_still_gives_a_page(tmp_path):
+    """NaN as text, missing values, one event only, names that HTML would take for itself."""
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"name": "<b>&"}}))
+    events = [{"event": "train", "step": 1, "time": 1.0, "loss": "nan", "grad_norm": "inf"},
+              {"event": "diagnostics", "step": 1, "time": 1.0, "beta": [None, "nan"], "activation_max": ["inf", 3.0]},
+              {"event": "sample", "step": 1, "time": 2.0, "text": "</pre><script>alert(1)</script>"},
+              {"event": "stop", "step": 1, "time": 3.0, "reason": "<i>"}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)) + '\n{"event": "tr')
+    write_report([tmp_path], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "<script>alert" not in text and "<i>" not in text and "nan" not in re.findall(r' d="([^"]*)"', text)
