@@ -45,14 +45,16 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would catch SIGTERM from here on, and only that; the loop catches it and SIGINT, and `StopVote` spreads the word.
     jax.config.update("jax_enable_preemption_service", False)
-    timer = threading.Timer(config.start_timeout, _give_up, (launch, config.start_timeout))
+    # The runtime aborts whoever waits at a coordinator that leaves, so process 0 is the last to lose patience.
+    patience = config.start_timeout + (min(config.start_timeout, _LEAVE_ALONE) if launch.process == 0 else 0)
+    timer = threading.Timer(patience, _give_up, (launch, patience))
     timer.daemon = True
     timer.start()
     try:
         jax.distributed.initialize(
             launch.coordinator, launch.processes, launch.process, launch.local_devices or None,
             cluster_detection_method="deactivate" if launch.coordinator else None,
-            initialization_timeout=int(config.start_timeout) + 60, heartbeat_timeout_seconds=int(config.heartbeat_timeout),
+            initialization_timeout=int(patience) + 60, heartbeat_timeout_seconds=int(config.heartbeat_timeout),
             shutdown_timeout_seconds=_LEAVE)
     except (RuntimeError, ValueError, OSError) as error:
         if launch.coordinator:
