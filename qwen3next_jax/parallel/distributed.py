@@ -14,6 +14,8 @@ import pathlib
 import socket
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,11 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed as _jax_distributed  # the key-value store has no public name; Orbax takes it from here, too
 
-from qwen3next_jax.config import ParallelConfig
+from qwen3next_jax.config import Config, ParallelConfig, to_dict
 from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.parallel.launch import Launch
 
 _LONG = 24 * 3600.0  # seconds; for waits on work of unknown length: a dead process ends them earlier, by its heartbeat
+_CACHED = 70.0  # seconds; for which a network file system may go on saying that there is no such file
 _LEAVE, _LEAVE_ALONE = 30, 10  # seconds for the others to leave, too, when this process does; when it fails
 _messages = itertools.count()  # all processes exchange the same messages in the same order, so a number names one
 
@@ -77,6 +80,7 @@ def joined(launch: Launch | None, config: ParallelConfig) -> Iterator[None]:
     start(launch, config)
     try:
         yield
+        barrier()  # process 0 may have to seal a checkpoint yet
     except BaseException as error:
         if jax.process_count() > 1:
             timer = threading.Timer(_LEAVE_ALONE, _leave, (getattr(error, "exit_code", ExitCode.CRASHED),))
@@ -165,6 +169,32 @@ def barrier(timeout: float = _LONG) -> None:
         _client().wait_at_barrier(_new_key(), _milliseconds(timeout))
 
 
+def check_shared(folder: pathlib.Path, patience: float) -> None:
+    """Makes sure that all processes see the same `folder`.
+
+    Raises:
+      UserError: on every process, when one of them has not seen within `patience` seconds what process 0 wrote there.
+    """
+    if jax.process_count() == 1:
+        return
+    mark = folder / "shared.tmp"
+
+    def seen() -> None:
+        until = time.monotonic() + min(patience, _CACHED)
+        while not (mark.exists() and mark.read_text() == token):
+            if time.monotonic() > until:
+                raise UserError(f"--workdir={folder}: process {jax.process_index()} on {socket.gethostname()} does not see what "
+                                "process 0 wrote there: expected a folder that all hosts share")
+            time.sleep(0.1)
+
+    token = leader_says(lambda: _write(mark, uuid.uuid4().hex))
+    try:
+        together(seen)
+    finally:
+        if is_leader():
+            mark.unlink()
+
+
 class StopVote:
     """Whether any process wants to stop, known to all of them at the same step and without waiting.
 
@@ -214,12 +244,26 @@ class BatchShare:
         return {name: whole(x) for name, x in local.items()}
 
 
-def code_version() -> dict[str, str]:
+def code_digests() -> dict[str, str]:
     """Name → text of what must be the same wherever the run computes: the package's files (digests), JAX and jaxlib."""
     package = pathlib.Path(__file__).parents[1]
     files = {f"code: qwen3next_jax/{path.relative_to(package)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
              for path in sorted(package.rglob("*.py"))}
     return files | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+
+
+def settings(config: Config) -> dict[str, str]:
+    """Name → text of every setting of a configuration that all processes must have alike: all but where rows are kept."""
+    def flat(values: Any, name: str) -> dict[str, str]:
+        if not isinstance(values, dict):
+            return {name: repr(values)}
+        return {key: text for part, value in values.items() for key, text in flat(value, f"{name}.{part}").items()}
+    return {name: text for name, text in flat(to_dict(config), "config").items() if name != "config.data.prepared_dir"}
+
+
+def _write(path: pathlib.Path, text: str) -> str:
+    path.write_text(text)
+    return text
 
 
 def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[str, Any]]:

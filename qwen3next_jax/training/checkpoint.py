@@ -18,8 +18,9 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from qwen3next_jax.config import CheckpointConfig, Config
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.parallel.distributed import is_leader, leader_says
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.fingerprint import read_config
@@ -53,7 +54,7 @@ class Checkpoints:
         self._events: list[tuple[str, int, dict[str, Any]]] = []
         self._found_good: int | None = None
         self._read_again: set[int] = set()  # kept ones that were whole after a later one was sealed
-        if keep is not None:
+        if keep is not None and is_leader():
             self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
 
@@ -73,11 +74,14 @@ class Checkpoints:
 
     def newest_good_step(self) -> int | None:
         """The newest step whose checkpoint is whole; newer damaged ones are reported on standard error and, when
-        training goes on, moved to WORKDIR/damaged."""
+        training goes on, moved to WORKDIR/damaged. Process 0 looks, and tells the others."""
+        self._found_good = leader_says(self._find_good)
+        return self._found_good
+
+    def _find_good(self) -> int | None:
         for step in reversed(self.steps()):
             damage = manifest.find_damage(self.directory / str(step))
             if damage is None:
-                self._found_good = step
                 return step
             print(f"warning: {self.directory / str(step)} is passed over: {damage}", file=sys.stderr)
             self._events.append(("damaged", step, {"reason": damage}))
@@ -88,7 +92,7 @@ class Checkpoints:
     def save(self, step: int, state: State) -> None:
         """Starts to save; waits for the save before to be complete. Its outcome is told by `events`."""
         self.wait()
-        if step in self.steps():
+        if leader_says(lambda: step in self.steps()):
             return
         begun = time.perf_counter()
         try:
@@ -130,6 +134,8 @@ class Checkpoints:
     def _finish(self, step: int, begun: float) -> list[tuple[str, int, dict[str, Any]]]:
         """Waits for Orbax, seals, and lets go of what need not be kept. → events."""
         self._checkpointer.wait_until_finished()
+        if not is_leader():
+            return []
         size = manifest.seal(self.directory / str(step))
         saved = ("checkpoint", step, {"seconds": round(time.perf_counter() - begun, 3), "bytes": size})
         return [saved, *self._delete_old(step)]
@@ -163,6 +169,9 @@ class Checkpoints:
 
     def _failed(self, step: int, error: BaseException) -> None:
         reason = " ".join(str(error).split())[:200]
+        if jax.process_count() > 1:  # what failed here may have worked elsewhere: only a new start makes all alike again
+            raise UserError(f"{self.directory / str(step)} could not be saved ({reason}); the older checkpoints are as they "
+                            "were: make room, and start all processes again", ExitCode.NOT_SAVED) from error
         print(f"warning: {self.directory / str(step)} could not be saved ({reason}); training goes on, and the older "
               "checkpoints are as they were", file=sys.stderr)
         self._events.append(("save_failed", step, {"reason": reason}))

@@ -18,6 +18,7 @@ import numpy as np
 from qwen3next_jax.config import Config, GuardConfig, from_dict, to_dict
 from qwen3next_jax.data.pipeline import SyntheticData, TrainData
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel.distributed import is_leader, leader_says
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.checkpoint import Checkpoints, read_arrays, write_arrays
@@ -97,21 +98,27 @@ class Dump:
 
 
 def write_dump(workdir: pathlib.Path, config: Config, data: TrainData | SyntheticData, halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
-    """Saves what the halted step met under WORKDIR/dumps/STEP. → (the folder, the documents of every row)."""
+    """Saves what the halted step met under WORKDIR/dumps/STEP. → (the folder, the documents of every row).
+
+    All processes write the state, process 0 the rest."""
     folder = pathlib.Path(workdir).absolute() / "dumps" / str(halt.step)
-    shutil.rmtree(folder, ignore_errors=True)  # of the same step of the same run: it would be written again as it was
-    folder.mkdir(parents=True)
     index = batch_index(halt.step, int(halt.state["guards"]["data_offset"]))
-    batches = data.batches(index)
-    np.savez(folder / "batch.npz", **next(batches))
-    batches.close()
     documents = data.document_names(index)
+
+    def begin() -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of the same step of the same run: it would be written again as it was
+        folder.mkdir(parents=True)
+        batches = data.batches(index)
+        np.savez(folder / "batch.npz", **next(batches))
+        batches.close()
+    leader_says(begin)
     # The step counter went on while the host looked; everything else stood still.
     state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
     write_arrays(folder / "state", state)
-    record = {"step": halt.step, "reason": halt.reason, "documents": documents, "config": to_dict(config)}
-    (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    manifest.seal(folder)
+    if is_leader():
+        record = {"step": halt.step, "reason": halt.reason, "documents": documents, "config": to_dict(config)}
+        (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        manifest.seal(folder)
     return folder, documents
 
 

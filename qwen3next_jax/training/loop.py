@@ -21,6 +21,8 @@ from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.parallel.distributed import (
+    BatchShare, StopVote, check_shared, code_digests, is_leader, leader_first, leader_says, settings, together)
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
@@ -42,30 +44,36 @@ MAX_REWINDS = 3  # to one checkpoint
 def train(config: Config, workdir: pathlib.Path) -> int:
     """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
     begun = time.time()
-    # Devices
+    # Processes and devices
+    together(lambda: None, settings(config) | code_digests(), config.parallel.start_timeout)
+    first = is_leader()  # the process that records and shows the run
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
 
     # Data
     with PreparationProgress() as progress:
-        data = open_data(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size, progress)
+        data = leader_first(lambda: open_data(config.data, config.train.sequence_length, config.train.batch_size,
+                                              config.model.vocab_size, progress if first else None))
+    together(lambda: None, {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint})
     if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
         check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
-    changes = open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)
-    keep_tokenizer(data.tokenizer, workdir)
+    changes = leader_says(lambda: open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint))
+    check_shared(workdir, config.parallel.start_timeout)
+    if first:
+        keep_tokenizer(data.tokenizer, workdir)
 
     with Checkpoints(workdir, config.checkpoint) as checkpoints:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
-            print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
+            if first:
+                print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
             return 0
         state = checkpoints.restore(first_step, abstract_state) if first_step else start_state(config, mesh)
 
         # Loop
         corpus = data.describe()
         bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2) if corpus["bytes"] else None
-        first = jax.process_index() == 0  # the process that records and shows the run
         with Display(_title(config, mesh, state, corpus, first_step), config.train.steps, first_step, first) as display, \
                 open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
@@ -85,9 +93,11 @@ def train(config: Config, workdir: pathlib.Path) -> int:
                     first_step, state = rewound
             checkpoints.wait()
             run.incidents.tell(checkpoints)
-            saved = step in checkpoints.steps()
+            saved = leader_says(lambda: step in checkpoints.steps())
 
     # End
+    if not first:
+        return ExitCode.NOT_SAVED if not saved else ExitCode.INTERRUPTED if step < config.train.steps else ExitCode.DONE
     if not saved:
         print(f"error: step {step} could not be saved in {workdir} (see above): the same command goes on from the checkpoint "
               "before; make room first", file=sys.stderr)
@@ -109,7 +119,7 @@ class _Run:
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config, mesh)
         self.heldout_step = make_heldout_step(self.graphdef, compute_mesh(mesh))
-        self.mesh, self.place = mesh, batch_sharding(mesh)
+        self.mesh, self.share, self.votes = mesh, BatchShare(batch_sharding(mesh), config.train.batch_size), StopVote()
         self.incidents = Incidents(config.guards, metrics)
         self.diagnostics_step = make_diagnostics_step(config, self.graphdef, compute_mesh(mesh))
         self.heldout_figure = ""
@@ -118,7 +128,7 @@ class _Run:
     def loop(self, state: State, first_step: int, signals: Signals) -> tuple[int, str]:
         """→ (steps taken in all, last held-out figure)."""
         config = self.config
-        batches = self.data.batches(batch_index(first_step + 1, int(state["guards"]["data_offset"])))
+        batches = self.data.batches(batch_index(first_step + 1, int(state["guards"]["data_offset"])), self.share.rows)
         self.incidents.restart(first_step)
         values: dict[str, Any] = {}
         since, waited, last_logged = time.perf_counter(), 0.0, first_step
@@ -126,8 +136,9 @@ class _Run:
             first = step == first_step + 1
             self.watchdog.allow(config.train.compile_timeout if first else config.train.step_timeout, "a step", step)
             asked = time.perf_counter()
-            batch = jax.device_put(next(batches), self.place)
+            batch = self.share.spread(next(batches))
             waited += time.perf_counter() - asked
+            vote = self.votes.cast(signals.caught)  # read once: a signal after this line is for the next step
             self.profiler.before(step, values)
             before, (state, values) = values, self.train_step(state, batch)
             self.profiler.after(step, values)
@@ -137,7 +148,7 @@ class _Run:
             self.display.step(step - 1)
             self.incidents.tell(self.checkpoints)
 
-            stop = signals.caught  # read once: a signal after this line is for the next step
+            stop = bool(vote)
             last = stop or step == config.train.steps
             saves = last or step % config.checkpoint.every == 0
             if step % config.train.log_every == 0 or saves:  # what is saved has been looked at
@@ -191,6 +202,8 @@ class _Run:
     def stop(self, halt: Halted, workdir: pathlib.Path) -> int:
         """Ends a halted run with a dump of what the step met. → exit code."""
         folder, documents = write_dump(workdir, self.config, self.data, halt)
+        if not is_leader():
+            return ExitCode.DIVERGED
         self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder),
                            documents=documents)
         names = sorted({name for row in documents for name in row})
@@ -209,23 +222,25 @@ class _Run:
         self.heldout_figure = heldout_figure(values)
         self.metrics.write("heldout", step, **values)
         params = on_one_device(state["params"], self.mesh) if self.config.eval.sample_tokens else None
-        if params is not None:
+        if params is not None and is_leader():
             text = _sample(nnx.merge(self.graphdef, params), self.data.tokenizer, self.config)
             self.metrics.write("sample", step, text=text)
-        elif self.config.eval.sample_tokens and step <= self.config.eval.every:
+        elif params is None and self.config.eval.sample_tokens and step <= self.config.eval.every:
             self.display.say("no samples: the parameters of the whole model do not fit on one device")
 
     def _heldout_batches(self) -> Iterator[dict[str, jax.Array]]:
-        return (jax.device_put(batch, self.place) for batch in self.data.heldout(self.config.eval.rows))
+        return map(self.share.spread, self.data.heldout(self.config.eval.rows, self.share.rows))
 
 
 def on_one_device(params: dict, mesh: Mesh) -> dict | None:
     """`params` whole on this process's first device; None where they do not fit beside what is there."""
     if mesh.size == 1:
         return params
-    stats = mesh.local_devices[0].memory_stats()
-    free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else math.inf  # the host's own memory tells nothing
-    if sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > free / 2:
+    def fits() -> bool:
+        stats = mesh.local_devices[0].memory_stats()
+        free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else math.inf  # the host's own memory tells nothing
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) <= free / 2
+    if not leader_says(fits):
         return None
     everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), everywhere)
