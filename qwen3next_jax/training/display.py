@@ -116,14 +116,14 @@ class Display:
         sys.stdout.flush()
 
     def _render(self) -> Panel:
-        columns = max((self._console.width - 4) // (CELL_WIDTH + 2), 1)
+        columns = max((self._console.width - 4) // (CELL_WIDTH + 1), 1)
         grid = Table.grid(padding=(0, 1), expand=True)
         for _ in range(columns):
             grid.add_column(ratio=1, no_wrap=True)
         cells = [Text.assemble((name + " ", "dim"), value) for name, value in self._cells()]
         for i in range(0, len(cells), columns):
             grid.add_row(*cells[i:i + columns])
-        parts: list[Any] = [self._progress, grid]
+        parts: list[Any] = [Text(self._title, style="dim"), self._progress, grid]
         if self._heldout:
             parts += [Text(""), Text("\n".join(self._heldout[-4:]), no_wrap=True, overflow="ellipsis")]
         if self._faults:
@@ -131,7 +131,7 @@ class Display:
         if self._sample:
             text = Text("\n".join(self._sample.splitlines()[:6]), no_wrap=True, overflow="ellipsis")
             parts.append(Panel(text, title="sample", title_align="left", border_style="dim"))
-        return Panel(Group(*parts), title=Text(self._title, overflow="ellipsis"), title_align="left")
+        return Panel(Group(*parts))
 
     def _cells(self) -> list[tuple[str, str]]:
         """(name, value) of everything about the newest steps."""
