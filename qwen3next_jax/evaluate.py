@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -41,16 +42,15 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
         config = _config_of_run(config, path)
         suite.check(names, options, config.model.max_position_embeddings)
     model, tokenizer, step = load_model(path)
-    suite.check(names, options, model.config.max_position_embeddings)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
-    longest = max(options.lengths) if not is_run else 0
-    open_rows = functools.cache(lambda: _open(config, path, tokenizer, model.config.vocab_size, longest))
-    subject = suite.Subject(model, tokenizer, open_rows)
+    open_rows = functools.cache(lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths)))
+    graphdef, params = nnx.split(model, nnx.Param)
+    suites = suite.Suites(names, options, graphdef, model.config, tokenizer, open_rows)
 
     results = {}
     title = f"{path} after step {step}" if step is not None else str(path)
-    for name, values in suite.run(names, subject, options):
+    for name, values in suites.run(nnx.to_pure_dict(params)):
         _print(f"{name} · {title}", values)
         results[name] = {"step": step} | values
         if is_run:

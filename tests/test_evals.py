@@ -12,7 +12,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import perplexity, recall, suite
-from qwen3next_jax.evals.scoring import Scorer
+from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.model import Qwen3Next
 
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8).astype(np.int32)
@@ -34,7 +34,8 @@ def test_scores_are_the_models_log_probabilities():
     model = Qwen3Next(config, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 31, (2, 12)).astype(np.int32)
     segments = np.repeat([[1, 2]], 6, axis=1).repeat(2, axis=0).astype(np.int32)
-    nll, guess = Scorer(model)(tokens, segments)
+    graphdef, params = nnx.split(model, nnx.Param)
+    nll, guess = make_scorer(make_score_step(graphdef), nnx.to_pure_dict(params))(tokens, segments)
     logits = model(jnp.asarray(tokens), jnp.asarray(segments)).logits[:, :-1]
     expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(nll, expected, rtol=1e-5)
@@ -92,9 +93,9 @@ def test_loss_by_position_counts_from_the_start_of_each_document():
 def test_what_cannot_run_is_refused_before_anything_is_computed():
     options = suite.Options(lengths=(256, 2048), pairs=(4, 64))
     suite.check(("mqar", "niah", "heldout"), options, 2048)
-    with pytest.raises(UserError, match="--suite=niha: no such evaluation .did you mean 'niah'"):
+    with pytest.raises(UserError, match="suite niha: no such evaluation .did you mean 'niah'"):
         suite.check(("niha",), options, 2048)
-    with pytest.raises(UserError, match="--suite=copy needs a context of 2048 tokens, the model's is 1024"):
+    with pytest.raises(UserError, match="suite copy needs a context of 2048 tokens, the model's is 1024"):
         suite.check(("mqar", "copy"), options, 1024)
-    with pytest.raises(UserError, match="--suite=mqar needs a context of 256"):
+    with pytest.raises(UserError, match="suite mqar needs a context of 256"):
         suite.check(("mqar",), dataclasses.replace(options, lengths=(1,)), 128)

@@ -9,18 +9,18 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from flax import nnx
 
+from qwen3next_jax.config import EvalConfig, ModelConfig
 from qwen3next_jax.data.pipeline import SyntheticData, TrainData
 from qwen3next_jax.data.tokens import TaskTokens, Tokenizer
 from qwen3next_jax.errors import UserError, did_you_mean
 from qwen3next_jax.evals import perplexity, recall
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
-from qwen3next_jax.evals.scoring import Scorer
-from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.evals.scoring import Scorer, make_score_step, make_scorer
 
 _TEXT_IDS = 256  # in byte-level vocabularies the ids below are the single bytes
 
@@ -29,76 +29,76 @@ _TEXT_IDS = 256  # in byte-level vocabularies the ids below are the single bytes
 class Options:
     """rows per evaluation; lengths in tokens (of induction, copy, niah); pairs (of mqar)."""
 
-    rows: int | None = None  # None: 128, and for heldout and position all there are
+    rows: int | None = None  # None: 128 (niah 32), and for heldout and position all there are
     lengths: tuple[int, ...] = (256,)
     pairs: tuple[int, ...] = (4, 8, 16)
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model with what it is evaluated on. `open_rows()` gives the data, whose held-out rows count; it is opened only by
-    the evaluations that read text."""
-
-    model: Qwen3Next
-    tokenizer: Tokenizer
-    open_rows: Callable[[], TrainData | SyntheticData]
-
-    @property
-    def ids(self) -> int:
-        """Token ids below this are used for made-up rows."""
-        vocab = self.model.config.vocab_size
-        return vocab if isinstance(self.tokenizer, TaskTokens) else min(vocab, _TEXT_IDS)
+def options_of(config: EvalConfig) -> Options:
+    """What a run's configuration asks for during training."""
+    return Options(config.suite_rows, config.suite_lengths, config.suite_pairs)
 
 
-def check(names: tuple[str, ...], options: Options, longest: int) -> None:
+def check(names: Sequence[str], options: Options, longest: int) -> None:
     """Refuses what cannot run on a model of context `longest`, before anything is computed."""
     for name in names:
         if name not in SUITES:
-            raise UserError(f"--suite={name}: no such evaluation{did_you_mean(name, SUITES)}; known: {', '.join(SUITES)}")
+            raise UserError(f"suite {name}: no such evaluation{did_you_mean(name, SUITES)}; known: {', '.join(SUITES)}")
         if name in _LENGTHS and (needed := _LENGTHS[name](options)) > longest:
-            raise UserError(f"--suite={name} needs a context of {needed} tokens, the model's is {longest} "
-                            "(max_position_embeddings): give smaller --lengths or --pairs")
+            raise UserError(f"suite {name} needs a context of {needed} tokens, the model's is {longest} "
+                            "(max_position_embeddings): give smaller lengths or fewer pairs")
 
 
-def run(names: tuple[str, ...], subject: Subject, options: Options) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields (name, values) of one evaluation after another."""
-    check(names, options, subject.model.config.max_position_embeddings)
-    scorer = Scorer(subject.model)
-    for name in names:
-        yield name, SUITES[name](subject, scorer, options)
+class Suites:
+    """The named evaluations of one architecture, compiled once and run on any of its parameters.
+
+    `open_rows()` gives the data whose held-out rows count; it is called only by the evaluations that read text.
+    """
+
+    def __init__(self, names: Sequence[str], options: Options, graphdef: nnx.GraphDef, config: ModelConfig, tokenizer: Tokenizer,
+                 open_rows: Callable[[], TrainData | SyntheticData]):
+        check(names, options, config.max_position_embeddings)
+        self.names, self.options, self.tokenizer, self.open_rows = tuple(names), options, tokenizer, open_rows
+        # Rows that are made up use token ids below this.
+        self.ids = config.vocab_size if isinstance(tokenizer, TaskTokens) else min(config.vocab_size, _TEXT_IDS)
+        self.heldout_step, self._score_step = make_heldout_step(graphdef), make_score_step(graphdef)
+
+    def run(self, params: dict) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yields (name, values) of one evaluation after another."""
+        scorer = make_scorer(self._score_step, params)
+        for name in self.names:
+            yield name, SUITES[name](self, scorer, params)
 
 
-def _heldout(subject: Subject, scorer: Scorer, options: Options) -> dict[str, float]:
-    graphdef, params = nnx.split(subject.model, nnx.Param)
-    return evaluate_heldout(make_heldout_step(graphdef), nnx.to_pure_dict(params), subject.open_rows().heldout(options.rows),
-                            subject.tokenizer.token_bytes)
+def _heldout(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
+    return evaluate_heldout(suites.heldout_step, params, suites.open_rows().heldout(suites.options.rows), suites.tokenizer.token_bytes)
 
 
-def _position(subject: Subject, scorer: Scorer, options: Options) -> dict[str, float]:
-    return perplexity.loss_by_position(scorer, subject.open_rows().heldout(options.rows), subject.tokenizer.token_bytes)
+def _position(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
+    return perplexity.loss_by_position(scorer, suites.open_rows().heldout(suites.options.rows), suites.tokenizer.token_bytes)
 
 
-def _mqar(subject: Subject, scorer: Scorer, options: Options) -> dict[str, float]:
-    return {f"accuracy/{p} pairs": recall.task_accuracy(scorer, "mqar", recall.mqar_length(p), subject.ids,
-                                                        options.rows or 128, p) for p in options.pairs}
+def _mqar(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
+    return {f"accuracy/{p} pairs": recall.task_accuracy(scorer, "mqar", recall.mqar_length(p), suites.ids, suites.options.rows or 128, p)
+            for p in suites.options.pairs}
 
 
 def _by_length(task: str):
-    def evaluate(subject: Subject, scorer: Scorer, options: Options) -> dict[str, float]:
-        return {f"accuracy/{n} tokens": recall.task_accuracy(scorer, task, n, subject.ids, options.rows or 128)
-                for n in options.lengths}
+    def evaluate(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
+        return {f"accuracy/{n} tokens": recall.task_accuracy(scorer, task, n, suites.ids, suites.options.rows or 128)
+                for n in suites.options.lengths}
     return evaluate
 
 
-def _niah(subject: Subject, scorer: Scorer, options: Options) -> dict[str, float]:
-    if isinstance(subject.tokenizer, TaskTokens):
-        raise UserError("--suite=niah: a model of a synthetic task reads no text")
-    batches = subject.open_rows().heldout()
+def _niah(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
+    if isinstance(suites.tokenizer, TaskTokens):
+        raise UserError("suite niah: a model of a synthetic task reads no text")
+    batches = suites.open_rows().heldout()
     haystack = np.concatenate([b["tokens"][b["segment_ids"] > 0] for b in batches])
     values = {}
     for kind in (1, 2, 3):
-        for n in options.lengths:
-            exact, tokens = recall.needle_accuracy(scorer, subject.tokenizer, kind, n, options.rows or 32, haystack)
+        for n in suites.options.lengths:
+            exact, tokens = recall.needle_accuracy(scorer, suites.tokenizer, kind, n, suites.options.rows or 32, haystack)
             values |= {f"accuracy/S-NIAH-{kind} {n} tokens": exact, f"tokens_right/S-NIAH-{kind} {n} tokens": tokens}
     return values
 

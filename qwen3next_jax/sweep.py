@@ -1,0 +1,88 @@
+"""Runs an ablation sweep and writes its report.
+
+    python -m qwen3next_jax.sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2] [--set train.steps=100] [--emit]
+
+The same command after an interruption goes on where it was; finished points are not run again. report.html and results.csv
+in the workdir are rewritten whenever a point ends.
+"""
+
+import ast
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from qwen3next_jax import cli
+from qwen3next_jax.errors import ExitCode, UserError
+
+
+def main(path: str) -> int:
+    changes = _changes(_set.value)
+    if _workers.value < 1 or _retries.value < 0:
+        raise UserError("--workers must be at least 1 and --retries at least 0")
+    # Imported here, so that a mistyped flag is answered at once.
+    from rich.console import Console
+
+    from qwen3next_jax.sweeps import runner
+    from qwen3next_jax.sweeps.check import check_points
+    from qwen3next_jax.sweeps.points import load_sweep
+    from qwen3next_jax.sweeps.report import write_report
+    from qwen3next_jax.sweeps.results import read_result
+
+    sweep = load_sweep(path, changes)
+    check_points(sweep)
+    workdir = pathlib.Path(_workdir.value or pathlib.Path("runs") / "sweeps" / pathlib.Path(path).stem)
+    commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
+    if _emit.value:
+        print("\n".join(commands.values()))
+        return ExitCode.DONE
+    console = Console(highlight=False)
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    def after() -> None:
+        results = [read_result(point, runner.folder(workdir, point)) for point in sweep.points]
+        write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
+
+    runner.open_sweep(sweep, workdir)
+    tell(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
+    try:
+        code = runner.Runner(sweep, workdir, _workers.value, _retries.value, tell, after).run()
+    finally:
+        after()
+    tell(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
+    return code
+
+
+def _changes(assignments: Sequence[str]) -> dict[str, Any]:
+    changes = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise UserError(f"--set {assignment}: expected SETTING=VALUE, such as --set train.steps=100")
+        changes[name] = _literal(text)
+    return changes
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+_workdir = flags.DEFINE_string("workdir", None, "folder of the sweep (default: runs/sweeps/NAME OF THE FILE)")
+_workers = flags.DEFINE_integer("workers", 1, "points that run at the same time")
+_retries = flags.DEFINE_integer("retries", 2, "how often a point that died is started again")
+_set = flags.DEFINE_multi_string("set", [], "SETTING=VALUE for every point; may be given several times")
+_emit = flags.DEFINE_boolean("emit", False, "print one command per point, for a cluster's scheduler, instead of running them")
+
+if __name__ == "__main__":
+    files = [argument for argument in sys.argv[1:2] if not argument.startswith("-")]
+    sys.argv[1:1 + len(files)] = []
+    if not files:
+        sys.exit("error: expected a sweep file first, such as: python -m qwen3next_jax.sweep configs/sweeps/ratio.py")
+    cli.run(lambda: main(files[0]))

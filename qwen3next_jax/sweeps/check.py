@@ -1,0 +1,20 @@
+"""What a point needs beyond a valid configuration: its evaluations and its data must be able to run. Checked for all points
+before the first starts; nothing is computed."""
+
+from qwen3next_jax.data.synthetic import TRAIN_SPLIT, TaskRows
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.evals import suite
+from qwen3next_jax.sweeps.points import Sweep
+
+
+def check_points(sweep: Sweep) -> None:
+    """Raises: UserError that names the first point which could not run to its end."""
+    for point in sweep.points:
+        config = point.config
+        try:
+            suite.check(config.eval.suites, suite.options_of(config.eval), config.model.max_position_embeddings)
+            if config.data.source != "text":
+                TaskRows(config.data.source, config.train.sequence_length, config.model.vocab_size, config.data.synthetic,
+                         config.data.seed, TRAIN_SPLIT)
+        except UserError as error:
+            raise UserError(f"point {point.name}: {error}") from error

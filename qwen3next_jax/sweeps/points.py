@@ -1,0 +1,226 @@
+"""A sweep as its points: a base configuration, axes, and every combination of their values, checked before any starts.
+
+A sweep file is Python with `get_sweep()` that returns a dict:
+
+    base      a config file, such as "configs/tiny.py"
+    set       {setting: value} for every point
+    axes      {axis: values}; a setting ("train.seed": [0, 1]), "ratio": ["3:1", …] (linear to full attention layers), or any
+              other name with {value's name: {setting: value, …}}
+    match     "parameters" or "flops": the MLPs' width of every point is chosen so that it has as many as the first; "" (the
+              default) leaves the widths alone
+    x         the axis along which the report draws; the first one if not given
+
+A point's name is its axes' values, and its command is a plain train.py with overrides.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import pathlib
+import re
+from typing import Any
+
+from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
+from qwen3next_jax.errors import UserError, did_you_mean
+from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+
+_KEYS = ("base", "set", "axes", "match", "x")
+_MATCHES = ("", "parameters", "flops")
+_WIDTH_STEP = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One run of a sweep. `values`: the name of its value on every axis; `overrides`: settings that differ from the base."""
+
+    name: str
+    values: dict[str, str]
+    overrides: dict[str, Any]
+    config: Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    base: str
+    axes: dict[str, tuple[str, ...]]
+    x: str
+    match: str
+    points: tuple[Point, ...]
+
+
+def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) -> Sweep:
+    """Reads a sweep file and checks every point of it. `changes` are settings that override every point's.
+
+    Raises:
+      UserError: the file, an axis, or the configuration of a point is wrong (the point is named).
+    """
+    record = _read(pathlib.Path(path))
+    base = _base_config(record["base"], path)
+    axes = {axis: _axis_values(axis, values, path) for axis, values in record.get("axes", {}).items()}
+    if not axes:
+        raise UserError(f"{path}: axes is empty: expected at least one, such as {{'ratio': ['1:1', '3:1']}}")
+    match = record.get("match", "")
+    if match not in _MATCHES:
+        raise UserError(f"{path}: match = {match!r}: expected one of {', '.join(map(repr, _MATCHES))}{did_you_mean(str(match), _MATCHES)}")
+    x = record.get("x", next(iter(axes)))
+    if x not in axes:
+        raise UserError(f"{path}: x = {x!r}: expected one of the axes, {', '.join(axes)}{did_you_mean(str(x), axes)}")
+
+    points: list[Point] = []
+    for combination in itertools.product(*(values.items() for values in axes.values())):
+        chosen = {axis: value for axis, (value, _) in zip(axes, combination, strict=True)}
+        overrides = dict(record.get("set", {}))
+        for _, settings in combination:
+            overrides |= settings
+        overrides |= changes or {}
+        name = ",".join(f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items())
+        config = _config(base, overrides, f"{path}: point {name}")
+        if match and points:
+            overrides |= _matched(points[0].config, config, match)
+            config = _config(base, overrides, f"{path}: point {name}")
+        points.append(Point(name, chosen, overrides, config))
+    names = [point.name for point in points]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{path}: two points are named {twice}: give the values of an axis different names")
+    return Sweep(str(record["base"]), {axis: tuple(values) for axis, values in axes.items()}, x, match, tuple(points))
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        others = [f.name for f in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UserError(f"{path}: no such sweep file{did_you_mean(path.name, others)}")
+    spec = importlib.util.spec_from_file_location("sweep_file", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        record = module.get_sweep()
+    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: cannot be used as a sweep file: {str(error).strip().splitlines()[0]}") from error
+    if not isinstance(record, dict) or "base" not in record:
+        raise UserError(f"{path}: get_sweep() returned {type(record).__name__}: expected a dict with base and axes")
+    for key in record:
+        if key not in _KEYS:
+            raise UserError(f"{path}: {key!r}: expected one of {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}")
+    return record
+
+
+def _base_config(base: str, path: str | pathlib.Path) -> dict[str, Any]:
+    file = pathlib.Path(base)
+    if not file.is_file():
+        raise UserError(f"{path}: base = {base!r}: no such config file (looked for from the current folder)")
+    spec = importlib.util.spec_from_file_location("base_config", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return module.get_config().to_dict()
+    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: base = {base!r} cannot be used: {str(error).strip().splitlines()[0]}") from error
+
+
+def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Name of each value → the settings it stands for."""
+    if isinstance(values, dict):
+        result = {str(name): settings for name, settings in values.items()}
+        if not all(isinstance(settings, dict) for settings in result.values()):
+            raise UserError(f"{path}: axis {axis!r}: expected {{name: {{setting: value}}}}, or a list for a setting")
+    elif not isinstance(values, (list, tuple)):
+        raise UserError(f"{path}: axis {axis!r} = {values!r}: expected a list of values, or {{name: {{setting: value}}}}")
+    elif axis == "ratio":
+        result = {str(value): _ratio(str(value), path) for value in values}
+    else:
+        _known_setting(axis, f"{path}: axis {axis!r}", known=("ratio",))
+        result = {_value_name(value): {axis: value} for value in values}
+        if len(result) < len(values):
+            raise UserError(f"{path}: axis {axis!r} names a value twice: {values!r}")
+    if not result:
+        raise UserError(f"{path}: axis {axis!r} has no values")
+    return result
+
+
+def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
+    found = re.fullmatch(r"(\d+):([01])", value)
+    if not found or value == "0:0":
+        raise UserError(f"{path}: ratio {value!r}: expected LINEAR:FULL layers of one period with FULL 1, such as 3:1, or 1:0 for none")
+    return {"model.full_attention_interval": int(found[1]) + 1 if found[2] == "1" else 0, "model.layer_types": ()}
+
+
+def _value_name(value: Any) -> str:
+    return "-".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _file_name(value: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]", "-", value)
+
+
+def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
+    settings: Any = default_config()
+    for key in name.split("."):
+        if not isinstance(settings, dict) or key not in settings:
+            hint = did_you_mean(key, [*settings, *known] if isinstance(settings, dict) else known)
+            raise UserError(f"{where}: no such setting as {name}{hint}")
+        settings = settings[key]
+    if isinstance(settings, dict):
+        raise UserError(f"{where}: {name} is a group of settings: name one of {', '.join(settings)}")
+
+
+def _config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
+    values = _copy(base)
+    for name, value in overrides.items():
+        _known_setting(name, where)
+        *groups, key = name.split(".")
+        group = values
+        for part in groups:
+            group = group[part]
+        group[key] = value
+    try:
+        return from_dict(Config, values)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _copy(tree: Any) -> Any:
+    return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _matched(first: Config, config: Config, match: str) -> dict[str, Any]:
+    """The MLP width with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
+    name = "moe_intermediate_size" if any(sparse for _, sparse in config.model.layer_kinds) else "intermediate_size"
+
+    def amount(model: ModelConfig) -> float:
+        return parameter_counts(model).total if match == "parameters" else flops_per_token(model, config.train.sequence_length)
+
+    def with_width(width: int) -> ModelConfig:
+        return dataclasses.replace(config.model, **{name: width})
+
+    # Both amounts grow linearly with the width.
+    low, high = amount(with_width(_WIDTH_STEP)), amount(with_width(2 * _WIDTH_STEP))
+    steps = 1 + round((amount(first.model) - low) / (high - low))
+    if steps < 1:
+        raise UserError(f"match = {match!r}: a point has more {match} than the first one even with MLPs of width {_WIDTH_STEP}: "
+                        "order the axes so that the largest comes first")
+    return {f"model.{name}": steps * _WIDTH_STEP}
+
+
+def check_unchanged(sweep: Sweep, recorded: list[dict[str, Any]], where: str | pathlib.Path) -> None:
+    """Refuses a folder that holds another sweep; `recorded` are the points of its manifest as JSON."""
+    before = {point["name"]: point["overrides"] for point in recorded}
+    now = {point.name: _jsonable(point.overrides) for point in sweep.points}
+    for name in now.keys() | before.keys():
+        if name not in before or name not in now:
+            raise UserError(f"{where} holds another sweep (point {name} is {'new' if name in now else 'gone'}): give another --workdir")
+    for name, overrides in now.items():
+        for setting in sorted(overrides.keys() | before[name].keys()):
+            if (old := before[name].get(setting)) != (new := overrides.get(setting)):
+                raise UserError(f"{where} holds another sweep (point {name} has {setting} = {old!r}, not {new!r}): give another --workdir")
+
+
+def manifest(sweep: Sweep) -> dict[str, Any]:
+    """What sweep.json records."""
+    return {"base": sweep.base, "x": sweep.x, "match": sweep.match, "axes": sweep.axes,
+            "points": [{"name": p.name, "values": p.values, "overrides": _jsonable(p.overrides)} for p in sweep.points]}
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(v) for key, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value

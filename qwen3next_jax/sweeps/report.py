@@ -1,0 +1,118 @@
+"""The sweep's page: findings in words, figures along the x axis, what they cost, every point and the command that repeats it."""
+
+import html
+import math
+import os
+import pathlib
+from collections.abc import Sequence
+
+from qwen3next_jax.reporting.charts import Line, line_chart, table
+from qwen3next_jax.reporting.page import document
+from qwen3next_jax.sweeps.points import Sweep
+from qwen3next_jax.sweeps.results import (
+    Result, findings, higher_is_better, lines_of, pareto, seed_axes, to_csv)
+
+COUNTED = {"parameters": "parameters", "flops_per_token": "FLOPs per token", "cache_bytes_per_token": "cache bytes per token",
+           "state_bytes": "recurrent state, bytes"}
+
+
+def write_report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str, workdir: pathlib.Path) -> None:
+    """Writes WORKDIR/report.html and WORKDIR/results.csv, each at once or not at all."""
+    for name, text in (("report.html", report(sweep, results, commands, title)), ("results.csv", to_csv(sweep, results, commands))):
+        temporary = workdir / f"{name}.tmp"
+        temporary.write_text(text)
+        os.replace(temporary, workdir / name)
+
+
+def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str) -> str:
+    done = [result for result in results if result.done]
+    sections = {"Findings": _findings(sweep, results, done), "Figures": _charts(sweep, done), "Cost": _cost(sweep, results, done),
+                "Points": _points(sweep, results), "Commands": _commands(commands)}
+    body = "".join(f'<section id="{name.lower()}"><h2>{name}</h2>{text}</section>' for name, text in sections.items())
+    matched = f", every point's MLPs as wide as gives it the first one's {sweep.match}" if sweep.match else ""
+    config = results[0].point.config
+    budgets = {r.point.config.train.steps * r.point.config.train.batch_size * r.point.config.train.sequence_length for r in results}
+    tokens = " and ".join(f"{budget / 1e6:.3g} M" for budget in sorted(budgets))
+    subtitle = (f"{len(done)} of {len(results)} points done · base {sweep.base} · {tokens} tokens a point{matched} · data seed "
+                f"{config.data.seed}: points on the same data see the same rows in the same order")
+    return document(title, subtitle, list(sections), body)
+
+
+def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
+    sentences = findings(sweep, done)
+    if len(done) < len(results):
+        sentences.insert(0, f"{len(results) - len(done)} of {len(results)} points are not done yet: what follows may change.")
+    if not sentences:
+        return "<p>Nothing to compare yet.</p>"
+    return "<ul>" + "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+
+
+def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
+    values, charts = sweep.axes[sweep.x], []
+    for name in dict.fromkeys(name for result in done for name in result.measured):
+        lines = []
+        for i, (label, line) in enumerate(lines_of(sweep, done, name).items()):
+            spreads = [line.get(value) for value in values]
+            lines.append(Line(label, range(len(values)), [s.mean if s else math.nan for s in spreads],
+                              low=[min(s.values) if s else math.nan for s in spreads],
+                              high=[max(s.values) if s else math.nan for s in spreads], colour=i, dots=True))
+        seeds = "the line is the mean over seeds, the band their range" if seed_axes(sweep) else "one seed"
+        better = "higher" if higher_is_better(name) else "lower"
+        charts.append(line_chart(_capital(name), lines, x_label=sweep.x.rpartition(".")[2], x_names=values,
+                                 note=f"{_capital(better)} is better; {seeds}."))
+    return f'<div class="charts">{"".join(charts)}</div>' if charts else "<p>No point is done yet.</p>"
+
+
+def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
+    values = sweep.axes[sweep.x]
+    charts = []
+    for name, text in COUNTED.items():
+        by_value = {r.point.values[sweep.x]: r.counted[name] for r in reversed(results)}
+        if len(set(by_value.values())) > 1:
+            charts.append(line_chart(_capital(text), [Line("", range(len(values)), [by_value[v] for v in values], dots=True)],
+                                     x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=True))
+    speeds = {v: [r.tokens_per_second for r in done if r.point.values[sweep.x] == v] for v in values}
+    charts.append(line_chart("Tokens per second", [Line("", range(len(values)), [sum(s) / len(s) if s else math.nan for s in speeds.values()],
+                                                        dots=True)],
+                             x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=True,
+                             note="On the machine that ran it, whatever else it did meanwhile."))
+    charts += _pareto_charts(sweep, done)
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
+    """Each main figure against the cache a token of context costs."""
+    charts = []
+    costs = {r.point.values[sweep.x]: r.counted["cache_bytes_per_token"] for r in done}
+    if len(set(costs.values())) < 2:
+        return charts
+    for name in dict.fromkeys(name for result in done for name in result.measured):
+        if name == "heldout loss" or not (name.startswith("heldout") or "accuracy" in name):
+            continue
+        for label, line in lines_of(sweep, done, name).items():
+            points = [(costs[value], line[value].mean) for value in line]
+            front = pareto(points, higher_is_better(name))
+            lines = [Line("best for its cost", [points[i][0] for i in front], [points[i][1] for i in front], colour=7, dash=1)] if len(front) > 1 else []
+            lines += [Line(value, [cost], [mean], colour=k, dots=True) for k, (value, (cost, mean)) in enumerate(zip(line, points))]
+            charts.append(line_chart(f"{_capital(name)}{f' ({label})' if label else ''} against cache", lines,
+                                     x_label="cache bytes per token of context"))
+    return charts
+
+
+def _points(sweep: Sweep, results: Sequence[Result]) -> str:
+    measured = list(dict.fromkeys(name for result in results for name in result.measured))
+    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "step", *measured, "tokens/s", *COUNTED.values(), "seconds"]
+    rows = [[*r.point.values.values(), f"{r.step:,} of {r.point.config.train.steps:,}",
+             *(f"{r.measured[name]:.4g}" if name in r.measured else "–" for name in measured),
+             f"{r.tokens_per_second:,.0f}" if r.step else "–", *(f"{r.counted[name]:,.0f}" for name in COUNTED),
+             f"{r.seconds:,.0f}"] for r in results]
+    return table(head, rows, numeric=True)
+
+
+def _commands(commands: dict[str, str]) -> str:
+    lines = "\n".join(html.escape(command) for command in commands.values())
+    return f'<p>Each line repeats one point.</p><pre class="scroll">{lines}</pre>'
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]

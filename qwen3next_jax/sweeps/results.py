@@ -1,0 +1,188 @@
+"""What the points of a sweep gave: read from their runs' own records, as a table and as findings in words.
+
+Every figure comes from a run's metrics.jsonl or is counted from its configuration; nothing else is kept.
+"""
+
+import csv
+import dataclasses
+import io
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.inference.cache import cache_bytes
+from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.sweeps.points import Point, Sweep
+
+_CACHE_LENGTH = 1024  # the attention cache grows linearly; this length tells by how much
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One point's figures. `measured`: name → value at the last step ({} until then): held-out figures and every evaluation's."""
+
+    point: Point
+    step: int
+    measured: dict[str, float]
+    tokens_per_second: float  # median over the logged steps; NaN before the first
+    seconds: float  # wall time in all its processes
+
+    @property
+    def done(self) -> bool:
+        return bool(self.measured)
+
+    @property
+    def counted(self) -> dict[str, float]:
+        """Figures that follow from the configuration."""
+        config, model = self.point.config, self.point.config.model
+        cache = cache_bytes(model, 1, _CACHE_LENGTH)
+        return {"parameters": parameter_counts(model).total,
+                "flops_per_token": flops_per_token(model, config.train.sequence_length),
+                "cache_bytes_per_token": cache["attention"] / _CACHE_LENGTH, "state_bytes": cache["recurrent"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """One figure of the points that differ in nothing but their seeds."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    def __str__(self) -> str:
+        low, high = min(self.values), max(self.values)
+        return f"{self.mean:.4g}" if len(self.values) == 1 else f"{self.mean:.4g} ({low:.4g} to {high:.4g}, {len(self.values)} seeds)"
+
+
+def is_done(workdir: pathlib.Path, config: Config) -> bool:
+    """Whether the run in `workdir` has been trained and evaluated to its last step."""
+    return bool(_measured(read_events(workdir / "metrics.jsonl"), config.train.steps))
+
+
+def read_result(point: Point, workdir: pathlib.Path) -> Result:
+    events = read_events(workdir / "metrics.jsonl")
+    train = [e for e in events if e["event"] == "train"]
+    speeds = [e["tokens_per_second"] for e in train if isinstance(e.get("tokens_per_second"), (int, float))]
+    seconds = 0.0
+    for event, following in zip(events, events[1:]):
+        if following["event"] != "start":
+            seconds += following["time"] - event["time"]
+    return Result(point, train[-1]["step"] if train else 0, _measured(events, point.config.train.steps),
+                  statistics.median(speeds) if speeds else math.nan, seconds)
+
+
+def _measured(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
+    last = [e for e in events if e["step"] == steps]
+    heldout = [e for e in last if e["event"] == "heldout"]
+    if not heldout:
+        return {}
+    names = ("bits_per_byte", "loss") if "bits_per_byte" in heldout[-1] else ("accuracy", "loss")
+    values = {f"heldout {name}": heldout[-1][name] for name in names}
+    values |= {f"mtp acceptance {name.rpartition('/')[2]}": v for name, v in heldout[-1].items() if name.startswith("mtp_acceptance/")}
+    for event in last:
+        if event["event"] == "suite":
+            values |= {f"{event['suite']} {name.replace('/', ' ')}": v for name, v in event.items()
+                       if name not in ("event", "step", "time", "suite") and not name.startswith("targets")}
+    for event in last:
+        if event["event"] == "diagnostics":
+            values |= _diagnosed(event)
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+
+def _diagnosed(event: dict[str, Any]) -> dict[str, float]:
+    """The largest over layers of the attention on first tokens and of |activation|."""
+    named = {"first_token_share": "attention on the first token", "activation_max": "largest activation"}
+    values = {text: [v for v in event.get(name) or () if isinstance(v, (int, float))] for name, text in named.items()}
+    return {text: max(found) for text, found in values.items() if found}
+
+
+def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
+    """A line per point: axes, state, figures, command."""
+    measured = list(dict.fromkeys(name for result in results for name in result.measured))
+    counted = list(results[0].counted)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["point", *sweep.axes, "steps", "steps_done", *measured, "tokens_per_second", *counted, "seconds", "command"])
+    for r in results:
+        writer.writerow([r.point.name, *r.point.values.values(), r.point.config.train.steps, r.step,
+                         *(r.measured.get(name, "") for name in measured), round(r.tokens_per_second, 1) if r.step else "",
+                         *r.counted.values(), round(r.seconds, 1), commands[r.point.name]])
+    return out.getvalue()
+
+
+def seed_axes(sweep: Sweep) -> tuple[str, ...]:
+    """Axes over which figures are averaged."""
+    return tuple(axis for axis in sweep.axes if axis.rpartition(".")[2] == "seed")
+
+
+def lines_of(sweep: Sweep, results: Iterable[Result], figure: str) -> dict[str, dict[str, Spread]]:
+    """One figure along the x axis: name of each combination of the other axes (but seeds) → x value → spread over seeds."""
+    collected: dict[str, dict[str, list[float]]] = {}
+    for result in results:
+        if figure in result.measured:
+            others = [f"{axis.rpartition('.')[2]} {value}" for axis, value in result.point.values.items()
+                      if axis != sweep.x and axis not in seed_axes(sweep)]
+            line = collected.setdefault(", ".join(others), {})
+            line.setdefault(result.point.values[sweep.x], []).append(result.measured[figure])
+    return {name: {x: Spread(tuple(values)) for x, values in line.items()} for name, line in collected.items()}
+
+
+def higher_is_better(figure: str) -> bool:
+    return "accuracy" in figure or "acceptance" in figure or "right" in figure
+
+
+def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
+    """A sentence per figure and line, computed from the numbers: which value of the x axis is best, and whether the seeds say so."""
+    sentences = []
+    for figure in dict.fromkeys(name for result in results for name in result.measured):
+        for name, line in lines_of(sweep, results, figure).items():
+            if len(line) > 1 and figure != "heldout loss":
+                sentences.append(_finding(sweep.x.rpartition(".")[2], figure, name, line))
+    return sentences
+
+
+def _finding(x: str, figure: str, name: str, line: dict[str, Spread]) -> str:
+    sign = 1 if higher_is_better(figure) else -1
+    order = sorted(line, key=lambda value: -sign * line[value].mean)
+    best, rest = line[order[0]], order[1:]
+    subject = f"{figure[0].upper()}{figure[1:]}" + (f" ({name})" if name else "")
+    if all(spread.mean == best.mean for spread in line.values()):
+        return f"{subject} is the same at every {x}: {best}."
+    extreme = "highest" if sign > 0 else "lowest"
+    tied = [value for value in rest if sign * _best_of(line[value], sign) >= sign * _worst_of(best, sign)]
+    clear = [value for value in rest if value not in tied]
+    sentence = f"{subject} is {extreme} at {x} {order[0]}: {best}."
+    if tied:
+        sentence += f" {_listed(tied, line)} overlap{'s' if len(tied) == 1 else ''} with it, seed by seed."
+    if clear:
+        sentence += f" Every run of {_listed(clear, line)} is {'below' if sign > 0 else 'above'} every run of it."
+    if len(best.values) == 1:
+        sentence += " One seed only: differences of this size may be chance."
+    return sentence
+
+
+def _best_of(spread: Spread, sign: int) -> float:
+    return max(spread.values, key=lambda v: sign * v)
+
+
+def _worst_of(spread: Spread, sign: int) -> float:
+    return min(spread.values, key=lambda v: sign * v)
+
+
+def _listed(values: Sequence[str], line: dict[str, Spread]) -> str:
+    parts = [f"{value} ({line[value].mean:.4g})" for value in values]
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def pareto(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
+    """Indices of the points (cost, figure) that no other beats in both: less cost, better figure."""
+    sign = 1 if higher else -1
+    front = [i for i, (cost, figure) in enumerate(points)
+             if not any((c <= cost and sign * f >= sign * figure) and (c, f) != (cost, figure) for c, f in points)]
+    return sorted(front, key=lambda i: points[i])

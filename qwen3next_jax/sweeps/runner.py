@@ -1,0 +1,172 @@
+"""Runs a sweep's points as processes of their own, one after another or several at a time, and survives what happens.
+
+    WORKDIR/sweep.json          the points; another sweep in the same folder is refused
+    WORKDIR/points/NAME/        a run's folder each (see README), with log.txt of what it printed
+    WORKDIR/report.html, results.csv    rewritten whenever a point ends
+
+A point is done when its metrics.jsonl has the held-out evaluation of the last step, whoever trained it. Stopping the runner
+stops its points after the step under way, saved; the same command goes on from there. A point that dies is started again,
+from its newest checkpoint, up to `retries` times.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.sweeps.points import Point, Sweep, check_unchanged, manifest
+from qwen3next_jax.sweeps.results import is_done
+
+TRAIN = pathlib.Path(__file__).parents[2] / "train.py"
+_POLL = 0.5  # seconds
+
+
+def command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
+    """The arguments of the train.py that is this point."""
+    settings = [f"--config.{name}={_flag(value)}" for name, value in point.overrides.items()]
+    return [f"--config={sweep.base}", *settings, f"--workdir={folder(workdir, point)}"]
+
+
+def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
+    """The same as a line for a shell or a cluster's scheduler."""
+    return shlex.join(["uv", "run", "train.py", *command(sweep, point, workdir)])
+
+
+def folder(workdir: pathlib.Path, point: Point) -> pathlib.Path:
+    return workdir / "points" / point.name
+
+
+def _flag(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
+    """Starts the folder of a sweep, or checks that the one there is of this very sweep.
+
+    Raises:
+      UserError: it is another sweep's, or cannot be written to.
+    """
+    path = workdir / "sweep.json"
+    if path.exists():
+        try:
+            recorded = json.loads(path.read_text())["points"]
+            check_unchanged(sweep, recorded, workdir)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{path}: damaged or foreign: give another --workdir") from error
+        return
+    try:
+        (workdir / "points").mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(manifest(sweep), indent=1))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder") from error
+
+
+class Runner:
+    """`tell(line)` gets a line about every start and end; `after(point)` is called when a point has ended."""
+
+    def __init__(self, sweep: Sweep, workdir: pathlib.Path, workers: int, retries: int, tell: Callable[[str], None],
+                 after: Callable[[], None]):
+        self.sweep, self.workdir, self.workers, self.retries = sweep, workdir, workers, retries
+        self.tell, self.after = tell, after
+        self.running: dict[str, tuple[Point, subprocess.Popen, float]] = {}
+        self.starts: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
+        self._stopping = False
+
+    def run(self) -> int:
+        """Runs what is not done. → exit code: 0 where every point is done, 1 where some failed, 130 where it was stopped."""
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        lock = self._lock()
+        try:
+            waiting = [point for point in self.sweep.points if not is_done(folder(self.workdir, point), point.config)]
+            if done := len(self.sweep.points) - len(waiting):
+                self.tell(f"{done} of {len(self.sweep.points)} points are done already")
+            while (waiting and not self._stopping) or self.running:
+                while waiting and len(self.running) < self.workers and not self._stopping:
+                    self._start(waiting.pop(0), lock)
+                time.sleep(_POLL)
+                waiting = [*self._ended(), *waiting]
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(lock)
+        if self._stopping:
+            left = sum(not is_done(folder(self.workdir, point), point.config) for point in self.sweep.points)
+            self.tell(f"Interrupted with {left} of {len(self.sweep.points)} points to go. The same command goes on from there.")
+            return ExitCode.INTERRUPTED
+        return 1 if self.failed else 0
+
+    def _lock(self) -> int:
+        """A lock that the points inherit, so that it holds as long as any of them runs, even where this process is killed."""
+        descriptor = os.open(self.workdir / "lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{self.workdir}: another runner, or a point it left, is at work there: wait for it or stop it") from error
+        return descriptor
+
+    def _start(self, point: Point, lock: int) -> None:
+        where = folder(self.workdir, point)
+        where.mkdir(parents=True, exist_ok=True)
+        self.starts[point.name] = self.starts.get(point.name, 0) + 1
+        with (where / "log.txt").open("ab") as log:
+            process = subprocess.Popen([sys.executable, str(TRAIN), *command(self.sweep, point, self.workdir)], stdin=subprocess.DEVNULL,
+                                       stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
+                                       preexec_fn=_die_with_parent)
+        self.running[point.name] = point, process, time.monotonic()
+        self.tell(f"{point.name}: started" + (f" (start {self.starts[point.name]})" if self.starts[point.name] > 1 else ""))
+
+    def _ended(self) -> list[Point]:
+        """Takes note of processes that have ended. → points to start again."""
+        again = []
+        for name, (point, process, begun) in list(self.running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self.running[name]
+            seconds = time.monotonic() - begun
+            where = folder(self.workdir, point)
+            if code == 0 and is_done(where, point.config):
+                self.tell(f"{name}: done in {seconds:,.0f} s")
+            elif self._stopping:
+                self.tell(f"{name}: stopped")
+            else:
+                last = _last_line(where / "log.txt")
+                if code == ExitCode.USER_ERROR or self.starts[name] > self.retries:
+                    self.failed[name] = last
+                    self.tell(f"{name}: failed with exit code {code}: {last} (all of it: {where / 'log.txt'})")
+                else:
+                    self.tell(f"{name}: ended with exit code {code} after {seconds:,.0f} s; started again")
+                    again.append(point)
+            self.after()
+        return again
+
+    def _stop(self, number: int, frame: Any) -> None:
+        """The points save and end; a second signal ends them at once."""
+        for _, process, _ in self.running.values():
+            process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
+        self._stopping = True
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGTERM when the runner dies, however it dies (Linux's prctl(PR_SET_PDEATHSIG))."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _last_line(path: pathlib.Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "it printed nothing")[:300]
