@@ -29,6 +29,12 @@ class UserError(ValueError):
         self.exit_code = exit_code
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises a UserError of this message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` for the known name closest to `name`, or `""` when none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

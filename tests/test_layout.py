@@ -20,6 +20,7 @@ ARROWS = {
     "inference": {"model", "ops", "config", "errors"},
     "evals": {"inference", "model", "ops", "config", "errors", "data"},
     "reporting": {"errors"},
+    "sweeps": {"reporting", "data", "evals", "inference", "model", "config", "errors"},
     "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config", "errors"},
 }
 LIBRARIES_OF_OPS = {"jax", "numpy", "tokamax"}

@@ -96,6 +96,10 @@ class Display:
             line += "".join(f"  accepted@{name.rpartition('/')[2]} {value:.1%}"
                             for name, value in event.items() if name.startswith("mtp_acceptance/"))
             self._heldout.append(line)
+        elif kind == "suite":
+            figures = (f"{name.replace('/', ' ')} {value:.1%}" for name, value in event.items() if name.startswith("accuracy"))
+            line = f"step {step}  {event['suite']}  " + "  ".join(figures)
+            self._heldout.append(line)
         elif kind == "sample":
             self._sample = event["text"]
             line = f"step {step}  sample {event['text']!r}"

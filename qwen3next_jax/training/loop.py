@@ -17,6 +17,7 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import SyntheticData, TrainData, open_data
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.evals import suite
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
@@ -49,6 +50,8 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     first = is_leader()  # the process that records and shows the run
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
+
+    suite.check(config.eval.suites, suite.options_of(config.eval), config.model.max_position_embeddings)
 
     # Data
     with PreparationProgress() as progress:
@@ -119,6 +122,8 @@ class _Run:
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config, mesh)
         self.heldout_step = make_heldout_step(self.graphdef, compute_mesh(mesh))
+        self.suites = suite.Suites(config.eval.suites, suite.options_of(config.eval), self.graphdef, config.model, data.tokenizer,
+                                   lambda: data)
         self.mesh, self.share, self.votes = mesh, BatchShare(batch_sharding(mesh), config.train.batch_size), StopVote()
         self.incidents = Incidents(config.guards, metrics)
         self.diagnostics_step = make_diagnostics_step(config, self.graphdef, compute_mesh(mesh))
@@ -221,12 +226,18 @@ class _Run:
                                   self.data.tokenizer.token_bytes)
         self.heldout_figure = heldout_figure(values)
         self.metrics.write("heldout", step, **values)
-        params = on_one_device(state["params"], self.mesh) if self.config.eval.sample_tokens else None
-        if params is not None and is_leader():
+        if not (self.config.eval.sample_tokens or self.config.eval.suites):
+            return
+        params = on_one_device(state["params"], self.mesh)
+        if params is None and step <= self.config.eval.every:
+            self.display.say("no samples and no suites: the parameters of the whole model do not fit on one device")
+        if params is None or not is_leader():
+            return
+        if self.config.eval.sample_tokens:
             text = _sample(nnx.merge(self.graphdef, params), self.data.tokenizer, self.config)
             self.metrics.write("sample", step, text=text)
-        elif params is None and self.config.eval.sample_tokens and step <= self.config.eval.every:
-            self.display.say("no samples: the parameters of the whole model do not fit on one device")
+        for name, values in self.suites.run(params):
+            self.metrics.write("suite", step, suite=name, **values)
 
     def _heldout_batches(self) -> Iterator[dict[str, jax.Array]]:
         return map(self.share.spread, self.data.heldout(self.config.eval.rows, self.share.rows))

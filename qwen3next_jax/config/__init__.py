@@ -1,0 +1,11 @@
+"""Every setting of a run: frozen dataclasses, the only home of defaults and of validation."""
+
+from qwen3next_jax.config.model import FULL, LINEAR, ModelConfig
+from qwen3next_jax.config.reading import default_config, from_dict, to_dict
+from qwen3next_jax.config.run import (
+    MESH_AXES, CheckpointConfig, Config, DataConfig, EvalConfig, GuardConfig, MeshConfig, OptimizerConfig, ParallelConfig,
+    ProfileConfig, SyntheticConfig, TelemetryConfig, TrainConfig)
+
+__all__ = ["FULL", "LINEAR", "MESH_AXES", "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "GuardConfig", "MeshConfig",
+           "ModelConfig", "OptimizerConfig", "ParallelConfig", "ProfileConfig", "SyntheticConfig", "TelemetryConfig", "TrainConfig",
+           "default_config", "from_dict", "to_dict"]

@@ -1,0 +1,128 @@
+"""The architecture's settings. They carry the names of Hugging Face's `config.json` for `qwen3_next`, so a setting means there
+what it means here. A value of 0, "" or () means "derive it", and the comment says from what.
+"""
+
+import dataclasses
+from typing import Literal
+
+from qwen3next_jax.errors import did_you_mean, require
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a Qwen3-Next model. The defaults are the released Qwen3-Next-80B-A3B."""
+
+    vocab_size: int = 151_936
+    hidden_size: int = 2048
+    num_hidden_layers: int = 48
+    full_attention_interval: int = 4  # layer i (0-based) is full attention iff (i + 1) % interval == 0; 0: none is
+    layer_types: tuple[str, ...] = ()  # the explicit list; () derives it from full_attention_interval
+
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 2
+    head_dim: int = 256
+    partial_rotary_factor: float = 0.25
+    rope_theta: float = 10_000_000.0
+    max_position_embeddings: int = 262_144
+
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    # Start values of A_log and dt_bias. "ones" (transformers, Megatron): A ~ U(0.01, 16), dt_bias = 1, median decay at
+    # the start 3e-5. "log_uniform" (fla, OLMo-Hybrid): A ~ U(0, 16), dt log-uniform in [1e-3, 0.1], median decay 0.94.
+    decay_init: Literal["ones", "log_uniform"] = "ones"
+
+    num_experts: int = 512  # 0: dense MLPs everywhere
+    num_experts_per_tok: int = 10
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512  # 0: no shared expert
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1  # layer i has experts iff (i + 1) % step == 0 and i is not in mlp_only_layers
+    mlp_only_layers: tuple[int, ...] = ()
+    intermediate_size: int = 5120  # width of dense MLP layers
+
+    mtp_depth: int = 1  # tokens predicted beyond the next one; 0: no multi-token prediction module
+    tie_word_embeddings: bool = False
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    bos_token_id: int = -1  # -1: none
+    eos_token_id: int = -1
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # matmul operands; norms, gates, router and states stay float32
+
+    def __post_init__(self):
+        object.__setattr__(self, "layer_types", tuple(self.layer_types) or self._derived_layer_types())
+        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        self._check_sizes()
+        self._check_layers()
+        self._check_heads()
+        self._check_experts()
+
+    def _derived_layer_types(self) -> tuple[str, ...]:
+        interval = self.full_attention_interval
+        require(interval >= 0, f"model.full_attention_interval = {interval}: expected 0 (no full attention) or more")
+        return tuple(FULL if interval and (i + 1) % interval == 0 else LINEAR for i in range(self.num_hidden_layers))
+
+    def _check_sizes(self):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                     "head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+                     "linear_value_head_dim", "linear_conv_kernel_dim", "decoder_sparse_step", "max_position_embeddings",
+                     "rms_norm_eps", "initializer_range", "rope_theta"):
+            require(getattr(self, name) > 0, f"model.{name} = {getattr(self, name)}: expected a positive number")
+        for name in ("num_experts", "mtp_depth", "shared_expert_intermediate_size"):
+            require(getattr(self, name) >= 0, f"model.{name} = {getattr(self, name)}: expected 0 or more")
+
+    def _check_layers(self):
+        require(len(self.layer_types) == self.num_hidden_layers,
+                 f"model.layer_types names {len(self.layer_types)} layers, model.num_hidden_layers = "
+                 f"{self.num_hidden_layers}: expected as many; change one of the two")
+        for i, kind in enumerate(self.layer_types):
+            require(kind in (LINEAR, FULL),
+                     f"model.layer_types[{i}] = {kind!r}: expected {LINEAR!r} or {FULL!r}{did_you_mean(kind, (LINEAR, FULL))}")
+        for i in self.mlp_only_layers:
+            require(0 <= i < self.num_hidden_layers,
+                     f"model.mlp_only_layers names layer {i}: expected 0 … {self.num_hidden_layers - 1}")
+
+    def _check_heads(self):
+        n, m = self.num_attention_heads, self.num_key_value_heads
+        require(n % m == 0, f"model.num_attention_heads = {n} is not a multiple of model.num_key_value_heads = {m}")
+        g, h = self.linear_num_key_heads, self.linear_num_value_heads
+        require(h % g == 0, f"model.linear_num_value_heads = {h} is not a multiple of model.linear_num_key_heads = {g}")
+        require(0 <= self.partial_rotary_factor <= 1,
+                 f"model.partial_rotary_factor = {self.partial_rotary_factor}: expected 0 … 1")
+        require(self.rotary_dim % 2 == 0,
+                 f"model.head_dim × model.partial_rotary_factor = {self.head_dim} × {self.partial_rotary_factor} gives "
+                 f"{self.rotary_dim} rotated dimensions: expected an even number")
+
+    def _check_experts(self):
+        if self.num_experts and (self.mtp_depth or any(self.is_sparse(i) for i in range(self.num_hidden_layers))):
+            k, e = self.num_experts_per_tok, self.num_experts
+            require(1 <= k <= e, f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}")
+            require(self.moe_intermediate_size > 0,
+                     f"model.moe_intermediate_size = {self.moe_intermediate_size}: expected a positive number")
+        if not all(self.is_sparse(i) for i in range(self.num_hidden_layers)):
+            require(self.intermediate_size > 0,
+                     f"model.intermediate_size = {self.intermediate_size}: expected a positive number")
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether 0-based `layer` has experts (else one dense MLP)."""
+        return (self.num_experts > 0 and layer not in self.mlp_only_layers
+                and (layer + 1) % self.decoder_sparse_step == 0)
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
+        """`(mixer kind, has experts)` of every layer."""
+        return tuple((kind, self.is_sparse(i)) for i, kind in enumerate(self.layer_types))
+
+    @property
+    def period(self) -> int:
+        """Length of the shortest repeating run of layers that tiles the model; `num_hidden_layers` when none does."""
+        kinds, n = self.layer_kinds, self.num_hidden_layers
+        return next(p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p))

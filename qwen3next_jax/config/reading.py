@@ -1,0 +1,66 @@
+"""Configurations from and to nested plain dicts, every name and type checked."""
+
+import dataclasses
+import math
+import typing
+from typing import Any, Literal
+
+from qwen3next_jax.config.run import Config
+from qwen3next_jax.errors import UserError, did_you_mean, require
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config dataclass as nested plain dicts (JSON-ready; tuples stay tuples)."""
+    return dataclasses.asdict(config)
+
+
+def default_config() -> dict[str, Any]:
+    """Nested dict of every default, from which the files in `configs/` start.
+
+    `layer_types` is left underived, so that a file may change the number of layers or the interval alone.
+    """
+    config = to_dict(Config())
+    config["model"]["layer_types"] = ()
+    return config
+
+
+def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
+    """Builds the config dataclass `cls` from a nested dict, checking names and types.
+
+    Raises:
+      UserError: an unknown key (the nearest known one is suggested), a value of the wrong type, or one that `cls` refuses.
+    """
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        where = f"{path}.{key}"
+        if key not in hints:
+            hint = did_you_mean(key, hints) or f"; known here: {', '.join(hints)}"
+            raise UserError(f"{where}: no such setting{hint}")
+        arguments[key] = _checked(value, hints[key], where)
+    return cls(**arguments)
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        require(isinstance(value, dict), f"{where} = {value!r}: expected a group of settings")
+        return from_dict(hint, value, where)
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        require(value in choices, f"{where} = {value!r}: expected one of {', '.join(map(repr, choices))}"
+                                   f"{did_you_mean(str(value), choices)}")
+        return value
+    if origin is tuple:
+        require(isinstance(value, (tuple, list)), f"{where} = {value!r}: expected a list")
+        return tuple(_checked(v, typing.get_args(hint)[0], f"{where}[{i}]") for i, v in enumerate(value))
+    return _checked_scalar(value, hint, where)
+
+
+def _checked_scalar(value: Any, hint: type, where: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    right_type = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    require(right_type, f"{where} = {value!r} is of type {type(value).__name__}: expected {hint.__name__}")
+    require(hint is not float or math.isfinite(value), f"{where} = {value}: expected a finite number")
+    return value

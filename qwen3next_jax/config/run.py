@@ -1,0 +1,253 @@
+"""The settings of a run besides its architecture, and `Config`, which holds them all."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from qwen3next_jax.config.model import ModelConfig
+from qwen3next_jax.errors import require
+
+MESH_AXES = ("data", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticConfig:
+    """Of the tasks that `data.source` may name (see `data/synthetic.py`)."""
+
+    pairs: int = 8  # key-value pairs of a row of mqar
+    gap_power: float = 0.01  # mqar: a query's distance d has probability ∝ d^(gap_power - 1)
+
+    def __post_init__(self):
+        require(self.pairs >= 1, f"data.synthetic.pairs = {self.pairs}: expected at least 1")
+        require(self.gap_power > 0, f"data.synthetic.gap_power = {self.gap_power}: expected a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What is trained on, and how it becomes rows of `train.sequence_length` tokens."""
+
+    source: Literal["text", "mqar", "induction", "copy", "backcopy"] = "text"  # the files of `path`, or a task made from the seed
+    synthetic: SyntheticConfig = SyntheticConfig()
+    path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet; "": Python's standard library
+    weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`; () = in proportion to their size
+    text_field: str = "text"  # field of .jsonl records and column of .parquet files that holds the text
+    tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
+    heldout_fraction: float = 0.02  # share of documents (by hash of their text) kept for evaluation
+    prepared_dir: str = "runs/prepared"  # where the tokenized, packed rows are kept, by fingerprint
+    seed: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
+        require(0 < self.heldout_fraction < 1, f"data.heldout_fraction = {self.heldout_fraction}: expected between 0 and 1")
+        require(all(w > 0 for w in self.weights), f"data.weights = {self.weights}: expected positive numbers")
+        globs = len(self.globs)
+        require(not self.weights or len(self.weights) == max(globs, 1),
+                 f"data.weights has {len(self.weights)} numbers for {globs} globs in data.path: expected one each")
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        return tuple(g.strip() for g in self.path.split(",") if g.strip())
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1000
+    batch_size: int = 16  # rows per step, over all devices and micro-batches
+    sequence_length: int = 2048
+    gradient_accumulation: int = 1  # micro-batches per step
+    seed: int = 0  # initial weights
+    init_from: str = ""  # a Hugging Face directory whose weights the run starts from; "": random
+    remat: Literal["none", "block"] = "none"  # "block": keep each block's input only and recompute the rest backward
+    balance_loss_weight: float = 0.001  # perfect balance gives a loss of 1 before this weight
+    mtp_loss_weight: float = 0.1  # on the mean over depths
+    router_z_loss_weight: float = 0.0
+    log_every: int = 10
+    step_timeout: float = 1800.0  # seconds; a run in which no step ends for so long dumps its stacks and exits; 0: never
+    compile_timeout: float = 7200.0  # seconds for what may compile: the first step and evaluations
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
+            require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: expected at least 1")
+        require(self.sequence_length >= 2, f"train.sequence_length = {self.sequence_length}: expected at least 2")
+        require(self.batch_size % self.gradient_accumulation == 0,
+                 f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
+                 f"{self.gradient_accumulation}")
+        for name in ("balance_loss_weight", "mtp_loss_weight", "router_z_loss_weight", "step_timeout", "compile_timeout"):
+            require(getattr(self, name) >= 0, f"train.{name} = {getattr(self, name)}: expected 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (decoupled weight decay) with warm-up."""
+
+    learning_rate: float = 4e-4
+    schedule: Literal["cosine", "warmup_stable_decay"] = "cosine"
+    warmup_steps: int = 100  # at most train.steps of them
+    decay_fraction: float = 0.2  # last share of the steps over which warmup_stable_decay falls
+    final_fraction: float = 0.1  # of learning_rate, reached at the last step
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_norm_weights: bool = True  # as the released model trained; A_log and dt_bias never decay
+    clip_norm: float = 1.0  # global gradient norm; 0: no clipping
+
+    def __post_init__(self):
+        for name in ("learning_rate", "eps"):
+            require(getattr(self, name) > 0, f"optimizer.{name} = {getattr(self, name)}: expected a positive number")
+        require(self.warmup_steps >= 0, f"optimizer.warmup_steps = {self.warmup_steps}: expected 0 or more")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name} = {getattr(self, name)}: expected 0 ≤ {name} < 1")
+        for name in ("decay_fraction", "final_fraction"):
+            require(0 <= getattr(self, name) <= 1, f"optimizer.{name} = {getattr(self, name)}: expected 0 … 1")
+        for name in ("weight_decay", "clip_norm"):
+            require(getattr(self, name) >= 0, f"optimizer.{name} = {getattr(self, name)}: expected 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardConfig:
+    """Of the compiled step. A non-finite loss or gradient is never applied; the rest is about sudden jumps upwards."""
+
+    on_spike: Literal["continue", "skip", "rewind", "stop"] = "continue"  # rewind: last checkpoint, without the data since
+    spike_z: float = 10.0  # robust z-score of loss or gradient norm over the window from which it is a spike
+    window: int = 128  # steps; nothing counts as a spike before as many were seen
+    max_skips: int = 10  # skipped updates in a row after which the run stops
+
+    def __post_init__(self):
+        require(self.spike_z > 0, f"guards.spike_z = {self.spike_z}: expected a positive number")
+        require(self.window >= 4, f"guards.window = {self.window}: expected at least 4")
+        require(self.max_skips >= 1, f"guards.max_skips = {self.max_skips}: expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 500  # steps; the last step is always saved
+    keep_last: int = 3  # newest whole checkpoints that are kept
+    keep_every: int = 0  # steps; those at multiples of it are kept, too; 0: none
+
+    def __post_init__(self):
+        require(self.keep_every >= 0, f"checkpoint.keep_every = {self.keep_every}: expected 0 or more")
+        require(self.every >= 1, f"checkpoint.every = {self.every}: expected at least 1")
+        # With 1 the older one would be gone before the newer one is sealed.
+        require(self.keep_last >= 2, f"checkpoint.keep_last = {self.keep_last}: expected at least 2")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    every: int = 250  # steps between held-out evaluations; the last step is always evaluated
+    rows: int = 64  # held-out rows per evaluation during training; eval.py uses all
+    sample_prompt: str = "def "
+    sample_tokens: int = 96  # generated at every evaluation; 0: none
+    suites: tuple[str, ...] = ()  # further evaluations at the same steps: mqar, niah, position, … (evals/suite.py)
+    suite_rows: int = 64  # rows of each
+    suite_lengths: tuple[int, ...] = (256,)  # tokens per row of induction, copy and niah
+    suite_pairs: tuple[int, ...] = (4, 8, 16)  # of mqar
+
+    def __post_init__(self):
+        for name in ("suites", "suite_lengths", "suite_pairs"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("suite_lengths", "suite_pairs"):
+            require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1, f"eval.{name} = {getattr(self, name)}: expected positive numbers")
+        for name in ("every", "rows", "suite_rows"):
+            require(getattr(self, name) >= 1, f"eval.{name} = {getattr(self, name)}: expected at least 1")
+        require(self.sample_tokens >= 0, f"eval.sample_tokens = {self.sample_tokens}: expected 0 or more")
+        require(bool(self.sample_prompt) or not self.sample_tokens,
+                 "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; -1 (at most once): as many as are left over."""
+
+    data: int = -1  # rows of a batch; parameters and optimizer state are split over it, too
+    expert: int = 1  # rows, and experts
+    context: int = 1  # tokens of a row
+    tensor: int = 1  # heads, and widths of MLPs
+
+    def __post_init__(self):
+        for axis in MESH_AXES:
+            size = getattr(self, axis)
+            require(size >= 1 or size == -1, f"parallel.mesh.{axis} = {size}: expected at least 1, or -1 for what is left over")
+        require([getattr(self, axis) for axis in MESH_AXES].count(-1) <= 1, "parallel.mesh: expected -1 for one axis at most")
+
+    def sizes(self, devices: int) -> dict[str, int]:
+        """Devices along each axis of a mesh of `devices`, -1 worked out."""
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        given = math.prod(size for size in sizes.values() if size != -1)
+        text = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+        require(devices % given == 0 and (given == devices or -1 in sizes.values()),
+                 f"parallel.mesh: {text} = {given}, but there are {devices} devices: change an axis so that they multiply to "
+                 f"{devices}" + (", or set one to -1" if -1 not in sizes.values() else ""))
+        return {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """How the run is spread over its devices."""
+
+    mesh: MeshConfig = MeshConfig()
+    start_timeout: float = 300.0  # seconds for all processes of the run to find each other
+    heartbeat_timeout: float = 100.0  # seconds after which a silent process counts as dead, and the others end
+
+    def __post_init__(self):
+        for name in ("start_timeout", "heartbeat_timeout"):
+            require(getattr(self, name) >= 1, f"parallel.{name} = {getattr(self, name)}: expected at least 1 second")
+
+
+@dataclasses.dataclass(frozen=True)
+class TelemetryConfig:
+    """metrics.jsonl, the live display and report.html are always there; docs/report.md explains them."""
+
+    diagnostics_every: int = 100  # steps between measurements of every layer (one forward pass each); 0: never
+    tensorboard: bool = False  # scalars and samples for TensorBoard in WORKDIR/tensorboard
+    wandb: str = ""  # Weights & Biases project; "": none
+
+    def __post_init__(self):
+        require(self.diagnostics_every >= 0, f"telemetry.diagnostics_every = {self.diagnostics_every}: expected 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """Traces for xprof / TensorBoard's profiler, written to WORKDIR/profile."""
+
+    steps: str = ""  # "10:13" traces steps 10, 11 and 12; "": none
+    memory: bool = False  # at the end of those steps also writes what holds the device's memory, for pprof
+
+    def __post_init__(self):
+        require(not self.memory or bool(self.steps), "profile.memory is set without profile.steps: expected steps such as 10:13")
+        if self.steps:
+            first, _, end = self.steps.partition(":")
+            require(first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end),
+                     f"profile.steps = {self.steps!r}: expected FIRST:END with 1 ≤ FIRST < END, such as 10:13 for steps 10, 11 and 12")
+
+    @property
+    def range(self) -> range:
+        """The steps that are traced."""
+        first, _, end = (self.steps or "0:0").partition(":")
+        return range(int(first), int(end))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    name: str = "default"  # the workdir defaults to runs/<name>
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    guards: GuardConfig = GuardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    def __post_init__(self):
+        require(self.train.sequence_length <= self.model.max_position_embeddings,
+                 f"train.sequence_length = {self.train.sequence_length}: expected at most "
+                 f"model.max_position_embeddings = {self.model.max_position_embeddings}")
+        require(self.train.sequence_length > self.model.mtp_depth + 1,
+                 f"train.sequence_length = {self.train.sequence_length}: expected more than model.mtp_depth + 1")
+        require(self.data.source == "text" or not self.eval.sample_tokens,
+                 f"eval.sample_tokens = {self.eval.sample_tokens}: data.source = {self.data.source!r} has no text to sample; set it to 0")
