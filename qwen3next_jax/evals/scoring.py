@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.ops import linear_cross_entropy
 
 # tokens [B, T], segment_ids [B, T] or None → (nll [B, T-1] in nats, guess [B, T-1]) of tokens 1 … T-1, each given those before
 # it in its document.
@@ -23,8 +24,9 @@ def make_score_step(graphdef: nnx.GraphDef) -> Callable[[dict, np.ndarray, np.nd
     def step(params, tokens_BT, segment_ids_BT):
         model: Qwen3Next = nnx.merge(graphdef, params)
         hidden_BTD = model.features(tokens_BT, segment_ids_BT).hidden
-        _, nll_BT, guess_BT = model.cross_entropy(hidden_BTD, jnp.roll(tokens_BT, -1, axis=1), jnp.ones(tokens_BT.shape, jnp.float32))
-        return nll_BT, guess_BT
+        _, rows = linear_cross_entropy(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), model.head_weight(),
+                                       jnp.roll(tokens_BT, -1, axis=1).reshape(-1), jnp.ones(tokens_BT.size, jnp.float32))
+        return rows.nll.reshape(tokens_BT.shape), rows.argmax.reshape(tokens_BT.shape)
     return step
 
 
