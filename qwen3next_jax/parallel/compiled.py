@@ -1,0 +1,288 @@
+"""What a compiled program asks of each device: memory by part, collectives by mesh axis, FLOPs, HBM traffic.
+
+All figures are of one device and one run of the program; what stands in a loop counts once per trip.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from qwen3next_jax.parallel.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+               "collective-broadcast")
+# Passes of the matrix unit that a product of float32 operands takes, by XLA's name of the precision.
+_PASSES = {"high": 3, "highest": 6}
+
+
+class Collective(NamedTuple):
+    """One collective of the program.
+
+    axes: mesh axes over which its devices talk, in mesh order; a permutation names each axis along which any pair differs.
+    group: devices that talk together.
+    sent: bytes that leave each device in one run, by the best algorithm on a ring: of an array of S bytes per device
+      (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce.
+    times: how often it runs in one run of the program.
+    asynchronous: whether other work may run between its start and its end.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    sent: float
+    times: float
+    asynchronous: bool
+    op_name: str
+
+    @property
+    def total(self) -> float:
+        """Bytes in one run of the program."""
+        return self.sent * self.times
+
+
+class Memory(NamedTuple):
+    """Bytes of HBM on one device.
+
+    parameters, optimizer: the donated state, as its shardings cut it. gradients, activations: arrays that the layer scans
+    stack up for the optimizer and for the backward pass (read off the loops of the program). temporaries: the rest of
+    what the program needs while it runs. other: batch, outputs, padding of the state's layout, the program's code.
+    peak: all of it, from the compiler's own account.
+    """
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    activations: float
+    temporaries: float
+    other: float
+    peak: float
+
+
+# ---- collectives ---------------------------------------------------------------------------------------------------------
+
+
+def collective_kind(instruction: Instruction) -> str:
+    """Which of COLLECTIVES this instruction starts; "" for none."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in COLLECTIVES else ""
+
+
+def read_collective(computation: Computation, instruction: Instruction, mesh: jax.sharding.Mesh, times: float = 1,
+                    asynchronous: bool = False) -> Collective:
+    """The record of an instruction whose `collective_kind` is not ""."""
+    kind = collective_kind(instruction)
+    size = sum(computation[name].bytes for name in instruction.operands)
+    if kind == "collective-permute":
+        pairs = np.array([[int(n) for n in pair.split(",")] for pair in
+                          re.findall(r"\{(\d+,\d+)\}", instruction.attribute("source_target_pairs"))]).reshape(-1, 2)
+        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        axes, group = _differing(mesh, pairs), len(np.unique(pairs))
+        sent = size if len(pairs) else 0.0
+    else:
+        axes, group = _axes(instruction.attributes, mesh)
+        sent = size * {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group,
+                       "collective-broadcast": 1}.get(kind, (group - 1) / group)
+    return Collective(kind, axes, group, sent, times, asynchronous or instruction.opcode.endswith("-start"), instruction.op_name)
+
+
+def collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
+    """Every collective that moves data, in the order of the program."""
+    found = []
+    for step in program.walk():
+        if collective_kind(step.instruction):
+            found.append(read_collective(step.computation, step.instruction, mesh, step.times, step.asynchronous))
+    return [c for c in found if c.sent]
+
+
+def replica_groups(text: str) -> np.ndarray | None:
+    """[groups, devices] of `replica_groups=`, in any of its forms: lists, an iota, axes of a named mesh. None: all devices.
+
+        {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['x'=2,'y'=4] {'y':(2)2}    (the second of y's two factors)
+    """
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota:
+        groups, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        devices = np.arange(math.prod(dims)).reshape(dims)
+        return (devices.transpose(order) if order else devices).reshape(groups)
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? \{([^}]*)\}", text)
+    if named:
+        dims = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named.group(1))}
+        listed = [int(n) for n in re.findall(r"\d+", named.group(2) or "")]
+        devices = np.array(listed if len(listed) == math.prod(dims.values()) else range(math.prod(dims.values())))
+        chosen = {name: (int(before or 1), int(size or dims[name]))
+                  for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named.group(3))}
+        shape, inside = [], []
+        for name, size in dims.items():
+            before, part = chosen.get(name, (1, 1))
+            inside.append(len(shape) + 1)
+            shape += [before, part, size // before // part]
+        outside = [d for d in range(len(shape)) if d not in inside]
+        return devices.reshape(shape).transpose(outside + inside).reshape(-1, math.prod(part for _, part in chosen.values()))
+    listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)
+    if listed:
+        rows = [[int(n) for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", listed.group(1))]
+        return np.array(rows) if rows else None
+    return None
+
+
+def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
+    """(mesh axes, devices of a group) of an instruction's replica groups."""
+    groups = replica_groups(text)
+    first = np.arange(mesh.size) if groups is None else groups[0]
+    return _differing(mesh, np.stack((np.broadcast_to(first[:1], first.shape), first), axis=1)), len(first)
+
+
+def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
+    """Axes along which the two positions of any pair [n, 2] differ. A position counts devices in the mesh's order."""
+    coordinates = np.unravel_index(pairs, mesh.devices.shape)
+    return tuple(name for name, c in zip(mesh.axis_names, coordinates) if np.any(c[:, 0] != c[:, 1]))
+
+
+# ---- work ----------------------------------------------------------------------------------------------------------------
+
+
+def flops(program: Program, computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of one run of an instruction that stands outside fusions, with all it calls but loops and branches. Kernels
+    state their own cost, or are known by name."""
+    if instruction.opcode == "fusion":
+        return sum(flops(program, program.computations[name], inner)
+                   for name in instruction.called for inner in program.computations[name].values())
+    if instruction.opcode == "custom-call":
+        return _kernel_flops(computation, instruction)
+    precision = re.search(r"operand_precision=\{(\w+)", instruction.attributes)
+    return product_flops(computation, instruction) * _PASSES.get(precision.group(1) if precision else "", 1)
+
+
+def _kernel_flops(computation: Computation, instruction: Instruction) -> float:
+    stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
+    if stated:
+        return float(stated.group(1))
+    arrays = [s for name in instruction.operands for s in computation[name].shapes]
+    splash = re.match(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
+    if splash:
+        queries, keys = [s.dims for s in arrays if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1][:2]
+        causal = 0.5 if queries[-2] == keys[-2] else 1.0
+        products = {"fwd": 2, "dkv": 4, "dq": 3}[splash.group(1)]
+        return products * 2.0 * math.prod(queries) * keys[-2] * causal
+    rule = delta_rule_sizes(computation, instruction)
+    if rule:
+        direction, tokens, heads, key, value, chunk = rule
+        area, rim = (6, 4) if direction == "forward" else (14, 10)  # docs/delta_rule.md; 8 and 20 chunk · d with d = key = value
+        return tokens * heads * (area * key * value + rim * chunk * (key + value))
+    return 0.0
+
+
+def delta_rule_sizes(computation: Computation, instruction: Instruction) -> tuple[str, int, int, int, int, int] | None:
+    """("forward" or "backward", tokens, value heads, key width, value width, chunk) of our kernel's call; None for others."""
+    kernel = re.match(r"gated_delta_rule_(forward|backward)", instruction.name)
+    if instruction.opcode != "custom-call" or not kernel:
+        return None
+    # Operands start with q, k, v [B, T, heads · width] and the summed decay [B, chunks, blocks, heads, chunk].
+    tokens = math.prod(computation[instruction.operands[2]].shapes[0].dims[:2])
+    chunk = computation[instruction.operands[3]].shapes[0].dims[-1]
+    _, heads, key, value = next(s.dims for s in instruction.shapes if s.dtype == "f32" and len(s.dims) == 4)  # the state
+    return kernel.group(1), tokens, heads, key, value, chunk
+
+
+def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
+    """Bytes that one run of an instruction outside fusions reads from and writes to HBM.
+
+    Slices and updates in place touch their part only; other memories (VMEM) are free. Of a gather the result counts.
+    """
+    op = instruction.opcode
+    if op in FREE or op in ("while", "conditional", "call") or op.endswith(("-done", "-update")):
+        return 0.0
+    if op.endswith("-start") and op.removesuffix("-start") in ("copy", "slice", "dynamic-slice"):
+        source, target = (computation[instruction.operands[0]].shapes[0], instruction.shapes[0])
+        moved = min(source.bytes, target.bytes)
+        return moved * (source.in_hbm + target.in_hbm)
+    operands = [computation[name] for name in instruction.operands]
+    if op == "fusion":
+        inner = program.computations[instruction.called[0]]
+        reads = sum(_read(inner, parameter) for parameter in inner.parameters)
+        return reads + _written(inner, inner.root, instruction.shapes)
+    if op in ("dynamic-slice", "slice", "gather"):
+        return 2 * _in_hbm(instruction.shapes)
+    if op == "dynamic-update-slice":
+        return 2 * _in_hbm(operands[1].shapes)
+    return sum(_in_hbm(o.shapes) for o in operands) + _in_hbm(instruction.shapes)
+
+
+def _in_hbm(shapes: Sequence[Shape]) -> float:
+    return sum(s.bytes for s in shapes if s.in_hbm)
+
+
+def _read(inner: Computation, parameter: Instruction) -> float:
+    """Bytes that a fusion reads of one of its parameters."""
+    if not parameter.shapes or not all(s.in_hbm for s in parameter.shapes):
+        return 0.0
+    touched, pending = 0.0, [parameter]
+    while pending:
+        value = pending.pop()
+        for user in inner.users[value.name]:
+            if user.opcode == "bitcast":
+                pending.append(user)
+            elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
+                touched += user.bytes
+            elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
+                continue  # in place: only the update is written
+            else:
+                return parameter.bytes
+    return min(touched, parameter.bytes)
+
+
+def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) -> float:
+    while root.opcode == "bitcast":
+        root = inner[root.operands[0]]
+    if root.opcode == "tuple":
+        return sum(_written(inner, inner[name], (result,)) for name, result in zip(root.operands, results))
+    if root.opcode == "dynamic-update-slice":
+        return inner[root.operands[1]].bytes * all(r.in_hbm for r in results)
+    return _in_hbm(results)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------
+
+
+def shard_bytes(tree: Any) -> float:
+    """Bytes of one device's part of a tree of arrays or `jax.ShapeDtypeStruct`s with shardings."""
+    return float(sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))
+
+
+def memory(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memory:
+    """HBM of a compiled train step whose donated state holds `params` and `opt_state`."""
+    stats = compiled.memory_analysis()
+    parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)
+    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    activations, gradients = _stacked(program)
+    temporary = float(stats.temp_size_in_bytes)
+    gradients = min(gradients, temporary)
+    activations = min(activations, temporary - gradients)
+    other = kept - parameters - optimizer + stats.generated_code_size_in_bytes
+    return Memory(parameters, optimizer, gradients, activations, temporary - gradients - activations, other,
+                  kept + temporary + stats.generated_code_size_in_bytes)
+
+
+def _stacked(program: Program) -> tuple[float, float]:
+    """Bytes in HBM of the arrays that loops fill one trip at a time: (by forward loops, by backward loops).
+
+    A forward scan stacks what its backward needs, a backward scan the gradients of the stacked parameters; JAX marks the
+    transposed one in its name. Of nested loops the inner ones' stacks live within one outer trip and count once.
+    """
+    forward = backward = 0.0
+    for step in program.walk():
+        if step.instruction.opcode != "while":
+            continue
+        trips = program.trips(step.computation, step.instruction)
+        body = program.computations[step.instruction.attribute("body").lstrip("%")]
+        for i, shape in enumerate(step.instruction.shapes):
+            if trips and trips > 1 and shape.dims[:1] == (trips,) and shape.in_hbm and program.changes(body, i):
+                if "transpose(" in step.instruction.op_name:
+                    backward += shape.bytes
+                else:
+                    forward += shape.bytes
+    return forward, backward

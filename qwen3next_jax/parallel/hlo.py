@@ -1,0 +1,286 @@
+"""Reads the text of a compiled XLA program (`compiled.as_text()`): its computations, instructions and loops.
+
+The text is the program of one device after partitioning, optimization and, on TPU, scheduling: instructions of a
+computation stand in the order in which they start. Everything here is text in, small records out; what the records mean
+for memory, network and time is read off in `compiled.py` and `roofline.py`.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "f8e4m3fn": 8, "f8e5m2": 8, "f8e4m3b11fnuz": 8, "f4e2m1fn": 4, "f8e8m0fnu": 8,
+         "bf16": 16, "c64": 64, "c128": 128} | {f"{kind}{bits}": bits for kind in "suf" for bits in (1, 2, 4, 8, 16, 32, 64)}
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|called_computations|branch_computations|true_computation|"
+                     r"false_computation|async_wrapped)=(?:\{([^}]*)\}|%?([\w.\-]+))")
+# Instructions that move nothing: names for parts of other values.
+FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+                  "opt-barrier", "domain", "add-dependency"))
+# Instructions that run the computations they name.
+CALLERS = frozenset(("fusion", "call", "conditional", "custom-call", "async-start", "call-start"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array of an instruction's type."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> float:
+        return self.elements * _BITS[self.dtype] / 8
+
+    @property
+    def in_hbm(self) -> bool:
+        """Whether it lies in the device's main memory; the compiler marks every other memory as S(n) in the layout."""
+        return "S(" not in self.layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]  # of the result; several for a tuple
+    operands: tuple[str, ...]
+    literal: str  # what stands in the parentheses, for parameters and constants
+    attributes: str
+    root: bool
+
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations it calls, in the order of the text."""
+        names = []
+        for group, single in _CALLED.findall(self.attributes):
+            names += [n.strip().lstrip("%") for n in group.split(",")] if group else [single]
+        return tuple(names)
+
+    def attribute(self, name: str) -> str:
+        """The value of `name={...}` or `name=word`; "" where there is none."""
+        m = re.search(rf"(?:^|[ ,]){name}=(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|\"[^\"]*\"|[^\s,]+)", self.attributes)
+        return m.group(1) if m else ""
+
+    @property
+    def op_name(self) -> str:
+        """Where the traced program asked for it, such as `jit(train_step)/…/dot_general`."""
+        m = re.search(r'op_name="([^"]*)"', self.attributes)
+        return m.group(1) if m else ""
+
+    @property
+    def bytes(self) -> float:
+        return sum(s.bytes for s in self.shapes)
+
+
+class Computation(dict[str, Instruction]):
+    """Instructions by name, in order."""
+
+    @property
+    def root(self) -> Instruction:
+        return next(i for i in self.values() if i.root)
+
+    @functools.cached_property
+    def parameters(self) -> list[Instruction]:
+        return sorted((i for i in self.values() if i.opcode == "parameter"), key=lambda i: int(i.literal))
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        users: dict[str, list[Instruction]] = {name: [] for name in self}
+        for instruction in self.values():
+            for operand in instruction.operands:
+                users[operand].append(instruction)
+        return users
+
+
+class Step(NamedTuple):
+    """One instruction where `Program.walk` meets it. asynchronous: inside a computation that runs beside the rest."""
+
+    computation: Computation
+    instruction: Instruction
+    times: float
+    asynchronous: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    computations: dict[str, Computation]
+    entry: str
+
+    def trips(self, computation: Computation, loop: Instruction) -> int | None:
+        """How often the body of a `while` runs; None where the program does not state it."""
+        stated = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if stated:
+            return int(stated.group(1))
+        condition, body = (self.computations[loop.attribute(k).lstrip("%")] for k in ("condition", "body"))
+        before, after = _elements(computation, loop.operands[0]), _elements(body, body.root.name)
+        if before is None or after is None or condition.root.opcode != "compare":
+            return None
+
+        def constant(inside: Computation, name: str) -> int | None:
+            """Of a constant, or of an element of the loop's tuple that no trip changes."""
+            instruction = _source(inside, name)
+            if instruction.opcode == "get-tuple-element":
+                i = int(instruction.attribute("index"))
+                instruction = instruction if self.changes(body, i) else before[i]
+            literal = instruction.literal if instruction.opcode == "constant" else ""
+            return int(literal) if re.fullmatch(r"-?\d+", literal) else None
+
+        counter, bound = condition.root.operands
+        direction = condition.root.attribute("direction")
+        if constant(condition, bound) is None:
+            counter, bound, direction = bound, counter, {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction)
+        counter, bound = _source(condition, counter), constant(condition, bound)
+        if counter.opcode != "get-tuple-element" or bound is None or direction not in ("LT", "LE", "GT", "GE"):
+            return None
+        index = int(counter.attribute("index"))
+        step = next((constant(body, name) for name in after[index].operands if constant(body, name) is not None), None)
+        start = int(before[index].literal) if before[index].opcode == "constant" else None
+        if start is None or not step or after[index].opcode != "add":
+            return None
+        last_counts = direction in ("LE", "GE")
+        return max(-(-(bound - start + last_counts * (step // abs(step))) // step), 0)
+
+    def changes(self, body: Computation, index: int) -> bool:
+        """Whether a trip of a loop with this body changes element `index` of the loop's tuple."""
+        after = _elements(body, body.root.name)
+        return after is None or after[index].opcode != "get-tuple-element" or int(after[index].attribute("index")) != index
+
+    def walk(self, name: str | None = None, times: float = 1, asynchronous: bool = False) -> Iterator["Step"]:
+        """Every instruction reachable from the entry, with how often it runs. A loop whose trips are not stated counts
+        once (`unstated_loops` names them); of a conditional's branches each counts."""
+        computation = self.computations[name or self.entry]
+        for instruction in computation.values():
+            yield Step(computation, instruction, times, asynchronous)
+            inner = times
+            called = instruction.called
+            if instruction.opcode == "while":
+                called = (instruction.attribute("body").lstrip("%"),)
+                inner = times * (self.trips(computation, instruction) or 1)
+            elif instruction.opcode not in CALLERS:
+                continue  # the reduction of a reduce or a sort: per element, no work of its own
+            for callee in called:
+                yield from self.walk(callee, inner, asynchronous or instruction.opcode.endswith("-start"))
+
+    def unstated_loops(self) -> list[str]:
+        """Traced names of the loops that may run more often than they are counted."""
+        return [s.instruction.op_name or s.instruction.name for s in self.walk()
+                if s.instruction.opcode == "while" and self.trips(s.computation, s.instruction) is None]
+
+
+def _source(computation: Computation, name: str) -> Instruction:
+    """The instruction whose value `name` is, through copies."""
+    instruction = computation[name]
+    while instruction.opcode in ("copy", "bitcast", "opt-barrier", "copy-done", "copy-start"):
+        instruction = computation[instruction.operands[0]]
+    return instruction
+
+
+def _elements(computation: Computation, name: str) -> list[Instruction] | None:
+    """The elements of the tuple `name`."""
+    instruction = _source(computation, name)
+    return [_source(computation, n) for n in instruction.operands] if instruction.opcode == "tuple" else None
+
+
+def parse(text: str) -> Program:
+    """The program in the text of an HLO module."""
+    text = re.sub(r'"(?:body|debug_locations)":"[^"]*"', '""', text)  # kernels in base64, megabytes of them
+    computations: dict[str, Computation] = {}
+    entry, current, pending = "", None, ""
+
+    def finish() -> None:
+        if pending and (instruction := _instruction(pending)):
+            current[instruction.name] = instruction
+
+    for line in text.splitlines():
+        if current is None:
+            m = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+            if m:
+                current = computations[m.group(2)] = Computation()
+                entry = m.group(2) if m.group(1) else entry
+        elif line == "}" or line.startswith("}, execution_thread="):
+            finish()
+            current, pending = None, ""
+        elif re.match(r"\s+(?:ROOT )?%", line):
+            finish()
+            pending = line
+        else:  # attributes may hold line ends
+            pending += " " + line
+    return Program(computations, entry)
+
+
+def _instruction(line: str) -> Instruction | None:
+    m = re.match(r"\s+(ROOT )?%([\w.\-]+) = ", line)
+    if not m:
+        return None
+    start = m.end()
+    end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
+    paren = line.index("(", end)
+    close = _closing(line, paren)
+    inside = line[paren + 1:close]
+    opcode = line[end:paren].strip()
+    operands = () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(m.group(2), opcode, shapes(line[start:end]), operands, inside, line[close + 1:].lstrip(", "), bool(m.group(1)))
+
+
+def shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays in the text of a type."""
+    return tuple(Shape(dtype, tuple(int(d) for d in dims.split(",") if d), layout)
+                 for dtype, dims, layout in _SHAPE.findall(text))
+
+
+def _closing(line: str, opening: int) -> int:
+    """Index of the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for m in re.finditer(r"[()]", line[opening:]):
+        depth += 1 if m.group() == "(" else -1
+        if depth == 0:
+            return opening + m.start()
+    raise ValueError(f"unbalanced parentheses in {line[:80]!r}")
+
+
+# ---- FLOPs of products -------------------------------------------------------------------------------------------------
+
+
+def product_flops(computation: Computation, instruction: Instruction) -> float:
+    """2 × multiply-adds of a `dot` or `convolution` (XLA on TPU writes every product as one); 0 for anything else."""
+    if instruction.opcode == "dot":
+        left = computation[instruction.operands[0]].shapes[0].dims
+        contracted = [int(d) for d in instruction.attribute("lhs_contracting_dims").strip("{}").split(",") if d]
+        return 2.0 * instruction.shapes[0].elements * math.prod(left[d] for d in contracted)
+    if instruction.opcode == "convolution":
+        return _convolution_flops(computation, instruction)
+    return 0.0
+
+
+def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
+    left, right, out = instruction.attribute("dim_labels").replace("->", "_").split("_")
+    base, kernel = (computation[name].shapes[0].dims for name in instruction.operands[:2])
+    result = instruction.shapes[0].dims
+    window = dict(part.split("=") for part in instruction.attribute("window").strip("{}").split())
+    spatial = [c for c in left if c.isdigit()]
+    pairs = 1
+    for axis, label in enumerate(sorted(spatial)):
+        def of(name, default, axis=axis):
+            return window[name].split("x")[axis] if name in window else default
+        low = int(of("pad", "0_0").split("_")[0])
+        pairs *= _pairs(base[left.index(label)], kernel[right.index(label)], result[out.index(label)],
+                        int(of("stride", "1")), low, int(of("lhs_dilate", "1")), int(of("rhs_dilate", "1")))
+    return 2.0 * result[out.index("b")] * result[out.index("f")] * kernel[right.index("i")] * pairs
+
+
+@functools.cache
+def _pairs(base: int, kernel: int, out: int, stride: int, low: int, base_dilation: int, kernel_dilation: int) -> int:
+    """Pairs of output and kernel positions that meet an element, not padding: a batch dimension that is written as a
+    window (strides and holes) has one pair per element."""
+    place = np.arange(out)[:, None] * stride - low + np.arange(kernel) * kernel_dilation
+    return int(np.sum((place >= 0) & (place <= (base - 1) * base_dilation) & (place % base_dilation == 0)))

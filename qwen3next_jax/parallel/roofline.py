@@ -1,0 +1,193 @@
+"""Predicts the time of a compiled TPU program from its own schedule: a roofline per instruction, a torus per collective.
+
+The instructions of a computation stand in the order in which the compiler starts them. They are taken one after another:
+
+- an instruction lasts max(FLOPs / peak, HBM bytes / bandwidth); our Pallas kernels last as many cycles as the compiler's
+  static schedule of them has (`_CYCLES`), where that is longer;
+- a collective lasts as long as its bytes need on the links of its mesh axes, at their peak, all links in use (`Network`).
+  One that the compiler split into a start and an end runs beside what stands between them; what is left when its end is
+  reached is waited for, and so is all of one that it did not split. Collectives of the same axes wait for each other;
+- copies that the compiler started early (HBM to VMEM and back) run beside the rest in the same way;
+- a loop lasts its trips times its body.
+
+Not in the model: latency of collectives, of launches and of small transfers; the vector unit (an elementwise
+fusion is taken to be bound by HBM); products whose shapes do not fill the matrix unit; links shared by collectives of
+different axes; hosts, input and checkpoints. A real step is slower.
+"""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from qwen3next_jax.parallel.chips import Chip
+from qwen3next_jax.parallel.compiled import (Collective, collective_kind, delta_rule_sizes, flops, hbm_bytes,
+                                             read_collective)
+from qwen3next_jax.parallel.hlo import Computation, Instruction, Program
+
+COMPUTE, HBM = "compute", "hbm"
+
+
+class Estimate(NamedTuple):
+    """Of one run of the program on one device.
+
+    seconds: of the whole. bound: seconds by what each instruction waited for: "compute", "hbm", or "network" with its
+    mesh axes, such as "network data+expert". flops: executed, recomputation included. hbm_bytes: read and written.
+    """
+
+    seconds: float
+    bound: dict[str, float]
+    flops: float
+    hbm_bytes: float
+
+
+def estimate(program: Program, mesh: jax.sharding.Mesh, chip: Chip, shape: tuple[int, ...]) -> Estimate:
+    """Time of a program compiled for `mesh` on a slice of `shape` chips."""
+    seconds, counts = _Simulation(program, Network(mesh, chip, shape), chip).run(program.entry)
+    bound = {k: v for k, v in counts.items() if k not in ("flops", "bytes") and v}
+    return Estimate(seconds, dict(sorted(bound.items(), key=lambda item: -item[1])), counts["flops"], counts["bytes"])
+
+
+class _Simulation:
+    def __init__(self, program: Program, network: "Network", chip: Chip):
+        self.program, self.network, self.chip = program, network, chip
+        self.peak, self.bandwidth = chip.device_flops, chip.hbm_bandwidth / chip.devices_per_chip
+        self.done: dict[str, tuple[float, Counter]] = {}
+
+    def run(self, name: str) -> tuple[float, Counter]:
+        """(seconds, seconds by bound with "flops" and "bytes" beside them) of one run of a computation."""
+        if name not in self.done:
+            self.done[name] = self._run(self.program.computations[name])
+        return self.done[name]
+
+    def _run(self, computation: Computation) -> tuple[float, Counter]:
+        now, counts = 0.0, Counter()
+        free: Counter = Counter()  # when each resource has finished what was given to it
+        pending: dict[str, tuple[float, str]] = {}
+
+        def add(seconds: float, inner: Counter, times: float = 1) -> None:
+            nonlocal now
+            now += times * seconds
+            counts.update({k: times * v for k, v in inner.items()})
+
+        def start(name: str, seconds: float, resource: str) -> None:
+            free[resource] = max(now, free[resource]) + seconds
+            pending[name] = free[resource], resource
+
+        for instruction in computation.values():
+            op = instruction.opcode
+            if op.endswith("-done") and instruction.operands[0] in pending:
+                finish, resource = pending.pop(instruction.operands[0])
+                if finish > now:
+                    add(finish - now, Counter({resource: finish - now}))
+            elif op.endswith("-update") and instruction.operands[0] in pending:
+                pending[instruction.name] = pending.pop(instruction.operands[0])
+            elif collective_kind(instruction):
+                collective = read_collective(computation, instruction, self.network.mesh)
+                resource, seconds = "network " + "+".join(collective.axes), self.network.seconds(collective, instruction)
+                if op.endswith("-start"):
+                    start(instruction.name, seconds, resource)
+                else:
+                    add(seconds, Counter({resource: seconds}))
+            elif op == "while":
+                seconds, inner = self.run(instruction.attribute("body").lstrip("%"))
+                add(seconds, inner, self.program.trips(computation, instruction) or 1)
+            elif op == "conditional":
+                add(*max((self.run(name) for name in instruction.called), key=lambda branch: branch[0]))
+            elif op == "call":
+                add(*self.run(instruction.called[0]))
+            elif op in ("async-start", "call-start"):
+                seconds, inner = self.run(instruction.called[0])
+                waits = {k: v for k, v in inner.items() if k not in ("flops", "bytes")}
+                start(instruction.name, seconds, max(waits, key=waits.get, default=HBM))
+                counts.update({k: inner[k] for k in ("flops", "bytes")})
+            elif op.endswith("-start"):
+                moved = hbm_bytes(self.program, computation, instruction)
+                counts["bytes"] += moved
+                start(instruction.name, moved / self.bandwidth, HBM)
+            else:
+                self._work(computation, instruction, add)
+        return now, counts
+
+    def _work(self, computation: Computation, instruction: Instruction, add) -> None:
+        work, moved = flops(self.program, computation, instruction), hbm_bytes(self.program, computation, instruction)
+        compute = max(work / self.peak, _kernel_seconds(computation, instruction, self.chip))
+        seconds = max(compute, moved / self.bandwidth)
+        add(seconds, Counter({COMPUTE if compute >= seconds else HBM: seconds, "flops": work, "bytes": moved}))
+
+
+# Cycles per token and value head of our kernels with K = V = 128, (forward, backward): the static schedules that
+# benchmarks/delta_rule_tpu_schedule.py --chip=… prints for 4096 tokens of 32 heads (v4's for one of its two cores, halved).
+_CYCLES = {"v4": (5.52, 9.25), "v5e": (6.26, 11.76), "v5p": (3.24, 6.05), "v6e": (5.30, 9.74), "tpu7x": (5.33, 9.10)}
+
+
+def _kernel_seconds(computation: Computation, instruction: Instruction, chip: Chip) -> float:
+    rule = delta_rule_sizes(computation, instruction)
+    if rule is None or chip.name not in _CYCLES:
+        return 0.0
+    direction, tokens, heads, key, value, _ = rule
+    return tokens * heads * (key * value / 128**2) * _CYCLES[chip.name][direction == "backward"] / chip.clock
+
+
+class Network:
+    """Peak times of collectives on the links of a TPU slice.
+
+    A ring along one dimension of the torus sends both ways, at twice a link's rate; a line (a dimension that does not
+    close, or of which the group takes a part) at once the rate. A group that spans several dimensions uses all of their
+    links. Where groups interleave (their devices lie s apart) they share links, and each has 1/s. The two devices of a
+    TPU7x chip share the chip's links, and talk to each other over a faster one.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh, chip: Chip, shape: tuple[int, ...]):
+        self.mesh, self.chip, self.shape = mesh, chip, shape
+        # A torus closes along a dimension of v5e and v6e when it is a pod's whole side, of the others in multiples of 4.
+        self.closes = tuple(n == 16 if chip.torus == 2 else n % 4 == 0 for n in shape)
+        devices = mesh.devices.flatten()
+        self.coordinates = np.array([d.coords[:len(shape)] for d in devices]).reshape(*mesh.devices.shape, len(shape))
+        self.cores = np.array([d.core_on_chip for d in devices]).reshape(mesh.devices.shape)
+
+    def seconds(self, collective: Collective, instruction: Instruction) -> float:
+        """Of one run."""
+        if not collective.sent:
+            return 0.0
+        if collective.kind == "collective-permute":
+            return collective.sent * self._hops(instruction) / self._link
+        spans, shares = self._spans(collective.axes)
+        if not spans:
+            return collective.sent / self.chip.die_bandwidth
+        if collective.kind in ("all-to-all", "ragged-all-to-all"):
+            # Over a ring of m a byte travels m/4 links on average, over a line m/3.
+            return max(collective.sent * shares * stride * (m / 8 if ring else m / 4) / self.chip.link_bandwidth
+                       for m, stride, ring in spans)
+        links = sum((2 if ring else 1) / stride for _, stride, ring in spans)
+        return collective.sent * shares / (links * self.chip.link_bandwidth)
+
+    @property
+    def _link(self) -> float:
+        return self.chip.link_bandwidth / self.chip.devices_per_chip
+
+    def _spans(self, axes: tuple[str, ...]) -> tuple[list[tuple[int, int, bool]], float]:
+        """([(chips, their distance, whether a ring) for each torus dimension that a group spans], devices that share links)."""
+        index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
+        coordinates = self.coordinates[index].reshape(-1, len(self.shape))
+        spans = []
+        for d, side in enumerate(self.shape):
+            places = np.unique(coordinates[:, d])
+            if len(places) > 1:
+                stride = int(np.min(np.diff(places)))
+                spans.append((len(places), stride, self.closes[d] and len(places) * stride == side))
+        both_cores = len(np.unique(self.cores[index])) > 1
+        # A chip takes in what its two devices both need once.
+        return spans, self.chip.devices_per_chip / (2 if both_cores else 1)
+
+    def _hops(self, instruction: Instruction) -> float:
+        """Links that the busiest transfer of a permutation crosses, at least 1."""
+        pairs = np.array([[int(n) for n in pair.split(",")] for pair in
+                          re.findall(r"\{(\d+,\d+)\}", instruction.attribute("source_target_pairs"))])
+        coordinates = self.coordinates.reshape(-1, len(self.shape))
+        distance = np.abs(coordinates[pairs[:, 0]] - coordinates[pairs[:, 1]])
+        sides = np.array(self.shape)
+        distance = np.where(self.closes, np.minimum(distance, sides - distance), distance)
+        return max(float(distance.sum(axis=1).max()), 1.0)

@@ -1,0 +1,168 @@
+"""Will it fit, and how fast should it run? Compiles the real train step for a TPU slice, on a machine without one.
+
+    python -m qwen3next_jax.plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8 --mesh=data=64,expert=8
+        [--search] [--json=plan.json]
+
+`--search` ranks meshes, remat policies and micro-batches by arithmetic and compiles the best five. `--json` also draws the
+memory by part beside the file. How to read the figures, and what they leave out: docs/planner.md.
+"""
+
+import dataclasses
+import json
+import pathlib
+import resource
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from qwen3next_jax import cli
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig
+from qwen3next_jax.errors import UserError, did_you_mean
+
+COMPILED = 5  # of a search
+DOES_NOT_FIT = 1  # exit code
+
+
+def main() -> int:
+    config = with_mesh(_config(), _mesh.value)
+    if not _topology.value:
+        raise UserError("--topology is missing: expected a slice such as --topology=v5p:8x8x8")
+    out = pathlib.Path(_json.value) if _json.value else None
+    for path in (out, out.with_suffix(".png")) if out else ():
+        if path.exists():
+            raise UserError(f"--json={out}: {path} exists: choose another name, or remove it")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # nothing runs; an accelerator of this machine is left alone
+    from qwen3next_jax.parallel.topology import describe
+    from qwen3next_jax.training.planning import make_plan
+
+    topology, console = describe(_topology.value), Console(highlight=False)
+    if _search.value:
+        plans = search(config, topology, console)
+    else:
+        plans = [make_plan(config, topology)]
+        show(plans[0], console)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        found = [plan.as_dict() for plan in plans]
+        out.write_text(json.dumps(found if _search.value else found[0], indent=1) + "\n")
+        draw(plans, out.with_suffix(".png"))
+    return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
+
+
+def with_mesh(config: Config, text: str | None) -> Config:
+    """`config` with the axes of `text`, such as "data=64,expert=8", the others 1; `data` takes what is left unless it is named."""
+    if not text:
+        return config
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or not size.lstrip("-").isdigit():
+            raise UserError(f"--mesh={text}: {part!r} is not AXIS=SIZE with one of {', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}")
+        sizes[axis] = int(size)
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(**sizes)))
+
+
+def search(config: Config, topology, console: Console) -> list:
+    """Compiles what the arithmetic ranks highest, fastest first in the result, and shows why the others are out."""
+    from qwen3next_jax.training.plan_search import candidates
+    from qwen3next_jax.training.planning import make_plan
+
+    ranked = candidates(config, topology)
+    chosen = [c for c in ranked if not c.reason][:COMPILED] or [c for c in ranked if c.bytes < float("inf")][:1]
+    if not chosen:
+        raise UserError(f"no mesh of {len(topology.devices)} devices divides this model and batch; the first: {ranked[0].reason}")
+    plans = []
+    for candidate in chosen:
+        console.print(f"compiling {candidate.label} (by arithmetic {candidate.seconds:.3g} s)", markup=False)
+        plans.append(make_plan(candidate.config, topology))
+    plans.sort(key=lambda p: (not p.fits, p.estimate.seconds if p.fits else p.needs))
+    table = Table("mesh", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU", "bound by", title=_title(plans[0]))
+    for p in plans:
+        row = [_mesh_text(p.mesh), p.config.train.remat, str(p.config.train.gradient_accumulation)]
+        figures = ([f"{p.needs / 2**30:.1f}", f"{p.estimate.seconds:.4g}", f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}", p.binding]
+                   if p.fits else ["does not fit:", p.reason.replace("GiB of", "of"), "", "", ""])
+        table.add_row(*row, *figures)
+    console.print(table)
+    out = [c for c in ranked if c.reason]
+    if out:
+        table = Table("not compiled", "why (by arithmetic)", title=f"{len(out)} of {len(ranked)} candidates do not fit, the nearest first")
+        for c in out[:10]:
+            table.add_row(c.label, c.reason)
+        console.print(table)
+    return plans
+
+
+def show(plan, console: Console) -> None:
+    """The tables of one plan."""
+    from qwen3next_jax.training.planning import traffic
+
+    per = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
+    if not plan.fits:
+        console.print(f"{_title(plan)}\n{_mesh_text(plan.mesh)} does not fit: {plan.reason} (compile {plan.compile_seconds:.0f} s)", markup=False)
+        return
+    e, usable = plan.estimate, plan.usable_hbm
+    table = Table(f"HBM per {per}", "GiB", title=_title(plan), min_width=60)
+    for name, size in plan.memory._asdict().items():
+        table.add_row(name, f"{size / 2**30:.4g}" + (f" of {usable / 2**30:.4g} ({size / usable:.0%})" if name == "peak" else ""))
+    console.print(table)
+    if plan.collectives:
+        table = Table("mesh axes", "collective", "times", f"GB sent per {per}")
+        for (axes, kind), (size, count) in traffic(plan.collectives).items():
+            table.add_row("+".join(axes), kind, f"{count:,.0f}", f"{size / 1e9:.4g}")
+        console.print(table)
+    table = Table("waiting for", "s", "share")
+    for name, seconds in e.bound.items():
+        table.add_row(name, f"{seconds:.4g}", f"{seconds / e.seconds:.0%}")
+    console.print(table)
+    console.print(f"{_mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Step {e.seconds:.4g} s, bound by "
+                  f"{plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}", markup=False)
+    console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, {e.hbm_bytes / 1e9:.4g} GB through HBM; "
+                  f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), this process's peak "
+                  f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB", markup=False)
+    for name in plan.unstated_loops:
+        console.print(f"a loop whose trips the program does not state was counted once, so that figures are too low: {name}", markup=False)
+
+
+def draw(plans: list, path: pathlib.Path) -> None:
+    """A bar of memory by part for every plan that fits, against what the chip has."""
+    plans = [plan for plan in plans if plan.fits]
+    if not plans:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.4 + 0.5 * len(plans)), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(plans)
+    labels = [f"{_mesh_text(p.mesh)}\nremat {p.config.train.remat} × {p.config.train.gradient_accumulation}" for p in plans]
+    for part in plans[0].memory._fields[:-1]:
+        sizes = [getattr(p.memory, part) / 2**30 for p in plans]
+        axes.barh(labels, sizes, left=left, label=part)
+        left = [a + b for a, b in zip(left, sizes)]
+    axes.axvline(plans[0].usable_hbm / 2**30, color="black", linestyle="--", label="usable HBM")
+    axes.set(xlabel="GiB per device", title=_title(plans[0]))
+    axes.legend(ncols=4, fontsize="small")
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def _title(plan) -> str:
+    t, train = plan.topology, plan.config.train
+    devices = f"{t.chips} chips" + (f", {len(t.devices)} devices" if len(t.devices) != t.chips else "")
+    return f"{plan.config.name} on {t.name} ({devices}), {train.batch_size} × {train.sequence_length} tokens"
+
+
+def _mesh_text(sizes: dict[str, int]) -> str:
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
+
+
+_config = cli.define_config_flag()
+_topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8")
+_mesh = flags.DEFINE_string("mesh", None, "axes of the mesh, such as data=64,expert=8 (default: the config's)")
+_search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
+_json = flags.DEFINE_string("json", None, "file to write; the plot of memory goes beside it as .png")
+
+if __name__ == "__main__":
+    cli.run(main)

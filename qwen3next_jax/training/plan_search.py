@@ -1,0 +1,121 @@
+"""Which meshes, remat policies and micro-batches to try on a slice: ranked by arithmetic, before anything is compiled.
+
+The arithmetic is rough (it leaves out what the compiler adds or saves) and only decides what is worth a compile.
+"""
+
+import dataclasses
+import itertools
+import typing
+from typing import NamedTuple
+
+from jax.sharding import AbstractMesh
+
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, TrainConfig
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+from qwen3next_jax.parallel.mesh import check_divides
+from qwen3next_jax.parallel.topology import Topology
+
+MICRO_BATCHES = (1, 2, 4, 8)
+LONG_ROWS = 32_768  # tokens a device; rows are split over `context` only where they are longer than this
+REMAT_POLICIES = typing.get_args(typing.get_type_hints(TrainConfig)["remat"])
+
+
+class Candidate(NamedTuple):
+    """A configuration with its estimated bytes of HBM and seconds a step on one device; `reason` where it is out."""
+
+    config: Config
+    sizes: dict[str, int]
+    bytes: float
+    seconds: float
+    reason: str
+
+    @property
+    def label(self) -> str:
+        mesh = " ".join(f"{axis}={n}" for axis, n in self.sizes.items() if n > 1) or "one device"
+        return f"{mesh}, remat {self.config.train.remat}, {self.config.train.gradient_accumulation} micro-batches"
+
+
+def candidates(config: Config, topology: Topology) -> list[Candidate]:
+    """Every mesh × remat policy × micro-batches: those that should fit first, fastest first, then the others, smallest first."""
+    devices, found = len(topology.devices), []
+    for sizes in _meshes(config, devices):
+        for remat, k in itertools.product(REMAT_POLICIES, MICRO_BATCHES):
+            if config.train.batch_size % k:
+                continue
+            train = dataclasses.replace(config.train, remat=remat, gradient_accumulation=k)
+            tried = dataclasses.replace(config, train=train,
+                                        parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(**sizes)))
+            found.append(_judge(tried, sizes, topology))
+    return sorted(found, key=lambda c: (bool(c.reason), c.seconds if not c.reason else c.bytes))
+
+
+def _meshes(config: Config, devices: int) -> list[dict[str, int]]:
+    """Axis sizes that multiply to `devices`. Other axes than `data` take powers of two: nothing else divides the heads."""
+    powers = [2**i for i in range(devices.bit_length())]
+    longest = max(config.train.sequence_length // LONG_ROWS, 1)
+    return [dict(zip(MESH_AXES, (devices // (expert * context * tensor), expert, context, tensor)))
+            for expert, context, tensor in itertools.product(powers, powers, powers)
+            if devices % (expert * context * tensor) == 0 and context <= longest and expert <= max(config.model.num_experts, 1)
+            and tensor <= config.model.num_attention_heads]
+
+
+def _judge(config: Config, sizes: dict[str, int], topology: Topology) -> Candidate:
+    try:
+        check_divides(config, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    except UserError as error:
+        return Candidate(config, sizes, float("inf"), float("inf"), str(error))
+    size, seconds = estimated_bytes(config, sizes), estimated_seconds(config, sizes, topology)
+    usable = topology.chip.usable_hbm
+    reason = f"about {size / 2**30:.0f} GiB of {usable / 2**30:.0f} GiB" if size > usable else ""
+    return Candidate(config, sizes, size, seconds, reason)
+
+
+def estimated_bytes(config: Config, sizes: dict[str, int]) -> float:
+    """State, gradients, saved activations, and the largest working set: a period's gathered weights and one layer's tokens."""
+    m, train = config.model, config.train
+    devices, tokens = _devices(sizes), _micro_batch_tokens(config, sizes)
+    state = 16 * parameter_counts(m).total / devices  # float32: parameter, two moments, gradient
+    saved = 2 * m.hidden_size * m.num_hidden_layers * tokens
+    if train.remat == "none":
+        saved *= _layer_bytes(m) / (2 * m.hidden_size)
+    weights = 2 * _gathered(m, sizes) / m.num_hidden_layers * m.period
+    return state + saved + 3 * weights + 2 * _layer_bytes(m) * tokens
+
+
+def estimated_seconds(config: Config, sizes: dict[str, int], topology: Topology) -> float:
+    """The longer of arithmetic at the peak and of the network with one torus dimension an axis; nothing overlaps there."""
+    m, train, chip = config.model, config.train, topology.chip
+    devices, tokens, k = _devices(sizes), _micro_batch_tokens(config, sizes), train.gradient_accumulation
+    passes = 3 + (train.remat != "none") + (k > 1)  # of three: recomputation; the load that is counted first
+    compute = flops_per_token(m, train.sequence_length) * tokens * k * passes / 3 / chip.device_flops
+    weights = k * 8 * _gathered(m, sizes)  # gathered twice in bfloat16, gradients once in float32
+    layers, residual = m.num_hidden_layers, 2 * m.hidden_size * tokens * k
+    experts = 8 * layers * residual * (sizes["expert"] - 1) if m.num_experts else 0
+    heads = 8 * layers * residual * (sizes["tensor"] - 1) / sizes["tensor"]
+    network = (weights + experts + heads) / (2 * chip.link_bandwidth / chip.devices_per_chip) if devices > 1 else 0.0
+    return max(compute, network)
+
+
+def _devices(sizes: dict[str, int]) -> int:
+    return sizes["data"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
+
+
+def _micro_batch_tokens(config: Config, sizes: dict[str, int]) -> float:
+    """Of one device in one micro-batch."""
+    train = config.train
+    return train.batch_size * train.sequence_length / train.gradient_accumulation / (_devices(sizes) / sizes["tensor"])
+
+
+def _gathered(m: ModelConfig, sizes: dict[str, int]) -> float:
+    """Parameters that one device gathers in a pass: experts stay split over `expert`, everything over `tensor`."""
+    counts = parameter_counts(m)
+    experts = counts.total - counts.embeddings - counts.active if m.num_experts else 0
+    return ((counts.total - experts) + experts / sizes["expert"]) / sizes["tensor"]
+
+
+def _layer_bytes(m: ModelConfig) -> float:
+    """Of one token's intermediate values in a recurrent layer with experts, in bfloat16: operands of every product."""
+    mixer = 3 * (m.linear_num_key_heads * m.linear_key_head_dim + m.linear_num_value_heads * m.linear_value_head_dim)
+    mlp = m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.moe_intermediate_size) if m.num_experts else 3 * m.intermediate_size
+    return 2 * (4 * m.hidden_size + 2 * mixer + mlp)

@@ -1,0 +1,146 @@
+"""Compiles the real train step for a described TPU slice and says what each chip would hold, send and take.
+
+Nothing here touches a device: the model is shapes, the slice a description, the compiler the real one.
+"""
+
+import dataclasses
+import re
+import resource
+import time
+from typing import Any
+
+import jax
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.model.flops import flops_per_token
+from qwen3next_jax.parallel import hlo
+from qwen3next_jax.parallel.compiled import Collective, Memory, collectives, memory
+from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.parallel.roofline import Estimate, estimate
+from qwen3next_jax.parallel.topology import Topology
+from qwen3next_jax.training.step import abstract_batch, abstract_train_state, make_train_step
+
+UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One configuration on one slice. Bytes, FLOPs and seconds are of one device and one step; where the program does not
+    fit, there are no figures but `needs` and `usable_hbm` (bytes), and `reason` is the compiler's own."""
+
+    config: Config
+    topology: Topology
+    mesh: dict[str, int]
+    lower_seconds: float
+    compile_seconds: float
+    compile_cpu_seconds: float  # of all threads: what other load on the machine does not change
+    fits: bool
+    reason: str = ""
+    needs: float = 0.0
+    usable_hbm: float = 0.0
+    memory: Memory | None = None
+    estimate: Estimate | None = None
+    collectives: tuple[Collective, ...] = ()
+    unstated_loops: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, over all devices."""
+        return self.config.train.batch_size * self.config.train.sequence_length
+
+    @property
+    def model_flops(self) -> float:
+        """Of one step on one device, recomputation excluded."""
+        return flops_per_token(self.config.model, self.config.train.sequence_length) * self.tokens / len(self.topology.devices)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.estimate.seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops / self.estimate.seconds / self.topology.chip.device_flops
+
+    @property
+    def binding(self) -> str:
+        """What the step waits for most: "compute", "hbm", or "network" and its mesh axes."""
+        return next(iter(self.estimate.bound))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready. Of what does not fit, the predictions are null."""
+        train, fitting = self.config.train, self.fits
+        return {
+            "topology": self.topology.name, "chips": self.topology.chips, "devices": len(self.topology.devices), "mesh": self.mesh,
+            "config": self.config.name, "batch_size": train.batch_size, "sequence_length": train.sequence_length,
+            "remat": train.remat, "gradient_accumulation": train.gradient_accumulation, "tokens_per_step": self.tokens,
+            "fits": fitting, "reason": self.reason, "peak_hbm_bytes": self.needs, "usable_hbm_bytes": self.usable_hbm,
+            "memory_bytes": self.memory._asdict() if fitting else None,
+            "step_seconds": self.estimate.seconds if fitting else None,
+            "tokens_per_second": self.tokens_per_second if fitting else None, "mfu": self.mfu if fitting else None,
+            "bound_seconds": self.estimate.bound if fitting else None, "binding": self.binding if fitting else None,
+            "model_flops": self.model_flops, "executed_flops": self.estimate.flops if fitting else None,
+            "hbm_bytes": self.estimate.hbm_bytes if fitting else None,
+            "network": [{"axes": list(axes), "collective": kind, "bytes": size, "count": count}
+                        for (axes, kind), (size, count) in traffic(self.collectives).items()],
+            "loops_of_unknown_length": list(self.unstated_loops),
+            "lower_seconds": round(self.lower_seconds, 1), "compile_seconds": round(self.compile_seconds, 1),
+            "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
+            "versions": {"jax": jax.__version__, "libtpu": _libtpu_version()},
+        }
+
+
+def traffic(found: tuple[Collective, ...]) -> dict[tuple[tuple[str, ...], str], tuple[float, float]]:
+    """(axes, kind) → (bytes that leave a device in a step, collectives run), largest first."""
+    sums: dict = {}
+    for c in found:
+        size, count = sums.get((c.axes, c.kind), (0.0, 0.0))
+        sums[c.axes, c.kind] = size + c.total, count + c.times
+    return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
+
+
+def make_plan(config: Config, topology: Topology) -> Plan:
+    """Compiles the train step of `config` for `topology`.
+
+    Raises:
+      UserError: the mesh does not fit the devices or the model.
+    """
+    mesh = make_mesh(config.parallel, topology.devices)
+    state, batch = abstract_train_state(config, mesh), abstract_batch(config, mesh)
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask the described chip for its memory
+        lowered = make_train_step(config, mesh).lower(state, batch)
+    lowered_at, cpu_then = time.perf_counter(), _cpu_seconds()
+    try:
+        compiled, failure = lowered.compile(), ""
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        compiled, failure = None, str(error)
+    common = (config, topology, dict(mesh.shape), lowered_at - start, time.perf_counter() - lowered_at, _cpu_seconds() - cpu_then)
+    if compiled is None:
+        needs, usable = out_of_memory(failure)
+        return Plan(*common, False, f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB", needs, usable)
+    program = hlo.parse(compiled.as_text())
+    parts = memory(compiled, program, state["params"], state["opt_state"])
+    return Plan(*common, True, "", parts.peak, topology.chip.usable_hbm, parts, estimate(program, mesh, topology.chip, topology.shape),
+                tuple(collectives(program, mesh)), tuple(program.unstated_loops()))
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def out_of_memory(message: str) -> tuple[float, float]:
+    """(bytes needed, bytes there) of the compiler's complaint; 0 where it does not say."""
+    for pattern in (r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"):
+        m = re.search(pattern, message)
+        if m:
+            return float(m.group(1)) * UNITS[m.group(2)], float(m.group(3)) * UNITS[m.group(4)]
+    return 0.0, 0.0
+
+
+def _libtpu_version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("libtpu")

@@ -1,0 +1,177 @@
+"""Reading compiled programs: against programs whose collectives, loops and FLOPs are known by construction.
+
+Program text written by hand stands for what the compilers here do not emit; the real TPU compiler is asked in test_plan.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qwen3next_jax.parallel import hlo
+from qwen3next_jax.parallel.compiled import collectives, flops, hbm_bytes, memory, replica_groups, shard_bytes
+
+AXES = ("data", "expert", "tensor")
+TRIPS, M, N = 5, 64, 32
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), AXES)
+
+
+def compile_text(mesh, f, *arrays):
+    """`arrays`: (shape, spec) of float32 inputs."""
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape, spec in arrays]
+    return jax.jit(f).lower(*given).compile().as_text()
+
+
+def looped(mesh, body):
+    """Runs `body` on the device's own [M, N] part in a scan of TRIPS."""
+    def f(x):
+        return jax.lax.scan(lambda x, _: (body(x), None), x, length=TRIPS)[0]
+    return functools.partial(jax.shard_map, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)(f)
+
+
+SIZE = 4 * M * N
+KNOWN = {
+    # name: (body, kind, axes, group, bytes that leave a device in one run)
+    "gather": (lambda x: jax.lax.all_gather(x, "expert").sum(0), "all-gather", ("expert",), 2, SIZE),
+    "gather over two": (lambda x: jax.lax.all_gather(x, ("data", "tensor")).sum(0), "all-gather", ("data", "tensor"), 4, 3 * SIZE),
+    "scatter": (lambda x: jnp.tile(jax.lax.psum_scatter(x, ("data", "expert"), tiled=True), (4, 1)), "reduce-scatter",
+                ("data", "expert"), 4, SIZE * 3 / 4),
+    "sum": (lambda x: jax.lax.psum(x, "tensor") / 2, "all-reduce", ("tensor",), 2, SIZE),
+    "sum over all": (lambda x: jax.lax.psum(x, AXES) / 8, "all-reduce", AXES, 8, 2 * SIZE * 7 / 8),
+    "permute": (lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "collective-permute", ("data",), 8, SIZE),
+    "all to all": (lambda x: jax.lax.all_to_all(x, "expert", 0, 0, tiled=True), "all-to-all", ("expert",), 2, SIZE / 2),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_collectives_inside_a_scan(mesh, name):
+    body, kind, axes, group, sent = KNOWN[name]
+    text = compile_text(mesh, looped(mesh, body), ((8 * M, N), P(AXES)))
+    (found,) = collectives(hlo.parse(text), mesh)
+    assert (found.kind, found.axes, found.times) == (kind, axes, TRIPS)
+    assert found.group == group and found.sent == sent and found.total == TRIPS * sent
+
+
+@pytest.mark.parametrize("text, groups", [
+    ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
+    ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+    ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", [[0, 4], [2, 6], [1, 5], [3, 7]]),
+    ("replica_groups=mesh['x'=2,'y'=2] {'y'}", [[0, 1], [2, 3]]),
+    ("replica_groups=mesh['x'=2,'y'=2] {'x'}", [[0, 2], [1, 3]]),
+    ("replica_groups=mesh['x'=2,'y'=4] {'y':(2)2}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ("replica_groups=mesh['x'=2,'y'=4] {'y':(1)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ("replica_groups=mesh['x'=4], device_ids=([2,2]<=[4]) {'x'}", [[0, 1, 2, 3]]),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_replica_groups_in_every_form(text, groups):
+    assert sorted(map(sorted, replica_groups(text).tolist())) == sorted(map(sorted, groups))
+    assert replica_groups("replica_groups={}") is None
+
+
+def total(text, of):
+    """Sum of `of(program, computation, instruction)` × runs over what stands outside fusions."""
+    program = hlo.parse(text)
+    fused = {name for step in program.walk() if step.instruction.opcode == "fusion" for name in step.instruction.called}
+    inside = {id(i) for name in fused for i in program.computations[name].values()}
+    return sum(s.times * of(program, s.computation, s.instruction) for s in program.walk() if id(s.instruction) not in inside)
+
+
+def test_flops_of_products_in_nested_loops(mesh):
+    b, t, k, v = 3, 8, 16, 24
+
+    def f(x, w):
+        def outer(x, _):
+            return jax.lax.scan(lambda x, _: (jnp.einsum("btk,bkv,bvj->btj", x, w, w.swapaxes(1, 2)), None), x, length=3)[0], None
+        return jax.lax.scan(outer, x, length=4)[0]
+    one = Mesh(np.array(jax.devices()[:1]), ("one",))
+    text = compile_text(one, f, ((b, t, k), P()), ((b, k, v), P()))
+    either = {2 * b * t * k * v * 2, 2 * b * (k * v * k + t * k * k)}  # the order of the two products is the compiler's
+    assert total(text, flops) in {12 * n for n in either} | {2 * b * k * v * k + 12 * 2 * b * t * k * k}
+
+
+LOOP = """HloModule m
+%body (p: (s32[], f32[6,8,128], f32[8,128])) -> (s32[], f32[6,8,128], f32[8,128]) {
+  %p = (s32[]{:T(128)}, f32[6,8,128]{2,1,0:T(8,128)}, /*index=2*/f32[8,128]{1,0:T(8,128)S(1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %c = s32[]{:T(128)} copy(%i)
+  %one = s32[]{:T(128)} constant(-2)
+  %next = s32[]{:T(128)} add(%c, %one), metadata={op_name="a\\"b"}
+  %x = f32[6,8,128]{2,1,0:T(8,128)} get-tuple-element(%p), index=1
+  %y = f32[8,128]{1,0:T(8,128)S(1)} get-tuple-element(%p), index=2
+  %r = f32[1,8,128]{2,1,0:T(8,128)} reshape(%y)
+  %z = f32[6,8,128]{2,1,0:T(8,128)} dynamic-update-slice(%x, %r, %i, %one, %one)
+  ROOT %t = (s32[]{:T(128)}, f32[6,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)S(1)}) tuple(%next, %z, %y)
+}, execution_thread="main"
+
+%condition (q: (s32[], f32[6,8,128], f32[8,128])) -> pred[] {
+  %q = (s32[], f32[6,8,128], f32[8,128]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %bound = s32[] constant(0)
+  ROOT %more = pred[] compare(%bound, %j), direction=LT
+}
+
+ENTRY %main (a: f32[6,8,128], b: f32[8,128]) -> f32[6,8,128] {
+  %a = f32[6,8,128]{2,1,0:T(8,128)} parameter(0)
+  %b = f32[8,128]{1,0:T(8,128)S(1)} parameter(1)
+  %start = s32[] constant(11)
+  %tuple = (s32[], f32[6,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)S(1)}) tuple(%start, %a, %b)
+  %while = (s32[], f32[6,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)S(1)}) while(%tuple), condition=%condition, body=%body, metadata={op_name="LOOPNAME"}
+  %k = f32[8,128]{1,0} custom-call(%b), custom_call_target="tpu_custom_call", frontend_attributes={m={
+  }}, backend_config={"custom_call_config":{"body":"AAAA","cost_estimate":{"flops":"4242","transcendentals":"0"}}}
+  ROOT %out = f32[6,8,128]{2,1,0:T(8,128)} get-tuple-element(%while), index=1
+}
+"""
+
+
+class Compiled:
+    """What a compiled object answers."""
+
+    class memory_analysis:
+        argument_size_in_bytes = output_size_in_bytes = alias_size_in_bytes = 1000
+        temp_size_in_bytes, generated_code_size_in_bytes = 100_000, 10
+
+
+def test_text_of_the_tpu_compiler():
+    program = hlo.parse(LOOP)
+    entry = program.computations["main"]
+    assert program.trips(entry, entry["while"]) == 6  # 11, 9, …, 1
+    assert not program.unstated_loops()
+    assert total(LOOP, flops) == 4242  # stated by a kernel whose attributes span lines
+    update = program.computations["body"]["z"]
+    assert hbm_bytes(program, program.computations["body"], update) == 2 * 4 * 8 * 128  # in place
+    assert hbm_bytes(program, program.computations["body"], program.computations["body"]["r"]) == 4 * 8 * 128  # from VMEM
+    assert hlo.parse(LOOP.replace("constant(11)", "parameter(2)")).unstated_loops() == ["LOOPNAME"]
+
+
+@pytest.mark.parametrize("name, part", [("jvp()/while", "activations"), ("transpose(jvp())/while", "gradients")])
+def test_memory_by_part(name, part):
+    found = memory(Compiled(), hlo.parse(LOOP.replace("LOOPNAME", name)), {}, {})
+    assert getattr(found, part) == 4 * 6 * 8 * 128 and found.temporaries == 100_000 - 4 * 6 * 8 * 128
+    assert found.peak == 1000 + 100_000 + 10
+
+
+def test_shard_bytes(mesh):
+    leaf = jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=NamedSharding(mesh, P(("data", "expert"))))
+    assert shard_bytes({"a": leaf, "b": leaf}) == 2 * 2 * 16 * 4 / 4
+
+
+@pytest.mark.parametrize("attributes, base, kernel, out, expected", [
+    ("dim_labels=bf_io->bf", (8, 16), (16, 4), (8, 4), 2 * 8 * 16 * 4),
+    # a batch dimension of 3 written as a window with holes: one product each
+    ("window={size=3 pad=0_0 stride=2 lhs_dilate=3}, dim_labels=b0f_0io->b0f", (8, 3, 16), (3, 16, 4), (8, 3, 4), 2 * 8 * 3 * 16 * 4),
+    # an ordinary convolution: 4 taps over 10, padded by 3
+    ("window={size=4 pad=3_0}, dim_labels=b0f_0io->b0f", (2, 10, 16), (4, 16, 8), (2, 10, 8), 2 * 2 * (10 * 4 - 6) * 16 * 8),
+], ids=("product", "batched", "convolution"))
+def test_products_as_convolutions(attributes, base, kernel, out, expected):
+    a, b, c = (f"bf16[{','.join(map(str, dims))}]" for dims in (base, kernel, out))
+    text = (f"ENTRY %m () -> f32[] {{\n  %a = {a} parameter(0)\n  %b = {b} parameter(1)\n"
+            f"  ROOT %c = {c} convolution(%a, %b), {attributes}\n}}\n")
+    assert total(text, flops) == expected
+    assert total(text.replace(", dim", ", operand_precision={highest,highest}, dim", 1), flops) == 6 * expected

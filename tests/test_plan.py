@@ -1,0 +1,211 @@
+"""The planner: mistakes in one line, the time model on known cases, and one real train step through the real TPU compiler."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel import hlo, topology
+from qwen3next_jax.parallel.chips import CHIPS
+from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.parallel.roofline import estimate
+from qwen3next_jax.training import planning
+from qwen3next_jax.training.plan_search import candidates
+
+ROOT = pathlib.Path(__file__).parents[1]
+needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+MODEL = ModelConfig(vocab_size=512, hidden_size=128, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=2,
+                    num_key_value_heads=2, head_dim=128, linear_num_key_heads=2, linear_num_value_heads=2, num_experts=4,
+                    num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=0, mtp_depth=0)
+
+
+def config(**mesh):
+    return Config(model=MODEL, train=TrainConfig(batch_size=8, sequence_length=256, remat="block"),
+                  parallel=ParallelConfig(mesh=MeshConfig(**mesh)))
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, "-m", "qwen3next_jax.plan", *arguments], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+@needs_compiler
+def test_the_command_answers_a_mistake_in_one_line(tmp_path):
+    done = command("--config=configs/tiny.py", "--topology=v5p:9", f"--json={tmp_path / 'plan.json'}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
+    assert "--topology=v5p:9: unknown; expected CHIP:GRID" in done.stderr and "v6e: 1x1" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["v9:2x2x1", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb"])
+def test_unknown_topology_lists_the_known(name):
+    with pytest.raises(UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x"):
+        topology.describe(name)
+
+
+@needs_compiler
+def test_grid_that_the_compiler_refuses():
+    with pytest.raises(UserError, match=r"--topology=v5p:3x5x7: .*not divisible.*known: v4"):
+        topology.describe("v5p:3x5x7")
+
+
+def test_libtpu_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install libtpu"):
+        topology.describe("v5p:2x2x1")
+
+
+@pytest.mark.parametrize("text, message", [
+    ("data=2,exprt=2", "'exprt=2' is not AXIS=SIZE.*did you mean 'expert'"),
+    ("data=two", "'data=two' is not AXIS=SIZE"),
+    ("data=0", "parallel.mesh.data = 0"),
+])
+def test_mesh_flag(text, message):
+    from qwen3next_jax.plan import with_mesh
+
+    with pytest.raises(UserError, match=message):
+        with_mesh(config(), text)
+    assert with_mesh(config(), "expert=2,tensor=2").parallel.mesh == MeshConfig(data=-1, expert=2, tensor=2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mesh, message", [
+    (dict(data=3), r"parallel.mesh: data 3 .* = 3, but there are 4 devices"),
+    (dict(data=1, tensor=4), "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2"),
+])
+def test_mesh_that_does_not_fit_devices_or_model(mesh, message):
+    with pytest.raises(UserError, match=message):
+        planning.make_plan(config(**mesh), topology.describe("v6e:2x2"))
+
+
+# ---- the real compiler ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan():
+    jax.config.update("jax_enable_compilation_cache", False)  # such programs can be written to it, but not read back
+    return planning.make_plan(config(data=2, expert=2), topology.describe("v6e:2x2"))
+
+
+@needs_compiler
+def test_real_train_step(plan):
+    assert plan.fits and plan.mesh == {"data": 2, "expert": 2, "context": 1, "tensor": 1}
+    assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)  # two moments, and counters
+    assert plan.memory.peak == pytest.approx(sum(plan.memory[:-1])) and plan.memory.activations > 0 < plan.memory.gradients
+    assert not plan.unstated_loops
+    # Everything the model needs and the recomputed forward passes, but no expert twice.
+    assert 1.2 < plan.estimate.flops / plan.model_flops < 3
+    assert sum(plan.estimate.bound.values()) == pytest.approx(plan.estimate.seconds)
+    assert 0 < plan.mfu < 0.5 and {"data", "expert"} == {axis for c in plan.collectives for axis in c.axes}
+    assert {c.times for c in plan.collectives} >= {1, MODEL.num_hidden_layers // MODEL.period}
+
+
+@needs_compiler
+def test_plan_is_shown_written_and_drawn(plan, tmp_path):
+    from rich.console import Console
+
+    from qwen3next_jax.plan import draw, show
+
+    values = json.loads(json.dumps(plan.as_dict()))
+    assert values.keys() >= {"topology", "chips", "mesh", "fits", "peak_hbm_bytes", "step_seconds", "tokens_per_second", "mfu",
+                             "compile_seconds"}
+    assert values["tokens_per_second"] == pytest.approx(8 * 256 / values["step_seconds"])
+    console = Console(record=True, width=150, file=open(os.devnull, "w"))
+    show(plan, console)
+    text = console.export_text()
+    assert "data=2 expert=2: fits" in text and "bound by " + plan.binding in text
+    draw([plan], tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_compiler
+def test_what_does_not_fit_is_a_row_not_a_traceback(monkeypatch):
+    def too_large(config, mesh):
+        def step(state, batch):
+            x = jnp.broadcast_to(jnp.sum(batch["tokens"]).astype(jnp.float32), (2**18, 128)) * jnp.arange(128.0)
+            y = jnp.sin(x @ x.T)
+            return y @ jnp.cos(y @ x)
+        return jax.jit(step)
+    monkeypatch.setattr(planning, "make_train_step", too_large)
+    plan = planning.make_plan(config(data=4), topology.describe("v6e:2x2"))
+    assert not plan.fits and plan.needs > plan.usable_hbm
+    assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm, rel=1e-3)
+    assert plan.reason == f"needs {plan.needs / 2**30:.2f} GiB of 31.24 GiB" and plan.as_dict()["mfu"] is None
+
+
+# ---- the model of time ---------------------------------------------------------------------------------------------------
+
+GB = 1e9
+
+
+def seconds(name, mesh, text):
+    """Estimate of a program of one computation on a slice of `name`."""
+    slice_ = topology.describe(name)
+    return estimate(hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n"), make_mesh(ParallelConfig(mesh=MeshConfig(**mesh)), slice_.devices),
+                    slice_.chip, slice_.shape)
+
+
+GATHER = """  %x = bf16[1000000]{0} parameter(0)
+  ROOT %g = bf16[1000000]{0} all-gather(%x), replica_groups=mesh['data'=16,'expert'=4,'context'=1,'tensor'=1] {'AXIS'}, dimensions={0}"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("axis, links", [("data", 4), ("expert", 2)])
+def test_a_gather_takes_every_link_of_its_dimensions(axis, links):
+    others = {"data": 15, "expert": 3}[axis]
+    found = seconds("v5p:4x4x4", dict(data=16, expert=4), GATHER.replace("AXIS", axis))
+    assert found.bound == {f"network {axis}": pytest.approx(2e6 * others / (links * 100 * GB))}
+
+
+@needs_compiler
+def test_a_dimension_that_does_not_close_is_a_line():
+    found = seconds("v5p:2x2x1", dict(data=2, expert=2), GATHER.replace("'data'=16,'expert'=4", "'data'=2,'expert'=2").replace("AXIS", "data"))
+    assert found.seconds == pytest.approx(2e6 / (100 * GB))
+
+
+@needs_compiler
+def test_split_collectives_hide_behind_work():
+    """A split gather beside a product: the longer of the two; whatever is not split adds up."""
+    product = "  %w = bf16[4096,4096]{1,0} parameter(1)\n  %p = bf16[4096,4096]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+    groups = "replica_groups={{0,1},{2,3}}, dimensions={0}"
+    x = "  %x = bf16[SIZE]{0} parameter(0)\n"
+    split = x + f"  %g = (bf16[SIZE], bf16[SIZE]) all-gather-start(%x), {groups}\n{product}  ROOT %d = bf16[SIZE]{{0}} all-gather-done(%g)"
+    whole = x + f"  %g = bf16[SIZE]{{0}} all-gather(%x), {groups}\n{product}"
+    compute, flops = 2 * 4096**3 / CHIPS["v5p"].bf16_flops, 2 * 4096**3
+    for size in (1_000_000, 100_000_000):
+        network = 2 * size / (100 * GB)
+        found = seconds("v5p:2x2x1", dict(data=2, tensor=2), split.replace("SIZE", str(size)))
+        assert found.seconds == pytest.approx(max(compute, network)) and found.flops == flops
+        assert found.bound.get("network tensor", 0) == pytest.approx(max(network - compute, 0))
+        assert seconds("v5p:2x2x1", dict(data=2, tensor=2), whole.replace("SIZE", str(size))).seconds == pytest.approx(compute + network)
+
+
+@needs_compiler
+@pytest.mark.parametrize("axis, expected", [("core", 2e6 / (600 * GB)), ("chip", 2 * 3 * 2e6 / (2 * 100 * GB))])
+def test_two_devices_of_a_chip_share_its_links(axis, expected):
+    slice_ = topology.describe("tpu7x:2x2x1")
+    assert slice_.chips == 4 and len(slice_.devices) == 8
+    devices = sorted(slice_.devices, key=lambda d: (*d.coords, d.core_on_chip))
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("chip", "core"))
+    text = GATHER.replace("'data'=16,'expert'=4,'context'=1,'tensor'=1", "'chip'=4,'core'=2").replace("AXIS", axis)
+    found = estimate(hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n"), mesh, slice_.chip, slice_.shape)
+    assert found.bound == {f"network {axis}": pytest.approx(expected)}
+
+
+@needs_compiler
+def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
+    found = candidates(Config(train=TrainConfig(batch_size=256, sequence_length=4096)), topology.describe("v6e:16x16"))
+    fitting = [c for c in found if not c.reason]
+    assert fitting and found[:len(fitting)] == fitting and [c.seconds for c in fitting] == sorted(c.seconds for c in fitting)
+    assert all(np.prod(list(c.sizes.values())) == 256 for c in found)
+    assert any("GiB of 31 GiB" in c.reason for c in found) and any("does not divide" in c.reason for c in found)
+    # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
+    assert all(c.config.train.remat != "none" for c in fitting[:3])
