@@ -1,6 +1,6 @@
 """The TPU compiler's own static schedule of the gated delta rule, beside tokamax's nearest kernel, with no TPU.
 
-    python benchmarks/delta_rule_tpu_schedule.py --chip v6e [--key_heads 16] [--time 4096] [--peer]
+    python benchmarks/delta_rule_tpu_schedule.py --chip v6e [--key_heads 16] [--time 4096] [--peer] [--context 4]
 
 libtpu carries the real compiler; `jax.experimental.topologies` describes the chip to it, and it dumps the final bundles of
 every kernel. One bundle issues per cycle when nothing waits for memory, so bundles of a loop x its trips are a lower bound
@@ -9,6 +9,8 @@ occupancy of the bundles by matrix-unit pushes and multiplies, and the floor tha
 
 The peer, `kimi_delta_attention`, carries one decay per key channel where ours has one per head: more work than this
 problem needs. It is given the same problem, the gate broadcast, with the documents left out for both.
+
+With --context the sequence is split over that many chips, `--time` tokens each; the figures are one chip's.
 """
 
 import argparse
@@ -90,7 +92,9 @@ def programs(arguments):
 
     def ours(q, k, v, g, beta):
         cut = lambda x, n: x.reshape(1, time, n, width)
-        return gated_delta_rule(cut(q, groups), cut(k, groups), cut(v, heads), g=g, beta=beta)[0].reshape(v.shape)
+        axis_name = "context" if arguments.context > 1 else None
+        o, _ = gated_delta_rule(cut(q, groups), cut(k, groups), cut(v, heads), g=g, beta=beta, axis_name=axis_name)
+        return o.reshape(v.shape)
 
     def peer(q, k, v, g, beta):
         from tokamax._src.ops.kda import api
@@ -128,9 +132,12 @@ def main():
     parser.add_argument("--value_heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--time", type=int, default=4096)
+    parser.add_argument("--context", type=int, choices=(1, 2, 4), default=1, help="chips over which the sequence is split")
     parser.add_argument("--peer", action="store_true", help="also tokamax's kimi_delta_attention")
     parser.add_argument("--compile_only", action="store_true", help="no dump: only that the compiler takes it")
     arguments = parser.parse_args()
+    if arguments.peer and arguments.context > 1:
+        parser.error("--peer does not split the sequence: leave --context out")
     dump = tempfile.mkdtemp(prefix="bundles-")
     os.environ |= dict(
         JAX_PLATFORMS="cpu",
@@ -151,13 +158,14 @@ def main():
 
         flags.FLAGS([sys.argv[0], "--tokamax_cross_compile=true"])
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[arguments.chip]).devices
-    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("one",))
-    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    mesh, spec = jax.sharding.Mesh(np.array(devices[: arguments.context]), ("context",)), jax.sharding.PartitionSpec(None, "context")
+    split = lambda f: f if arguments.context == 1 else jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    here = jax.sharding.NamedSharding(mesh, spec)
     seen = set()
     for name, (f, inputs) in programs(arguments).items():
-        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in inputs]
+        placed = [jax.ShapeDtypeStruct((1, arguments.context * arguments.time, *x.shape[2:]), x.dtype, sharding=here) for x in inputs]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            compiled = jax.jit(f).lower(*placed).compile()
+            compiled = jax.jit(split(f)).lower(*placed).compile()
         temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
         print(f"{name} on {devices[0].device_kind}: HBM temporaries {temporary:.0f} MiB")
         kernels = rest = worst = 0

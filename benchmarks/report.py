@@ -22,6 +22,10 @@ CHROMIUM = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--
             "--disable-component-update", "--disable-sync", "--hide-scrollbars")
 
 
+CLOCK = """<script>addEventListener("load", () => { document.body.getBoundingClientRect();
+document.documentElement.dataset.openMs = Math.round(performance.now()); });</script>"""
+
+
 def write_run(workdir: pathlib.Path, *, steps: int, layers: int = 4, experts: int = 8, log_every: int = 10, mtp_depth: int = 1,
               restarts: tuple[int, ...] = (), seed: int = 0, **train: float) -> None:
     """The record of a run that never was, with numbers that look like one. `restarts`: steps at which it died."""
@@ -102,10 +106,13 @@ def main(_) -> None:
         print(f"{_STEPS.value:,} steps logged every {_LOG_EVERY.value}, {_LAYERS.value} layers, {_EXPERTS.value} experts: "
               f"metrics.jsonl {(workdir / 'metrics.jsonl').stat().st_size / 1e6:.1f} MB, report {page.stat().st_size / 1e6:.2f} MB, "
               f"written in {time.perf_counter() - begun:.1f} s")
+        watched = workdir / "watched.html"
+        watched.write_text(page.read_text().replace("</head>", CLOCK + "</head>"))
         for _ in range(3):
-            dom, seconds = open_in_chromium(page, "--dump-dom", "--window-size=1280,900")
-            shown = int(re.search(r'data-open-ms="(\d+)"', dom)[1])
-            print(f"opened: first frame after {shown / 1e3:.2f} s; the browser from start to end {seconds:.2f} s")
+            dom, _ = open_in_chromium(watched, "--dump-dom", "--window-size=1280,900")
+            _, seconds = open_in_chromium(page, f"--screenshot={workdir / 'page.png'}", "--window-size=1280,6000")
+            print(f"opened: loaded and laid out after {int(re.search(r'data-open-ms="(\d+)"', dom)[1]) / 1e3:.2f} s; "
+                  f"the browser from its start to a picture of 1280 × 6000 points {seconds:.2f} s")
 
 
 if __name__ == "__main__":

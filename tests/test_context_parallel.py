@@ -1,6 +1,10 @@
 """The operators with the sequence split over devices against themselves on one device, outputs and all gradients."""
 
 import functools
+import importlib.util
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -165,3 +169,41 @@ def test_delta_rule_in_bfloat16():
         (want_o, want_final), want_gradients = results(f, *wide, None, ids)
     assert_equal((o, final), (want_o, want_final), 5e-3)
     assert_equal(gradients, want_gradients, 2e-2)
+
+
+# ---- through the TPU compiler, in a process of its own: it reads the description of the chip once -----------------------
+
+COMPILE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from qwen3next_jax.ops import attention, causal_conv1d, gated_delta_rule
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+mesh, spec, T = Mesh(np.array(topology.devices), ("context",)), P(None, "context"), 8192
+array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, T, *shape), dtype, sharding=NamedSharding(mesh, spec))
+
+def kernels(f, o, **arrays):
+    def step(arrays, ids, do):
+        sharded = jax.shard_map(f, mesh=mesh, check_vma=False, in_specs=(spec, spec), out_specs=spec)
+        o, pullback = jax.vjp(lambda x: sharded(x, ids), arrays)
+        return o, pullback(do)
+    return jax.jit(step).lower(arrays, array(dtype=jnp.int32), o).compile().as_text().count("tpu_custom_call")
+
+print(kernels(lambda x, ids: attention(**x, segment_ids=ids, axis_name="context"), array(16, 256),
+              q=array(16, 256), k=array(2, 256), v=array(2, 256)),
+      kernels(lambda x, ids: gated_delta_rule(**x, segment_ids=ids, axis_name="context")[0], array(32, 128),
+              q=array(16, 128), k=array(16, 128), v=array(32, 128), g=array(32), beta=array(32)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_kernels_compile_for_four_chips():
+    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+                   "TPU_ACCELERATOR_TYPE": "v5p-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=pathlib.Path(__file__).parents[1], env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # Forward, dq, dk and dv of three pieces: the shard's own keys, and the two pairs of blocks of a turn. One pass each way.
+    assert done.stdout.split() == ["9", "2"]

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from qwen3next_jax.ops.delta_rule.pallas_tpu import Tiling
+from qwen3next_jax.ops.delta_rule.tiling import Tiling
 
 ROOT = pathlib.Path(__file__).parents[1]
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")

@@ -2,19 +2,25 @@
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 
-def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The events in `path` in the order written; [] where there is no file. A line torn by a kill is not an event."""
+def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, event) of every event in `path` in the order written; none where there is no file. A line torn by a kill is
+    not an event. One at a time: the record of a long run does not have to fit in memory."""
     if not path.exists():
-        return []
-    events = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and isinstance(event.get("step"), int) and isinstance(event.get("event"), str):
-            events.append(event)
-    return events
+        return
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("step"), int) and isinstance(event.get("event"), str):
+                yield line, event
+
+
+def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Every event in `path`."""
+    return [event for _, event in each_event(path)]

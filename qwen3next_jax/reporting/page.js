@@ -91,5 +91,4 @@
     });
     svg.addEventListener("pointerleave", () => { tip.hidden = true; if (cursor) cursor.remove(); });
   }
-  window.addEventListener("load", () => requestAnimationFrame(() => { root.dataset.openMs = Math.round(performance.now()); }));
 })();

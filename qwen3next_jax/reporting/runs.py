@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.reporting.events import each_event
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
 FAULTS = ("skip", "spike", "rewind", "damaged", "stop")
@@ -92,7 +92,12 @@ def load_run(workdir: pathlib.Path) -> Run:
         config = json.loads(path.read_text())["config"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: damaged or foreign (expected JSON with config)") from error
-    events = read_events(workdir / "metrics.jsonl")
+    events, newest = [], {}
+    for _, event in each_event(workdir / "metrics.jsonl"):
+        if "expert_load" in event:  # by far the largest thing there; only the newest one is drawn
+            newest.pop("expert_load", None)
+            newest = event
+        events.append(event)
     if not events:
         raise UserError(f"{workdir}: nothing has been recorded yet (metrics.jsonl is absent or empty)")
     return make_run(workdir.resolve().name, config, events)

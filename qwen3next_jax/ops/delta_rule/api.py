@@ -118,11 +118,11 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _operator(options: dispatch.Options, q, k, v, g, beta, initial_state, segments):
-    return dispatch.forward(options, dispatch.chunk_size(q, v), False, q, k, v, g, beta, initial_state, segments)[:2]
+    return dispatch.forward(options, dispatch.chunk_size(q, v), False, q, k, v, g, beta, initial_state, segments, None)[:2]
 
 
 def _operator_forward(options, q, k, v, g, beta, initial_state, segments):
-    arguments = q, k, v, g, beta, initial_state, segments
+    arguments = q, k, v, g, beta, initial_state, segments, None
     o, final, *saved = dispatch.forward(options, dispatch.chunk_size(q, v), True, *arguments)
     return (o, final), (q, k, v, g, beta, initial_state[:0], segments, saved)
 

@@ -91,27 +91,68 @@ def _written(c: Chunks, state, dots: Products, exact: Products):
     return exact.nn(c.inverse, c.beta * unseen), unseen
 
 
-def forward(
-    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, save: bool, parallel: bool
-):
-    """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
-    [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without `save` the last two are None."""
-    c, dots, exact = _chunks(q, k, v, g, beta, segments, None, size, normalize_qk, erase)
-    initial_state = initial_state.astype(exact.operand)
+def _state_pass(c: Chunks, initial_state, dots: Products, exact: Products, parallel: bool):
+    """The state entering each chunk, V' of each chunk, and the final state."""
+    if parallel:
+        states, final = associative.forward_pass(c, initial_state, dots, exact)
+        return states, _written(c, states, dots, exact)[0], final
 
     def step(state, chunk: Chunks):
         written, _ = _written(chunk, state, dots, exact)
         return chunk_math.next_state(state, chunk.k, written, chunk.decay, dots), (state, written)
 
-    if parallel:
-        states, final = associative.forward_pass(c, initial_state, dots, exact)
-        written, _ = _written(c, states, dots, exact)
-    else:
-        needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
-        final, (states, written) = jax.lax.scan(step, initial_state, needed)
+    needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
+    final, (states, written) = jax.lax.scan(step, initial_state, needed)
+    return states, written, final
+
+
+def forward(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    segments,
+    inverses,
+    *,
+    size: int,
+    normalize_qk: bool,
+    erase: bool,
+    save: bool,
+    parallel: bool,
+):
+    """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
+    [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without `save` the last two are None.
+    `inverses`: those of an earlier pass over the same k, g and beta, or None."""
+    c, dots, exact = _chunks(q, k, v, g, beta, segments, inverses, size, normalize_qk, erase)
+    states, written, final = _state_pass(c, initial_state.astype(exact.operand), dots, exact, parallel)
     o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
     o = _join(o, v.shape[1]).astype(v.dtype)
     return (o, final, states.astype(v.dtype), c.inverse) if save else (o, final, None, None)
+
+
+def affine_map(
+    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, parallel: bool
+):
+    """What these tokens do to any state S that enters beside `initial_state`: U and M of the final state U + M S, the reads r
+    of o + r S, and the inverses A.
+
+    Returns U [B, H, K, V] and M [B, H, K, K] in float32 at least, r [N, B, H, C, K] in v's dtype, A [N, B, H, C, C].
+    """
+    c, dots, exact = _chunks(q, k, v, g, beta, segments, None, size, normalize_qk, erase)
+    key, value = q.shape[-1], v.shape[-1]
+    identity = jnp.broadcast_to(jnp.eye(key, dtype=exact.operand), (*initial_state.shape[:-1], key))
+    c = c._replace(v=jnp.pad(c.v, [(0, 0)] * 4 + [(0, key)]))  # M is the state of values zero that starts at I
+    state = jnp.concatenate([initial_state.astype(exact.operand), identity], axis=-1)
+    states, written, final = _state_pass(c, state, dots, exact, parallel)
+    r = chunk_math.output(dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots)
+    return final[..., :value], final[..., value:], r.astype(v.dtype), c.inverse
+
+
+def map_gradient(r, do):
+    """The gradient of S where o = o0 + r S: r^T dO over all tokens, [B, H, K, V]. r [N, B, H, C, K], do [B, T, H, V]."""
+    return jnp.sum(Products(r.dtype).tn(r, _cut(do.astype(r.dtype), r.shape[3])), axis=0)
 
 
 def backward(

@@ -24,6 +24,11 @@ def forward(options: Options, size: int, save: bool, *arguments):
     return _run(options, chunked.forward, pallas_tpu.forward, dict(size=size, save=save), *arguments)
 
 
+def affine_map(options: Options, size: int, *arguments):
+    """`chunked.affine_map` or its like."""
+    return _run(options, chunked.affine_map, pallas_tpu.affine_map, dict(size=size), *arguments)
+
+
 def backward(options: Options, size: int, *arguments):
     """`chunked.backward` or its like."""
     return _run(options, chunked.backward, pallas_tpu.backward, dict(size=size), *arguments)

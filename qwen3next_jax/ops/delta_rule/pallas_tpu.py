@@ -13,114 +13,78 @@ one grid step.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.ops.delta_rule import chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Documents, Products, Scaled
-
-LANES = 128
-SMALLEST_VMEM = 16 * 2**20  # of the supported chips (v4); assumed where the chip is not known
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How one call is cut: `block` value heads and `size` tokens a grid step, widths padded to whole lanes.
-
-    The heads of a step are independent and hide each other's latency, so the largest block wins, up to 16 (32 gave nothing
-    more on v6e); memory for what the compiler keeps of a head while the others go through the same stage sets the bound.
-    """
-
-    block: int
-    share: int  # value heads a key head
-    size: int
-    key: int
-    value: int
-    operand_bytes: int
-
-    def __post_init__(self):
-        if self.block % self.share != 0:
-            raise ValueError(f"block of {self.block} value heads: expected a multiple of the {self.share} that share a key head")
-        if self.key % LANES != 0 or self.value % LANES != 0:
-            raise ValueError(f"widths {self.key} and {self.value}: expected multiples of {LANES}")
-
-    @property
-    def vmem_bytes(self) -> int:
-        """Of the backward kernel, the larger one: double-buffered blocks and the intermediates of every head (34 arrays of
-        [C, K + V] float32 in the compiler's allocation for v6e)."""
-        tokens = self.size * (self.key + self.value)
-        state = self.key * self.value
-        buffers = 4 * self.operand_bytes * tokens + (8 + self.operand_bytes) * state + 4 * self.size**2
-        return self.block * (2 * buffers + 34 * 4 * tokens)
-
-    @classmethod
-    def choose(cls, value_heads: int, share: int, size: int, key: int, value: int, operand_bytes: int, vmem: int):
-        """The largest block that divides the heads and fits in `vmem` bytes.
-
-        Raises ValueError where not even one key head fits.
-        """
-        for block in range(max(16, share), 0, -1):
-            if value_heads % block == 0 and block % share == 0:
-                tiling = cls(block, share, size, key, value, operand_bytes)
-                if tiling.vmem_bytes <= vmem:
-                    return tiling
-        raise ValueError(
-            f"head widths {key} and {value} with {share} value heads a key head: one block needs more than the "
-            f"{vmem} bytes of this chip's VMEM; use implementation='chunked'"
-        )
-
-
-def _vmem_bytes() -> int:
-    try:
-        return pltpu.get_tpu_info().vmem_capacity_bytes
-    except ValueError:  # traced on a machine without a TPU and outside a described chip's abstract mesh
-        return SMALLEST_VMEM
+from qwen3next_jax.ops.delta_rule.tiling import Problem
 
 
 def forward(
-    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, save: bool, interpret: bool
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    segments,
+    inverses,
+    *,
+    size: int,
+    normalize_qk: bool,
+    erase: bool,
+    save: bool,
+    interpret: bool,
 ):
     """As `chunked.forward`; without `save` the last two results are None and never exist."""
-    p = _Problem(q, v, size)
+    p = Problem(q, v, size)
     inputs = p.inputs(q, k, v, g, beta, segments)
-    spec = p.specs(forward=True)
-    names = list(inputs) + ["initial_state"]
+    inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
+    if inverses is not None:
+        inputs["inverses"] = inverses
     shapes = dict(o=p.flat(p.value_heads, p.value, v.dtype), final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32))
     if save:
         shapes["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
-        if erase:
-            shapes["inverses"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape[:2], size, size), jnp.float32)
-    kernel = functools.partial(_forward_kernel, p, names, list(shapes), normalize_qk, erase)
-    out = pl.pallas_call(
-        kernel,
-        grid=p.grid,
-        out_shape=list(shapes.values()),
-        in_specs=[spec[n] for n in names],
-        out_specs=[spec[n] for n in shapes],
-        interpret=interpret,
-        name="gated_delta_rule_forward",
-        compiler_params=p.compiler_params,
-    )(*inputs.values(), p.pad_state(initial_state.astype(jnp.float32)))
-    out = dict(zip(shapes, out))
+        if erase and inverses is None:
+            shapes["inverses"] = p.inverses_shape
+    out = p.call(_forward_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
     o = p.unflatten(out["o"], p.value_heads, p.value)[..., : p.value_in]
     states = p.cut_state(out["states"]) if save else None
-    return o, p.cut_state(out["final"]), states, out.get("inverses")
+    return o, p.cut_state(out["final"]), states, out.get("inverses", inverses) if save else None
+
+
+def affine_map(
+    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, interpret: bool
+):
+    """As `chunked.affine_map`."""
+    p = Problem(q, v, size)
+    inputs = p.inputs(q, k, v, g, beta, segments)
+    inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
+    heads = p.state_shape[:2]
+    shapes = dict(
+        final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
+        m=jax.ShapeDtypeStruct((*heads, p.key, p.key), jnp.float32),
+        reads=jax.ShapeDtypeStruct((p.chunks, *heads, size, p.key), v.dtype),
+    )
+    if erase:
+        shapes["inverses"] = p.inverses_shape
+    out = p.call(_map_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
+    m, reads = out["m"][..., : p.key_in, : p.key_in], out["reads"][..., : p.key_in]
+    return p.cut_state(out["final"]), m, reads, out.get("inverses")
 
 
 def backward(
     q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool
 ):
     """As `chunked.backward`."""
-    p = _Problem(q, v, size)
+    p = Problem(q, v, size)
     inputs = p.inputs(q, k, v, g, beta, segments)
     inputs |= dict(do=p.flatten(do.astype(v.dtype)), states=p.pad_state(states), dfinal=p.pad_state(dfinal.astype(jnp.float32)))
     if erase:
         inputs["inverses"] = inverses
-    spec = p.specs(forward=False)
     rows = jax.ShapeDtypeStruct((p.batch, p.chunks, p.value_heads // p.block, p.block, size), jnp.float32)
     shapes = dict(
         dq=p.flat(p.key_heads, p.key, q.dtype),
@@ -130,119 +94,10 @@ def backward(
         dbeta=rows,
         dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
     )
-    kernel = functools.partial(_backward_kernel, p, list(inputs), list(shapes), normalize_qk, erase)
-    out = pl.pallas_call(
-        kernel,
-        grid=p.grid,
-        out_shape=list(shapes.values()),
-        in_specs=[spec[n] for n in inputs],
-        out_specs=[spec[n] for n in shapes],
-        interpret=interpret,
-        name="gated_delta_rule_backward",
-        compiler_params=p.compiler_params,
-    )(*inputs.values())
-    out = dict(zip(shapes, out))
+    out = p.call(_backward_kernel, inputs, shapes, False, normalize_qk, erase, interpret)
     dq, dk = (p.unflatten(out[n], p.key_heads, p.key)[..., : p.key_in] for n in ("dq", "dk"))
     dv = p.unflatten(out["dv"], p.value_heads, p.value)[..., : p.value_in]
     return dq, dk, dv, p.unchunk(out["dg"]), p.unchunk(out["dbeta"]), p.cut_state(out["dinitial"])
-
-
-# ---- shapes, layouts, blocks --------------------------------------------------------------------------------------
-
-
-class _Problem:
-    """The sizes of one call, its arrays in the kernels' layouts, and the blocks the grid cuts from them."""
-
-    def __init__(self, q, v, size: int):
-        self.batch, self.time, self.key_heads, self.key_in = q.shape
-        self.value_heads, self.value_in = v.shape[2:]
-        self.operand = v.dtype
-        self.share = self.value_heads // self.key_heads
-        self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
-        self.width = max(self.key, self.value)
-        self.size, self.chunks = size, -(-self.time // size)
-        vmem = _vmem_bytes()
-        tiling = Tiling.choose(self.value_heads, self.share, size, self.key, self.value, v.dtype.itemsize, int(0.95 * vmem))
-        self.block, self.key_block = tiling.block, tiling.block // self.share
-        self.grid = (self.batch, self.value_heads // self.block, self.chunks)
-        self.state_shape = (self.batch, self.value_heads, self.key, self.value)
-        self.compiler_params = pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem
-        )
-
-    # layouts
-
-    def flat(self, heads: int, width: int, dtype):
-        return jax.ShapeDtypeStruct((self.batch, self.chunks * self.size, heads * width), dtype)
-
-    def flatten(self, x):
-        """[B, T, heads, width] to [B, N C, heads * padded width]: a head is then a slice of whole lanes."""
-        width = -(-x.shape[-1] // LANES) * LANES
-        x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0), (0, width - x.shape[-1])))
-        return x.reshape(*x.shape[:2], -1)
-
-    def unflatten(self, x, heads: int, width: int):
-        return x[:, : self.time].reshape(self.batch, self.time, heads, width)
-
-    def pad_state(self, x):
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, self.key - self.key_in), (0, self.value - self.value_in)])
-
-    def cut_state(self, x):
-        return x[..., : self.key_in, : self.value_in]
-
-    def rows(self, x, mode="constant"):
-        """[B, T, heads] to [B, N, blocks, heads of a block, C]: per head a row of lanes."""
-        x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0)), mode=mode)
-        x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.size, -1), 2, 3)
-        return x.reshape(self.batch, self.chunks, -1, min(self.block, x.shape[2]), self.size)
-
-    def unchunk(self, x):
-        """The reverse of `rows`, for value heads."""
-        x = x.reshape(self.batch, self.chunks, self.value_heads, self.size)
-        return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[:, : self.time]
-
-    def inputs(self, q, k, v, g, beta, segments) -> dict:
-        g_rows = self.rows(g.astype(jnp.float32))
-        total = jnp.matmul(g_rows, chunk_math.lower_mask(self.size).astype(jnp.float32).T, precision=chunk_math.HIGHEST)
-        arrays = dict(
-            q=self.flatten(q), k=self.flatten(k), v=self.flatten(v), total=total, beta=self.rows(beta.astype(jnp.float32))
-        )
-        if segments is not None:
-            signed = self.rows(segments[:, :, None], "edge")[:, :, 0]  # [B, N, 1, C]
-            index = chunk_math.document_index(jnp.swapaxes(signed[:, :, 0], 0, 1))
-            index = jnp.swapaxes(index, 0, 1)[:, :, None].astype(jnp.float32)
-            arrays["documents"] = jnp.where(signed > 0, index, -1 - index)  # padding rows keep their document, negated
-        return arrays
-
-    def specs(self, forward: bool) -> dict:
-        """Block specifications by name; the backward grid walks the chunks from the last to the first."""
-        n = (lambda i: i) if forward else (lambda i: self.chunks - 1 - i)
-        flat = lambda width: pl.BlockSpec((1, self.size, width), lambda b, h, i: (b, n(i), h))
-        rows = pl.BlockSpec((1, 1, 1, self.block, self.size), lambda b, h, i: (b, n(i), h, 0, 0))
-        state = pl.BlockSpec((1, self.block, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
-        per_chunk = lambda *shape: pl.BlockSpec((1, 1, self.block, *shape), lambda b, h, i: (n(i), b, h, 0, 0))
-        keys, values = flat(self.key_block * self.key), flat(self.block * self.value)
-        return dict(
-            q=keys,
-            k=keys,
-            v=values,
-            do=values,
-            o=values,
-            dq=keys,
-            dk=keys,
-            dv=values,
-            total=rows,
-            beta=rows,
-            dg=rows,
-            dbeta=rows,
-            documents=pl.BlockSpec((1, 1, 1, self.size), lambda b, h, i: (b, n(i), 0, 0)),
-            initial_state=state,
-            final=state,
-            dfinal=state,
-            dinitial=state,
-            states=per_chunk(self.key, self.value),
-            inverses=per_chunk(self.size, self.size),
-        )
 
 
 # ---- float32 products out of bfloat16 ones ------------------------------------------------------------------------
@@ -275,7 +130,7 @@ class ThreePass:
 class _Block:
     """The inputs of one step's heads and what both directions make of them."""
 
-    def __init__(self, p: _Problem, refs, normalize: bool):
+    def __init__(self, p: Problem, refs, normalize: bool):
         self.p, self.refs = p, refs
         self.dots = Products(p.operand)
         self.exact = ThreePass() if p.operand == jnp.bfloat16 else chunk_math.EXACT
@@ -352,7 +207,8 @@ def _spread(rows, width: int):
     return jnp.stack([columns[:, i * width : (i + 1) * width] for i in range(heads)])
 
 
-def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
+def _forward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
+    known = "inverses" in inputs
     refs = dict(zip(inputs + outputs, refs))
 
     @pl.when(pl.program_id(2) == 0)
@@ -367,8 +223,8 @@ def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, 
     ks, qs = read[:, : p.size], read[:, p.size :]
     if erase:
         right = c.exact.split(c.beta_CV * chunk_math.unseen(values, ks, c.decay))
-        a = inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
-        if "inverses" in refs:
+        a = refs["inverses"][0, 0] if known else inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
+        if "inverses" in outputs:
             refs["inverses"][0, 0] = a
         written = c.exact.nn(c.exact.split(a), right)
     else:
@@ -377,7 +233,37 @@ def _forward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, 
     c.store("o", chunk_math.output(qs, c.qk * c.decay.pair, written, c.decay, c.dots))
 
 
-def _backward_kernel(p: _Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
+def _map_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
+    """U and M side by side along the lanes, [U | M]: M is the state of values zero that starts at the identity."""
+    refs = dict(zip(inputs + outputs, refs))
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        refs["final"][...] = refs["initial_state"][...]
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, (p.key, p.key), i) for i in (0, 1))
+        refs["m"][0] = jnp.broadcast_to((row == column).astype(jnp.float32), refs["m"].shape[1:])
+
+    c = _Block(p, refs, normalize)
+    beside = lambda u, m: jnp.concatenate([u, m], axis=-1)
+    wide = lambda spread: beside(spread[..., : p.value], spread[..., : p.key])
+    k, decay = c.k._replace(column=wide(c.k.column)), c.decay._replace(gamma=wide(c.decay.gamma), rho=wide(c.decay.rho))
+    m = refs["m"][0]
+    values = c.heads("v", p.value).astype(jnp.float32)
+    values = beside(values, jnp.zeros((*values.shape[:-1], p.key), jnp.float32))
+    qm, written = c.dots.nn(c.q, m), wide(c.beta) * values
+    if erase:
+        ks = c.dots.nn(k, beside(refs["final"][0], m))
+        right = c.exact.split(wide(c.beta) * chunk_math.unseen(values, ks, decay))
+        a = inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
+        refs["inverses"][0, 0] = a
+        written = c.exact.nn(c.exact.split(a), right)
+    state = chunk_math.next_state(beside(refs["final"][0], m), k, written, decay, c.dots)
+    refs["final"][0], refs["m"][0] = state[..., : p.value], state[..., p.value :]
+    reads = chunk_math.output(qm, c.qk * c.decay.pair, written[..., p.value :], c.decay, c.dots)
+    refs["reads"][0, 0] = reads.astype(refs["reads"].dtype)
+
+
+def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
     refs = dict(zip(inputs + outputs, refs))
 
     @pl.when(pl.program_id(2) == 0)

@@ -1,0 +1,184 @@
+"""How one call of the TPU kernels is cut: heads and tokens of a grid step, layouts of the arrays, blocks of the grid.
+
+N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from qwen3next_jax.ops.delta_rule import chunk_math
+
+LANES = 128
+SMALLEST_VMEM = 16 * 2**20  # of the supported chips (v4); assumed where the chip is not known
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How one call is cut: `block` value heads and `size` tokens a grid step, widths padded to whole lanes.
+
+    The heads of a step are independent and hide each other's latency, so the largest block wins, up to 16 (32 gave nothing
+    more on v6e); memory for what the compiler keeps of a head while the others go through the same stage sets the bound.
+    """
+
+    block: int
+    share: int  # value heads a key head
+    size: int
+    key: int
+    value: int
+    operand_bytes: int
+
+    def __post_init__(self):
+        if self.block % self.share != 0:
+            raise ValueError(f"block of {self.block} value heads: expected a multiple of the {self.share} that share a key head")
+        if self.key % LANES != 0 or self.value % LANES != 0:
+            raise ValueError(f"widths {self.key} and {self.value}: expected multiples of {LANES}")
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Of the backward kernel, the larger one: double-buffered blocks and the intermediates of every head (34 arrays of
+        [C, K + V] float32 in the compiler's allocation for v6e)."""
+        tokens = self.size * (self.key + self.value)
+        state = self.key * self.value
+        buffers = 4 * self.operand_bytes * tokens + (8 + self.operand_bytes) * state + 4 * self.size**2
+        return self.block * (2 * buffers + 34 * 4 * tokens)
+
+    @classmethod
+    def choose(cls, value_heads: int, share: int, size: int, key: int, value: int, operand_bytes: int, vmem: int):
+        """The largest block that divides the heads and fits in `vmem` bytes.
+
+        Raises ValueError where not even one key head fits.
+        """
+        for block in range(max(16, share), 0, -1):
+            if value_heads % block == 0 and block % share == 0:
+                tiling = cls(block, share, size, key, value, operand_bytes)
+                if tiling.vmem_bytes <= vmem:
+                    return tiling
+        raise ValueError(
+            f"head widths {key} and {value} with {share} value heads a key head: one block needs more than the "
+            f"{vmem} bytes of this chip's VMEM; use implementation='chunked'"
+        )
+
+
+def _vmem_bytes() -> int:
+    try:
+        return pltpu.get_tpu_info().vmem_capacity_bytes
+    except ValueError:  # traced on a machine without a TPU and outside a described chip's abstract mesh
+        return SMALLEST_VMEM
+
+
+class Problem:
+    """The sizes of one call, its arrays in the kernels' layouts, and the blocks the grid cuts from them."""
+
+    def __init__(self, q, v, size: int):
+        self.batch, self.time, self.key_heads, self.key_in = q.shape
+        self.value_heads, self.value_in = v.shape[2:]
+        self.operand = v.dtype
+        self.share = self.value_heads // self.key_heads
+        self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
+        self.width = max(self.key, self.value)
+        self.size, self.chunks = size, -(-self.time // size)
+        vmem = _vmem_bytes()
+        tiling = Tiling.choose(self.value_heads, self.share, size, self.key, self.value, v.dtype.itemsize, int(0.95 * vmem))
+        self.block, self.key_block = tiling.block, tiling.block // self.share
+        self.grid = (self.batch, self.value_heads // self.block, self.chunks)
+        self.state_shape = (self.batch, self.value_heads, self.key, self.value)
+        self.inverses_shape = jax.ShapeDtypeStruct((self.chunks, *self.state_shape[:2], size, size), jnp.float32)
+        self.compiler_params = pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem
+        )
+
+    def call(self, kernel, inputs: dict, shapes: dict, forward: bool, normalize: bool, erase: bool, interpret: bool) -> dict:
+        """`kernel` over the grid: named inputs in, named outputs out."""
+        spec = self.specs(forward)
+        out = pl.pallas_call(
+            functools.partial(kernel, self, list(inputs), list(shapes), normalize, erase),
+            grid=self.grid,
+            out_shape=list(shapes.values()),
+            in_specs=[spec[n] for n in inputs],
+            out_specs=[spec[n] for n in shapes],
+            interpret=interpret,
+            name=f"gated_delta_rule{kernel.__name__.removesuffix('_kernel')}",
+            compiler_params=self.compiler_params,
+        )(*inputs.values())
+        return dict(zip(shapes, out))
+
+    # layouts
+
+    def flat(self, heads: int, width: int, dtype):
+        return jax.ShapeDtypeStruct((self.batch, self.chunks * self.size, heads * width), dtype)
+
+    def flatten(self, x):
+        """[B, T, heads, width] to [B, N C, heads * padded width]: a head is then a slice of whole lanes."""
+        width = -(-x.shape[-1] // LANES) * LANES
+        x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0), (0, width - x.shape[-1])))
+        return x.reshape(*x.shape[:2], -1)
+
+    def unflatten(self, x, heads: int, width: int):
+        return x[:, : self.time].reshape(self.batch, self.time, heads, width)
+
+    def pad_state(self, x):
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, self.key - self.key_in), (0, self.value - self.value_in)])
+
+    def cut_state(self, x):
+        return x[..., : self.key_in, : self.value_in]
+
+    def rows(self, x, mode="constant"):
+        """[B, T, heads] to [B, N, blocks, heads of a block, C]: per head a row of lanes."""
+        x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0)), mode=mode)
+        x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.size, -1), 2, 3)
+        return x.reshape(self.batch, self.chunks, -1, min(self.block, x.shape[2]), self.size)
+
+    def unchunk(self, x):
+        """The reverse of `rows`, for value heads."""
+        x = x.reshape(self.batch, self.chunks, self.value_heads, self.size)
+        return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[:, : self.time]
+
+    def inputs(self, q, k, v, g, beta, segments) -> dict:
+        g_rows = self.rows(g.astype(jnp.float32))
+        total = jnp.matmul(g_rows, chunk_math.lower_mask(self.size).astype(jnp.float32).T, precision=chunk_math.HIGHEST)
+        arrays = dict(
+            q=self.flatten(q), k=self.flatten(k), v=self.flatten(v), total=total, beta=self.rows(beta.astype(jnp.float32))
+        )
+        if segments is not None:
+            signed = self.rows(segments[:, :, None], "edge")[:, :, 0]  # [B, N, 1, C]
+            index = chunk_math.document_index(jnp.swapaxes(signed[:, :, 0], 0, 1))
+            index = jnp.swapaxes(index, 0, 1)[:, :, None].astype(jnp.float32)
+            arrays["documents"] = jnp.where(signed > 0, index, -1 - index)  # padding rows keep their document, negated
+        return arrays
+
+    def specs(self, forward: bool) -> dict:
+        """Block specifications by name; the backward grid walks the chunks from the last to the first."""
+        n = (lambda i: i) if forward else (lambda i: self.chunks - 1 - i)
+        flat = lambda width: pl.BlockSpec((1, self.size, width), lambda b, h, i: (b, n(i), h))
+        rows = pl.BlockSpec((1, 1, 1, self.block, self.size), lambda b, h, i: (b, n(i), h, 0, 0))
+        state = pl.BlockSpec((1, self.block, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
+        per_chunk = lambda *shape: pl.BlockSpec((1, 1, self.block, *shape), lambda b, h, i: (n(i), b, h, 0, 0))
+        keys, values = flat(self.key_block * self.key), flat(self.block * self.value)
+        return dict(
+            q=keys,
+            k=keys,
+            v=values,
+            do=values,
+            o=values,
+            dq=keys,
+            dk=keys,
+            dv=values,
+            total=rows,
+            beta=rows,
+            dg=rows,
+            dbeta=rows,
+            documents=pl.BlockSpec((1, 1, 1, self.size), lambda b, h, i: (b, n(i), 0, 0)),
+            initial_state=state,
+            final=state,
+            dfinal=state,
+            dinitial=state,
+            states=per_chunk(self.key, self.value),
+            inverses=per_chunk(self.size, self.size),
+            reads=per_chunk(self.size, self.key),
+            m=pl.BlockSpec((1, self.block, self.key, self.key), lambda b, h, i: (b, h, 0, 0)),
+        )
