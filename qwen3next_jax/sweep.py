@@ -18,7 +18,10 @@ from qwen3next_jax import cli
 from qwen3next_jax.errors import ExitCode, UserError
 
 
-def main(path: str) -> int:
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        raise UserError(f"{len(arguments)} sweep files given: expected one, such as python -m qwen3next_jax.sweep configs/sweeps/ratio.py")
+    path = arguments[0]
     changes = _changes(_set.value)
     if _workers.value < 1 or _retries.value < 0:
         raise UserError("--workers must be at least 1 and --retries at least 0")
@@ -36,7 +39,7 @@ def main(path: str) -> int:
     workdir = pathlib.Path(_workdir.value or pathlib.Path("runs") / "sweeps" / pathlib.Path(path).stem)
     commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
     if _emit.value:
-        print("\n".join(commands.values()))
+        sys.stdout.writelines(command + "\n" for command in commands.values())
         return ExitCode.DONE
     console = Console(highlight=False)
 
@@ -81,8 +84,4 @@ _set = flags.DEFINE_multi_string("set", [], "SETTING=VALUE for every point; may 
 _emit = flags.DEFINE_boolean("emit", False, "print one command per point, for a cluster's scheduler, instead of running them")
 
 if __name__ == "__main__":
-    files = [argument for argument in sys.argv[1:2] if not argument.startswith("-")]
-    sys.argv[1:1 + len(files)] = []
-    if not files:
-        sys.exit("error: expected a sweep file first, such as: python -m qwen3next_jax.sweep configs/sweeps/ratio.py")
-    cli.run(lambda: main(files[0]))
+    cli.run(main, arguments="SWEEP_FILE")

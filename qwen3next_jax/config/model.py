@@ -8,6 +8,8 @@ from typing import Literal
 from qwen3next_jax.errors import did_you_mean, require
 
 LINEAR, FULL = "linear_attention", "full_attention"
+ABLATIONS = ("short_convolution", "decay_gate", "erase", "beta_gate", "linear_output_gate", "attention_output_gate", "qk_norm",
+             "zero_centered_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +19,9 @@ class ModelConfig:
     vocab_size: int = 151_936
     hidden_size: int = 2048
     num_hidden_layers: int = 48
-    full_attention_interval: int = 4  # layer i (0-based) is full attention iff (i + 1) % interval == 0; 0: none is
-    layer_types: tuple[str, ...] = ()  # the explicit list; () derives it from full_attention_interval
+    full_attention_interval: int = 4  # one layer of every so many is full attention; 0: none is
+    full_attention_placement: Literal["last", "middle", "first"] = "last"  # which one of them: the released model's is the last
+    layer_types: tuple[str, ...] = ()  # the explicit list; () derives it from the two above
 
     num_attention_heads: int = 16
     num_key_value_heads: int = 2
@@ -47,6 +50,16 @@ class ModelConfig:
 
     mtp_depth: int = 1  # tokens predicted beyond the next one; 0: no multi-token prediction module
     tie_word_embeddings: bool = False
+    # Ablations. The released model has all of these; a model without one of them has no Hugging Face form.
+    short_convolution: bool = True  # of recurrent layers; off: SiLU alone
+    decay_gate: bool = True  # off: the state is never forgotten (g = 0), DeltaNet
+    erase: bool = True  # off: S ← e^g S + β k vᵀ, linear attention with scalar decay (the Mamba-2 form)
+    beta_gate: bool = True  # off: β = 1
+    linear_output_gate: bool = True  # of recurrent layers
+    attention_output_gate: bool = True
+    qk_norm: bool = True  # of attention
+    zero_centered_norm: bool = True  # norms scale by 1 + w, w from 0; off: by w, from 1
+
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     bos_token_id: int = -1  # -1: none
@@ -64,7 +77,8 @@ class ModelConfig:
     def _derived_layer_types(self) -> tuple[str, ...]:
         interval = self.full_attention_interval
         require(interval >= 0, f"model.full_attention_interval = {interval}: expected 0 (no full attention) or more")
-        return tuple(FULL if interval and (i + 1) % interval == 0 else LINEAR for i in range(self.num_hidden_layers))
+        place = {"last": interval - 1, "middle": interval // 2, "first": 0}[self.full_attention_placement]
+        return tuple(FULL if interval and i % interval == place else LINEAR for i in range(self.num_hidden_layers))
 
     def _check_sizes(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -106,6 +120,11 @@ class ModelConfig:
         if not all(self.is_sparse(i) for i in range(self.num_hidden_layers)):
             require(self.intermediate_size > 0,
                      f"model.intermediate_size = {self.intermediate_size}: expected a positive number")
+
+    @property
+    def ablated(self) -> tuple[str, ...]:
+        """The names of the ablation switches that are off."""
+        return tuple(name for name in ABLATIONS if not getattr(self, name))
 
     @property
     def rotary_dim(self) -> int:

@@ -81,7 +81,7 @@ def format_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     fields = {name: getattr(config, name) for name in _SHARED}
     fields["mlp_only_layers"], fields["layer_types"] = list(config.mlp_only_layers), list(config.layer_types)
     derived = dataclasses.replace(config, layer_types=()).layer_types
-    if derived != config.layer_types or config.full_attention_interval == 0:
+    if derived != config.layer_types or config.full_attention_interval == 0 or config.full_attention_placement != "last":
         del fields["full_attention_interval"]  # it would contradict the list, or (0) means "never" only here
     rope = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
     fields |= rope | {"rope_parameters": {"rope_type": "default", **rope}, "rope_scaling": None}

@@ -158,8 +158,11 @@ def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None)
       tokenizer: anything with `save(directory)`, or None.
 
     Raises:
-      UserError: `out_dir` is there and not empty.
+      UserError: `out_dir` is there and not empty, or the model lacks a part that transformers' has.
     """
+    if model.config.ablated:
+        raise UserError(f"model.{model.config.ablated[0]} = False: transformers' Qwen3Next always has it, so this model has no "
+                        "Hugging Face form")
     out = pathlib.Path(out_dir)
     require_new(out)
     try:

@@ -9,7 +9,7 @@ from flax import nnx
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
-from qwen3next_jax.model.layers import Context, rms_norm, token_mean, zeros
+from qwen3next_jax.model.layers import Context, norm_weight, rms_norm, token_mean
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 
 # A mixer is an nnx.Module with __call__(x, context, cache) → (y, diagnostics, cache) and init_cache(config, batch, length).
@@ -22,9 +22,9 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, kind: str, sparse: bool, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (),
                  dtype=jnp.float32):
         self.config = config
-        self.mixer_norm = zeros((*stack, config.hidden_size), dtype)
+        self.mixer_norm = norm_weight(config, (*stack, config.hidden_size), dtype)
         self.mixer = MIXERS[kind](config, rngs=rngs, stack=stack, dtype=dtype)
-        self.mlp_norm = zeros((*stack, config.hidden_size), dtype)
+        self.mlp_norm = norm_weight(config, (*stack, config.hidden_size), dtype)
         self.mlp = (SparseMoE if sparse else DenseMLP)(config, rngs=rngs, stack=stack, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context,
@@ -34,10 +34,9 @@ class Block(nnx.Module):
         With `context.diagnose` the auxiliary outputs hold "diagnostics": those of the mixer and the MLP, and
         activation_max [] = max |x| over the counted tokens, activation_median [] = the mean over tokens of median |x|.
         """
-        eps = self.config.rms_norm_eps
-        mixed_BTD, diagnostics, cache = self.mixer(rms_norm(x_BTD, self.mixer_norm[...], eps), context, cache)
+        mixed_BTD, diagnostics, cache = self.mixer(rms_norm(x_BTD, self.mixer_norm[...], self.config), context, cache)
         x_BTD = x_BTD + mixed_BTD
-        y_BTD, aux = self.mlp(rms_norm(x_BTD, self.mlp_norm[...], eps), context)
+        y_BTD, aux = self.mlp(rms_norm(x_BTD, self.mlp_norm[...], self.config), context)
         x_BTD = x_BTD + y_BTD
         if context.diagnose:
             aux["diagnostics"] = diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)

@@ -59,7 +59,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> Forwar
     linear, full = c.layer_types.count(LINEAR), c.layer_types.count(FULL)
     sparse = sum(has_experts for _, has_experts in c.layer_kinds)
     attention = 2 * _attention_weights(c) + 2 * (sequence_length + 1) * c.num_attention_heads * c.head_dim
-    recurrence = 6 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    recurrence = (6 if c.erase else 4) * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
     router, shared = 2 * d * c.num_experts, 2 * _shared_expert_weights(c)
     experts = 2 * c.num_experts_per_tok * _expert_weights(c)
     head = 2 * d * c.vocab_size
@@ -97,23 +97,24 @@ def _recurrent_weights(c: ModelConfig) -> int:
     """Elements of the matrices of one Gated DeltaNet mixer."""
     values = c.linear_num_value_heads * c.linear_value_head_dim
     keys = c.linear_num_key_heads * c.linear_key_head_dim
-    return c.hidden_size * (2 * keys + 2 * values + 2 * c.linear_num_value_heads + values)
+    gates = (c.beta_gate + c.decay_gate) * c.linear_num_value_heads
+    return c.hidden_size * (2 * keys + (1 + c.linear_output_gate) * values + gates + values)
 
 
 def _recurrent_parameters(c: ModelConfig) -> int:
     values = c.linear_num_value_heads * c.linear_value_head_dim
     channels = 2 * c.linear_num_key_heads * c.linear_key_head_dim + values
-    return (_recurrent_weights(c) + c.linear_conv_kernel_dim * channels + 2 * c.linear_num_value_heads
-            + c.linear_value_head_dim)
+    convolution = c.short_convolution * c.linear_conv_kernel_dim * channels
+    return _recurrent_weights(c) + convolution + c.decay_gate * 2 * c.linear_num_value_heads + c.linear_value_head_dim
 
 
 def _attention_weights(c: ModelConfig) -> int:
     """Elements of the matrices of one gated attention mixer: query and gate, key, value, output."""
-    return c.hidden_size * c.head_dim * (3 * c.num_attention_heads + 2 * c.num_key_value_heads)
+    return c.hidden_size * c.head_dim * ((2 + c.attention_output_gate) * c.num_attention_heads + 2 * c.num_key_value_heads)
 
 
 def _attention_parameters(c: ModelConfig) -> int:
-    return _attention_weights(c) + 2 * c.head_dim
+    return _attention_weights(c) + c.qk_norm * 2 * c.head_dim
 
 
 def _expert_weights(c: ModelConfig) -> int:

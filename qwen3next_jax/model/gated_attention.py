@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, normal, rms_norm, rotate, token_mean, zeros
+from qwen3next_jax.model.layers import Context, norm_weight, normal, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import attention
 from qwen3next_jax.parallel.rules import activation_spec, local
 
@@ -17,29 +17,32 @@ class GatedAttention(nnx.Module):
     """Query, key and value projections → per-head norms and partial RoPE → attention → gate → projection.
 
     Diagnostics, over the counted tokens: first_token_share [N]: attention probability on the first token of the document,
-    mean over the other tokens' queries; gate_mean [], gate_closed []: mean of the output gate, share of it below 0.1.
+    mean over the other tokens' queries; gate_mean [], gate_closed []: mean of the output gate, share of it below 0.1 (where
+    there is a gate).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
         c, std = config, config.initializer_range
         self.config = config
         d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = normal(rngs, (*stack, d, n, 2 * k), std, dtype)  # [query | gate] per head
+        self.q_proj = normal(rngs, (*stack, d, n, 2 * k if c.attention_output_gate else k), std, dtype)  # [query | gate] per head
         self.k_proj = normal(rngs, (*stack, d, m, k), std, dtype)
         self.v_proj = normal(rngs, (*stack, d, m, k), std, dtype)
         self.o_proj = normal(rngs, (*stack, n, k, d), std, dtype)
-        self.q_norm = zeros((*stack, k), dtype)
-        self.k_norm = zeros((*stack, k), dtype)
+        if c.qk_norm:
+            self.q_norm = norm_weight(c, (*stack, k), dtype)
+            self.k_norm = norm_weight(c, (*stack, k), dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens' keys and values written)."""
         c, dtype = self.config, x_BTD.dtype
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
-        q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1)
+        q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1) if c.attention_output_gate else (query_gate_BTNK2, None)
         k_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
         v_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
-        q_BTNK = rms_norm(q_BTNK, self.q_norm[...], c.rms_norm_eps)
-        k_BTMK = rms_norm(k_BTMK, self.k_norm[...], c.rms_norm_eps)
+        if c.qk_norm:
+            q_BTNK = rms_norm(q_BTNK, self.q_norm[...], c)
+            k_BTMK = rms_norm(k_BTMK, self.k_norm[...], c)
         q_BTNK = rotate(q_BTNK, context.positions, c.rotary_dim, c.rope_theta)
         k_BTMK = rotate(k_BTMK, context.positions, c.rotary_dim, c.rope_theta)
 
@@ -49,9 +52,10 @@ class GatedAttention(nnx.Module):
             cache = {"k": _write(cache["k"], k_BTMK, context.positions), "v": _write(cache["v"], v_BTMK, context.positions)}
             o_BTNK = attention(q_BTNK, cache["k"], cache["v"], q_positions=context.positions)
 
-        open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
+        open_BTNK = None if gate_BTNK is None else jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
         diagnostics = _diagnostics(q_BTNK, k_BTMK, open_BTNK, context) if context.diagnose and cache is None else {}
-        o_BTNK = o_BTNK * open_BTNK.astype(dtype)
+        if open_BTNK is not None:
+            o_BTNK = o_BTNK * open_BTNK.astype(dtype)
         return jnp.einsum("btnk,nkd->btd", o_BTNK, self.o_proj[...].astype(dtype)), diagnostics, cache
 
     @staticmethod
@@ -67,9 +71,11 @@ def _diagnostics(q_BTNK, k_BTMK, open_BTNK, context: Context) -> dict[str, jax.A
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
     share_BTN = _attend(q_BTNK, k_BTMK, indicator_BTMK, context)[..., 0]
     counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
-    return {"first_token_share": token_mean(share_BTN, counted_BT),
-            "gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
-            "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
+    share = {"first_token_share": token_mean(share_BTN, counted_BT)}
+    if open_BTNK is None:
+        return share
+    return share | {"gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
+                    "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 
 
 def _attend(q_BTNK: jax.Array, k_BTMK: jax.Array, v_BTMK: jax.Array, context: Context) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import MIXERS, Block
-from qwen3next_jax.model.layers import Context, document_positions, normal, rms_norm, zeros
+from qwen3next_jax.model.layers import Context, document_positions, norm_weight, normal, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, local, use_spec
@@ -68,7 +68,7 @@ class Qwen3Next(nnx.Module):
         stack = (c.num_hidden_layers // c.period,)
         self.layers = nnx.List([Block(c, kind, sparse, rngs=rngs, stack=stack, dtype=dtype)
                                 for kind, sparse in c.layer_kinds[:c.period]])
-        self.final_norm = zeros((c.hidden_size,), dtype)
+        self.final_norm = norm_weight(c, (c.hidden_size,), dtype)
         if not c.tie_word_embeddings:
             self.head = normal(rngs, (c.hidden_size, c.vocab_size), c.initializer_range, dtype)
         if c.mtp_depth:
@@ -186,7 +186,7 @@ class Qwen3Next(nnx.Module):
                           preferred_element_type=jnp.float32)
 
     def _final(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
+        return rms_norm(x, self.final_norm[...], self.config)
 
     def _run_layers(self, x, context: Context, cache: list | None, remat: bool, capture: bool):
         """→ (x, per layer its auxiliary outputs, cache)."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
 from jax.sharding import Mesh
 
 
@@ -41,13 +43,16 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: jnp.dty
     return nnx.Param((stddev * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
 
 
-def zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape, dtype))
+def norm_weight(config: ModelConfig, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
+    """The start of a weight for `rms_norm`."""
+    return nnx.Param((jnp.zeros if config.zero_centered_norm else jnp.ones)(shape, dtype))
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted); dtype of `x`."""
-    return _rms_normalise(x, eps, 1.0 + weight.astype(jnp.float32))
+    if not config.zero_centered_norm:
+        return rms_norm_plain(x, weight, config.rms_norm_eps)
+    return _rms_normalise(x, config.rms_norm_eps, 1.0 + weight.astype(jnp.float32))
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

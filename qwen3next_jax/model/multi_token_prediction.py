@@ -15,7 +15,7 @@ from flax import nnx
 
 from qwen3next_jax.config import FULL, ModelConfig
 from qwen3next_jax.model.block import Block
-from qwen3next_jax.model.layers import Context, normal, rms_norm, zeros
+from qwen3next_jax.model.layers import Context, norm_weight, normal, rms_norm
 
 
 class MultiTokenPrediction(nnx.Module):
@@ -24,20 +24,20 @@ class MultiTokenPrediction(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
         d = config.hidden_size
         self.config = config
-        self.embedding_norm = zeros((d,), dtype)
-        self.hidden_norm = zeros((d,), dtype)
+        self.embedding_norm = norm_weight(config, (d,), dtype)
+        self.hidden_norm = norm_weight(config, (d,), dtype)
         self.fc = normal(rngs, (2 * d, d), config.initializer_range, dtype)  # the embedding's half first
         self.block = Block(config, FULL, config.num_experts > 0, rngs=rngs, dtype=dtype)
-        self.norm = zeros((d,), dtype)
+        self.norm = norm_weight(config, (d,), dtype)
 
     def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context,
                  cache: dict | None = None) -> tuple[jax.Array, dict[str, jax.Array], dict | None]:
         """One depth: states [B, T, D] and embeddings of the tokens they are combined with → (normed states, aux, cache)."""
-        eps, dtype = self.config.rms_norm_eps, hidden_BTD.dtype
-        pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], eps),
-                                rms_norm(hidden_BTD, self.hidden_norm[...], eps)), axis=-1)
+        dtype = hidden_BTD.dtype
+        pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
+                                rms_norm(hidden_BTD, self.hidden_norm[...], self.config)), axis=-1)
         x_BTD, aux, cache = self.block(pair @ self.fc[...].astype(dtype), context, cache)
-        return rms_norm(x_BTD, self.norm[...], eps), aux, cache
+        return rms_norm(x_BTD, self.norm[...], self.config), aux, cache
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:

@@ -82,7 +82,9 @@ def _layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
     if "half_life" in layer:
         half_life_H = layer["half_life"]
         row |= {"half_life": math.exp(np.mean(np.log(half_life_H))), "half_life_min": np.min(half_life_H),
-                "half_life_max": np.max(half_life_H), "beta": np.mean(layer["beta"]), "state_norm": np.mean(layer["state_norm"])}
+                "half_life_max": np.max(half_life_H)}
+    if "state_norm" in layer:
+        row |= {"beta": np.mean(layer["beta"]), "state_norm": np.mean(layer["state_norm"])}
     return row
 
 

@@ -38,7 +38,7 @@ from qwen3next_jax.training.watchdog import Signals, Watchdog
 
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
-                 "full_attention_interval", "bos_token_id", "eos_token_id"}
+                 "full_attention_interval", "full_attention_placement", "bos_token_id", "eos_token_id"}
 MAX_REWINDS = 3  # to one checkpoint
 
 

@@ -1,0 +1,131 @@
+"""Each ablation switch does what its name says: both mixers against their formulas written out token by token in NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from qwen3next_jax.config import FULL, LINEAR, ModelConfig
+from qwen3next_jax.config.model import ABLATIONS
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.interop.huggingface import save_hf
+from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.flops import parameter_counts
+from qwen3next_jax.model.gated_attention import GatedAttention
+from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
+from qwen3next_jax.model.layers import Context
+
+BASE = ModelConfig(
+    vocab_size=31, hidden_size=12, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=4,
+    num_experts=0, intermediate_size=16, mtp_depth=0, decay_init="log_uniform", dtype="float32", initializer_range=0.3)
+T = 9
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def rms(x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def unit(x):
+    return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
+
+
+def recurrent_layer(c, p, x_TD):
+    """One Gated DeltaNet layer of one key head (G = 1) and two value heads."""
+    k, v, h = c.linear_key_head_dim, c.linear_value_head_dim, c.linear_num_value_heads
+    mixed = x_TD @ p["in_proj_qkvz"][:, 0]
+    z, mixed = mixed[:, 2 * k + h * v:], mixed[:, :2 * k + h * v]
+    if c.short_convolution:
+        padded = np.concatenate([np.zeros((3, mixed.shape[1])), mixed])
+        mixed = sum(padded[w:w + T] * p["conv_kernel"][w, 0] for w in range(4))
+    mixed = mixed * sigmoid(mixed)
+    ba = x_TD @ p["in_proj_ba"][:, 0] if "in_proj_ba" in p else None
+    out = np.zeros((T, h, v))
+    for head in range(h):
+        state = np.zeros((k, v))
+        for t in range(T):
+            q_t, k_t = unit(mixed[t, :k]) / np.sqrt(k), unit(mixed[t, k:2 * k])
+            v_t = mixed[t, 2 * k + head * v:2 * k + (head + 1) * v]
+            beta = sigmoid(ba[t, head]) if c.beta_gate else 1.0
+            if c.decay_gate:
+                a = ba[t, head + (h if c.beta_gate else 0)]
+                state = state * np.exp(-np.exp(p["a_log"][head]) * np.log1p(np.exp(a + p["dt_bias"][head])))
+            error = v_t - state.T @ k_t if c.erase else v_t
+            state = state + beta * np.outer(k_t, error)
+            out[t, head] = state.T @ q_t
+    out = rms(out, p["norm"])
+    if c.linear_output_gate:
+        gate = z.reshape(T, h, v)
+        out = out * gate * sigmoid(gate)
+    return np.einsum("thv,hvd->td", out, p["out_proj"])
+
+
+def attention_layer(c, p, x_TD):
+    """One gated attention layer without positions (NoPE), two query heads over one key head."""
+    q = np.einsum("td,dnk->tnk", x_TD, p["q_proj"])
+    gate = q[..., c.head_dim:]
+    q, k, v = q[..., :c.head_dim], x_TD @ p["k_proj"][:, 0], x_TD @ p["v_proj"][:, 0]
+    if c.qk_norm:
+        centre = 1.0 if c.zero_centered_norm else 0.0
+        q, k = rms(q, centre + p["q_norm"]), rms(k, centre + p["k_norm"])
+    scores = np.einsum("tnk,sk->nts", q, k) / np.sqrt(c.head_dim)
+    weights = np.exp(np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf))
+    out = np.einsum("nts,sk->tnk", weights / weights.sum(-1, keepdims=True), v)
+    if c.attention_output_gate:
+        out = out * sigmoid(gate)
+    return np.einsum("tnk,nkd->td", out, p["o_proj"])
+
+
+@pytest.mark.parametrize("off", [(), *((name,) for name in ABLATIONS), ABLATIONS], ids=lambda off: "+".join(off) or "none")
+def test_both_mixers_follow_their_formulas(off):
+    config = dataclasses.replace(BASE, partial_rotary_factor=0.0, **dict.fromkeys(off, False))
+    assert config.ablated == tuple(name for name in ABLATIONS if name in off)
+    x_BTD = np.random.default_rng(0).standard_normal((1, T, config.hidden_size)).astype(np.float32)
+    context = Context(jnp.arange(T, dtype=jnp.int32)[None])
+    for kind, layer in ((GatedDeltaNet, recurrent_layer), (GatedAttention, attention_layer)):
+        module = kind(config, rngs=nnx.Rngs(1))
+        rng = np.random.default_rng(2)
+        for name in ("q_norm", "k_norm", "norm"):  # not at their start, where some forms agree
+            if hasattr(module, name):
+                getattr(module, name)[...] = jnp.asarray(rng.uniform(0.2, 0.8, getattr(module, name)[...].shape), jnp.float32)
+        params = {name: np.asarray(value[...], np.float64) for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+        y, _, _ = module(x_BTD, context)
+        np.testing.assert_allclose(y[0], layer(config, params, x_BTD[0].astype(np.float64)), rtol=0, atol=2e-5)
+
+
+def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
+    config = dataclasses.replace(BASE, **dict.fromkeys(ABLATIONS, False))
+    model = Qwen3Next(config, rngs=nnx.Rngs(0))
+    tokens = jnp.arange(T, dtype=jnp.int32)[None]
+    hidden, _ = model.decode(tokens, tokens, model.init_cache(1, T))
+    np.testing.assert_allclose(model.logits(hidden), model(tokens).logits, rtol=0, atol=1e-5)
+    graphdef, params = nnx.split(model, nnx.Param)
+    gradient = jax.grad(lambda p: jnp.sum(jax.nn.log_softmax(nnx.merge(graphdef, p)(tokens).logits)[..., 0]))(params)
+    for path, g in jax.tree_util.tree_leaves_with_path(gradient):
+        assert np.abs(g).max() > 0, jax.tree_util.keystr(path)
+    assert parameter_counts(config).total == sum(leaf.size for leaf in jax.tree.leaves(params))
+    with pytest.raises(UserError, match="model.short_convolution = False: transformers' Qwen3Next always has it"):
+        save_hf(model, tmp_path / "hf")
+
+
+def test_without_positions_the_order_of_the_past_does_not_matter():
+    def last_logits(factor, order):
+        config = dataclasses.replace(BASE, partial_rotary_factor=factor, layer_types=(FULL,), num_hidden_layers=1)
+        return Qwen3Next(config, rngs=nnx.Rngs(0))(jnp.asarray([order], jnp.int32)).logits[0, -1]
+
+    here, swapped = (3, 1, 4, 15, 9), (4, 1, 3, 15, 9)
+    np.testing.assert_allclose(last_logits(0.0, here), last_logits(0.0, swapped), atol=1e-5)
+    assert np.abs(last_logits(0.5, here) - last_logits(0.5, swapped)).max() > 1e-3
+
+
+@pytest.mark.parametrize("placement, expected", [("last", "LLFLLF"), ("middle", "LFLLFL"), ("first", "FLLFLL")])
+def test_placement_of_the_full_layer_in_its_interval(placement, expected):
+    config = dataclasses.replace(BASE, num_hidden_layers=6, full_attention_interval=3, full_attention_placement=placement, layer_types=())
+    assert config.layer_types == tuple({"L": LINEAR, "F": FULL}[letter] for letter in expected)
