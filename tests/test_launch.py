@@ -3,7 +3,7 @@
 import pytest
 
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.parallel.launch import Launch, find_launch, first_host, own_gpus, tasks_on_node
+from qwen3next_jax.parallel.launch import GKE, TPU_VM, Launch, find_launch, first_host, own_gpus, tasks_on_node
 
 # As `srun --nodes=2 --ntasks-per-node=4` sets them for the task 6; the batch script's own tasks are another number.
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6",
@@ -72,11 +72,11 @@ def test_open_mpi():
     ({"TPU_WORKER_HOSTNAMES": "w-0,w-1", "TPU_WORKER_ID": "1"}, True), ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, True),
     ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"}, True), ({"TPU_WORKER_HOSTNAMES": "localhost"}, False)])
 def test_tpu_slice_on_gke(environment, many):
-    assert find_launch(environment, tpu_chips=True) == (Launch("TPU") if many else None)
+    assert find_launch(environment, tpu_chips=True) == (Launch(GKE) if many else None)
 
 
 def test_a_machine_with_chips_asks_its_metadata():
-    assert find_launch({}, tpu_chips=True) == Launch("TPU")
+    assert find_launch({}, tpu_chips=True) == Launch(TPU_VM)
     assert find_launch({"JAX_PLATFORMS": "cpu"}, tpu_chips=True) is None
 
 

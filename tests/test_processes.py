@@ -16,18 +16,20 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEVICES = 4
-# Notes which rows of a batch this process reads, then is train.py.
+# train.py, but that it notes the rows of a batch that it reads, and that batch SIGTERM_AT brings it a signal.
 PROGRAM = """
-import json, os, runpy, sys
-from qwen3next_jax.data import pipeline
-before = pipeline._Steps.__init__
-def noting(self, row, batch_size, share):
+import itertools, json, os, runpy, signal, sys
+from qwen3next_jax.parallel.distributed import BatchShare
+spread, calls = BatchShare.spread, itertools.count(1)
+def noting(share, batch):
     with open(os.environ["SHARES"], "a") as file:
-        file.write(json.dumps(list(share)) + "\\n")
-    before(self, row, batch_size, share)
-pipeline._Steps.__init__ = noting
+        file.write(json.dumps([share.rows, len(batch["tokens"])]) + "\\n")
+    if next(calls) == int(os.environ.get("SIGTERM_AT", 0)):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return spread(share, batch)
+BatchShare.spread = noting
 sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
+runpy.run_path(f"{os.environ['PYTHONPATH']}/train.py", run_name="__main__")
 """
 NANO = f"""
 import sys
@@ -40,35 +42,37 @@ def get_config():
     config.model.update(hidden_size=32, num_hidden_layers=2, full_attention_interval=2, head_dim=16, num_experts=4,
                         num_attention_heads=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
                         linear_key_head_dim=16, linear_value_head_dim=16)
-    config.train.update(steps=8, batch_size=4, sequence_length=32, log_every=1)
-    config.checkpoint.every = 4
-    config.eval.update(every=8, rows=8, sample_tokens=0)
+    config.train.update(steps=16, batch_size=4, sequence_length=32, log_every=1)
+    config.checkpoint.every = 10
+    config.eval.update(every=16, rows=8, sample_tokens=0)
     return config
 """
 
 
 class Processes:
-    """The processes of one run. `environments` and `flags` are what differs between them."""
+    """The processes of one run; `environments`, `flags` and `folders` (where each starts) are what differs between them."""
 
-    def __init__(self, folder, arguments, environments, flags=(), program=("-c", PROGRAM)):
-        devices = DEVICES // len(environments)
+    def __init__(self, environments, flags, arguments, folders=None, shares=None):
         shared = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
-            "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "SHARES": str(folder / "shares"),
-            "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
-            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
-        flags = flags or [()] * len(environments)
-        self.all = [subprocess.Popen([sys.executable, *program, *arguments, *own], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                                     stderr=subprocess.PIPE, env=shared | {"SHARES": str(folder / f"shares.{i}")} | environment)
-                    for i, (environment, own) in enumerate(zip(environments, flags, strict=True))]
+            "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "SHARES": str(shares or os.devnull),
+            "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={DEVICES // len(environments)}",
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
+        self.all = [subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments, *own], cwd=folder, text=True,
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=shared | environment)
+                    for environment, own, folder in zip(environments, flags, folders or [ROOT] * len(flags), strict=True)]
 
-    def wait(self, timeout=120):
+    def wait(self, timeout=200):
         """→ [(exit code, standard output, standard error)]."""
         try:
             return [(p.returncode, *said) for p, said in [(p, p.communicate(timeout=timeout)) for p in self.all]]
         finally:
             for p in self.all:
                 p.kill()
+
+    def succeed(self):
+        ended = self.wait()
+        assert [code for code, _, _ in ended] == [0] * len(ended), ended
+        return ended
 
 
 def free_port():
@@ -77,17 +81,35 @@ def free_port():
         return s.getsockname()[1]
 
 
+# What each launcher leaves `count` processes on this host: (environments, flags).
+
+def alone():
+    return [{}], [()]
+
+
 def by_flags(count):
     coordinator = f"--coordinator=127.0.0.1:{free_port()}"
     return [{}] * count, [(coordinator, f"--processes={count}", f"--process={i}") for i in range(count)]
 
 
 def by_slurm(count):
-    """The variables of `srun --ntasks=count` on one node."""
     job = str(free_port())  # its number chooses the port
     return [{"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(count), "SLURM_PROCID": str(i),
              "SLURM_LOCALID": str(i), "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost",
-             "SLURM_STEP_TASKS_PER_NODE": str(count)} for i in range(count)], ()
+             "SLURM_STEP_TASKS_PER_NODE": str(count)} for i in range(count)], [()] * count
+
+
+def by_open_mpi(count):
+    job = f"prterun-here-{free_port()}@1"
+    return [{"PMIX_NAMESPACE": job, "OMPI_COMM_WORLD_SIZE": str(count), "OMPI_COMM_WORLD_RANK": str(i),
+             "OMPI_COMM_WORLD_LOCAL_SIZE": str(count), "OMPI_COMM_WORLD_LOCAL_RANK": str(i)} for i in range(count)], [()] * count
+
+
+def by_gke(count):
+    port = str(free_port())  # on pods it is always the same one
+    return [{"TPU_WORKER_HOSTNAMES": ",".join(["localhost"] * count), "TPU_WORKER_ID": str(i), "JAX_COORDINATOR_PORT": port,
+             "MEGASCALE_COORDINATOR_ADDRESS": "localhost", "MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0",
+             "JAX_FORCE_TPU_INIT": "1"} for i in range(count)], [()] * count
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +126,119 @@ def arguments(corpus, workdir, *more):
             f"--config.data.prepared_dir={corpus / 'prepared'}", *more]
 
 
+def events(workdir, kind):
+    return [e for e in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()) if e["event"] == kind]
+
+
+def assert_same_curve(workdir, expected):
+    """Each step once, and equal but for the order of sums between devices: a few float32 roundings, far from what another
+    batch would do."""
+    found, wanted = ([(e["step"], e["loss"], e["grad_norm"]) for e in events(w, "train")] for w in (workdir, expected))
+    assert [step for step, _, _ in found] == list(range(1, 17))
+    assert found == [(step, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for step, loss, norm in wanted]
+    assert events(workdir, "heldout")[-1]["loss"] == pytest.approx(events(expected, "heldout")[-1]["loss"], rel=1e-5)
+
+
+def shares(path):
+    """{(rows of a batch, number of rows read)} of all processes."""
+    return {(tuple(rows), read) for rows, read in map(json.loads, path.read_text().splitlines())}
+
+
+def assert_saved_by_all(folder, count):
+    names = {p.name for p in folder.iterdir()}
+    assert {"manifest.json", *(f"ocdbt.process_{i}" for i in range(count))} <= names
+
+
+@pytest.fixture(scope="module")
+def one(corpus):
+    """The folder of the run in one process."""
+    Processes(*alone(), arguments(corpus, corpus / "one")).succeed()
+    return corpus / "one"
+
+
+def with_signal_to_one(launch, step):
+    environments, flags = launch
+    return [*environments[:-1], environments[-1] | {"SIGTERM_AT": str(step)}], flags
+
+
+def test_two_processes_interrupted_by_a_signal_to_one_go_on_as_one_process(one, corpus, tmp_path):
+    run, note = tmp_path / "run", tmp_path / "shares"
+    ended = Processes(*with_signal_to_one(by_slurm(2), 5), arguments(corpus, run), shares=note).wait()
+    assert [code for code, _, _ in ended] == [130, 130], ended
+    (step,) = (int(p.name) for p in (run / "checkpoints").iterdir())  # both saved the same one, with nothing after it
+    assert 5 <= step <= 7 and events(run, "train")[-1]["step"] == events(run, "checkpoint")[-1]["step"] == step
+    assert_saved_by_all(run / "checkpoints" / str(step), 2)
+    assert f"Interrupted: saved after step {step} " in ended[0][1] and "step" not in ended[1][1]
+    assert shares(note) == {((0, 1), 2), ((2, 3), 2)}
+
+    Processes(*alone(), arguments(corpus, run)).succeed()
+    assert [(e["first_step"], e["hosts"], e["devices"]) for e in events(run, "start")] == [(0, 2, DEVICES), (step, 1, DEVICES)]
+    assert_same_curve(run, one)
+
+
+def test_one_process_goes_on_as_two(one, corpus, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(one, run)
+    shutil.rmtree(run / "checkpoints" / "16")
+    (_, out, _), (_, other, _) = Processes(*by_flags(2), arguments(corpus, run)).succeed()
+    assert "Trained 16 steps" in out and "step" not in other
+    assert [(e["first_step"], e["hosts"]) for e in events(run, "start")] == [(0, 1), (10, 2)]
+    assert_same_curve(run, one)
+    assert_saved_by_all(run / "checkpoints" / "16", 2)
+
+
+def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
+    other = tmp_path / "other"  # a host with another state of the same file
+    other.mkdir()
+    shutil.copy(corpus / "0.txt", tmp_path / "text.txt")
+    (other / "text.txt").write_text((corpus / "0.txt").read_text() + "one more line")
+    environments, _ = by_open_mpi(2)
+    config = Processes(environments, [(), ("--config.optimizer.learning_rate=0.5",)], arguments(corpus, tmp_path / "run"))
+    data = Processes(*by_gke(2), arguments(corpus, tmp_path / "run", "--config.data.path=text.txt"), folders=[tmp_path, other])
+    for run, field in ((config, "config.optimizer.learning_rate"), (data, "data")):
+        for code, _, err in run.wait():
+            assert code == 2 and re.search(rf"^error: processes disagree on {field}: process 0 on \S+ has \S+, process 1 on \S+ \S+; start", err), err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_coordinator_that_nobody_reaches_costs_a_bounded_wait(corpus, tmp_path):
     began = time.monotonic()
-    for process, reason in ((1, r"process 0 does not answer at 127.0.0.1:\d+ \(Connection refused\) within 1 s"),
-                            (0, r"not all of the other 1 processes came to 127.0.0.1:\d+ within 2 s")):
-        run = Processes(tmp_path, arguments(corpus, tmp_path / "run", "--config.parallel.start_timeout=1"), [{}],
-                        [by_flags(2)[1][process]])
+    _, (first, second) = by_flags(2)
+    runs = [Processes([{}], [flags], arguments(corpus, tmp_path / "run", "--config.parallel.start_timeout=1"))
+            for flags in (second, [flag.replace(f":{first[0].rpartition(':')[2]}", f":{free_port()}") for flag in first])]
+    for run, reason in zip(runs, (r"process 0 does not answer at 127.0.0.1:\d+ \(Connection refused\) within 1 s",
+                                  r"not all of the other 1 processes came to 127.0.0.1:\d+ within 2 s"), strict=True):
         (code, out, err), = run.wait()
         assert (code, out) == (7, "") and re.fullmatch(f"error: {reason} .*came from flags: .*\n", err), err
     assert time.monotonic() - began < 60
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, expected", [((), {((i,), 1) for i in range(4)}),
+                                            (("--config.parallel.mesh.tensor=2",), {((0, 1), 2), ((2, 3), 2)})],
+                         ids=("data", "data and tensor"))
+def test_four_processes_train_as_one(corpus, tmp_path, mesh, expected):
+    """Interrupted by a signal to one of them. With `tensor` over processes two of them read the same rows."""
+    one, four, note = tmp_path / "one", tmp_path / "four", tmp_path / "shares"
+    Processes(*alone(), arguments(corpus, one, *mesh)).succeed()
+    ended = Processes(*with_signal_to_one(by_flags(4), 5), arguments(corpus, four, *mesh)).wait()
+    assert [code for code, _, _ in ended] == [130] * 4, ended
+    assert_saved_by_all(next((four / "checkpoints").iterdir()), 4)
+    Processes(*by_flags(4), arguments(corpus, four, *mesh), shares=note).succeed()
+    assert_same_curve(four, one)
+    assert shares(note) == expected
+
+
+@pytest.mark.slow
+def test_a_dead_process_ends_the_other_and_the_run_goes_on(one, corpus, tmp_path):
+    """One of two is killed after a checkpoint; the same command, started again, ends as if nothing had been."""
+    run = tmp_path / "run"
+    two = Processes(*by_flags(2), arguments(corpus, run, "--config.parallel.heartbeat_timeout=5", "--config.checkpoint.every=2"))
+    until = time.monotonic() + 150
+    while not list((run / "checkpoints").glob("*/manifest.json")) and time.monotonic() < until:
+        time.sleep(0.01)
+    two.all[1].kill()
+    assert two.wait(timeout=60)[0][0] not in (0, 2, 130)  # the runtime or gloo notices, whichever is first
+    Processes(*by_flags(2), arguments(corpus, run)).succeed()
+    assert_same_curve(run, one)

@@ -26,7 +26,7 @@ from jax._src import distributed as _jax_distributed  # the key-value store has 
 
 from qwen3next_jax.config import Config, ParallelConfig, to_dict
 from qwen3next_jax.errors import ExitCode, UserError
-from qwen3next_jax.parallel.launch import Launch
+from qwen3next_jax.parallel.launch import TPU_VM, Launch
 
 _LONG = 24 * 3600.0  # seconds; for waits on work of unknown length: a dead process ends them earlier, by its heartbeat
 _CACHED = 70.0  # seconds; for which a network file system may go on saying that there is no such file
@@ -63,8 +63,8 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
         if launch.coordinator:
             raise UserError(f"process {launch.process} cannot use {launch.coordinator} (from {launch.source}) to meet the "
                             f"others: {_first_line(error)}; give another --coordinator=HOST:PORT") from error
-        if jax.process_count() > 1:
-            raise UserError(f"this TPU slice has {jax.process_count()} hosts, but JAX cannot tell where they meet: "
+        if launch.source != TPU_VM or jax.process_count() > 1:  # else a machine with chips, but without a slice's metadata
+            raise UserError(f"there are other TPU hosts, but JAX cannot tell from {launch.source} where to meet them: "
                             f"{_first_line(error)}; give --coordinator, --processes and --process") from error
     finally:
         timer.cancel()

@@ -12,6 +12,7 @@ from qwen3next_jax.errors import UserError
 
 _FIRST_PORT, _PORTS = 61440, 4096  # the highest ports, of which a job takes one by its number: all its processes name the same
 
+GKE, TPU_VM = "GKE's variables", "the TPU VM's metadata"
 Environment = Mapping[str, str]
 
 
@@ -20,7 +21,7 @@ class Launch:
     """Where the processes of a run meet, and which of them this one is.
 
     `coordinator` ("host:port", on which process 0 listens), `processes` and `process` are None on a TPU slice, where JAX
-    asks the slice itself. `local_devices`: indices of the GPUs that are this process's alone; () for all it sees.
+    finds out by itself. `local_devices`: indices of the GPUs that are this process's alone; () for all it sees.
     `source` says who told.
     """
 
@@ -50,21 +51,16 @@ def find_launch(environment: Environment, coordinator: str | None = None, proces
     if found is None and coordinator is not None:
         raise UserError("--coordinator without --processes and --process, and neither SLURM nor Open MPI says how many "
                         "processes there are: give all three")
-    if found is None and is_tpu_slice(environment, tpu_chips):
-        return Launch("TPU")
-    return found
+    return found or _from_tpu(environment, tpu_chips)
 
 
-def is_tpu_slice(environment: Environment, tpu_chips: bool) -> bool:
-    """Whether JAX should ask for the other hosts of a TPU slice: on GKE its variables tell, elsewhere only the VM's
-    metadata, which a machine with chips is worth asking for."""
-    if _integer(environment, "MEGASCALE_NUM_SLICES", 1) > 1 or "TPU_PROCESS_ADDRESSES_PATH" in environment:
-        return True
+def _from_tpu(environment: Environment, tpu_chips: bool) -> Launch | None:
+    """On GKE variables tell of the other hosts of a slice; elsewhere the VM's metadata may, if the machine has chips."""
     hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES"))
-    if hosts is not None:
-        return "," in hosts
+    if _integer(environment, "MEGASCALE_NUM_SLICES", 1) > 1 or "TPU_PROCESS_ADDRESSES_PATH" in environment or "," in (hosts or ""):
+        return Launch(GKE)
     wanted = environment.get("JAX_PLATFORMS", "")
-    return tpu_chips and (not wanted or "tpu" in wanted)
+    return Launch(TPU_VM) if hosts is None and tpu_chips and (not wanted or "tpu" in wanted) else None
 
 
 def _from_flags(coordinator: str | None, processes: int | None, process: int | None) -> Launch:
