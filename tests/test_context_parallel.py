@@ -66,12 +66,11 @@ def assert_equal(got, want, bar=BAR):
         assert error <= bar, f"{jax.tree_util.keystr(path)}: relative L2 error {error:.1e}"
 
 
-def shard_counts(*fast, slow=(8,)):
-    return pytest.mark.parametrize("shards", [*fast, *(pytest.param(n, marks=pytest.mark.slow) for n in slow)])
+SPLITS = pytest.mark.parametrize("shards, packed", [
+    (2, False), (2, True), (4, True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((4, False), (8, False), (8, True)))])
 
 
-@shard_counts(2, 4)
-@pytest.mark.parametrize("packed", [True, False])
+@SPLITS
 def test_convolution(shards, packed):
     time, channels, width = 32, (3, 2), 4
     by_time = arrays(0, x=(B, time, *channels))
@@ -97,8 +96,7 @@ def attention_case(time, implementation=None):
     return f, arrays(2, q=(B, time, 4, 8), k=(B, time, 2, 8), v=(B, time, 2, 8))
 
 
-@shard_counts(2, 4)
-@pytest.mark.parametrize("packed", [True, False])
+@SPLITS
 def test_attention(shards, packed):
     time = 160  # blocks of 20 to 40 queries, no multiple of the key blocks of 64
     f, arguments = attention_case(time)
@@ -137,8 +135,7 @@ def delta_rule_case(time, key=8, value=12, **settings):
     return f, by_time, arrays(5, initial_state=(B, 4, key, value))
 
 
-@shard_counts(2, 4)
-@pytest.mark.parametrize("packed", [True, False])
+@SPLITS
 def test_delta_rule(shards, packed):
     time = 160
     f, by_time, whole = delta_rule_case(time)
@@ -205,5 +202,6 @@ def test_kernels_compile_for_four_chips():
     done = subprocess.run([sys.executable, "-c", COMPILE], cwd=pathlib.Path(__file__).parents[1], env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    # Forward, dq, dk and dv of three pieces: the shard's own keys, and the two pairs of blocks of a turn. One pass each way.
-    assert done.stdout.split() == ["9", "2"]
+    # Forward, dq, dk and dv of three pieces: the shard's own keys, and the two pairs of blocks of a turn. Map, forward,
+    # backward of the delta rule.
+    assert done.stdout.split() == ["9", "3"]

@@ -276,3 +276,23 @@ def test_the_kernel_refuses_float64():
         x = jnp.zeros((1, 8, 1, 4), jnp.float64)
         with pytest.raises(NotImplementedError, match="float64"):
             gated_delta_rule(x, x, x, g=x[..., 0], beta=x[..., 0], implementation="pallas_tpu")
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(), None),
+    (dict(g=np.full((1, 4, 2), 0.1)), "g is positive"),
+    (dict(segment_ids=np.array([[1, 0, 0, 2]])), "segment_ids are out of order"),
+    (dict(segment_ids=np.array([[2, 1, 1, 0]])), "segment_ids are out of order"),
+], ids=str)
+def test_values_are_checked_where_nans_are_debugged(change, message):
+    inputs, _ = problem(time=4)
+    arguments = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()} | dict(segment_ids=np.array([[1, 1, 2, 0]])) | change
+    run = lambda: jax.block_until_ready(jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments))  # noqa: E731
+    run()  # says nothing otherwise
+    with jax.debug_nans(True):
+        if message is None:
+            run()
+        else:
+            with pytest.raises(jax.errors.JaxRuntimeError, match=message):  # JAX wraps what a callback raises
+                run()
+                jax.effects_barrier()

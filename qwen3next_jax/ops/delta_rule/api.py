@@ -56,8 +56,13 @@ def gated_delta_rule(
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
       NotImplementedError: the named implementation cannot run this problem here.
+
+    Values are checked only where this is traced under `jax.debug_nans(True)` (`JAX_DEBUG_NANS=1` for a whole process): then a
+    positive g, and ids out of order or after padding, end the program with a ValueError from a host callback.
     """
     _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
+    if jax.config.jax_debug_nans:
+        _check_values(g, segment_ids)
     wide = jnp.promote_types(jnp.float32, jnp.result_type(q, k, v))
     if initial_state is None:
         initial_state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), wide)
@@ -111,6 +116,21 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
             raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {v.shape[:2]}")
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: expected integers")
+
+
+def _check_values(g, segment_ids):
+    wrong = {"g is positive: expected log decay <= 0": jnp.any(g > 0)}
+    if segment_ids is not None:
+        before, after = segment_ids[:, :-1], segment_ids[:, 1:]
+        disorder = jnp.any(segment_ids < 0) | jnp.any((after > 0) & ((before == 0) | (after < before)))
+        wrong["segment_ids are out of order: expected positive, non-decreasing along T, 0 at the end only"] = disorder
+
+    def report(*found):
+        for message, is_wrong in zip(wrong, found):
+            if is_wrong:
+                raise ValueError(message)
+
+    jax.debug.callback(report, *wrong.values())
 
 
 # ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------
