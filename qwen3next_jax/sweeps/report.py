@@ -10,15 +10,17 @@ from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
-    Result, findings, higher_is_better, lines_of, pareto, seed_axes, to_csv)
+    Result, findings, higher_is_better, lines_of, pareto, seed_axes, to_csv, to_json)
 
 COUNTED = {"parameters": "parameters", "flops_per_token": "FLOPs per token", "cache_bytes_per_token": "cache bytes per token",
            "state_bytes": "recurrent state, bytes"}
 
 
 def write_report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str, workdir: pathlib.Path) -> None:
-    """Writes WORKDIR/report.html and WORKDIR/results.csv, each at once or not at all."""
-    for name, text in (("report.html", report(sweep, results, commands, title)), ("results.csv", to_csv(sweep, results, commands))):
+    """Writes report.html, results.csv and results.json into WORKDIR, each at once or not at all."""
+    files = {"report.html": report(sweep, results, commands, title), "results.csv": to_csv(sweep, results, commands),
+             "results.json": to_json(sweep, results, commands)}
+    for name, text in files.items():
         temporary = workdir / f"{name}.tmp"
         temporary.write_text(text)
         os.replace(temporary, workdir / name)

@@ -6,6 +6,7 @@ Every figure comes from a run's metrics.jsonl or is counted from its configurati
 import csv
 import dataclasses
 import io
+import json
 import math
 import pathlib
 import statistics
@@ -114,6 +115,19 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
                          *(r.measured.get(name, "") for name in measured), round(r.tokens_per_second, 1) if r.step else "",
                          *r.counted.values(), round(r.seconds, 1), commands[r.point.name]])
     return out.getvalue()
+
+
+def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
+    """The same as JSON, with the findings: what a results page in the docs is kept from."""
+    points = [{"point": r.point.name, **r.point.values, "steps": r.step, **{n: _short(v) for n, v in r.measured.items()},
+               "tokens_per_second": _short(r.tokens_per_second), **r.counted, "seconds": round(r.seconds), "command": commands[r.point.name]}
+              for r in results if r.done]
+    return json.dumps({"base": sweep.base, "axes": sweep.axes, "findings": findings(sweep, [r for r in results if r.done]),
+                       "points": points}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def seed_axes(sweep: Sweep) -> tuple[str, ...]:

@@ -1,0 +1,165 @@
+"""Sweeps: points and their refusals, a runner that resumes and retries, findings that say no more than the numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+from qwen3next_jax.sweeps import runner
+from qwen3next_jax.sweeps.check import check_points
+from qwen3next_jax.sweeps.points import load_sweep, manifest
+from qwen3next_jax.sweeps.report import report
+from qwen3next_jax.sweeps.results import Result, findings, is_done, lines_of, pareto, to_csv
+
+ROOT = Path(__file__).parents[1]
+NANO = {"model.num_hidden_layers": 2, "model.full_attention_interval": 2, "model.hidden_size": 16, "model.intermediate_size": 16,
+        "model.vocab_size": 32, "model.head_dim": 8, "data.synthetic.pairs": 2, "train.batch_size": 2, "train.sequence_length": 16,
+        "train.steps": 4, "train.log_every": 1, "eval.every": 4, "eval.rows": 2, "checkpoint.every": 2, "telemetry.diagnostics_every": 0}
+
+
+def sweep_file(folder, record):
+    path = folder / "sweep.py"
+    path.write_text(f"def get_sweep():\n    return {record!r}\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_points_are_all_combinations_with_plain_commands(tmp_path):
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"model.num_hidden_layers": 8}, "axes": {
+        "ratio": ["0:1", "3:1", "1:0"], "size": {"a": {"model.hidden_size": 64}, "b": {}}, "train.seed": [0, 1]}}),
+        {"train.steps": 7})
+    assert [p.name for p in sweep.points[:3]] == ["ratio=0-1,size=a,seed=0", "ratio=0-1,size=a,seed=1", "ratio=0-1,size=b,seed=0"]
+    assert len(sweep.points) == 12 and sweep.x == "ratio"
+    kinds = {p.values["ratio"]: p.config.model.layer_types.count("full_attention") for p in sweep.points}
+    assert kinds == {"0:1": 8, "3:1": 2, "1:0": 0}
+    assert {p.config.train.steps for p in sweep.points} == {7} and {p.config.model.hidden_size for p in sweep.points} == {64, 128}
+    command = runner.command(sweep, sweep.points[4], Path("w"))
+    assert "--config.model.full_attention_interval=4" in command and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
+    check_points(sweep)
+
+
+@pytest.mark.parametrize("match, amount", [("parameters", lambda c: parameter_counts(c.model).total),
+                                           ("flops", lambda c: flops_per_token(c.model, c.train.sequence_length))])
+def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": {"model.num_hidden_layers": 8}, "match": match,
+                                             "axes": {"ratio": ["0:1", "1:1", "1:0"]}}))
+    amounts = [amount(p.config) for p in sweep.points]
+    assert all(abs(a / amounts[0] - 1) < 0.02 for a in amounts)
+    widths = [p.config.model.intermediate_size for p in sweep.points]
+    assert len(set(widths)) > 1 and widths[0] == 128
+
+
+@pytest.mark.parametrize("record, message", [
+    ({"axes": {"ratios": ["3:1"]}}, "no such setting as ratios .did you mean 'ratio'"),
+    ({"axes": {"train.sed": [0]}}, "no such setting as train.sed .did you mean 'seed'"),
+    ({"axes": {"ratio": ["1:2"]}}, "ratio '1:2': expected LINEAR:FULL"),
+    ({"axes": {"ratio": ["3:1"], "m": {"a b": {}, "a:b": {}}}}, "two points are named ratio=3-1,m=a-b"),
+    ({"axes": {"model.head_dim": [32, 31]}}, "point head_dim=31: .*expected an even number"),
+    ({"axes": {"model": [1]}}, "model is a group of settings"),
+    ({"axes": {}}, "axes is empty"), ({"axes": {"ratio": []}}, "has no values"), ({"axis": {}}, "'axis': expected one of .*'axes'"),
+    ({"axes": {"ratio": ["3:1"]}, "base": "configs/tinny.py"}, "no such config file"),
+    ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("mqra",)}}, "suite mqra: no such evaluation .did you mean 'mqar'"),
+    ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("niah",), "eval.suite_lengths": (10**6,)}}, "point ratio=3-1: suite niah needs a context of 1000000"),
+    ({"axes": {"ratio": ["3:1"]}, "set": {"data.source": "mqar", "eval.sample_tokens": 0, "train.sequence_length": 16}}, "mqar rows have 16 tokens"),
+])
+def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, message):
+    with pytest.raises(UserError, match=message) as caught:
+        check_points(load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record)))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_folder_of_another_sweep_is_refused(tmp_path):
+    def load(seeds):
+        return load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"train.steps": len(seeds)}, "axes": {"train.seed": seeds}}))
+
+    runner.open_sweep(load([0, 1]), tmp_path / "w")
+    runner.open_sweep(load([0, 1]), tmp_path / "w")
+    with pytest.raises(UserError, match="holds another sweep .point seed=2 is new"):
+        runner.open_sweep(load([0, 1, 2]), tmp_path / "w")
+    with pytest.raises(UserError, match="point seed=0 has train.steps = 2, not 9"):
+        load([0, 1])
+        runner.open_sweep(load_sweep(tmp_path / "sweep.py", {"train.steps": 9}), tmp_path / "w")
+
+
+def test_a_killed_sweep_goes_on_and_a_dead_point_is_started_again(tmp_path):
+    """One real sweep: the runner is killed while its first point trains, another is at work meanwhile, then it finishes."""
+    path = sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"train.steps": 200, "eval.every": 200}, "axes": {"train.seed": [0]}})
+    workdir, environment = tmp_path / "w", os.environ | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / "runs" / "test_compilation_cache")}
+    start = [sys.executable, "-m", "qwen3next_jax.sweep", str(path), f"--workdir={workdir}"]
+    metrics = workdir / "points" / "seed=0" / "metrics.jsonl"
+
+    first = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True)
+    _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
+    second = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 2 and "another runner, or a point it left, is at work there" in second.stderr
+    first.kill()  # its point gets SIGTERM, saves and ends
+    first.wait()
+    _wait(lambda: subprocess.run(["flock", "-n", str(workdir / "lock"), "true"]).returncode == 0)
+    before = metrics.read_text()
+    assert '"checkpoint"' in before and not is_done(metrics.parent, load_sweep(path).points[0].config)
+
+    third = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True)
+    _wait(lambda: metrics.read_text() != before)
+    for line in subprocess.run(["pgrep", "-f", f"workdir={workdir}/points"], capture_output=True, text=True).stdout.split():
+        os.kill(int(line), signal.SIGKILL)
+    assert third.wait(120) == 0
+    told = third.stdout.read()
+    assert "ended with exit code -9" in told and "seed=0: done" in told
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "train"] == list(range(1, 201))
+    assert "1 of 1 points done" in (workdir / "report.html").read_text()
+    assert json.loads((workdir / "results.json").read_text())["points"][0]["steps"] == 200
+    again = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0 and "1 of 1 points are done already" in again.stdout
+
+
+def _wait(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _results(tmp_path, figures):
+    """Results of {(ratio, seed): {figure: value}}."""
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "axes": {"ratio": sorted({r for r, _ in figures}), "train.seed": sorted({s for _, s in figures})}}))
+    return sweep, [Result(p, 500, figures[p.values["ratio"], int(p.values["train.seed"])], 100.0, 1.0) for p in sweep.points]
+
+
+def test_findings_say_no_more_than_the_seeds_do(tmp_path):
+    sweep, results = _results(tmp_path, {
+        ("1:1", 0): {"heldout bits_per_byte": 2.0}, ("1:1", 1): {"heldout bits_per_byte": 2.2},
+        ("3:1", 0): {"heldout bits_per_byte": 1.9}, ("3:1", 1): {"heldout bits_per_byte": 2.1},
+        ("7:1", 0): {"heldout bits_per_byte": 2.5}, ("7:1", 1): {"heldout bits_per_byte": 2.6}})
+    assert findings(sweep, results) == [
+        "Heldout bits_per_byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) overlaps with it, seed by seed. "
+        "Every run of 7:1 (2.55) is above every run of it."]
+    one = [r for r in results if r.point.values["train.seed"] == "0"]
+    assert findings(sweep, one)[0].endswith("One seed only: differences of this size may be chance.")
+    assert lines_of(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(2.1)
+
+
+def test_pareto_keeps_what_nothing_beats_in_both():
+    points = [(0, 0.5), (1, 0.5), (1, 0.7), (2, 0.6), (3, 0.9)]
+    assert pareto(points, higher=True) == [0, 2, 4] and pareto(points, higher=False) == [0]
+
+
+def test_report_and_table_hold_every_point_and_its_command(tmp_path):
+    sweep, results = _results(tmp_path, {("1:1", 0): {"heldout accuracy": 0.5, "heldout loss": 1.0}, ("3:1", 0): {}})
+    commands = {p.name: runner.shell_command(sweep, p, tmp_path) for p in sweep.points}
+    page = report(sweep, results, commands, "ratio")
+    assert "1 of 2 points done" in page and page.count("train.py --config=configs/tiny.py") == 2 and "<script src" not in page
+    lines = to_csv(sweep, results, commands).splitlines()
+    assert len(lines) == 3 and lines[0].startswith("point,ratio,train.seed,steps,steps_done,heldout accuracy,heldout loss")
+    assert manifest(sweep)["points"][0]["overrides"] == {"model.full_attention_interval": 2, "model.layer_types": [], "train.seed": 0}
