@@ -21,7 +21,7 @@ from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.chips import chip_of
-from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.reporting.page import write_report
 
 Event = Mapping[str, Any]
@@ -46,11 +46,12 @@ class MetricsFile:
         self._path, self._listeners = path, tuple(listeners)
         self._file, self._unwritten = None, b""
         if path is not None:
-            before = read_events(path)
-            taken = max((e["step"] for e in before if e["event"] == "train"), default=0)
-            self._before = {"previous_end": max((e.get("time", 0) for e in before), default=None),
-                            "lost_steps": max(taken - first_step, 0)}
-            self._keep(before, first_step)
+            taken, end = 0, None
+            for _, event in each_event(path):
+                end = event.get("time", end)
+                taken = event["step"] if event["event"] == "train" else taken
+            self._before = {"previous_end": end, "lost_steps": max(taken - first_step, 0)}
+            self._keep(first_step)
 
     def __enter__(self):
         return self
@@ -88,13 +89,14 @@ class MetricsFile:
         """Drops the events after `step` (but for HISTORY), which are about to be written again."""
         if self._path is not None:
             os.close(self._file)
-            self._keep(read_events(self._path), step)
+            self._keep(step)
 
-    def _keep(self, events: list[dict], last_step: int) -> None:
-        kept = [event for event in events if event["step"] <= last_step or event["event"] in HISTORY]
+    def _keep(self, last_step: int) -> None:
         temporary = self._path.with_suffix(".tmp")
         try:
-            temporary.write_text("".join(json.dumps(event) + "\n" for event in kept))
+            with temporary.open("w") as file:
+                file.writelines(line.rstrip("\n") + "\n" for line, event in each_event(self._path)
+                                if event["step"] <= last_step or event["event"] in HISTORY)
         except OSError as error:
             raise UserError(f"{self._path}: cannot be written ({error.strerror}): make room, or give another --workdir") from error
         os.replace(temporary, self._path)
