@@ -78,6 +78,7 @@ def write_run(workdir: pathlib.Path, *, steps: int, layers: int = 4, experts: in
                 write("heldout", step, loss=loss + 0.03, perplexity=np.exp(loss), accuracy=0.5, bits_per_byte=loss / 2.85,
                       **{f"mtp_loss/{d}": loss * 1.2 for d in range(mtp_depth)},
                       **{f"mtp_acceptance/{d}": (0.9 - 0.2 * d) * (1 - np.exp(-9 * done)) for d in range(mtp_depth)})
+                write("suite", step, suite="mqar", **{f"accuracy/{pairs} pairs": 1 / (1 + np.exp(pairs / 3 - 20 * done)) for pairs in (4, 8, 16)})
                 write("sample", step, text=f"def step_{step}(x):\n    return <b>x</b> + {step}\n")
                 write("checkpoint", step)
             if any(step - log_every < died <= step for died in restarts):

@@ -39,7 +39,7 @@ def report(runs: Sequence[Run]) -> str:
     runs = _distinct(runs)
     marks = [(fault.step, f"{fault.kind} at step {fault.step}: {fault.text}") for fault in faults(runs[0])[:200]] if len(runs) == 1 else []
     sections = {
-        "Loss": _loss(runs, marks), "Optimisation": _optimisation(runs, marks), "Speed and use of time": _speed(runs),
+        "Loss": _loss(runs, marks), "Evaluations": _evaluations(runs, marks), "Optimisation": _optimisation(runs, marks), "Speed and use of time": _speed(runs),
         "Experts": _experts(runs), "Recurrent layers": _recurrent(runs), "Attention and activations": _attention(runs),
     }
     body = "".join(_section(name, f'<div class="charts">{"".join(found)}</div>') for name, found in sections.items() if found)
@@ -170,6 +170,22 @@ def _loss(runs: Sequence[Run], marks) -> list[str]:
                     marks, from_zero=True),
         _over_steps("Balance loss", runs, [("", "train", "balance_loss")], marks, late=True, references=(("perfect balance 1", 1.0),)),
     ))
+
+
+def _evaluations(runs: Sequence[Run], marks) -> list[str]:
+    """A chart for each evaluation of `eval.suites` and each kind of number in it."""
+    charts: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        for event in run.events.get("suite", ()):
+            for name, value in event.items():
+                kind, slash, _ = name.partition("/")
+                if slash and isinstance(value, (int, float)) and kind != "targets":
+                    names = charts.setdefault((event["suite"], kind), [])
+                    names.extend([name] if name not in names else [])
+    split = [Run(run.name, run.config, run.log, {f"suite {suite}": [e for e in run.events.get("suite", ()) if e["suite"] == suite]
+                                                 for suite, _ in charts}) for run in runs]
+    return _only(_over_steps(f"{suite}: {kind.replace('_', ' ')}", split, [(name.partition("/")[2], f"suite {suite}", name) for name in names],
+                             marks, from_zero=kind == "accuracy") for (suite, kind), names in charts.items())
 
 
 def _optimisation(runs: Sequence[Run], marks) -> list[str]:

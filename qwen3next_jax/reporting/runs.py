@@ -15,7 +15,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.reporting.events import each_event
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
-FAULTS = ("skip", "spike", "rewind", "damaged", "stop")
+FAULTS = ("skip", "spike", "rewind", "damaged", "save_failed", "stop")
 # How wall time is spent. Training counts towards goodput: the time of steps that are part of the run as it now is.
 TRAINING, STARTING, OTHER, LOST, DOWN = "training", "starting and compiling", "evaluating, saving, other", "lost work", "down"
 USES = (TRAINING, STARTING, OTHER, LOST, DOWN)
@@ -186,12 +186,15 @@ def wall_time_columns(spans: Sequence[tuple[float, float, str]], columns: int) -
 
 
 def faults(run: Run) -> list[Fault]:
-    """Every restart and everything that went wrong, in order of time."""
+    """Every restart, what was changed at it, and everything that went wrong, in order of time."""
     found = []
     for event in run.log:
         kind, reason = event["event"], str(event.get("reason", ""))
         if kind in FAULTS and not (kind == "spike" and event.get("skipped")):  # a "skip" event says the same
-            found.append(Fault(event["step"], event.get("time", 0.0), kind, reason))
+            found.append(Fault(event["step"], event.get("time", 0.0), kind.replace("_", " "), reason))
+        elif kind == "changed":
+            text = "; ".join(f"{name}: {old!r} → {new!r}" for name, old, new in event.get("changes", ()))
+            found.append(Fault(event["step"], event.get("time", 0.0), "settings changed", text))
         elif kind == "start" and event.get("previous_end"):
             lost = f"; {event['lost_steps']} steps taken again" if event.get("lost_steps") else ""
             found.append(Fault(event["step"], event["time"], "restart", f"from step {event.get('first_step', event['step'])}{lost}"))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.config import Config
 
@@ -43,7 +43,8 @@ def make_diagnostics_step(config: Config, graphdef: nnx.GraphDef,
         tokens, segment_ids = (batch[name][::config.train.gradient_accumulation] for name in ("tokens", "segment_ids"))
         features = nnx.merge(graphdef, params).features(tokens, segment_ids, diagnose=True, mesh=mesh)
         return {"layers": features.diagnostics, "param_norms": norms_by_layer(params)}
-    return jax.jit(step)
+    # Every process of the run reads all of it.
+    return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
 
 
 def summarise(config: Config, measured: dict[str, Any], grad_norms: dict[str, Any], expert_load: Any) -> dict[str, Any]:

@@ -100,6 +100,10 @@ class Display:
             figures = (f"{name.replace('/', ' ')} {value:.1%}" for name, value in event.items() if name.startswith("accuracy"))
             line = f"step {step}  {event['suite']}  " + "  ".join(figures)
             self._heldout.append(line)
+        elif kind == "suite":
+            line = f"step {step}  {event['suite']}" + "".join(
+                f"  {name} {value:.4g}" for name, value in event.items() if "/" in name and isinstance(value, float))
+            self._heldout.append(line)
         elif kind == "sample":
             self._sample = event["text"]
             line = f"step {step}  sample {event['text']!r}"
@@ -161,7 +165,7 @@ class Display:
 # What a plain line shows of the cells; the rest is in metrics.jsonl.
 PLAIN = ("loss", "bits/byte", "accuracy", "mtp loss 0", "grad norm", "lr", "tokens/s", "model FLOP/s", "MFU", "memory", "left")
 FAULTS = {"skip": "update skipped", "spike": "loss spike", "rewind": "rewound", "damaged": "damaged checkpoint passed over",
-          "stop": "stopping"}
+          "stop": "stopping", "save_failed": "checkpoint not saved"}
 
 
 def _number(value: float | str, form: str) -> str:

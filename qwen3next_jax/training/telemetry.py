@@ -240,7 +240,8 @@ class WeightsAndBiases:
 
 def scalars(event: Event) -> dict[str, float]:
     """The numbers of an event under names like train/loss; lists over layers as diagnostics/beta/layer_03."""
-    kind, result = event["event"], {}
+    kind = f"suite/{event['suite']}" if event["event"] == "suite" else event["event"]
+    result = {}
     for name, value in event.items():
         if name in ("event", "step", "time"):
             continue
