@@ -5,20 +5,19 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from qwen3next_jax.config import Config, ModelConfig, TrainConfig
+from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
-from qwen3next_jax.parallel.mesh import one_device
-from qwen3next_jax.training.diagnostics import make_diagnostics_step, norms_by_layer, summarise
-from qwen3next_jax.training.step import abstract_model, init_state
+from qwen3next_jax.parallel.mesh import make_mesh, one_device
+from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
+from qwen3next_jax.training.step import abstract_model, abstract_train_state, batch_sharding, init_state
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=16, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
+    num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
     linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
     shared_expert_intermediate_size=8, dtype="float32", max_position_embeddings=128, initializer_range=0.5)
 CONFIG = Config(model=MODEL, train=TrainConfig(steps=2, batch_size=4, sequence_length=32, gradient_accumulation=2))
@@ -31,7 +30,8 @@ BATCH = {"tokens": jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 32))
 def measured():
     graphdef, _ = abstract_model(CONFIG)
     params = init_state(CONFIG, one_device())["params"]
-    return graphdef, params, jax.device_get(make_diagnostics_step(CONFIG, graphdef)(params, BATCH))
+    step = make_diagnostics_step(CONFIG, graphdef)
+    return graphdef, params, step, jax.device_get(step(params, BATCH))
 
 
 def test_the_first_token_share_is_that_of_the_explicit_probabilities():
@@ -39,15 +39,18 @@ def test_the_first_token_share_is_that_of_the_explicit_probabilities():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32, 16)), jnp.float32)
     segments = BATCH["segment_ids"]
     context = Context(document_positions(segments), segments, segments > 0, diagnose=True)
-    _, diagnostics, _ = layer(x, context)
+    diagnostics = jax.jit(lambda x: layer(x, context)[1])(x)
 
-    query, gate = jnp.split(jnp.einsum("btd,dnk->btnk", x, layer.q_proj[...]), 2, axis=-1)
-    key = jnp.einsum("btd,dmk->btmk", x, layer.k_proj[...])
-    query, key = (rotate(rms_norm(a, jnp.zeros(8), 1e-6), context.positions, MODEL.rotary_dim, MODEL.rope_theta) for a in (query, key))
-    scores = jnp.einsum("btnk,bsnk->bnts", query, jnp.repeat(key, 2, axis=2)) * 8**-0.5
-    seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((32, 32), bool))
-    probability = np.asarray(jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30)))
-    gate, positions = np.asarray(jax.nn.sigmoid(gate)), np.asarray(context.positions)
+    @jax.jit
+    def explicit(x):
+        query, gate = jnp.split(jnp.einsum("btd,dnk->btnk", x, layer.q_proj[...]), 2, axis=-1)
+        key = jnp.einsum("btd,dmk->btmk", x, layer.k_proj[...])
+        query, key = (rotate(rms_norm(a, jnp.zeros(8), 1e-6), context.positions, MODEL.rotary_dim, MODEL.rope_theta) for a in (query, key))
+        scores = jnp.einsum("btnk,bsnk->bnts", query, jnp.repeat(key, 2, axis=2)) * 8**-0.5
+        seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((32, 32), bool))
+        return jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30)), jax.nn.sigmoid(gate)
+    probability, gate = jax.device_get(explicit(x))
+    positions = np.asarray(context.positions)
     shares = [probability[b, :, t, t - positions[b, t]]
               for b in range(4) for t in range(32) if segments[b, t] > 0 and positions[b, t] > 0]
     np.testing.assert_allclose(diagnostics["first_token_share"], np.mean(shares, axis=0), rtol=1e-5)
@@ -58,19 +61,21 @@ def test_the_first_token_share_is_that_of_the_explicit_probabilities():
 
 
 def test_norms_are_those_of_each_layer_in_order(measured):
-    _, params, result = measured
-    norms = result["param_norms"]
+    _, params, _, result = measured
+    params, norms = jax.device_get(params), result["param_norms"]
+
+    def norm_of(tree):
+        return np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(tree)))
     for layer in range(4):
         mine = jax.tree.map(lambda leaf: leaf[layer // 2], params["layers"][layer % 2])
-        np.testing.assert_allclose(norms["layers"][layer], optax.tree.norm(mine), rtol=1e-6)
-    total = np.sqrt(sum(np.sum(np.square(norm)) for norm in norms.values()))
-    np.testing.assert_allclose(total, optax.tree.norm(params), rtol=1e-6)
+        np.testing.assert_allclose(norms["layers"][layer], norm_of(mine), rtol=1e-6)
+    np.testing.assert_allclose(norm_of(norms), norm_of(params), rtol=1e-6)
 
 
 def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
-    graphdef, params, result = measured
+    _, params, step, result = measured
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
-    record = summarise(CONFIG, result, norms_by_layer(params), load)
+    record = summarise(CONFIG, result, result["param_norms"], load)
     assert record["dead_experts"] == [1, 0, 3, 0, 0] and record["load_max_violation"] == [1, 0, 3, 0, 0]
     kinds = [name for name, _ in MODEL.layer_kinds] + ["full_attention"]  # the MTP module's
     for name, owner in (("beta", "linear_attention"), ("gate_mean", "full_attention")):
@@ -80,12 +85,23 @@ def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
     # The micro-batch is rows 0 and 2: other tokens in the padding of the others, or in other rows, change nothing.
     moved = BATCH["tokens"].at[1].set(0).at[3].set(0)
     tokens = jnp.where(BATCH["segment_ids"] > 0, moved, 63)
-    again = jax.device_get(make_diagnostics_step(CONFIG, graphdef)(params, BATCH | {"tokens": tokens}))
+    again = jax.device_get(step(params, BATCH | {"tokens": tokens}))
     jax.tree.map(np.testing.assert_array_equal, again, result)
 
 
+def test_a_mesh_measures_the_same(measured):
+    """2 × 2 devices over rows and heads against one, the same numbers in every process's reach."""
+    graphdef, params, _, result = measured
+    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(mesh=MeshConfig(data=2, tensor=2)))
+    mesh = make_mesh(config.parallel, jax.devices()[:4])
+    placed = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh)["params"]))
+    again = make_diagnostics_step(config, graphdef, mesh)(placed, jax.device_put(BATCH, batch_sharding(mesh)))
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(again))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), jax.device_get(again), result)
+
+
 def test_activations_are_those_of_the_hidden_states(measured):
-    graphdef, params, result = measured
+    graphdef, params, _, result = measured
     model = nnx.merge(graphdef, params)
     rows = {name: array[::2] for name, array in BATCH.items()}
     states = jax.jit(lambda rows: model.features(rows["tokens"], rows["segment_ids"], capture=True).hidden_states)(rows)
@@ -96,15 +112,14 @@ def test_activations_are_those_of_the_hidden_states(measured):
         np.testing.assert_allclose(layer["activation_median"], np.median(size, axis=-1).mean(), rtol=1e-5)
 
 
-def test_decay_half_life_is_what_the_decay_does():
+def test_decay_half_life_is_what_the_decay_does(measured):
     """With W_ba = 0 every g is -exp(A_log) · softplus(dt_bias): 4 tokens to halve."""
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_hidden_layers=1, layer_types=(), full_attention_interval=0, mtp_depth=0))
-    graphdef, _ = abstract_model(config)
-    params = init_state(config, one_device())["params"]
+    _, params, step, _ = measured
     mixer = params["layers"][0]["mixer"]
-    mixer["in_proj_ba"] *= 0
-    mixer["a_log"] = jnp.full_like(mixer["a_log"], np.log(np.log(2) / 4 / np.log1p(np.exp(1.0))))
-    mixer["dt_bias"] = jnp.ones_like(mixer["dt_bias"])
-    layer = jax.device_get(make_diagnostics_step(config, graphdef)(params, BATCH))["layers"][0]
-    np.testing.assert_allclose(layer["half_life"], 4.0, rtol=1e-5)
-    np.testing.assert_allclose(layer["beta"], 0.5, rtol=1e-6)
+    still = {"in_proj_ba": jnp.zeros_like(mixer["in_proj_ba"]), "dt_bias": jnp.ones_like(mixer["dt_bias"]),
+             "a_log": jnp.full_like(mixer["a_log"], np.log(np.log(2) / 4 / np.log1p(np.exp(1.0))))}
+    params = params | {"layers": params["layers"] | {0: params["layers"][0] | {"mixer": mixer | still}}}
+    layers = jax.device_get(step(params, BATCH))["layers"]
+    for layer in (layers[0], layers[2]):
+        np.testing.assert_allclose(layer["half_life"], 4.0, rtol=1e-5)
+        np.testing.assert_allclose(layer["beta"], 0.5, rtol=1e-6)
