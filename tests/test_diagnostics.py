@@ -21,8 +21,8 @@ MODEL = ModelConfig(
     linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
     shared_expert_intermediate_size=8, dtype="float32", max_position_embeddings=128, initializer_range=0.5)
 CONFIG = Config(model=MODEL, train=TrainConfig(steps=2, batch_size=4, sequence_length=32, gradient_accumulation=2))
-SEGMENTS = np.sort(np.random.default_rng(1).integers(1, 4, (4, 32)), axis=1) * (np.arange(32) < np.array([[32], [20], [32], [7]]))
-BATCH = {"tokens": jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 32)), jnp.int32),
+SEGMENTS = np.sort(np.random.default_rng(1).integers(1, 4, (4, 32)), axis=1) * (np.arange(32) < np.array([[32], [20], [25], [7]]))
+BATCH = {"tokens": jnp.asarray(np.random.default_rng(0).integers(0, 63, (4, 32)), jnp.int32),
          "segment_ids": jnp.asarray(SEGMENTS, jnp.int32)}
 
 
@@ -82,11 +82,11 @@ def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
         assert [value is not None for value in record[name]] == [kind == owner for kind in kinds]
     assert set(record["groups"]) == {"embedding", "final_norm", "head"}
 
-    # The micro-batch is rows 0 and 2: other tokens in the padding of the others, or in other rows, change nothing.
-    moved = BATCH["tokens"].at[1].set(0).at[3].set(0)
-    tokens = jnp.where(BATCH["segment_ids"] > 0, moved, 63)
-    again = jax.device_get(step(params, BATCH | {"tokens": tokens}))
-    jax.tree.map(np.testing.assert_array_equal, again, result)
+    # The micro-batch is rows 0 and 2: other tokens in other rows change nothing, nor do huge ones in the padding.
+    params = params | {"embedding": params["embedding"].at[63].multiply(1e3)}
+    moved = jnp.where(BATCH["segment_ids"] > 0, BATCH["tokens"].at[1].set(0).at[3].set(0), 63)
+    one, other = (jax.device_get(step(params, BATCH | {"tokens": tokens})) for tokens in (BATCH["tokens"], moved))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def test_a_mesh_measures_the_same(measured):
