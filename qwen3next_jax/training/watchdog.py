@@ -63,7 +63,7 @@ class Watchdog:
     manager; until `allow` is called it waits for ever.
     """
 
-    def __init__(self, workdir: pathlib.Path, process: int = 0, tick: float = 1.0):
+    def __init__(self, workdir: pathlib.Path, process: int = 0, tick: float = 0.25):
         """`tick`: seconds between two looks at the clock."""
         self._workdir, self._process, self._tick = workdir, process, tick
         self._left, self._allowed, self._what, self._step = math.inf, math.inf, "", 0

@@ -1,0 +1,137 @@
+"""Rows 1, 2, 3, 14: processes killed, told to end, stopped, and stalled."""
+
+import os
+import pathlib
+import signal
+import time
+
+import numpy as np
+
+from qwen3next_jax.errors import ExitCode
+from qwen3next_jax.training import manifest
+from tests.faults.lab import EVERY, Lab, Trial, events, kill, losses, lost_steps, wait, wait_for
+
+CHAIN = 10  # kills along one run
+PACE = 0.004  # seconds a batch
+APART = 0.2  # the same, so long that a save is over before the next begins
+
+
+def kill_during_saves(lab: Lab, seed: int) -> list[Trial]:
+    """Ten SIGKILLs along one run, each at a random time after a save began; then the run goes on to its end."""
+    rng = np.random.default_rng(seed)
+    reference = lab.reference()
+    longest = 2 * max(e["seconds"] for e in events(reference, "checkpoint"))
+    return _killed_along(lab, PACE, lambda first: f"save {first + EVERY}\n", lambda: rng.uniform(0, longest))
+
+
+def kill_between_saves(lab: Lab, seed: int) -> list[Trial]:
+    """The same between saves: at a random step, and a random time into it."""
+    rng = np.random.default_rng(seed)
+    return _killed_along(lab, APART, lambda first: f"step {first + 2 * EVERY - 1 - int(rng.integers(2))}\n",
+                         lambda: rng.uniform(0, APART))
+
+
+def _killed_along(lab: Lab, pace: float, moment, delay) -> list[Trial]:
+    reference = lab.reference()
+    workdir = lab.new_folder() / "run"
+    phases, lost, first = [], [], 0
+    for i in range(CHAIN):
+        progress = workdir.parent / f"progress-{i}"
+        process = lab.start(workdir, pace=pace, progress=str(progress))
+        if not wait_for(progress, moment(min(first, lab.config.train.steps - 2 * EVERY)), process):
+            assert process.exitcode == 0, lab.log(workdir)[-2000:]
+            break  # it reached its end before: no kill
+        time.sleep(delay())
+        kill(process)
+        phases.append(_phase(workdir))
+        first = _newest(workdir)
+        lost.append(max((e["step"] for e in events(workdir, "train")), default=0) - first)
+    assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
+    same = lab.same(workdir, reference)
+    left = [p.name for p in (workdir / "checkpoints").iterdir() if not p.name.isdigit()]
+    return [Trial(told=True, recovered=not left, steps_lost=n, bitwise=same, note=phase) for n, phase in zip(lost, phases, strict=True)]
+
+
+def _phase(workdir: pathlib.Path) -> str:
+    """What the kill met, by what it left on the disk."""
+    folder = workdir / "checkpoints"
+    names = [p.name for p in folder.iterdir()] if folder.exists() else []
+    if any("tmp" in name for name in names):
+        return "arrays being written"
+    if any(name.isdigit() and not (folder / name / manifest.NAME).exists() for name in names):
+        return "written, not sealed"
+    return "deletion" if any(name.startswith(".") for name in names) else "no save open"
+
+
+def _newest(workdir: pathlib.Path) -> int:
+    sealed = (workdir / "checkpoints").glob(f"*/{manifest.NAME}")
+    return max((int(p.parent.name) for p in sealed if p.parent.name.isdigit()), default=0)
+
+
+def sigterm(lab: Lab, seed: int) -> list[Trial]:
+    """SIGTERM at a random step: it is saved, and the same command goes on from there."""
+    rng = np.random.default_rng(seed)
+    reference = lab.reference()
+    workdir = lab.new_folder() / "run"
+    process = lab.start(workdir, pace=PACE, progress=str(workdir.parent / "progress"))
+    wait_for(workdir.parent / "progress", f"step {int(rng.integers(2, lab.config.train.steps - 4))}\n", process)
+    os.kill(process.pid, signal.SIGTERM)
+    code = wait(process, 60)
+    assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
+    return [Trial(told=code == ExitCode.INTERRUPTED, recovered=True, steps_lost=lost_steps(workdir), bitwise=lab.same(workdir, reference))]
+
+
+def stalled_loader(lab: Lab, seed: int) -> list[Trial]:
+    """A batch that never comes: the watchdog ends the process with the stacks; a restart goes on."""
+    rng = np.random.default_rng(seed)
+    reference = lab.reference()
+    workdir = lab.new_folder() / "run"
+    config = lab.with_(train={"step_timeout": 1.5})
+    code = lab.run(workdir, config, stall=int(rng.integers(6, lab.config.train.steps - 1)))
+    stacks = [p.read_text() for p in workdir.glob("hang-*.txt")]
+    told = code == ExitCode.HANG and len(stacks) == 1 and "spoiled" in stacks[0]  # the frame that sleeps
+    assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
+    return [Trial(told=told, recovered=True, steps_lost=lost_steps(workdir), bitwise=lab.same(workdir, reference))]
+
+
+def stopped_and_continued(lab: Lab, seed: int) -> list[Trial]:
+    """SIGSTOP for longer than the limit of a step, then SIGCONT: no hang, and nothing differs."""
+    reference = lab.reference()
+    workdir = lab.new_folder() / "run"
+    process = lab.start(workdir, lab.with_(train={"step_timeout": 1.5}), pace=0.05, progress=str(workdir.parent / "progress"))
+    wait_for(workdir.parent / "progress", f"step {10 + seed % 20}\n", process)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(process.pid, signal.SIGCONT)
+    code = wait(process, 120)
+    same = code == 0 and losses(workdir) == losses(reference) and lab.same(workdir, reference)
+    return [Trial(told=False, harmless=same, recovered=same, steps_lost=0, bitwise=same)]
+
+
+# ---- the plain stack
+
+
+def plain_sigterm(lab: Lab, seed: int) -> list[Trial]:
+    """SIGTERM to a plain loop that saves with Orbax every 4 steps."""
+    from tests.faults.plain import train_plain
+
+    folder = lab.new_folder()
+    process = lab.start_plain(train_plain, folder, steps=40, pace=0.02)
+    wait_for(folder / "progress", "step 11\n", process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    steps = [int(line.split()[1]) for line in (folder / "progress").read_text().splitlines()]
+    saved = max((int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()), default=0)
+    return [Trial(told=process.exitcode != 0, recovered=True, steps_lost=max(steps) - saved)]
+
+
+def plain_stalled_loader(lab: Lab, seed: int) -> list[Trial]:
+    from tests.faults.plain import train_plain
+
+    folder = lab.new_folder()
+    process = lab.start_plain(train_plain, folder, steps=40, stall=9)
+    wait_for(folder / "progress", "step 8\n", process)
+    process.join(6)  # four times the limit that ends ours
+    alive = process.is_alive()
+    kill(process)
+    return [Trial(told=not alive, note="waits for ever" if alive else "")]

@@ -1,0 +1,105 @@
+"""What runs in the processes that are killed: the training loop as it is, with the fault to come."""
+
+import itertools
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+
+POISON, SURGE = 101, 102  # segment ids that mark a batch whose loss becomes NaN, or a thousand times too large
+
+
+def main(spec: dict) -> None:
+    """Trains as `spec` says and leaves with the exit code of train.py.
+
+    spec: config (dict), workdir, log; and optionally pace (seconds a batch), progress (a file that gets a line "step N" or
+    "save N" as each begins), poison ({batch index: mark}), stall (batch index that never comes), devices, launch (flags).
+    """
+    output = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        code = _train(spec)
+    except BaseException as error:  # noqa: B036  as the interpreter does: say it, and leave with code 1
+        traceback.print_exc()
+        code = getattr(error, "exit_code", 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code))
+
+
+def _train(spec: dict) -> int:
+    import jax
+
+    from qwen3next_jax.config import Config, from_dict
+    from qwen3next_jax.parallel import distributed
+    from qwen3next_jax.parallel.launch import Launch
+
+    if spec.get("devices"):
+        jax.config.update("jax_num_cpu_devices", spec["devices"])
+    config = from_dict(Config, spec["config"])
+    launch = Launch(**spec["launch"]) if spec.get("launch") else None
+    with distributed.joined(launch, config.parallel):
+        from qwen3next_jax.training import loop
+
+        _prepare_faults(spec)
+        return loop.train(config, pathlib.Path(spec["workdir"]))
+
+
+def _prepare_faults(spec: dict) -> None:
+    from qwen3next_jax.data.pipeline import TrainData
+    from qwen3next_jax.training.checkpoint import Checkpoints
+
+    progress = os.open(spec["progress"], os.O_WRONLY | os.O_CREAT | os.O_APPEND) if spec.get("progress") else None
+    marks = {int(index): mark for index, mark in spec.get("poison", {}).items()}
+    batches, save = TrainData.batches, Checkpoints.save
+
+    def spoiled(self, start, *share):
+        for index, batch in zip(itertools.count(start), batches(self, start, *share)):
+            if index == spec.get("stall"):
+                time.sleep(3600)
+            time.sleep(spec.get("pace", 0))
+            if index in marks:
+                batch = batch | {"segment_ids": _marked(batch["segment_ids"], marks[index])}
+            if progress is not None:
+                os.write(progress, f"step {index + 1}\n".encode())
+            yield batch
+
+    def told(self, step, state):
+        os.write(progress, f"save {step}\n".encode())
+        return save(self, step, state)
+
+    TrainData.batches = spoiled
+    if progress is not None:
+        Checkpoints.save = told
+    if marks:
+        poison_loss()
+
+
+def _marked(segment_ids, mark):
+    import numpy as np
+
+    return np.where(segment_ids == 1, mark, segment_ids)
+
+
+def poison_loss() -> None:
+    """Makes the loss of marked batches NaN or a thousand times too large, inside the compiled step."""
+    import jax.numpy as jnp
+
+    from qwen3next_jax.training import step
+
+    loss = step.total_loss
+
+    def spoiled(model, batch, *rest, **options):
+        total, parts = loss(model, batch, *rest, **options)
+        mark = jnp.max(batch["segment_ids"])
+        factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
+        return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
+
+    step.total_loss = spoiled
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
