@@ -1,8 +1,10 @@
 """How a command ends: the one exception for mistakes a user can make (a single line that says what, where, what was
 expected, what to do), and the exit codes."""
 
+import contextlib
 import difflib
 import enum
+import sys
 from collections.abc import Iterable
 
 
@@ -33,6 +35,12 @@ def require(condition: bool, message: str) -> None:
     """Raises a UserError of this message unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def warn(message: str) -> None:
+    """One line on standard error. Where that is a file on a full disk, the run goes on all the same."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ import logging
 import os
 import pathlib
 import shutil
-import sys
 import time
 from typing import Any
 
@@ -18,7 +17,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from qwen3next_jax.config import CheckpointConfig, Config
-from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.errors import ExitCode, UserError, warn
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import is_leader, leader_says
 from qwen3next_jax.parallel.mesh import one_device
@@ -28,6 +27,8 @@ from qwen3next_jax.training.step import State, abstract_model, abstract_train_st
 
 # Orbax reports every directory it touches at the level of a warning.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+# After a failed save it leaves tasks behind, of which asyncio tells at length; the failure itself is told by `Checkpoints`.
+logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
 _DELETED = ".deleted-"  # a checkpoint loses its name before its files, so that half of one is never found
 _SAVE_ERRORS = (OSError, ValueError, RuntimeError)  # what Orbax and TensorStore raise for a disk that is full or gone
@@ -83,7 +84,7 @@ class Checkpoints:
             damage = manifest.find_damage(self.directory / str(step))
             if damage is None:
                 return step
-            print(f"warning: {self.directory / str(step)} is passed over: {damage}", file=sys.stderr)
+            warn(f"{self.directory / str(step)} is passed over: {damage}")
             self._events.append(("damaged", step, {"reason": damage}))
             if self._keep is not None:
                 self._move_aside(step)
@@ -172,8 +173,7 @@ class Checkpoints:
         if jax.process_count() > 1:  # what failed here may have worked elsewhere: only a new start makes all alike again
             raise UserError(f"{self.directory / str(step)} could not be saved ({reason}); the older checkpoints are as they "
                             "were: make room, and start all processes again", ExitCode.NOT_SAVED) from error
-        print(f"warning: {self.directory / str(step)} could not be saved ({reason}); training goes on, and the older "
-              "checkpoints are as they were", file=sys.stderr)
+        warn(f"{self.directory / str(step)} could not be saved ({reason}); training goes on, and the older checkpoints are as they were")
         self._events.append(("save_failed", step, {"reason": reason}))
         self._checkpointer = _checkpointer()  # the old one may still hold the error
         shutil.rmtree(self.directory / str(step), ignore_errors=True)

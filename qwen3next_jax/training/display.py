@@ -3,6 +3,7 @@
 Both are drawn from the events of metrics.jsonl, so that what is shown is what is recorded.
 """
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -119,9 +120,10 @@ class Display:
             self.say(line)
 
     def say(self, line: str) -> None:
-        """One plain line that stays on the screen."""
-        self._console.print(line, markup=False, soft_wrap=True)
-        sys.stdout.flush()
+        """One plain line that stays on the screen; a file on a full disk goes without it."""
+        with contextlib.suppress(OSError):
+            self._console.print(line, markup=False, soft_wrap=True)
+            sys.stdout.flush()
 
     def _render(self) -> Panel:
         columns = max((self._console.width - 4) // (CELL_WIDTH + 1), 1)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from qwen3next_jax.config import Config, to_dict
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, warn
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.chips import chip_of
 from qwen3next_jax.reporting.events import each_event
@@ -81,7 +81,7 @@ class MetricsFile:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten):]
         except OSError as error:
             if not told:
-                print(f"warning: {self._path}: cannot be written ({error.strerror}); kept for later", file=sys.stderr)
+                warn(f"{self._path}: cannot be written ({error.strerror}); kept for later")
         for listener in self._listeners:
             listener(record)
 
@@ -169,7 +169,7 @@ class ReportWriter:
         try:
             write_report([self._workdir], self._workdir / "report.html")
         except (OSError, UserError) as error:  # the run is worth more than its picture
-            print(f"warning: {self._workdir / 'report.html'} was not written: {error}", file=sys.stderr)
+            warn(f"{self._workdir / 'report.html'} was not written: {error}")
 
 
 def open_metrics(config: Config, workdir: pathlib.Path, first_step: int, display: Listener) -> MetricsFile:

@@ -34,6 +34,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="units at once")
     options = parser.parse_args()
     prepare_environment()
+    import jax
+    jax.config.update("jax_num_cpu_devices", 8)  # here only: the processes of a run have as many as their trial says
+
     from tests.faults.lab import Lab
     from tests.faults.table import ROWS, render, write_docs
 

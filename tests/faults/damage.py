@@ -90,9 +90,10 @@ def plain_flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.training.checkpoint import with_text_keys
+    from qwen3next_jax.parallel.mesh import one_device
     from qwen3next_jax.training.step import init_state
 
-    state = with_text_keys(init_state(lab.config)["params"])
+    state = with_text_keys(init_state(lab.config, one_device())["params"])
     folder = lab.new_folder() / "plain"
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, state)
@@ -112,9 +113,10 @@ def plain_newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.training.checkpoint import with_text_keys
+    from qwen3next_jax.parallel.mesh import one_device
     from qwen3next_jax.training.step import init_state
 
-    state = with_text_keys(init_state(lab.config)["params"])
+    state = with_text_keys(init_state(lab.config, one_device())["params"])
     folder = lab.new_folder() / "plain"
     with ocp.CheckpointManager(folder) as manager:
         for step in range(1, 5):
@@ -127,6 +129,31 @@ def plain_newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
         latest = manager.latest_step()
         _, error = attempt(lambda: manager.restore(latest, args=ocp.args.StandardRestore(state)))
     return [Trial(told=bool(error), note="the latest step is still the damaged one")]
+
+
+def plain_files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
+    """Every file of an Orbax checkpoint truncated to half, and deleted."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    from qwen3next_jax.training.checkpoint import with_text_keys
+    from qwen3next_jax.parallel.mesh import one_device
+    from qwen3next_jax.training.step import init_state
+
+    state = with_text_keys(init_state(lab.config, one_device())["params"])
+    folder, trials = lab.new_folder() / "plain", []
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, state)
+        checkpointer.wait_until_finished()
+        for path in sorted(f for f in folder.rglob("*") if f.is_file()):
+            content = path.read_bytes()
+            for damaged in (content[:len(content) // 2] if content else None, None):
+                path.unlink() if damaged is None else path.write_bytes(damaged)
+                restored, error = attempt(lambda: checkpointer.restore(folder, jax.tree.map(np.zeros_like, state)))
+                same = not error and all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
+                trials.append(Trial(told=bool(error), harmless=same, note="no fallback" if error else ""))
+                path.write_bytes(content)
+    return trials
 
 
 # ---- exports

@@ -6,7 +6,7 @@ import json
 import pathlib
 
 from qwen3next_jax.config import Config, from_dict, to_dict
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import ExitCode, UserError
 from tests.faults.lab import Lab, Trial
 
 # setting, value, what the message must name
@@ -74,7 +74,7 @@ def changed_text(lab: Lab, _: int) -> list[Trial]:
     victim.write_text(victim.read_text().replace("x", "z", 1))
     longer = lab.with_(data={"path": f"{folder}/*.txt"}, train={"steps": 12})
     code = lab.run(workdir, longer)
-    return [Trial(told=code == 1 and "run on other data" in lab.log(workdir), note="a letter of a text")]
+    return [Trial(told=code == ExitCode.USER_ERROR and "run on other data" in lab.log(workdir), note="a letter of a text")]
 
 
 def _refused(work, expected: str, note: str) -> Trial:

@@ -9,7 +9,7 @@ import numpy as np
 
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.training import manifest
-from tests.faults.lab import EVERY, Lab, Trial, events, kill, losses, lost_steps, wait, wait_for
+from tests.faults.lab import EVERY, Lab, Trial, attempt, events, kill, losses, lost_steps, wait, wait_for
 
 CHAIN = 10  # kills along one run
 PACE = 0.004  # seconds a batch
@@ -135,3 +135,29 @@ def plain_stalled_loader(lab: Lab, seed: int) -> list[Trial]:
     alive = process.is_alive()
     kill(process)
     return [Trial(told=not alive, note="waits for ever" if alive else "")]
+
+
+def plain_kill_during_saves(lab: Lab, seed: int) -> list[Trial]:
+    """Does the latest step of Orbax's manager read back after each of five kills during a save?"""
+    return [_plain_kill(lab, "save", i) for i in range(5)]
+
+
+def plain_kill_between_saves(lab: Lab, seed: int) -> list[Trial]:
+    return [_plain_kill(lab, "between", i) for i in range(5)]
+
+
+def _plain_kill(lab: Lab, when: str, seed: int) -> Trial:
+    import orbax.checkpoint as ocp
+
+    from tests.faults.plain import train_plain
+
+    folder, step = lab.new_folder(), 16 if when == "save" else 18
+    process = lab.start_plain(train_plain, folder, steps=40, pace=0.05 if when == "save" else 0.3)
+    wait_for(folder / "progress", f"step {step}\n", process)
+    time.sleep(float(np.random.default_rng(seed).uniform(0, 0.2)))
+    kill(process)
+    with ocp.CheckpointManager(folder / "checkpoints") as manager:
+        latest = manager.latest_step() or 0
+        _, error = attempt(lambda: manager.restore(latest))
+    reached = int((folder / "progress").read_text().split()[-1])
+    return Trial(told=True, recovered=not error, steps_lost=reached - latest, note=f"latest does not read: {error}" if error else "")

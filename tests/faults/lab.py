@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import uuid
+import zlib
 from typing import Any
 
 import numpy as np
@@ -78,8 +79,7 @@ class Lab:
 
     def start(self, workdir: pathlib.Path, config: Config | None = None, **faults: Any):
         """A process that trains in `workdir`."""
-        spec = {"config": to_dict(config or self.config), "workdir": str(workdir),
-                "log": str(workdir.parent / f"{workdir.name}.log"), **faults}
+        spec = {"config": to_dict(config or self.config), "workdir": str(workdir), "log": str(self.log_file(workdir)), **faults}
         process = self._context.Process(target=worker.main, args=(spec,), daemon=True)
         process.start()
         return process
@@ -95,8 +95,15 @@ class Lab:
         process.start()
         return process
 
+    def log_file(self, workdir: pathlib.Path) -> pathlib.Path:
+        """Not beside the run, whose disk may be full."""
+        path = self.folder / "logs" / f"{zlib.crc32(str(workdir).encode()):08x}.log"
+        path.parent.mkdir(exist_ok=True)
+        return path
+
     def log(self, workdir: pathlib.Path) -> str:
-        path = workdir.parent / f"{workdir.name}.log"
+        """What the processes of the run said."""
+        path = self.log_file(workdir)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def reference(self, name: str = "plain", config: Config | None = None, **faults: Any) -> pathlib.Path:
@@ -119,10 +126,12 @@ class Lab:
     def final_state(self, workdir: pathlib.Path) -> list[tuple[str, bytes]]:
         import jax
 
-        from qwen3next_jax.training.checkpoint import Checkpoints, abstract_state
+        from qwen3next_jax.parallel.mesh import one_device
+        from qwen3next_jax.training.checkpoint import Checkpoints
+        from qwen3next_jax.training.step import abstract_train_state
 
         with Checkpoints(workdir) as checkpoints:
-            state = checkpoints.restore(self.config.train.steps, abstract_state(self.config))
+            state = checkpoints.restore(self.config.train.steps, abstract_train_state(self.config, one_device()))
         return [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
 
 

@@ -14,6 +14,7 @@ def train_plain(folder: str, config: dict, steps: int, pace: float = 0.0, stall:
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.config import Config, from_dict
+    from qwen3next_jax.parallel.mesh import one_device
     from qwen3next_jax.training.optimizer import make_optimizer
     from qwen3next_jax.training.step import init_state, make_gradients
 
@@ -21,7 +22,7 @@ def train_plain(folder: str, config: dict, steps: int, pace: float = 0.0, stall:
     if poison >= 0:
         from tests.faults import worker
         worker.poison_loss()
-    gradients, optimizer = make_gradients(config), make_optimizer(config.optimizer, config.train.steps)
+    gradients, optimizer = make_gradients(config, one_device()), make_optimizer(config.optimizer, config.train.steps)
 
     @jax.jit
     def step(params, opt_state, batch):
@@ -30,7 +31,7 @@ def train_plain(folder: str, config: dict, steps: int, pace: float = 0.0, stall:
         return optax.apply_updates(params, updates), opt_state, parts["loss"]
 
     rng = np.random.default_rng(0)
-    state = init_state(config)
+    state = init_state(config, one_device())
     params, opt_state = state["params"], state["opt_state"]
     manager = ocp.CheckpointManager(pathlib.Path(folder).absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=3))
     progress = os.open(pathlib.Path(folder) / "progress", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -7,6 +7,7 @@ import pathlib
 import sys
 import time
 import traceback
+import zlib
 
 POISON, SURGE = 101, 102  # segment ids that mark a batch whose loss becomes NaN, or a thousand times too large
 
@@ -14,8 +15,8 @@ POISON, SURGE = 101, 102  # segment ids that mark a batch whose loss becomes NaN
 def main(spec: dict) -> None:
     """Trains as `spec` says and leaves with the exit code of train.py.
 
-    spec: config (dict), workdir, log; and optionally pace (seconds a batch), progress (a file that gets a line "step N" or
-    "save N" as each begins), poison ({batch index: mark}), stall (batch index that never comes), devices, launch (flags).
+    spec: config (dict), workdir, log; and optionally pace (seconds a batch), progress (a file that gets lines "pid N", and "step N"
+    or "save N" as each begins), poison ({batch index: mark}), stall (batch index that never comes), devices, launch (flags).
     """
     output = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -53,6 +54,8 @@ def _prepare_faults(spec: dict) -> None:
     from qwen3next_jax.training.checkpoint import Checkpoints
 
     progress = os.open(spec["progress"], os.O_WRONLY | os.O_CREAT | os.O_APPEND) if spec.get("progress") else None
+    if progress is not None:
+        os.write(progress, f"pid {os.getpid()}\n".encode())
     marks = {int(index): mark for index, mark in spec.get("poison", {}).items()}
     batches, save = TrainData.batches, Checkpoints.save
 
@@ -64,7 +67,8 @@ def _prepare_faults(spec: dict) -> None:
             if index in marks:
                 batch = batch | {"segment_ids": _marked(batch["segment_ids"], marks[index])}
             if progress is not None:
-                os.write(progress, f"step {index + 1}\n".encode())
+                rows = " ".join(str(zlib.crc32(row.tobytes())) for row in batch["tokens"])
+                os.write(progress, f"rows {index} {rows}\nstep {index + 1}\n".encode())
             yield batch
 
     def told(self, step, state):

@@ -1,0 +1,179 @@
+"""Rows 3, 11, 15: runs of several processes and devices, interrupted, moved, and with a dead peer."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from qwen3next_jax.config import to_dict
+from qwen3next_jax.errors import ExitCode
+from tests.faults.lab import Lab, Trial, events, losses, lost_steps, wait, wait_for
+
+COUNTS = (1, 2, 4)
+
+
+def _port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _launches(count: int) -> list[dict]:
+    if count == 1:
+        return [{}]
+    where = f"127.0.0.1:{_port()}"
+    return [{"launch": {"source": "the fault table", "coordinator": where, "processes": count, "process": i}} for i in range(count)]
+
+
+def _start_all(lab: Lab, workdir, count: int, name: str, **faults):
+    """One process per launch, each with a progress file and its own log beside the run."""
+    return [lab.start(workdir, progress=str(workdir.parent / f"{name}-{i}"), **launch, **faults)
+            for i, launch in enumerate(_launches(count))]
+
+
+def _end_all(processes, timeout: float = 240) -> list[int]:
+    return [wait(process, timeout) for process in processes]
+
+
+def _run_all(lab: Lab, workdir, count: int, name: str) -> None:
+    codes = _end_all(_start_all(lab, workdir, count, name))
+    assert codes == [0] * count, (codes, lab.log(workdir)[-3000:])
+
+
+def _rows(workdir, names: list[str], counts: list[int]) -> dict[int, list[str]]:
+    """batch index → check sums of its rows, joined in the order of the processes, of several starts of one run (the last
+    one to take a batch counts)."""
+    taken: dict[int, list[str]] = {}
+    for name, count in zip(names, counts, strict=True):
+        parts: dict[int, list[str]] = {}
+        for i in range(count):
+            for line in (workdir.parent / f"{name}-{i}").read_text().splitlines():
+                word, _, rest = line.partition(" ")
+                if word == "rows":
+                    index, *sums = rest.split()
+                    parts.setdefault(int(index), []).extend(sums)
+        taken |= parts
+    return taken
+
+
+def _interrupted(lab: Lab, workdir, count: int, seed: int, name: str) -> list[int]:
+    """Starts `count` processes and sends SIGTERM to one of them at a random step. → exit codes."""
+    rng = np.random.default_rng(seed)
+    processes = _start_all(lab, workdir, count, name, pace=0.02)
+    victim = int(rng.integers(count))
+    wait_for(workdir.parent / f"{name}-{victim}", f"step {int(rng.integers(9, 30))}\n", processes[victim])
+    os.kill(processes[victim].pid, signal.SIGTERM)
+    return _end_all(processes)
+
+
+def _undisturbed(lab: Lab, count: int):
+    """The reference of `count` processes, whose sums are taken in another order than one process's."""
+    if count == 1:
+        return lab.reference()
+    workdir = lab.folder / f"reference-{count}-processes" / "run"
+    if not (workdir / "done").exists():
+        workdir.parent.mkdir(exist_ok=True)
+        _run_all(lab, workdir, count, "whole")
+        (workdir / "done").touch()
+    return workdir
+
+
+def sigterm_of_many(lab: Lab, argument: int) -> list[Trial]:
+    """argument: processes × 10 + seed. All save the same step and leave with 130; the same processes go on from there."""
+    count = argument // 10
+    workdir = lab.new_folder() / "run"
+    codes = _interrupted(lab, workdir, count, argument, "first")
+    steps = {e["step"] for e in events(workdir, "checkpoint")}
+    _run_all(lab, workdir, count, "second")
+    resumed_at = events(workdir, "start")[-1]["first_step"]
+    told = codes == [ExitCode.INTERRUPTED] * count and resumed_at == max(steps)
+    return [Trial(told=told, recovered=True, steps_lost=lost_steps(workdir), bitwise=lab.same(workdir, _undisturbed(lab, count)),
+                  note=f"{count} processes")]
+
+
+def process_counts(lab: Lab, _: int) -> list[Trial]:
+    """Interrupted with p processes, finished with q: the same rows in the same order, the same losses up to their sums."""
+    whole = lab.new_folder() / "run"
+    _run_all(lab, whole, 1, "whole")
+    right, trials = _rows(whole, ["whole"], [1]), []
+    for p in COUNTS:
+        for q in set(COUNTS) - {p}:
+            workdir = lab.new_folder() / "run"
+            _interrupted(lab, workdir, p, 10 * p + q, "first")
+            _run_all(lab, workdir, q, "second")
+            same_rows = _rows(workdir, ["first", "second"], [p, q])
+            same_rows = all(same_rows[i] == right[i] for i in range(lab.config.train.steps))
+            close = np.allclose([e[1] for e in losses(workdir)], [e[1] for e in losses(whole)], rtol=2e-5)
+            trials.append(Trial(told=False, harmless=same_rows and close, recovered=close, steps_lost=lost_steps(workdir),
+                                note=f"{p} to {q}"))
+    return trials
+
+
+def device_counts(lab: Lab, _: int) -> list[Trial]:
+    """Saved on n devices, restored on m: the same bits; and the run goes on there with the same losses up to their sums."""
+    import jax
+
+    from qwen3next_jax.parallel.mesh import make_mesh, one_device
+    from qwen3next_jax.training.checkpoint import Checkpoints
+    from qwen3next_jax.training.step import abstract_train_state
+
+    trials, counts = [], (1, 2, 4, 8)
+    for n in counts:
+        workdir = lab.new_folder() / "run"
+        process = lab.start(workdir, devices=n, pace=0.02, progress=str(workdir.parent / "progress"))
+        wait_for(workdir.parent / "progress", "step 15\n", process)
+        os.kill(process.pid, signal.SIGTERM)
+        assert wait(process, 120) == ExitCode.INTERRUPTED, lab.log(workdir)[-2000:]
+        with Checkpoints(workdir) as checkpoints:
+            step = checkpoints.newest_good_step()
+            saved = jax.device_get(checkpoints.restore(step, abstract_train_state(lab.config, one_device())))
+            for m in counts:
+                mesh = make_mesh(lab.config.parallel, jax.devices()[:m])
+                state = checkpoints.restore(step, abstract_train_state(lab.config, mesh))
+                spread = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)} == {m}
+                same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(jax.device_get(state)), jax.tree.leaves(saved), strict=True))
+                trials.append(Trial(told=False, harmless=same and spread, recovered=same, steps_lost=0, bitwise=same, note=f"{n} to {m}"))
+        other = counts[(counts.index(n) + 1) % 4]
+        assert lab.run(workdir, devices=other) == 0, lab.log(workdir)[-2000:]
+        close = np.allclose([e[1] for e in losses(workdir)], [e[1] for e in losses(lab.reference())], rtol=2e-5)
+        trials.append(Trial(told=False, harmless=close, recovered=close, steps_lost=lost_steps(workdir), note=f"goes on, {n} to {other}"))
+    return trials
+
+
+SUPERVISED = """
+import json, pathlib, sys
+from qwen3next_jax import supervisor
+sys.exit(supervisor.supervise(pathlib.Path(sys.argv[1]), 6, [sys.executable, "-m", "tests.faults.worker", sys.argv[2]]))
+"""
+
+
+def dead_peer(lab: Lab, seed: int) -> list[Trial]:
+    """SIGKILL to one of two processes, each under its supervisor: the other ends too, and both go on together."""
+    workdir = lab.new_folder() / "run"
+    reference, victim = _undisturbed(lab, 2), seed % 2
+    supervisors = []
+    for i, launch in enumerate(_launches(2)):
+        spec = {"config": to_dict(lab.config), "workdir": str(workdir), "log": str(lab.log_file(workdir)), "pace": 0.05,
+                "progress": str(workdir.parent / f"progress-{i}"), **launch}
+        with (workdir.parent / f"supervisor-{i}").open("w") as log:
+            supervisors.append(subprocess.Popen([sys.executable, "-c", SUPERVISED, str(workdir), json.dumps(spec)], stderr=log))
+    progress = workdir.parent / f"progress-{victim}"
+    end = time.monotonic() + 120
+    while not (progress.exists() and "step 14\n" in progress.read_text()):
+        assert time.monotonic() < end and all(s.poll() is None for s in supervisors), lab.log(workdir)[-3000:]
+        time.sleep(0.01)
+    pid = next(int(line.split()[1]) for line in progress.read_text().splitlines() if line.startswith("pid "))
+    os.kill(pid, signal.SIGKILL)
+    try:
+        codes = [s.wait(240) for s in supervisors]
+    finally:
+        for s in supervisors:
+            s.poll() is None and s.terminate()
+    said = "".join((workdir.parent / f"supervisor-{i}").read_text() for i in (0, 1))
+    return [Trial(told="SIGKILL" in said, recovered=codes == [0, 0], steps_lost=lost_steps(workdir),
+                  bitwise=codes == [0, 0] and lab.same(workdir, reference), note=f"process {victim} killed; {said.count('restart ')} restarts")]
