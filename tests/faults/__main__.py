@@ -18,11 +18,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 RUNS = ROOT / "runs" / "faults"
 
 
-def prepare_environment() -> None:
+def prepare_environment(cache: pathlib.Path = RUNS / "compilation_cache") -> None:
     """For this process and all it starts, before JAX is imported: CPU, quick compilation, one cache."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(RUNS / "compilation_cache")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.absolute())
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 

@@ -32,15 +32,15 @@ def _fallback(workdir: pathlib.Path) -> int | None:
     return step if step == checkpoints.steps()[-1] or "is passed over" in said.getvalue() else None
 
 
-def flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
-    """A random bit of the newest checkpoint, its manifest included; after every 50th the run goes on."""
+def flips_in_checkpoint(lab: Lab, count: int, goes_on: int = 50) -> list[Trial]:
+    """A random bit of the newest checkpoint, its manifest included; after every 50th (`goes_on`) the run goes on."""
     workdir, last = _copy_of_reference(lab), lab.config.train.steps
     newest, trials = workdir / "checkpoints" / str(last), []
     for i, (path, position, bit) in enumerate(random_bits(newest, count, seed=4)):
         flip_bit(path, position, bit)
         step = _fallback(workdir)
         same = None
-        if i % 50 == 0:
+        if goes_on and i % goes_on == 0:
             resumed = lab.new_folder() / "run"
             shutil.copytree(workdir, resumed)
             assert lab.run(resumed) == 0
@@ -51,8 +51,8 @@ def flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
     return trials
 
 
-def files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
-    """Every file of the newest checkpoint truncated to half, and deleted; after every 8th the run goes on."""
+def files_of_checkpoint(lab: Lab, _: int, goes_on: int = 8) -> list[Trial]:
+    """Every file of the newest checkpoint truncated to half, and deleted; after every 8th (`goes_on`) the run goes on."""
     workdir, last = _copy_of_reference(lab), lab.config.train.steps
     newest, trials = workdir / "checkpoints" / str(last), []
     for path in sorted(f for f in newest.rglob("*") if f.is_file()):
@@ -61,7 +61,7 @@ def files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
             path.unlink() if damaged is None else path.write_bytes(damaged)
             step = _fallback(workdir)
             same = None
-            if len(trials) % 8 == 0:
+            if goes_on and len(trials) % goes_on == 0:
                 resumed = lab.new_folder() / "run"
                 shutil.copytree(workdir, resumed)
                 assert lab.run(resumed) == 0

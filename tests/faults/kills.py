@@ -16,12 +16,12 @@ PACE = 0.004  # seconds a batch
 APART = 0.2  # the same, so long that a save is over before the next begins
 
 
-def kill_during_saves(lab: Lab, seed: int) -> list[Trial]:
+def kill_during_saves(lab: Lab, seed: int, kills: int = CHAIN) -> list[Trial]:
     """Ten SIGKILLs along one run, each at a random time after a save began; then the run goes on to its end."""
     rng = np.random.default_rng(seed)
     reference = lab.reference()
     longest = 2 * max(e["seconds"] for e in events(reference, "checkpoint"))
-    return _killed_along(lab, PACE, lambda first: f"save {first + EVERY}\n", lambda: rng.uniform(0, longest))
+    return _killed_along(lab, PACE, lambda first: f"save {first + EVERY}\n", lambda: rng.uniform(0, longest), kills)
 
 
 def kill_between_saves(lab: Lab, seed: int) -> list[Trial]:
@@ -31,11 +31,11 @@ def kill_between_saves(lab: Lab, seed: int) -> list[Trial]:
                          lambda: rng.uniform(0, APART))
 
 
-def _killed_along(lab: Lab, pace: float, moment, delay) -> list[Trial]:
+def _killed_along(lab: Lab, pace: float, moment, delay, kills: int = CHAIN) -> list[Trial]:
     reference = lab.reference()
     workdir = lab.new_folder() / "run"
     phases, lost, first = [], [], 0
-    for i in range(CHAIN):
+    for i in range(kills):
         progress = workdir.parent / f"progress-{i}"
         process = lab.start(workdir, pace=pace, progress=str(progress))
         if not wait_for(progress, moment(min(first, lab.config.train.steps - 2 * EVERY)), process):
