@@ -10,7 +10,7 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, norm_weight, normal, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import attention
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.parallel.rules import activation_spec, local, time_axis
 
 
 class GatedAttention(nnx.Module):
@@ -90,7 +90,7 @@ def _attend(q_BTNK: jax.Array, k_BTMK: jax.Array, v_BTMK: jax.Array, context: Co
         if shared:
             head = jax.lax.axis_index("tensor") * q.shape[2] // (n // m)
             k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
-        return attention(q, k, v, segment_ids=segment_ids)
+        return attention(q, k, v, segment_ids=segment_ids, axis_name=time_axis(mesh))
 
     split, tokens = activation_spec("batch", "time", "heads", None), activation_spec("batch", "time")
     keys = activation_spec("batch", "time", None, None) if shared else split

@@ -13,7 +13,7 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, normal, rms_norm_plain, token_mean
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.parallel.rules import activation_spec, local, time_axis
 
 
 class GatedDeltaNet(nnx.Module):
@@ -88,18 +88,20 @@ class GatedDeltaNet(nnx.Module):
         c = self.config
         k, v = c.linear_key_head_dim, c.linear_value_head_dim
         kernel_WGC = self.conv_kernel[...].astype(mixed_BTGC.dtype) if c.short_convolution else jnp.zeros((1, *mixed_BTGC.shape[2:]))
+        axis = time_axis(context.mesh)
         conv_state, state = (None, None) if cache is None else (cache["conv"], cache["state"])
 
         def run(mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, segment_ids):
             if c.short_convolution:
                 mixed_BTGC, conv = causal_conv1d(
-                    mixed_BTGC, kernel_WGC, activation="silu", initial_state=conv_state, segment_ids=segment_ids)
+                    mixed_BTGC, kernel_WGC, activation="silu", initial_state=conv_state, segment_ids=segment_ids,
+                    axis_name=axis)
             else:
                 mixed_BTGC, conv = jax.nn.silu(mixed_BTGC), mixed_BTGC[:, :0]
             q_BTGK, k_BTGK, v_BTGRV = jnp.split(mixed_BTGC, (k, 2 * k), axis=-1)
             o_BTHV, final = gated_delta_rule(
                 q_BTGK, k_BTGK, v_BTGRV.reshape(*g_BTH.shape, v), g=g_BTH, beta=beta_BTH, initial_state=state,
-                segment_ids=segment_ids, erase=c.erase)
+                segment_ids=segment_ids, erase=c.erase, axis_name=axis)
             return o_BTHV, conv, final
 
         wide, narrow = activation_spec("batch", "time", "heads", None), activation_spec("batch", "time", "heads")

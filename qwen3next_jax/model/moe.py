@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.expert_parallel import split_experts
 from qwen3next_jax.model.layers import Context, normal, token_mean
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.parallel.rules import activation_spec, local
@@ -55,7 +56,7 @@ class SparseMoE(nnx.Module):
         dtype, mesh = x_BTD.dtype, context.mesh
         rows, tokens = activation_spec("batch", "time", None), activation_spec("batch", "time")
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
-        experts = (P(None, None, None, "tensor"), P(None, "tensor", None))
+        experts = (P("expert", None, None, "tensor"), P("expert", "tensor", None))
         routed = local(functools.partial(_routed, self.config, mesh), mesh, (rows, P(), *experts, tokens), (rows, P(), rows))
         y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted)
         if self.config.shared_expert_intermediate_size:
@@ -81,7 +82,11 @@ def _routed(config: ModelConfig, mesh: Mesh | None, x_BTD, router_DE, gate_up_ED
     if config.norm_topk_prob:
         weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
 
-    y_RD = _run_experts(x_RD, weight_RA.astype(dtype), expert_RA, gate_up_ED2I, down_EID)
+    weight_RA = weight_RA.astype(dtype)
+    if mesh is None or mesh.shape["expert"] == 1:
+        y_RD = _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
+    else:
+        y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, "expert", ("data", "expert", "context"))
     statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, "tensor")  # each shard held a part of every expert's width

@@ -56,8 +56,10 @@ def check_divides(config: Config, mesh: Mesh) -> None:
                         f"train.batch_size / train.gradient_accumulation; {_nearest(size['data'] * size['expert'], rows, 'their product')}")
     sparse = model.num_experts > 0 and (model.mtp_depth > 0 or any(sparse for _, sparse in model.layer_kinds))
     dense = not all(sparse for _, sparse in model.layer_kinds) or (model.mtp_depth > 0 and not model.num_experts)
-    split = [("context", "train.sequence_length", train.sequence_length),
-             ("tensor", "model.linear_num_key_heads", model.linear_num_key_heads),
+    if size["context"] > 1 and train.sequence_length % (2 * size["context"]):  # attention shares out half blocks
+        raise UserError(f"parallel.mesh.context = {size['context']}: twice that does not divide train.sequence_length = "
+                        f"{train.sequence_length}; {_nearest(size['context'], train.sequence_length // 2, 'context')}")
+    split = [("tensor", "model.linear_num_key_heads", model.linear_num_key_heads),
              ("tensor", "model.num_attention_heads", model.num_attention_heads)]
     if sparse:
         split += [("expert", "model.num_experts", model.num_experts),

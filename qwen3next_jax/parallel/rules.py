@@ -103,6 +103,11 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(*names)))
 
 
+def time_axis(mesh: Mesh | None) -> str | None:
+    """The mesh axis that splits the tokens of a row, for operators that look back; None where none does."""
+    return "context" if mesh is not None and mesh.shape["context"] > 1 else None
+
+
 def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """`f` on each device's own part, for what the partitioner cannot split (kernels); `f` itself without a mesh."""
     if mesh is None:
