@@ -1,8 +1,8 @@
 """What lies where on the mesh: one ordered table for parameters (and what follows them), one for activations.
 
-A rule names a parameter by the end of its path and gives, per dimension, the mesh axes that split it. Axes that split
-a dimension only to store less of it (FSDP, ZeRO-3: 1910.02054) are gathered just before use; `expert` on experts and
-`tensor` stay split while computing. The axis of stacked layers is never split: a scan over it would gather it whole.
+A rule names a parameter by the end of its path and gives, per dimension, the mesh axes that split it. A tuple of axes splits
+only to store less (FSDP, ZeRO-3: 1910.02054) and is gathered just before use; a plain name stays split while computing. The
+axis of stacked layers is never split: a scan over it would gather it whole.
 """
 
 import functools
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# Storage only. Experts do not list `expert` here: it splits them by number.
 FSDP = ("data", "expert", "context")
-EXPERT_FSDP = ("data", "context")
+EXPERT_FSDP = ("data", "context")  # `expert` splits experts by number
+STORED = ("tensor",)  # by parameters that compute whole on every `tensor` shard
 
 
 class Rule(NamedTuple):
@@ -35,7 +35,7 @@ PARAMETERS: tuple[Rule, ...] = (
     Rule(r"head$", (FSDP, "tensor")),
     # gated attention; key/value heads stay whole where `tensor` exceeds their number
     Rule(r"mixer/q_proj$", (FSDP, "tensor", None)),
-    Rule(r"mixer/[kv]_proj$", (FSDP, "tensor", None)),
+    Rule(r"mixer/[kv]_proj$", (FSDP, "tensor", STORED)),
     Rule(r"mixer/o_proj$", ("tensor", None, FSDP)),
     # Gated DeltaNet, by key head: its value heads come along
     Rule(r"mixer/in_proj_(qkvz|ba)$", (FSDP, "tensor", None)),
@@ -43,13 +43,13 @@ PARAMETERS: tuple[Rule, ...] = (
     Rule(r"mixer/(a_log|dt_bias)$", ("tensor",), operand=False),
     Rule(r"mixer/out_proj$", ("tensor", None, FSDP)),
     # experts and dense MLPs
-    Rule(r"mlp/router$", (FSDP, None), operand=False),
+    Rule(r"mlp/router$", (FSDP, STORED), operand=False),
     Rule(r"mlp/expert_gate_up$", ("expert", EXPERT_FSDP, None, "tensor")),
     Rule(r"mlp/expert_down$", ("expert", "tensor", EXPERT_FSDP)),
     Rule(r"mlp/(shared_)?gate_up$", (FSDP, None, "tensor")),
     Rule(r"mlp/(shared_)?down$", ("tensor", FSDP)),
     Rule(r"mlp/shared_gate$", (None,)),
-    Rule(r"mtp/fc$", (FSDP, None)),
+    Rule(r"mtp/fc$", (FSDP, STORED)),
     # replicated: a few vectors, and the counters of the train state and its guards
     Rule(r"norm$", (None,), operand=False),
     Rule(r"(^step|/count|^guards/\w+)$", (), operand=False),
@@ -72,25 +72,26 @@ def rule_for(path: str) -> Rule:
 
 def storage_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How the parameter (or its optimizer state) of `path` lies on the mesh between steps."""
-    dims = rule_for(path).dims
-    padded = (None,) * (len(shape) - len(dims)) + dims if shape else ()
-    return P(*(_that_divide(axes, size, mesh) for axes, size in zip(padded, shape, strict=True)))
+    return _spec(rule_for(path).dims, shape, mesh)
 
 
 def use_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How it lies while computing: the storage axes gathered."""
-    fsdp = (FSDP, EXPERT_FSDP)
-    dims = tuple(None if axes in fsdp else axes for axes in rule_for(path).dims)
-    padded = (None,) * (len(shape) - len(dims)) + dims
-    return P(*(_that_divide(axes, size, mesh) for axes, size in zip(padded, shape, strict=True)))
+    return _spec(tuple(None if isinstance(axes, tuple) else axes for axes in rule_for(path).dims), shape, mesh)
 
 
-def _that_divide(axes: str | tuple[str, ...] | None, size: int, mesh: Mesh) -> str | tuple[str, ...] | None:
-    """`axes` up to the last one whose product with those before divides `size`."""
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    kept = [axis for i, axis in enumerate(axes)
-            if size % math.prod(mesh.shape[a] for a in axes[:i + 1]) == 0 and mesh.shape[axis] > 1]
-    return tuple(kept) if len(kept) > 1 else kept[0] if kept else None
+def _spec(dims: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """`dims` for the last dimensions of `shape`, each with those of its axes that divide it and that none before has taken."""
+    entries: list = []
+    taken: set[str] = set()
+    for axes, size in zip((None,) * (len(shape) - len(dims)) + dims, shape):
+        kept: list[str] = []
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if mesh.shape[axis] > 1 and axis not in taken and size % (mesh.shape[axis] * math.prod(mesh.shape[a] for a in kept)) == 0:
+                kept.append(axis)
+        taken.update(kept)
+        entries.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
+    return P(*entries)
 
 
 def activation_spec(*names: str | None) -> P:

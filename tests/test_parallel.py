@@ -1,0 +1,141 @@
+"""Rules, meshes and their errors, the exchange of experts, and checkpoints between meshes; equality is test_parallel_equality.py."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.model import expert_parallel, moe
+from qwen3next_jax.parallel.mesh import check_divides, make_mesh, one_device
+from qwen3next_jax.parallel.rules import PARAMETERS, local, path_string, rule_for, shardings, storage_spec
+from qwen3next_jax.training.checkpoint import Checkpoints
+from qwen3next_jax.training.step import abstract_train_state
+
+RELEASED = Config(train=TrainConfig(batch_size=64, sequence_length=4096))
+SMALL = Config(
+    model=ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=4,
+                      num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+                      linear_value_head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+                      shared_expert_intermediate_size=16, dtype="float32"),
+    train=TrainConfig(batch_size=8, sequence_length=32))
+
+
+def _mesh(**axes):
+    return make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:math.prod(axes.values())])
+
+
+# ---- rules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [{}, {"num_experts": 0, "tie_word_embeddings": True, "mtp_depth": 0}], ids=("sparse", "dense"))
+@pytest.mark.parametrize("axes", [{"data": 8}, {"expert": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}], ids=str)
+def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
+    """Every leaf of the released model's state; a leaf that no rule matches raises."""
+    if change and "expert" in axes:
+        axes = {"data": 8}
+    config = dataclasses.replace(RELEASED, model=dataclasses.replace(RELEASED.model, layer_types=(), **change))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_train_state(config, _mesh(**axes))):
+        name, spec = path_string(path), leaf.sharding.spec
+        if leaf.size * leaf.dtype.itemsize > 2**20:
+            assert math.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size / 8, name
+        if "layers" in name:
+            assert spec[0] is None, name
+
+
+def test_a_parameter_without_a_rule_is_an_error():
+    with pytest.raises(KeyError, match="layers/0/mixer/new_proj: no rule"):
+        shardings({"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}, _mesh(data=2))
+
+
+def test_every_rule_is_needed_and_the_first_match_wins():
+    names = set()
+    for change in ({}, {"num_experts": 0}):
+        model = dataclasses.replace(RELEASED.model, layer_types=(), **change)
+        state = abstract_train_state(dataclasses.replace(RELEASED, model=model), one_device())
+        names |= {path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    assert {rule_for(name) for name in names} == set(PARAMETERS)
+    assert storage_spec("layers/0/mixer/q_proj", (12, 2048, 16, 512), _mesh(data=2, tensor=4)) == P(None, "data", "tensor", None)
+    assert storage_spec("layers/0/mixer/k_proj", (12, 2048, 2, 256), _mesh(data=2, tensor=4)) == P(None, "data", None, "tensor")
+
+
+# ---- meshes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh, message", [
+    ({"data": 3, "tensor": 2}, r"data 3 × expert 1 × context 1 × tensor 2 = 6, but there are 8 devices"),
+    ({"tensor": 3}, r"tensor 3 = 3, but there are 8 devices"),
+    ({"data": 0}, r"parallel.mesh.data = 0: expected at least 1, or -1"),
+    ({"data": -1, "expert": -1}, "-1 for one axis at most"),
+])
+def test_axes_that_do_not_multiply_to_the_devices(mesh, message):
+    with pytest.raises(UserError, match=message):
+        make_mesh(ParallelConfig(mesh=MeshConfig(**mesh)), jax.devices())
+
+
+@pytest.mark.parametrize("mesh, model, train, message", [
+    ({"data": 8}, {}, {"batch_size": 12}, "data × expert = 8 × 1 does not divide the 12 rows .* nearest valid sizes of their product: 6, 12"),
+    ({"expert": 8}, {"num_experts": 12}, {}, "parallel.mesh.expert = 8 does not divide model.num_experts = 12; .* 6, 12"),
+    ({"tensor": 4}, {}, {}, "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2; nearest valid sizes of tensor: 2"),
+    ({"context": 8}, {}, {"sequence_length": 40}, "context = 8: twice that does not divide train.sequence_length = 40; .* 5, 10"),
+    ({"expert": 2}, {"num_experts": 0}, {}, "the model has no experts"),
+])
+def test_axes_that_do_not_divide(mesh, model, train, message):
+    config = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, **model), train=dataclasses.replace(SMALL.train, **train))
+    with pytest.raises(UserError, match=message):
+        check_divides(config, _mesh(**mesh))
+
+
+# ---- experts -----------------------------------------------------------------------------------------------------
+
+
+def _routed(split, x, weight, expert, gate_up, down):
+    f = functools.partial(expert_parallel.split_experts, axis="expert", axes=("data", "expert")) if split else moe._run_experts
+    if split:
+        rows, experts = P(("data", "expert")), P("expert")
+        f = local(f, split, (rows, rows, rows, experts, experts), rows)
+    y, pullback = jax.vjp(lambda x, w, g, d: f(x, w, expert, g, d), x, weight, gate_up, down)
+    return y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+
+@pytest.mark.parametrize("shards", [expert_parallel.GATHERED_SHARDS, 1], ids=("gathered", "exchanged"))
+def test_split_experts_are_exact_at_any_imbalance(shards, monkeypatch):
+    """Balanced; every choice on one shard, which takes several rounds; a shard and an expert with nothing."""
+    monkeypatch.setattr(expert_parallel, "GATHERED_SHARDS", shards)
+    monkeypatch.setattr(expert_parallel, "CHUNK_CHOICES", 64)  # two chunks of 32 tokens
+    monkeypatch.setattr(expert_parallel, "_room", lambda balanced, most: balanced // 2 + 3)
+    rng = np.random.default_rng(0)
+    x, gate_up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16)))
+    weight = jnp.asarray(rng.random((512, 2)), jnp.float32)
+    run = jax.jit(functools.partial(_routed, _mesh(data=2, expert=4)))
+    for choices in (rng.permuted(np.tile(np.arange(8), (512, 1)), axis=1)[:, :2], np.tile([2, 3], (512, 1)),
+                    rng.permuted(np.tile([0, 1, 5, 7], (512, 1)), axis=1)[:, :2]):
+        arguments = (x, weight, jnp.asarray(choices, jnp.int32), gate_up, down)
+        for got, expected in zip(run(*arguments), _routed(None, *arguments), strict=True):
+            # Sums of up to 512 products of float32: a few times √512 roundings of 6e-8.
+            np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * float(np.abs(expected).max()))
+
+
+# ---- checkpoints between meshes ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
+    rng = np.random.default_rng(0)
+    pattern = abstract_train_state(SMALL, _mesh(data=4, tensor=2))
+    expected = jax.tree.map(lambda leaf: rng.integers(0, 1000, leaf.shape).astype(leaf.dtype), pattern)
+    state = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), expected, pattern)
+    with Checkpoints(tmp_path, dataclasses.replace(SMALL.checkpoint, keep_last=2)) as checkpoints:
+        checkpoints.save(1, state)
+    with Checkpoints(tmp_path) as checkpoints:
+        for axes in ({"data": 1}, {"tensor": 2}, {"expert": 4, "context": 2}):
+            pattern = abstract_train_state(SMALL, _mesh(**axes))
+            restored = checkpoints.restore(1, pattern)
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), expected)
+            for leaf, place in zip(jax.tree.leaves(restored), jax.tree.leaves(pattern), strict=True):
+                assert leaf.sharding.is_equivalent_to(place.sharding, leaf.ndim)

@@ -1,0 +1,96 @@
+"""On any mesh the same run: loss, every gradient and 20 steps of a whole model, float32, on eight virtual devices against one.
+
+The suite takes a sharp subset; `pytest -m slow tests/test_parallel_equality.py` takes every axis alone at 2, 4 and 8, the
+products 2×2×2 of every three axes, and both exchanges of the experts. Eight devices for the whole suite (conftest) cost the
+other tests nothing: they use the first one, and a program for one device is the same program.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.model import expert_parallel
+from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
+
+# Two periods; two key/value heads, so that tensor = 4 and 8 share them. Parameters of this size keep rounding errors at
+# 1.5e-6 of a gradient; four times larger ones amplify them to 1e-5. The seed has no near-tie in the router.
+MODEL = ModelConfig(
+    vocab_size=64, hidden_size=32, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=8, linear_num_key_heads=8, linear_num_value_heads=16, linear_key_head_dim=8,
+    linear_value_head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=16, mtp_depth=2, decay_init="log_uniform", dtype="float32", initializer_range=0.05)
+CONFIG = Config(
+    model=MODEL, optimizer=OptimizerConfig(warmup_steps=5, learning_rate=1e-3, clip_norm=0.0),
+    train=TrainConfig(batch_size=8, sequence_length=64, steps=20, balance_loss_weight=0.01, router_z_loss_weight=0.001))
+SUBSET = ({"data": 8}, {"tensor": 4}, {"expert": 2, "context": 2, "tensor": 2})
+ALONE = tuple({axis: size} for axis in MESH_AXES for size in (2, 4, 8))
+PRODUCTS = tuple(dict.fromkeys(axes, 2) for axes in itertools.combinations(MESH_AXES, 3))
+
+
+def _batch(seed: int) -> dict[str, np.ndarray]:
+    """Four documents a row, cut anywhere; padding at the end of some rows."""
+    rng = np.random.default_rng(seed)
+    b, t = CONFIG.train.batch_size, CONFIG.train.sequence_length
+    cuts = np.sort(rng.random((b, t - 1)).argsort(axis=1)[:, :3] + 1, axis=1)
+    segments = 1 + np.sum(np.arange(t) >= cuts[..., None], axis=1)
+    segments[::3, -5:] = 0
+    return {"tokens": rng.integers(0, 16, (b, t)).astype(np.int32), "segment_ids": segments.astype(np.int32)}
+
+
+def _on(axes: dict[str, int]):
+    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)))
+    devices = int(np.prod(list(axes.values())))
+    return config, make_mesh(config.parallel, jax.devices()[:devices])
+
+
+def _run(axes: dict[str, int]):
+    """(metrics of the first step, its gradient, total loss of every step)."""
+    config, mesh = _on(axes)
+    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    losses = []
+    for i in range(config.train.steps):
+        state, metrics = step(state, jax.device_put(_batch(i), batch_sharding(mesh)))
+        if i == 0:  # Adam's first moment is then (1 - beta1) times the gradient, which nothing has clipped
+            adam = next(s for s in jax.tree.leaves(state["opt_state"], is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+            first = jax.device_get((metrics, adam.mu))
+        losses.append(float(metrics["total_loss"]))
+    return *first, losses
+
+
+@pytest.fixture(scope="module")
+def alone():
+    metrics, gradient, losses = _run({})
+    assert losses[-1] < losses[0] - 0.1
+    return metrics, gradient, losses
+
+
+def _check(axes, alone):
+    metrics, gradient, losses = _run(axes)
+    for (path, expected), got in zip(jax.tree_util.tree_leaves_with_path(alone[:2]), jax.tree.leaves((metrics, gradient)), strict=True):
+        error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
+        assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+    np.testing.assert_allclose(losses, alone[2], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("axes", SUBSET, ids=str)
+def test_the_run_equals_that_on_one_device(axes, alone):
+    _check(axes, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [axes for axes in ALONE + PRODUCTS if axes not in SUBSET], ids=str)
+def test_the_run_on_every_mesh(axes, alone):
+    _check(axes, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"expert": 2}, {"expert": 4}, {"expert": 8}, *(p for p in PRODUCTS if "expert" in p)], ids=str)
+def test_the_run_with_choices_exchanged(axes, alone, monkeypatch):
+    monkeypatch.setattr(expert_parallel, "GATHERED_SHARDS", 1)
+    monkeypatch.setattr(expert_parallel, "CHUNK_CHOICES", 64)
+    _check(axes, alone)
