@@ -1,84 +1,129 @@
-"""The gated delta rule on this machine: the chunked form against a token-by-token scan and transformers' torch form.
+"""The gated delta rule on this machine, float32, forward + backward: growth with the length, and transformers' torch form.
 
-    python benchmarks/delta_rule.py [--batch 1] [--key_heads 4] [--value_heads 8] [--width 64] [--longest 8192]
+    python benchmarks/delta_rule.py [--python=/path/to/python/with/torch] [--batch 1] [--length 1024] [--longest 65536]
+                                    [--key_heads 4] [--value_heads 8] [--width 64]
 
-Equality is asserted before anything is timed, in float32. The torch form (`torch_chunk_gated_delta_rule`) joins where torch
-and transformers are installed. Prints milliseconds, best of five, and the slope of log time over log length.
+Equality of outputs and of every gradient is asserted before anything is timed. With --python, `torch_chunk_gated_delta_rule`
+runs in that interpreter on the same inputs, in turns with ours, and the medians are compared. Then the chunked form from
+1024 tokens to --longest, and the slope of log time over log length. The machine must be idle otherwise.
 """
 
 import argparse
-import importlib.util
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import tempfile
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
+from qwen3next_jax import cli
 from qwen3next_jax.ops import gated_delta_rule
+
+NAMES = ("q", "k", "v", "g", "beta")
 
 
 def inputs(batch, length, groups, heads, width):
+    """q, k, v, g, beta and the cotangent of o."""
     rng = np.random.default_rng(0)
     a = lambda *shape: rng.normal(size=(batch, length, *shape)).astype(np.float32)
-    return a(groups, width), a(groups, width), a(heads, width), -np.logaddexp(0, a(heads)), 1 / (1 + np.exp(-a(heads)))
+    gates = (-np.logaddexp(0, a(heads))).astype(np.float32), (1 / (1 + np.exp(-a(heads)))).astype(np.float32)
+    return a(groups, width), a(groups, width), a(heads, width), *gates, a(heads, width)
 
 
-def jax_form(implementation):
+def form(implementation):
     @jax.jit
-    def run(q, k, v, g, beta):
+    def run(q, k, v, g, beta, do):
         f = lambda *x: gated_delta_rule(*x[:3], g=x[3], beta=x[4], implementation=implementation)[0]
         o, pullback = jax.vjp(f, q, k, v, g, beta)
-        return (o, *pullback(o))
-
-    return lambda *x: [np.asarray(y) for y in run(*x)]
-
-
-def torch_form():
-    import torch
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-
-    def run(*x):
-        q, k, v, g, beta = (torch.tensor(y, requires_grad=True) for y in x)
-        wide = lambda y: y.repeat_interleave(v.shape[2] // q.shape[2], dim=2)
-        o, _ = torch_chunk_gated_delta_rule(wide(q), wide(k), v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
-        o.backward(o.detach())
-        return [y.detach().numpy() for y in (o, q.grad, k.grad, v.grad, g.grad, beta.grad)]
+        return o, *pullback(do)
 
     return run
 
 
-def best_of_five(f, x) -> float:
-    f(*x)
+def seconds(run, x, runs: int) -> list[float]:
+    jax.block_until_ready(run(*x))
     times = []
-    for _ in range(5):
+    for _ in range(runs):
         start = time.perf_counter()
-        f(*x)
+        jax.block_until_ready(run(*x))
         times.append(time.perf_counter() - start)
-    return min(times)
+    return times
+
+
+class Peer:
+    """torch_chunk_gated_delta_rule in another interpreter."""
+
+    def __init__(self, python: str, x, directory: str):
+        files = [f"{directory}/inputs.safetensors", f"{directory}/results.safetensors"]
+        save_file(dict(zip((*NAMES, "do"), x)), files[0])
+        command = [python, str(pathlib.Path(__file__).parent / "transformers_peer.py"), "delta_rule", *files]
+        self.process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL)
+        self.versions = self._answer()
+        results = load_file(files[1])
+        self.results = [results[name] for name in ("o", *("d" + n for n in NAMES))]
+
+    def _answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"transformers_peer.py ended with code {self.process.wait()}: does its interpreter have torch, "
+                             "transformers and safetensors?")
+        return json.loads(line)
+
+    def seconds(self, runs: int) -> list[float]:
+        self.process.stdin.write(json.dumps({"runs": runs}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+
+def equal(got, want, bar: float, name: str):
+    worst = max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(map(np.asarray, got), map(np.asarray, want), strict=True))
+    assert worst <= bar, f"{name}: relative L2 error {worst:.1e} of an output or gradient"
+    print(f"  {name}: outputs and gradients equal to {worst:.0e}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("batch", 1), ("key_heads", 4), ("value_heads", 8), ("width", 64), ("longest", 8192)):
+    parser.add_argument("--python", help="interpreter with torch and transformers")
+    parser.add_argument("--blocks", type=int, default=8, help="turns of the comparison, of 5 runs each")
+    for name, default in (("batch", 1), ("length", 1024), ("longest", 65536), ("key_heads", 4), ("value_heads", 8), ("width", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     a = parser.parse_args()
-    forms = {"chunked": jax_form("chunked"), "associative": jax_form("associative"), "recurrent": jax_form("recurrent")}
-    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
-        forms["transformers (torch)"] = torch_form()
-    x = inputs(a.batch, 1024, a.key_heads, a.value_heads, a.width)
+    cli.keep_freed_memory()  # as train.py does; the peer does the same
+    x = inputs(a.batch, a.length, a.key_heads, a.value_heads, a.width)
+    forms = {name: form(name) for name in ("chunked", "associative", "recurrent")}
+    print(f"{a.batch} × {a.length} tokens, {a.key_heads} key and {a.value_heads} value heads of {a.width}, {os.cpu_count()} threads")
     want = forms["recurrent"](*x)
-    for name, form in forms.items():
-        for got, right in zip(form(*x), want):
-            assert np.linalg.norm(got - right) <= 1e-4 * np.linalg.norm(right), name
-    print("forward + backward, 1024 tokens, equal to 1e-4; milliseconds:")
-    for name, form in forms.items():
-        print(f"  {name:24s} {1e3 * best_of_five(form, x):9.1f}")
+    equal(forms["chunked"](*x), want, 1e-4, "chunked")
+    equal(forms["associative"](*x), want, 1e-4, "associative")
+    if a.python:
+        with tempfile.TemporaryDirectory() as directory:
+            peer = Peer(a.python, x, directory)
+        equal(peer.results, want, 1e-4, f"transformers {peer.versions['transformers']}, torch {peer.versions['torch']}")
+        ours, theirs = [], []
+        for _ in range(a.blocks):
+            ours += seconds(forms["chunked"], x, 5)
+            theirs += peer.seconds(6)[1:]
+        peer.process.stdin.close()
+        peer.process.wait()
+        for name, times in (("chunked", ours), ("transformers", theirs)):
+            low, median, high = (1e3 * y for y in statistics.quantiles(times, n=4))
+            print(f"  {name:12} median {median:8.1f} ms, quartiles {low:.1f}–{high:.1f}, {len(times)} runs")
+        print(f"  {statistics.median(theirs) / statistics.median(ours):.2f} × transformers' speed")
+    for name in ("associative", "recurrent"):
+        print(f"  {name:12} best of 3 {1e3 * min(seconds(forms[name], x, 3)):8.1f} ms")
     lengths = [1024 * 2**i for i in range((a.longest // 1024).bit_length())]
-    times = [best_of_five(forms["chunked"], inputs(a.batch, n, a.key_heads, a.value_heads, a.width)) for n in lengths]
+    times = [min(seconds(forms["chunked"], inputs(1, n, a.key_heads, a.value_heads, a.width), 3)) for n in lengths]
+    print("chunked by length, one row, best of 3:")
     for n, t in zip(lengths, times):
-        print(f"  chunked, {n:6d} tokens: {1e3 * t:9.1f}")
+        print(f"  {n:6d} tokens {1e3 * t:9.1f} ms")
     if len(lengths) > 1:
-        print(f"  log-log slope {np.polyfit(np.log(lengths), np.log(times), 1)[0]:.2f}")
+        print(f"  log-log slope {np.polyfit(np.log(lengths), np.log(times), 1)[0]:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The transformers side of parity.py and training_speed.py; run by them in an interpreter that has torch.
+"""The transformers side of parity.py, training_speed.py and delta_rule.py; run by them in an interpreter that has torch.
 
     transformers_peer.py logits MODEL_DIR TOKENS.safetensors LOGITS.safetensors
     transformers_peer.py train MODEL_DIR TOKENS.safetensors      commands and answers as JSON lines
+    transformers_peer.py delta_rule INPUTS.safetensors RESULTS.safetensors      a line "runs" for each answer
 
 Imports nothing of this project: its interpreter need not have JAX, nor the same Python version.
 """
@@ -86,5 +87,30 @@ def train(directory, tokens_file):
         print(json.dumps(answer), flush=True)
 
 
+def delta_rule(inputs_file, results_file):
+    """Writes o and the gradients of q, k, v, g, beta for the cotangent do; then times forward + backward on request."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    x = load_file(inputs_file)
+    do = x.pop("do")
+    names = ("q", "k", "v", "g", "beta")
+    q, k, v, g, beta = leaves = [x[name].requires_grad_() for name in names]
+
+    def run():
+        start = time.perf_counter()
+        for leaf in leaves:
+            leaf.grad = None
+        wide = lambda y: y.repeat_interleave(v.shape[2] // q.shape[2], dim=2)
+        o, _ = torch_chunk_gated_delta_rule(wide(q), wide(k), v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+        o.backward(do)
+        return time.perf_counter() - start, o
+
+    _, o = run()
+    save_file({"o": o.detach().contiguous()} | {"d" + n: y.grad.contiguous() for n, y in zip(names, leaves)}, results_file)
+    print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps([run()[0] for _ in range(json.loads(line)["runs"])]), flush=True)
+
+
 if __name__ == "__main__":
-    {"logits": logits, "train": train}[sys.argv[1]](*sys.argv[2:])
+    {"logits": logits, "train": train, "delta_rule": delta_rule}[sys.argv[1]](*sys.argv[2:])
