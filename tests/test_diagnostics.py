@@ -45,7 +45,7 @@ def test_the_first_token_share_is_that_of_the_explicit_probabilities():
     def explicit(x):
         query, gate = jnp.split(jnp.einsum("btd,dnk->btnk", x, layer.q_proj[...]), 2, axis=-1)
         key = jnp.einsum("btd,dmk->btmk", x, layer.k_proj[...])
-        query, key = (rotate(rms_norm(a, jnp.zeros(8), 1e-6), context.positions, MODEL.rotary_dim, MODEL.rope_theta) for a in (query, key))
+        query, key = (rotate(rms_norm(a, jnp.zeros(8), MODEL), context.positions, MODEL.rotary_dim, MODEL.rope_theta) for a in (query, key))
         scores = jnp.einsum("btnk,bsnk->bnts", query, jnp.repeat(key, 2, axis=2)) * 8**-0.5
         seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((32, 32), bool))
         return jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30)), jax.nn.sigmoid(gate)
@@ -70,6 +70,7 @@ def test_norms_are_those_of_each_layer_in_order(measured):
         mine = jax.tree.map(lambda leaf: leaf[layer // 2], params["layers"][layer % 2])
         np.testing.assert_allclose(norms["layers"][layer], norm_of(mine), rtol=1e-6)
     np.testing.assert_allclose(norm_of(norms), norm_of(params), rtol=1e-6)
+    assert result["norm_weights"].tolist() == [1, 0, 1, 0, 0]  # as they start: only the recurrent layers' output norm is not 0
 
 
 def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):

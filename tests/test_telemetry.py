@@ -54,7 +54,7 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
 def _screen(width: int) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=50, color_system=None)
     display = Display("tiny: 2,652,024 parameters on cpu · 681 documents, 11,524,470 tokens · new run", 500, 0, console=console)
-    for event in (TRAIN, HELDOUT, {"event": "checkpoint", "step": 125}, {"event": "skip", "step": 121, "reason": "gradient not finite"},
+    for event in (TRAIN, HELDOUT, {"event": "checkpoint", "step": 125}, {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
                   {"event": "sample", "step": 125, "text": "def f(x):\n    return [bold]x[/]\n"}):
         display(event)
     console.print(display._render())
@@ -68,7 +68,7 @@ def test_the_live_display_shows_everything_at_any_width(width):
     assert max(map(len, lines)) <= width
     for shown in ("loss 2.0123", "bits/byte 2.903", "mtp loss 0 2.300", "mtp loss 1 nan", "balance 1.020", "busiest expert ×2.50",
                   "grad norm 0.871", "lr 3.00e-03", "tokens 246 k", "tokens/s 4,568", "model FLOP/s 43 G", "MFU –", "left 0:02:50",
-                  "memory 2.35 GB", "data wait 1%", "checkpoint step 125", "skipped 1", "step 121  update skipped: gradient not finite",
+                  "memory 2.35 GB", "data wait 1%", "checkpoint step 125", "skipped 3", "step 121  update skipped: gradient not finite",
                   "held-out 2.741 bits/byte", "accepted@0 75.0%", "return [bold]x[/]"):
         assert shown in screen, shown
 

@@ -57,7 +57,7 @@ def test_every_event_is_there(run):
     diagnostics = [e for e in events if e["event"] == "diagnostics"][-1]
     assert np.shape(diagnostics["expert_load"]) == (3, 4) and np.mean(diagnostics["expert_load"]) == pytest.approx(1, abs=0.01)
     assert set(diagnostics) > {"first_token_share", "gate_mean", "half_life", "beta", "state_norm", "activation_ratio", "router_entropy",
-                               "router_z", "load_cv", "load_max_violation", "dead_experts", "grad_norm", "param_norm", "groups"}
+                               "router_z", "load_cv", "load_max_violation", "dead_experts", "grad_norm", "param_norm", "norm_weight_max", "groups"}
     norms = [*diagnostics["grad_norm"], *(group["grad_norm"] for group in diagnostics["groups"].values())]
     assert np.sqrt(np.sum(np.square(norms))) == pytest.approx(record["grad_norm"], rel=1e-3)
 

@@ -195,6 +195,7 @@ def _optimisation(runs: Sequence[Run], marks) -> list[str]:
         _over_steps("Learning rate", runs, [("", "train", "learning_rate")], marks, from_zero=True),
         _by_layer("Gradient norm by layer", runs, "grad_norm", marks, log=True),
         _by_layer("Parameter norm by layer", runs, "param_norm", marks),
+        _by_layer("Largest norm weight by layer", runs, "norm_weight_max", marks, note="max |w| of the layer's norms; most of them start at 0."),
         _by_group("Gradient norm outside the layers", runs, groups, "grad_norm", marks),
         _by_group("Parameter norm outside the layers", runs, groups, "param_norm", marks),
     ))

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.config import Config
+from qwen3next_jax.training.optimizer import NORM_WEIGHTS
 
 SINK_HEAD = 0.3  # a head above this attention probability on the first token counts as a sink (2504.02732, 2505.06708)
 
@@ -36,13 +37,23 @@ def norms_by_layer(tree: dict) -> dict[str, jax.Array]:
     return norms
 
 
+def norm_weights_by_layer(params: dict) -> jax.Array:
+    """[L]: the largest |w| among the layer's norm weights; those of most norms start at 0, and act as 1 + w."""
+    def largest(group, axes_kept):
+        return [jnp.max(jnp.abs(leaf), axis=tuple(range(axes_kept, leaf.ndim)))
+                for path, leaf in jax.tree_util.tree_leaves_with_path(group) if path[-1].key in NORM_WEIGHTS]
+    by_position = [jnp.stack(largest(params["layers"][j], 1)).max(axis=0) for j in sorted(params["layers"])]
+    mtp = [jnp.stack(largest(params["mtp"], 0)).max()[None]] if "mtp" in params else []
+    return jnp.concatenate([jnp.stack(by_position, axis=1).reshape(-1), *mtp])
+
+
 def make_diagnostics_step(config: Config, graphdef: nnx.GraphDef,
                           mesh: Mesh | None = None) -> Callable[[dict, dict[str, jax.Array]], dict[str, Any]]:
     """→ jitted `step(params, batch)` → what `summarise` takes, from one micro-batch of `batch`."""
     def step(params, batch):
         tokens, segment_ids = (batch[name][::config.train.gradient_accumulation] for name in ("tokens", "segment_ids"))
         features = nnx.merge(graphdef, params).features(tokens, segment_ids, diagnose=True, mesh=mesh)
-        return {"layers": features.diagnostics, "param_norms": norms_by_layer(params)}
+        return {"layers": features.diagnostics, "param_norms": norms_by_layer(params), "norm_weights": norm_weights_by_layer(params)}
     # Every process of the run reads all of it.
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
 
@@ -60,6 +71,8 @@ def summarise(config: Config, measured: dict[str, Any], grad_norms: dict[str, An
         per_layer = [*norms["layers"], *([norms["mtp"]] if "mtp" in norms else [])]
         for row, norm in zip(rows, per_layer, strict=True):
             row[name] = norm
+    for row, weight in zip(rows, measured["norm_weights"], strict=True):
+        row["norm_weight_max"] = weight
     record = {"groups": {name: {"grad_norm": _short(norm), "param_norm": _short(measured["param_norms"][name])}
                          for name, norm in grad_norms.items() if name not in ("layers", "mtp")}}
     if expert_load is not None:

@@ -89,6 +89,7 @@ class Display:
         line = ""
         if kind == "train":
             self._train = dict(event)
+            self._skipped = int(event.get("skipped", self._skipped))
             self.step(step)
             line = "  ".join((f"step {step:>{len(str(self._steps))}}/{self._steps}",
                               *(f"{name} {value}" for name, value in self._cells() if name in PLAIN)))
@@ -111,7 +112,7 @@ class Display:
         elif kind == "checkpoint":
             self._checkpoint = f"step {step}"
         elif kind in FAULTS:
-            self._skipped += kind == "skip"
+            self._skipped = event.get("skipped", self._skipped + 1) if kind == "skip" else self._skipped
             if kind == "spike" and event.get("skipped"):
                 return  # a "skip" event says the same
             line = f"step {step}  {FAULTS[kind]}" + (f": {event['reason']}" if event.get("reason") else "")

@@ -28,7 +28,7 @@ class Profiler:
         """Call before `step`, with arrays that the steps before it are still computing."""
         if step in self._config.range and not self._running:
             jax.block_until_ready(pending)
-            jax.profiler.start_trace(self._folder)
+            jax.profiler.start_trace(str(self._folder))
             self._running = True
 
     def after(self, step: int, pending: Any) -> None:
@@ -38,5 +38,5 @@ class Profiler:
             jax.profiler.stop_trace()
             self._running = False
             if self._config.memory:
-                jax.profiler.save_device_memory_profile(self._folder / f"memory_{step}_{jax.process_index()}.prof")
+                jax.profiler.save_device_memory_profile(str(self._folder / f"memory_{step}_{jax.process_index()}.prof"))
             self._done("profile", step, folder=str(self._folder))
