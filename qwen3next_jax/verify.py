@@ -9,6 +9,7 @@ or a folder of prepared rows (or the one that holds several of them: `data.prepa
 import pathlib
 from collections.abc import Iterator
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -22,12 +23,14 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("expected a folder: python -m qwen3next_jax.verify runs/tiny")
     console, damaged, looked = Console(highlight=False), 0, 0
-    table = Table("", "what", "state")
+    if not console.is_terminal:  # whole lines for whoever reads them
+        console.width = 10_000
+    table = Table("", "what", "state", box=SIMPLE)
     for path in map(pathlib.Path, arguments):
         for name, damage in verify(path):
             table.add_row(str(path), name, "ok" if damage is None else f"[bold red]damaged[/]: {damage}")
             looked, damaged = looked + 1, damaged + (damage is not None)
-    console.print(table, soft_wrap=not console.is_terminal)
+    console.print(table)
     print(f"{looked} looked at, {damaged} damaged")
     return ExitCode.CRASHED if damaged else ExitCode.DONE
 

@@ -76,7 +76,7 @@ def sigterm(lab: Lab, seed: int) -> list[Trial]:
     process = lab.start(workdir, pace=PACE, progress=str(workdir.parent / "progress"))
     wait_for(workdir.parent / "progress", f"step {int(rng.integers(2, lab.config.train.steps - 4))}\n", process)
     os.kill(process.pid, signal.SIGTERM)
-    code = wait(process, 60)
+    code = wait(process, 240)
     assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
     return [Trial(told=code == ExitCode.INTERRUPTED, recovered=True, steps_lost=lost_steps(workdir), bitwise=lab.same(workdir, reference))]
 
@@ -103,7 +103,7 @@ def stopped_and_continued(lab: Lab, seed: int) -> list[Trial]:
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(4)
     os.kill(process.pid, signal.SIGCONT)
-    code = wait(process, 120)
+    code = wait(process, 240)
     same = code == 0 and losses(workdir) == losses(reference) and lab.same(workdir, reference)
     return [Trial(told=False, harmless=same, recovered=same, steps_lost=0, bitwise=same)]
 

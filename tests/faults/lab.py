@@ -135,13 +135,30 @@ class Lab:
         return [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
 
 
+class Patience:
+    """Raises TimeoutError after `seconds` in which this process ran: a machine may stand still, or be lent to another."""
+
+    def __init__(self, seconds: float, what: str):
+        self._left, self._what, self._before = seconds, what, time.monotonic()
+
+    def wait(self, seconds: float = 0.002) -> None:
+        time.sleep(seconds)
+        now = time.monotonic()
+        self._left -= min(now - self._before, seconds + 0.5)
+        self._before = now
+        if self._left < 0:
+            raise TimeoutError(self._what)
+
+
 def wait(process, timeout: float) -> int:
     """The exit code; a process that does not end in time is killed and an error."""
-    process.join(timeout)
-    if process.is_alive():
+    patience = Patience(timeout, f"process did not end within {timeout} s")
+    try:
+        while process.is_alive():
+            patience.wait(0.02)
+    finally:
         process.kill()
         process.join()
-        raise TimeoutError(f"process did not end within {timeout} s")
     return process.exitcode
 
 
@@ -160,16 +177,14 @@ def lost_steps(workdir: pathlib.Path) -> int:
     return events(workdir, "start")[-1]["lost_steps"]
 
 
-def wait_for(path: pathlib.Path, text: str, process=None, timeout: float = 120) -> bool:
+def wait_for(path: pathlib.Path, text: str, process=None, timeout: float = 200) -> bool:
     """Waits until `path` holds `text`; False where the process ended before."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if path.exists() and text in path.read_text(errors="replace"):
-            return True
+    patience = Patience(timeout, f"{path} did not come to hold {text!r}")
+    while not (path.exists() and text in path.read_text(errors="replace")):
         if process is not None and not process.is_alive():
-            return False
-        time.sleep(0.002)
-    raise TimeoutError(f"{path} did not come to hold {text!r}")
+            return path.exists() and text in path.read_text(errors="replace")
+        patience.wait()
+    return True
 
 
 def attempt(work) -> tuple[Any, str]:

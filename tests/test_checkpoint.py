@@ -1,0 +1,138 @@
+"""Checkpoints: what is kept and what deleted, failed saves, the verify command, what may change on resume."""
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen3next_jax.config import CheckpointConfig, Config, ModelConfig, TrainConfig
+from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.training import checkpoint as checkpoint_module
+from qwen3next_jax.training import manifest
+from qwen3next_jax.training.checkpoint import Checkpoints
+from qwen3next_jax.training.fingerprint import MAY_CHANGE, open_run, read_run
+
+ROOT = pathlib.Path(__file__).parents[1]
+STATE = {"w": jnp.arange(1000.0)}
+
+
+def _save(workdir, steps, **keep):
+    """Saves at `steps`, one process after another. → the events told."""
+    told = []
+    with Checkpoints(workdir, CheckpointConfig(**keep)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, STATE)
+            checkpoints.wait()
+            told += checkpoints.events()
+    return told
+
+
+def _steps(workdir):
+    return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir())
+
+
+def _flip(folder):
+    largest = max(folder.rglob("d/*"), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+def test_the_newest_and_every_so_many_are_kept(tmp_path):
+    _save(tmp_path, range(1, 9), keep_last=2, keep_every=3)
+    assert _steps(tmp_path) == [3, 6, 7, 8]
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
+    _save(tmp_path, [10, 20], keep_last=2)
+    _flip(tmp_path / "checkpoints" / "20")
+    told = _save(tmp_path, [30], keep_last=2)
+    assert _steps(tmp_path) == [10, 20, 30]
+    assert [(event, step) for event, step, _ in told] == [("checkpoint", 30), ("damaged", 20)]
+    _save(tmp_path, [40], keep_last=2)  # now two good ones are newer than 10
+    assert 10 not in _steps(tmp_path) and {30, 40} <= set(_steps(tmp_path))
+
+
+def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    _save(tmp_path, [10], keep_last=2)
+    seal = manifest.seal
+
+    def full(directory):
+        if directory.name == "20":
+            raise OSError(28, "No space left on device")
+        return seal(directory)
+    monkeypatch.setattr(checkpoint_module.manifest, "seal", full)
+    told = _save(tmp_path, [20, 30], keep_last=2)
+    assert [(event, step) for event, step, _ in told] == [("save_failed", 20), ("checkpoint", 30)]
+    assert _steps(tmp_path) == [10, 30] and "checkpoints/20 could not be saved" in capsys.readouterr().err
+
+
+def test_what_a_killed_save_or_deletion_left_is_removed(tmp_path):
+    _save(tmp_path, [10], keep_last=2)
+    for name in ("20.orbax-checkpoint-tmp", ".deleted-5"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        assert checkpoints.newest_good_step() == 10
+    assert _steps(tmp_path) == [10]
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 250])
+def test_every_piece_of_a_file_is_compared(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(manifest, "PIECE", 100)
+    content = np.random.default_rng(0).bytes(size)
+    (tmp_path / "data").write_bytes(content)
+    assert manifest.seal(tmp_path) == size and manifest.find_damage(tmp_path) is None
+    for at in range(0, size, 33):
+        (tmp_path / "data").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+        assert "SHA-256 differs" in manifest.find_damage(tmp_path)
+        assert manifest.find_damage(tmp_path, sizes_only=True) is None
+    (tmp_path / "data").write_bytes(content + b"x")
+    assert "bytes instead of" in manifest.find_damage(tmp_path, sizes_only=True)
+
+
+def _verify(*paths):
+    command = [sys.executable, "-m", "qwen3next_jax.verify", *map(str, paths)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_verify_names_the_damaged_checkpoint(tmp_path):
+    _save(tmp_path, [10, 20], keep_last=2)
+    open_run(tmp_path, Config(model=SMALL), "data", "tokens")
+    assert _verify(tmp_path).returncode == 0
+    _flip(tmp_path / "checkpoints" / "10")
+    result = _verify(tmp_path)
+    assert result.returncode == 1 and "3 looked at, 1 damaged" in result.stdout
+    assert re.search(r"checkpoints/10 .*damaged.*SHA-256 differs", result.stdout) and re.search(r"checkpoints/20 +ok", result.stdout)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = _verify(empty)
+    assert result.returncode == ExitCode.USER_ERROR and "neither the folder of a run" in result.stderr
+
+
+SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval=0)
+
+
+def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
+    config = Config(model=SMALL)
+    assert open_run(tmp_path, config, "data", "tokens") == []
+    longer = dataclasses.replace(config, train=TrainConfig(steps=2000))
+    assert [str(change) for change in open_run(tmp_path, longer, "data", "tokens")] == ["config.train.steps: 1000 → 2000"]
+    assert read_run(tmp_path)["changes"] == [["config.train.steps", 1000, 2000]]
+    assert open_run(tmp_path, longer, "data", "tokens") == []
+    before = (tmp_path / "run.json").read_bytes()
+    for other, message in ((dataclasses.replace(longer, train=TrainConfig(steps=2000, seed=1)), "train.seed = 0, not 1"),):
+        with pytest.raises(UserError, match=message):
+            open_run(tmp_path, other, "data", "tokens")
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_the_documents_tables_are_those_of_the_code():
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    assert re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", page, re.M) == list(MAY_CHANGE.items())
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \| [^|]* \| [^|]* \|$", page, re.M)}
+    assert codes == {int(code) for code in ExitCode}
