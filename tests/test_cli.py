@@ -29,6 +29,7 @@ def _run(*command):
     (["eval.py"], "--workdir is missing"),
     (["eval.py", TINY, "--workdir=nowhere"], "nowhere: not the folder of a run"),
     (["-m", "qwen3next_jax.generate", "--model=nowhere", "--prompt=x"], "nowhere"),
+    (["-m", "qwen3next_jax.report", "nowhere"], "nowhere: not the folder of a run"),
     (["-m", "qwen3next_jax.export", "--workdir=nowhere", "--out=x"], "nowhere"),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_a_mistake_is_one_line(command, message):

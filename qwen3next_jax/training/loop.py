@@ -72,6 +72,8 @@ def train(config: Config, workdir: pathlib.Path) -> int:
             if first:
                 print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
             return 0
+        if first:  # either can take minutes, and the display needs the state
+            print(f"{workdir}: restoring step {first_step}" if first_step else f"{workdir}: making the first state", flush=True)
         state = checkpoints.restore(first_step, abstract_state) if first_step else start_state(config, mesh)
 
         # Loop
