@@ -92,10 +92,10 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log:
         if x.low <= position <= x.high:
             parts.append(f'<line class="mark" x1="{x(position):.1f}" x2="{x(position):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
                          f"<title>{_escape(text)}</title></line>")
-    parts += [_reference(label, value, y, [r for _, r in references]) for label, value in references]
     clip = f'<svg x="{LEFT}" y="{TOP - 2}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM + 4}" ' \
            f'viewBox="{LEFT} {TOP - 2} {WIDTH - LEFT - RIGHT} {HEIGHT - TOP - BOTTOM + 4}">'
     parts.append(clip + "".join(_drawn(line, x, y) for line in lines) + "</svg>")
+    parts += [_reference(label, value, y, [r for _, r in references]) for label, value in references]  # readable over the lines
     data = {"x": [x.low, x.high, x.begin, x.end], "y": [y.low, y.high, y.begin, y.end], "log": log, "names": list(x_names),
             "label": x_label, "lines": [[line.label, line.stroke, _rounded(line.x), _rounded(line.y)] for line in lines]}
     legend = "" if len(lines) == 1 and not lines[0].label else "".join(_swatch(line) for line in lines)

@@ -128,7 +128,9 @@ def shorten(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     low = empty_is_nan(np.minimum.reduceat(np.where(finite, y, np.inf), starts))
     high = empty_is_nan(np.maximum.reduceat(np.where(finite, y, -np.inf), starts))
     ends = np.append(starts[1:], len(x)) - 1
-    return Series((x[starts] + x[ends]) / 2, mean, low, high)
+    middle = (x[starts] + x[ends]) / 2
+    middle[0], middle[-1] = x[0], x[-1]  # the curve reaches from the first step to the last
+    return Series(middle, mean, low, high)
 
 
 def _number(value: Any) -> float:
