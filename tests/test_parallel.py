@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import expert_parallel, moe
+from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.parallel.mesh import check_divides, make_mesh, one_device
 from qwen3next_jax.parallel.rules import PARAMETERS, local, path_string, rule_for, shardings, storage_spec
 from qwen3next_jax.training.checkpoint import Checkpoints
@@ -139,3 +140,24 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), expected)
             for leaf, place in zip(jax.tree.leaves(restored), jax.tree.leaves(pattern), strict=True):
                 assert leaf.sharding.is_equivalent_to(place.sharding, leaf.ndim)
+
+
+# ---- remat -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["block", "dots", "offload"])
+def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
+    """A block of two matmuls, a scan over three: the residuals by shape and place, and the gradient."""
+    weights = jax.random.normal(jax.random.key(0), (3, 2, 8, 8)) / 3
+    x = jax.random.normal(jax.random.key(1), (5, 8))
+
+    def loss(weights, policy):
+        block = rematerialized(lambda w, x: x + jnp.tanh(x @ w[0]) @ w[1], policy)
+        return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    np.testing.assert_allclose(gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=1e-6)
+    _, pullback = jax.vjp(lambda weights: loss(weights, policy), weights)
+    kept = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)]
+    default = jax.devices()[0].default_memory().kind
+    assert kept == {"block": [default], "dots": [default] * 2, "offload": ["pinned_host"]}[policy]

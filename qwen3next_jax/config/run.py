@@ -57,7 +57,9 @@ class TrainConfig:
     gradient_accumulation: int = 1  # micro-batches per step
     seed: int = 0  # initial weights
     init_from: str = ""  # a Hugging Face directory whose weights the run starts from; "": random
-    remat: Literal["none", "block"] = "none"  # "block": keep each block's input only and recompute the rest backward
+    # Kept for the backward: "none" everything; "block" each block's input; "dots" also what its projections gave; "offload"
+    # each block's input, in host memory. The rest is computed again.
+    remat: Literal["none", "block", "dots", "offload"] = "none"
     balance_loss_weight: float = 0.001  # perfect balance gives a loss of 1 before this weight
     mtp_loss_weight: float = 0.1  # on the mean over depths
     router_z_loss_weight: float = 0.0

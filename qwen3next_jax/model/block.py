@@ -11,6 +11,7 @@ from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.model.layers import Context, norm_weight, rms_norm, token_mean
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
+from qwen3next_jax.parallel.rules import constrain
 
 # A mixer is an nnx.Module with __call__(x, context, cache) → (y, diagnostics, cache) and init_cache(config, batch, length).
 MIXERS = {LINEAR: GatedDeltaNet, FULL: GatedAttention}
@@ -34,10 +35,14 @@ class Block(nnx.Module):
         With `context.diagnose` the auxiliary outputs hold "diagnostics": those of the mixer and the MLP, and
         activation_max [] = max |x| over the counted tokens, activation_median [] = the mean over tokens of median |x|.
         """
-        mixed_BTD, diagnostics, cache = self.mixer(rms_norm(x_BTD, self.mixer_norm[...], self.config), context, cache)
-        x_BTD = x_BTD + mixed_BTD
-        y_BTD, aux = self.mlp(rms_norm(x_BTD, self.mlp_norm[...], self.config), context)
-        x_BTD = x_BTD + y_BTD
+        def whole(x_BTD):  # over `tensor`; else the partitioner may split time over it between the matmuls
+            return constrain(x_BTD, context.mesh, "batch", "time", None)
+
+        normed_BTD = whole(rms_norm(x_BTD, self.mixer_norm[...], self.config))
+        mixed_BTD, diagnostics, cache = self.mixer(normed_BTD, context, cache)
+        x_BTD = whole(x_BTD + mixed_BTD)
+        y_BTD, aux = self.mlp(whole(rms_norm(x_BTD, self.mlp_norm[...], self.config)), context)
+        x_BTD = whole(x_BTD + y_BTD)
         if context.diagnose:
             aux["diagnostics"] = diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
         return x_BTD, aux, cache

@@ -10,7 +10,7 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, norm_weight, normal, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import attention
-from qwen3next_jax.parallel.rules import activation_spec, local, time_axis
+from qwen3next_jax.parallel.rules import activation_spec, constrain, local, time_axis
 
 
 class GatedAttention(nnx.Module):
@@ -37,6 +37,7 @@ class GatedAttention(nnx.Module):
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens' keys and values written)."""
         c, dtype = self.config, x_BTD.dtype
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
+        query_gate_BTNK2 = constrain(query_gate_BTNK2, context.mesh, "batch", "time", "heads", None)
         q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1) if c.attention_output_gate else (query_gate_BTNK2, None)
         k_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
         v_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
@@ -56,6 +57,7 @@ class GatedAttention(nnx.Module):
         diagnostics = _diagnostics(q_BTNK, k_BTMK, open_BTNK, context) if context.diagnose and cache is None else {}
         if open_BTNK is not None:
             o_BTNK = o_BTNK * open_BTNK.astype(dtype)
+        o_BTNK = constrain(o_BTNK, context.mesh, "batch", "time", "heads", None)
         return jnp.einsum("btnk,nkd->btd", o_BTNK, self.o_proj[...].astype(dtype)), diagnostics, cache
 
     @staticmethod

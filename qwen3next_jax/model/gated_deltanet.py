@@ -13,7 +13,7 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, normal, rms_norm_plain, token_mean
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
-from qwen3next_jax.parallel.rules import activation_spec, local, time_axis
+from qwen3next_jax.parallel.rules import activation_spec, constrain, local, time_axis
 
 
 class GatedDeltaNet(nnx.Module):
@@ -50,6 +50,7 @@ class GatedDeltaNet(nnx.Module):
         r = h // g
 
         qkvz_BTGC = jnp.einsum("btd,dgc->btgc", x_BTD, self.in_proj_qkvz[...].astype(dtype))
+        qkvz_BTGC = constrain(qkvz_BTGC, context.mesh, "batch", "time", "heads", None)
         beta_BTH, g_BTH = self._gates(x_BTD)
 
         mixed_BTGC, z_BTGRV = jnp.split(qkvz_BTGC, (2 * k + r * v,), axis=-1)
@@ -59,6 +60,7 @@ class GatedDeltaNet(nnx.Module):
         if c.linear_output_gate:
             gate_BTHV = jax.nn.silu(z_BTGRV.reshape(b, t, h, v).astype(jnp.float32))
             o_BTHV = (o_BTHV.astype(jnp.float32) * gate_BTHV).astype(dtype)
+        o_BTHV = constrain(o_BTHV, context.mesh, "batch", "time", "heads", None)
         y_BTD = jnp.einsum("bthv,hvd->btd", o_BTHV, self.out_proj[...].astype(dtype))
         diagnostics = {}
         if context.diagnose:

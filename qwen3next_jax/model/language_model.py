@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import MIXERS, Block
 from qwen3next_jax.model.layers import Context, document_positions, norm_weight, normal, rms_norm
+from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, local, use_spec
@@ -88,9 +89,9 @@ class Qwen3Next(nnx.Module):
         mtp_logits = tuple(self.logits(h[:, :max(t - 1 - d, 0)]) for d, h in enumerate(f.mtp_hidden))
         return Output(self.logits(f.hidden), mtp_logits, pooled_balance_loss(f.router), f.hidden_states, f.router_logits)
 
-    def features(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, remat: bool = False,
+    def features(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, remat: str = "none",
                  capture: bool = False, diagnose: bool = False, mesh: Mesh | None = None) -> Features:
-        """The forward pass up to, but without, the output head. `remat`: keep only each layer's input for the backward.
+        """The forward pass up to, but without, the output head. `remat`: what is kept for the backward (see `remat`).
         `mesh`: the devices that share it, parameters lying as `parallel.rules` says; None for one device."""
         b, t = tokens.shape
         if segment_ids is None:
@@ -100,7 +101,7 @@ class Qwen3Next(nnx.Module):
         context = context._replace(diagnose=diagnose)
         embedded = self.embed(tokens, mesh)
         x, per_layer, _ = self._run_layers(embedded, context, None, remat, capture)
-        hidden = self._final(x)
+        hidden = constrain(self._final(x), mesh, "batch", "time", None)
         mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(hidden, embedded, context, remat)
 
         hidden_states = (embedded, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
@@ -118,7 +119,7 @@ class Qwen3Next(nnx.Module):
         `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding changes no cache entry that
         a later token can see.
         """
-        x, _, cache = self._run_layers(self.embed(tokens), Context(positions, segment_ids), cache, False, False)
+        x, _, cache = self._run_layers(self.embed(tokens), Context(positions, segment_ids), cache, "none", False)
         return self._final(x), cache
 
     def init_cache(self, batch: int, length: int) -> list:
@@ -173,6 +174,7 @@ class Qwen3Next(nnx.Module):
                 loss = jax.lax.psum(loss, axes)
             return loss, rows.correct.reshape(targets_BT.shape), rows.argmax.reshape(targets_BT.shape)
 
+        hidden = constrain(hidden, mesh, "batch", "time", None)  # what splits the loss further stays out of the layers
         divides = mesh is not None and hidden.shape[1] % (mesh.shape["context"] * mesh.shape["tensor"]) == 0
         time = "time_rows" if divides else "time"
         axes = ("data", "expert", "context", "tensor") if divides else ("data", "expert", "context")
@@ -188,7 +190,7 @@ class Qwen3Next(nnx.Module):
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config)
 
-    def _run_layers(self, x, context: Context, cache: list | None, remat: bool, capture: bool):
+    def _run_layers(self, x, context: Context, cache: list | None, remat: str, capture: bool):
         """→ (x, per layer its auxiliary outputs, cache)."""
         graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
         repeats = self.config.num_hidden_layers // self.config.period
@@ -200,7 +202,7 @@ class Qwen3Next(nnx.Module):
                     block_params = gather(block_params, "layer", context.mesh, self.config.dtype)
                     x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context, block_cache)
                     return constrain(x, context.mesh, "batch", "time", None), aux, block_cache
-                x, aux, block_cache = (jax.checkpoint(apply) if remat else apply)(block_params, x)
+                x, aux, block_cache = rematerialized(apply, remat)(block_params, x)
                 if not capture:
                     aux.pop("router_logits", None)
                 auxes.append(aux | ({"x": x} if capture else {}))
@@ -216,7 +218,7 @@ class Qwen3Next(nnx.Module):
         per_layer = [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
         return x, per_layer, caches
 
-    def _run_mtp(self, hidden, embedded, context: Context, remat: bool):
+    def _run_mtp(self, hidden, embedded, context: Context, remat: str):
         """→ (per depth the normed states, router statistics summed over depths, [diagnostics of depth 0] or [])."""
         states, total, diagnostics = [], {}, []
         segment_ids = context.segment_ids
@@ -231,7 +233,7 @@ class Qwen3Next(nnx.Module):
                 params = gather(params, "mtp", context.mesh, self.config.dtype)
                 hidden, aux, _ = nnx.merge(graphdef, params)(hidden, shifted, context._replace(counted=counted))
                 return constrain(hidden, context.mesh, "batch", "time", None), aux
-            hidden, aux = (jax.checkpoint(apply) if remat else apply)(params, hidden, shifted)
+            hidden, aux = rematerialized(apply, remat)(params, hidden, shifted)
             aux.pop("router_logits", None)
             if context.diagnose:
                 diagnostics.append(aux.pop("diagnostics"))

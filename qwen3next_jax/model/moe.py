@@ -16,7 +16,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.expert_parallel import split_experts
 from qwen3next_jax.model.layers import Context, normal, token_mean
 from qwen3next_jax.ops import expert_mlp
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.parallel.rules import activation_spec, gather_local, local, storage_spec
 
 
 class DenseMLP(nnx.Module):
@@ -56,8 +56,9 @@ class SparseMoE(nnx.Module):
         dtype, mesh = x_BTD.dtype, context.mesh
         rows, tokens = activation_spec("batch", "time", None), activation_spec("batch", "time")
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
-        experts = (P("expert", None, None, "tensor"), P("expert", "tensor", None))
-        routed = local(functools.partial(_routed, self.config, mesh), mesh, (rows, P(), *experts, tokens), (rows, P(), rows))
+        shapes = {"mlp/expert_gate_up": gate_up_ED2I.shape, "mlp/expert_down": down_EID.shape}
+        experts = (None, None) if mesh is None else tuple(storage_spec(path, shape, mesh) for path, shape in shapes.items())
+        routed = local(functools.partial(_routed, self.config, mesh, shapes), mesh, (rows, P(), *experts, tokens), (rows, P(), rows))
         y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted)
         if self.config.shared_expert_intermediate_size:
             shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
@@ -69,7 +70,7 @@ class SparseMoE(nnx.Module):
         return y_BTD, aux
 
 
-def _routed(config: ModelConfig, mesh: Mesh | None, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
+def _routed(config: ModelConfig, mesh: Mesh | None, shapes: dict, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
     dtype = x_BTD.dtype
     x_RD = x_BTD.reshape(-1, config.hidden_size)
@@ -83,6 +84,9 @@ def _routed(config: ModelConfig, mesh: Mesh | None, x_BTD, router_DE, gate_up_ED
         weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
 
     weight_RA = weight_RA.astype(dtype)
+    if mesh is not None:
+        gate_up_ED2I, down_EID = (gather_local(w, path, shape, mesh)
+                                  for w, (path, shape) in zip((gate_up_ED2I, down_EID), shapes.items()))
     if mesh is None or mesh.shape["expert"] == 1:
         y_RD = _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     else:

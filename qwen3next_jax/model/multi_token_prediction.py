@@ -16,6 +16,7 @@ from flax import nnx
 from qwen3next_jax.config import FULL, ModelConfig
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context, norm_weight, normal, rms_norm
+from qwen3next_jax.parallel.rules import constrain
 
 
 class MultiTokenPrediction(nnx.Module):
@@ -36,7 +37,8 @@ class MultiTokenPrediction(nnx.Module):
         dtype = hidden_BTD.dtype
         pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
                                 rms_norm(hidden_BTD, self.hidden_norm[...], self.config)), axis=-1)
-        x_BTD, aux, cache = self.block(pair @ self.fc[...].astype(dtype), context, cache)
+        x_BTD = constrain(pair @ self.fc[...].astype(dtype), context.mesh, "batch", "time", None)
+        x_BTD, aux, cache = self.block(x_BTD, context, cache)
         return rms_norm(x_BTD, self.norm[...], self.config), aux, cache
 
 

@@ -23,11 +23,13 @@ STORED = ("tensor",)  # by parameters that compute whole on every `tensor` shard
 
 class Rule(NamedTuple):
     """`pattern` is searched in the path; `dims` are the axes of the parameter's own dimensions (stacked layers lead, unsplit).
-    `operand`: a matmul operand, which is gathered in the model's dtype; everything else is used in its own."""
+    `operand`: a matmul operand, which is gathered in the model's dtype; everything else is used in its own. `early` False: its
+    layer gathers it inside its own `local` part, by `gather_local`."""
 
     pattern: str
     dims: tuple
     operand: bool = True
+    early: bool = True
 
 
 PARAMETERS: tuple[Rule, ...] = (
@@ -44,8 +46,8 @@ PARAMETERS: tuple[Rule, ...] = (
     Rule(r"mixer/out_proj$", ("tensor", None, FSDP)),
     # experts and dense MLPs
     Rule(r"mlp/router$", (FSDP, STORED), operand=False),
-    Rule(r"mlp/expert_gate_up$", ("expert", EXPERT_FSDP, None, "tensor")),
-    Rule(r"mlp/expert_down$", ("expert", "tensor", EXPERT_FSDP)),
+    Rule(r"mlp/expert_gate_up$", ("expert", EXPERT_FSDP, None, "tensor"), early=False),
+    Rule(r"mlp/expert_down$", ("expert", "tensor", EXPERT_FSDP), early=False),
     Rule(r"mlp/(shared_)?gate_up$", (FSDP, None, "tensor")),
     Rule(r"mlp/(shared_)?down$", ("tensor", FSDP)),
     Rule(r"mlp/shared_gate$", (None,)),
@@ -125,9 +127,20 @@ def gather(tree: Any, prefix: str, mesh: Mesh | None, dtype: Any) -> Any:
     def one(path, leaf):
         name = path_string(path, prefix)
         to = jnp.dtype(dtype) if rule_for(name).operand else leaf.dtype
+        if not rule_for(name).early:
+            return leaf.astype(to)
         return _gather(leaf, to, NamedSharding(mesh, use_spec(name, leaf.shape, mesh)),
                        NamedSharding(mesh, storage_spec(name, leaf.shape, mesh)), leaf.dtype)
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def gather_local(x: jax.Array, path: str, shape: tuple[int, ...], mesh: Mesh) -> jax.Array:
+    """Inside `local`: this device's stored part of the parameter of `path` and global `shape`, gathered for use. Its gradient is
+    a reduce-scatter by construction."""
+    for dim, (stored, used) in enumerate(zip(storage_spec(path, shape, mesh), use_spec(path, shape, mesh))):
+        if stored != used:
+            x = jax.lax.all_gather(x, stored, axis=dim, tiled=True)
+    return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

@@ -62,7 +62,7 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
       by the depth's best guess), `top1`, `balance_loss`, `router_z`, and `expert_load` [L, E].
     """
     train = config.train
-    features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat == "block", mesh=mesh)
+    features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat, mesh=mesh)
 
     def cross_entropy(hidden_BTD, offset, targets):
         """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the same document."""
