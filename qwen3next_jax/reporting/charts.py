@@ -92,8 +92,8 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log:
         if x.low <= position <= x.high:
             parts.append(f'<line class="mark" x1="{x(position):.1f}" x2="{x(position):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
                          f"<title>{_escape(text)}</title></line>")
-    clip = f'<svg x="{LEFT}" y="{TOP - 2}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM + 4}" ' \
-           f'viewBox="{LEFT} {TOP - 2} {WIDTH - LEFT - RIGHT} {HEIGHT - TOP - BOTTOM + 4}">'
+    # What lies above the frame is cut off there; dots at the ends stay whole.
+    clip = f'<svg y="{TOP - 2}" width="{WIDTH}" height="{HEIGHT - TOP - BOTTOM + 5}" viewBox="0 {TOP - 2} {WIDTH} {HEIGHT - TOP - BOTTOM + 5}">'
     parts.append(clip + "".join(_drawn(line, x, y) for line in lines) + "</svg>")
     parts += [_reference(label, value, y, [r for _, r in references]) for label, value in references]  # readable over the lines
     data = {"x": [x.low, x.high, x.begin, x.end], "y": [y.low, y.high, y.begin, y.end], "log": log, "names": list(x_names),
