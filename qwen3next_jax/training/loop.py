@@ -23,7 +23,7 @@ from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import (
-    BatchShare, StopVote, check_shared, code_digests, is_leader, leader_first, leader_says, settings, together)
+    BatchShare, StopVote, barrier, check_shared, code_digests, is_leader, leader_first, leader_says, settings, together)
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
@@ -174,6 +174,7 @@ class _Run:
                 self._diagnose(step, state, batch, values)
             if step % config.eval.every == 0 or step == config.train.steps:
                 self._evaluate(step, state)
+                barrier()  # process 0 alone samples; the others' watchdogs should not count that as a step
             since += time.perf_counter() - begun
             if saves:
                 self.checkpoints.save(step, state)
