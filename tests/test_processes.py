@@ -195,7 +195,7 @@ def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
     environments, _ = by_open_mpi(2)
     config = Processes(environments, [(), ("--config.optimizer.learning_rate=0.5",)], arguments(corpus, tmp_path / "run"))
     data = Processes(*by_gke(2), arguments(corpus, tmp_path / "run", "--config.data.path=text.txt"), folders=[tmp_path, other])
-    for run, field in ((config, "config.optimizer.learning_rate"), (data, "data")):
+    for run, field in ((config, "config.optimizer.learning_rate"), (data, "data fingerprint")):
         for code, _, err in run.wait():
             assert code == 2 and re.search(rf"^error: processes disagree on {field}: process 0 on \S+ has \S+, process 1 on \S+ \S+; start", err), err
     assert not (tmp_path / "run").exists()

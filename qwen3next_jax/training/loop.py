@@ -57,7 +57,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     with PreparationProgress() as progress:
         data = leader_first(lambda: open_data(config.data, config.train.sequence_length, config.train.batch_size,
                                               config.model.vocab_size, progress if first else None))
-    together(lambda: None, {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint})
+    together(lambda: None, {"data fingerprint": data.fingerprint, "tokenizer": data.tokenizer.fingerprint})
     if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
         check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
     changes = leader_says(lambda: open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint))
