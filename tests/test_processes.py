@@ -61,7 +61,7 @@ class Processes:
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=shared | environment)
                     for environment, own, folder in zip(environments, flags, folders or [ROOT] * len(flags), strict=True)]
 
-    def wait(self, timeout=200):
+    def wait(self, timeout=300):
         """→ [(exit code, standard output, standard error)]."""
         try:
             return [(p.returncode, *said) for p, said in [(p, p.communicate(timeout=timeout)) for p in self.all]]
