@@ -56,7 +56,7 @@ def _chunks(
 ) -> tuple[Chunks, Products, Products]:
     operand = v.dtype
     dtype = jnp.promote_types(jnp.float32, operand)
-    dots, exact = Products(operand), Products(dtype)
+    dots, exact = Products(operand, copies=True), Products(dtype, copies=True)
     heads = v.shape[2]
     narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
     scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
