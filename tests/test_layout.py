@@ -25,7 +25,8 @@ ARROWS = {
 }
 LIBRARIES_OF_OPS = {"jax", "numpy", "tokamax"}
 # Present on every machine that trains, but not on every one that only loads a model.
-ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": {"qwen3next_jax/cli.py"}}
+ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": {"qwen3next_jax/cli.py"},
+           "lm_eval": {"qwen3next_jax/evals/harness.py", "qwen3next_jax/harness.py"}}
 
 
 def _imports(path: pathlib.Path):
