@@ -15,7 +15,7 @@ from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.training import checkpoint as checkpoint_module
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.checkpoint import Checkpoints
-from qwen3next_jax.training.fingerprint import MAY_CHANGE, open_run, read_run
+from qwen3next_jax.training.fingerprint import MAY_CHANGE, open_run, read_run, write_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 STATE = {"w": jnp.arange(1000.0)}
@@ -123,6 +123,10 @@ def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
     longer = dataclasses.replace(config, train=TrainConfig(steps=2000))
     assert [str(change) for change in open_run(tmp_path, longer, "data", "tokens")] == ["config.train.steps: 1000 → 2000"]
     assert read_run(tmp_path)["changes"] == [["config.train.steps", 1000, 2000]]
+    assert open_run(tmp_path, longer, "data", "tokens") == []
+    record = read_run(tmp_path)
+    del record["config"]["guards"]  # as written by code that had none
+    write_run(tmp_path, record)
     assert open_run(tmp_path, longer, "data", "tokens") == []
     before = (tmp_path / "run.json").read_bytes()
     for other, message in ((dataclasses.replace(longer, train=TrainConfig(steps=2000, seed=1)), "train.seed = 0, not 1"),):

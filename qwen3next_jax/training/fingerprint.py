@@ -61,7 +61,7 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, token
     Raises:
       UserError: the folder holds a run with another configuration, data or tokenizer (the first difference is named).
     """
-    now = {"config": json.loads(json.dumps(to_dict(config))), "data": data_fingerprint, "tokenizer": tokenizer_fingerprint,
+    now = {"config": _plain(config), "data": data_fingerprint, "tokenizer": tokenizer_fingerprint,
            "code": code_version(), "processes": jax.process_count(), "devices": _devices()}
     if not (workdir / "run.json").exists():
         try:
@@ -71,6 +71,8 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, token
             raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder") from error
         return []
     before = read_run(workdir)
+    # Settings that the run's code did not have yet stand at their defaults, which keep what was computed before them.
+    before["config"] = _plain(from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"))
     changes = [Change(*difference) for difference in _differences({k: before.get(k) for k in now}, now)]
     changes.sort(key=lambda change: change.name != "tokenizer")  # which changes the data's fingerprint, too
     for change in changes:
@@ -136,6 +138,10 @@ def code_version() -> str:
         return importlib.metadata.version("qwen3next-jax")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    return json.loads(json.dumps(to_dict(config)))
 
 
 def _git(folder: pathlib.Path, *command: str) -> str:

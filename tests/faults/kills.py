@@ -158,6 +158,6 @@ def _plain_kill(lab: Lab, when: str, seed: int) -> Trial:
     kill(process)
     with ocp.CheckpointManager(folder / "checkpoints") as manager:
         latest = manager.latest_step() or 0
-        _, error = attempt(lambda: manager.restore(latest))
+        _, error = attempt(lambda: manager.restore(latest, args=ocp.args.StandardRestore()))
     reached = int((folder / "progress").read_text().split()[-1])
     return Trial(told=True, recovered=not error, steps_lost=reached - latest, note=f"latest does not read: {error}" if error else "")
