@@ -1,7 +1,7 @@
 """Will it fit, and how fast should it run? Compiles the real train step for a TPU slice, on a machine without one.
 
     python -m qwen3next_jax.plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8 --mesh=data=64,expert=8
-        [--search] [--json=plan.json]
+        [--search] [--quick] [--json=plan.json]
 
 `--search` ranks meshes, remat policies and micro-batches by arithmetic and compiles the best five. `--json` also draws the
 memory by part beside the file. How to read the figures, and what they leave out: docs/planner.md.
@@ -38,11 +38,12 @@ def main() -> int:
     from qwen3next_jax.parallel.topology import describe
     from qwen3next_jax.training.planning import make_plan
 
+    level = "O1" if _quick.value else ""
     topology, console = describe(_topology.value), Console(highlight=False)
     if _search.value:
-        plans = search(config, topology, console)
+        plans = search(config, topology, level, console)
     else:
-        plans = [make_plan(config, topology)]
+        plans = [make_plan(config, topology, level)]
         show(plans[0], console)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def with_mesh(config: Config, text: str | None) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(**sizes)))
 
 
-def search(config: Config, topology, console: Console) -> list:
+def search(config: Config, topology, level: str, console: Console) -> list:
     """Compiles what the arithmetic ranks highest, fastest first in the result, and shows why the others are out."""
     from qwen3next_jax.training.plan_search import candidates
     from qwen3next_jax.training.planning import make_plan
@@ -77,7 +78,7 @@ def search(config: Config, topology, console: Console) -> list:
     plans = []
     for candidate in chosen:
         console.print(f"compiling {candidate.label} (by arithmetic {candidate.seconds:.3g} s)", markup=False)
-        plans.append(make_plan(candidate.config, topology))
+        plans.append(make_plan(candidate.config, topology, level))
     plans.sort(key=lambda p: (not p.fits, p.estimate.seconds if p.fits else p.needs))
     table = Table("mesh", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU", "bound by", title=_title(plans[0]))
     for p in plans:
@@ -162,6 +163,7 @@ _config = cli.define_config_flag()
 _topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8")
 _mesh = flags.DEFINE_string("mesh", None, "axes of the mesh, such as data=64,expert=8 (default: the config's)")
 _search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
+_quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1: about half the time, memory and schedule nearly the same")
 _json = flags.DEFINE_string("json", None, "file to write; the plot of memory goes beside it as .png")
 
 if __name__ == "__main__":
