@@ -105,7 +105,8 @@ def show(plan, console: Console) -> None:
         console.print(f"{_title(plan)}\n{_mesh_text(plan.mesh)} does not fit: {plan.reason} (compile {plan.compile_seconds:.0f} s)", markup=False)
         return
     e, usable = plan.estimate, plan.usable_hbm
-    table = Table(f"HBM per {per}", "GiB", title=_title(plan), min_width=60)
+    console.print(_title(plan), markup=False)
+    table = Table(f"HBM per {per}", "GiB")
     for name, size in plan.memory._asdict().items():
         table.add_row(name, f"{size / 2**30:.4g}" + (f" of {usable / 2**30:.4g} ({size / usable:.0%})" if name == "peak" else ""))
     console.print(table)
@@ -123,8 +124,9 @@ def show(plan, console: Console) -> None:
     console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, {e.hbm_bytes / 1e9:.4g} GB through HBM; "
                   f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), this process's peak "
                   f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB", markup=False)
-    for name in plan.unstated_loops:
-        console.print(f"a loop whose trips the program does not state was counted once, so that figures are too low: {name}", markup=False)
+    if plan.unstated_loops:
+        console.print(f"counted once, as the program does not say how often they run: {len(plan.unstated_loops)} loops, such as "
+                      f"{plan.unstated_loops[0]}. The experts' rounds are one under even load.", markup=False)
 
 
 def draw(plans: list, path: pathlib.Path) -> None:

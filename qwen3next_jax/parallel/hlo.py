@@ -172,9 +172,9 @@ class Program:
                 yield from self.walk(callee, inner, asynchronous or instruction.opcode.endswith("-start"))
 
     def unstated_loops(self) -> list[str]:
-        """Traced names of the loops that may run more often than they are counted."""
-        return [s.instruction.op_name or s.instruction.name for s in self.walk()
-                if s.instruction.opcode == "while" and self.trips(s.computation, s.instruction) is None]
+        """Traced names of the loops that may run more often than they are counted, each once."""
+        return list(dict.fromkeys(s.instruction.op_name or s.instruction.name for s in self.walk()
+                                  if s.instruction.opcode == "while" and self.trips(s.computation, s.instruction) is None))
 
 
 def _source(computation: Computation, name: str) -> Instruction:
