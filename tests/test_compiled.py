@@ -143,6 +143,10 @@ def test_text_of_the_tpu_compiler():
     entry = program.computations["main"]
     assert program.trips(entry, entry["while"]) == 6  # 11, 9, …, 1
     assert not program.unstated_loops()
+    even = hlo.parse(LOOP.replace("constant(11)", "constant(12)"))
+    assert even.trips(even.computations["main"], even.computations["main"]["while"]) == 6  # 12, 10, …, 2
+    last = hlo.parse(LOOP.replace("constant(11)", "constant(12)").replace("direction=LT", "direction=LE"))
+    assert last.trips(last.computations["main"], last.computations["main"]["while"]) == 7  # and 0
     assert total(LOOP, flops) == 4242  # stated by a kernel whose attributes span lines
     update = program.computations["body"]["z"]
     assert hbm_bytes(program, program.computations["body"], update) == 2 * 4 * 8 * 128  # in place
