@@ -5,12 +5,11 @@ The arithmetic is rough (it leaves out what the compiler adds or saves) and only
 
 import dataclasses
 import itertools
-import typing
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
 
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, TrainConfig
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.parallel.mesh import check_divides
@@ -18,7 +17,8 @@ from qwen3next_jax.parallel.topology import Topology
 
 MICRO_BATCHES = (1, 2, 4, 8)
 LONG_ROWS = 32_768  # tokens a device; rows are split over `context` only where they are longer than this
-REMAT_POLICIES = typing.get_args(typing.get_type_hints(TrainConfig)["remat"])
+# `train.remat` → share of the forward pass that the backward computes again.
+RECOMPUTED = {"none": 0.0, "dots": 0.6, "block": 1.0, "offload": 1.0}
 
 
 class Candidate(NamedTuple):
@@ -40,7 +40,7 @@ def candidates(config: Config, topology: Topology) -> list[Candidate]:
     """Every mesh × remat policy × micro-batches: those that should fit first, fastest first, then the others, smallest first."""
     devices, found = len(topology.devices), []
     for sizes in _meshes(config, devices):
-        for remat, k in itertools.product(REMAT_POLICIES, MICRO_BATCHES):
+        for remat, k in itertools.product(RECOMPUTED, MICRO_BATCHES):
             if config.train.batch_size % k:
                 continue
             train = dataclasses.replace(config.train, remat=remat, gradient_accumulation=k)
@@ -76,9 +76,8 @@ def estimated_bytes(config: Config, sizes: dict[str, int]) -> float:
     m, train = config.model, config.train
     devices, tokens = _devices(sizes), _micro_batch_tokens(config, sizes)
     state = 16 * parameter_counts(m).total / devices  # float32: parameter, two moments, gradient
-    saved = 2 * m.hidden_size * m.num_hidden_layers * tokens
-    if train.remat == "none":
-        saved *= _layer_bytes(m) / (2 * m.hidden_size)
+    per_layer = {"none": _layer_bytes(m), "dots": _layer_bytes(m, experts=False), "block": 2 * m.hidden_size, "offload": 0}
+    saved = per_layer[train.remat] * m.num_hidden_layers * tokens
     weights = 2 * _gathered(m, sizes) / m.num_hidden_layers * m.period
     return state + saved + 3 * weights + 2 * _layer_bytes(m) * tokens
 
@@ -87,7 +86,7 @@ def estimated_seconds(config: Config, sizes: dict[str, int], topology: Topology)
     """The longer of arithmetic at the peak and of the network with one torus dimension an axis; nothing overlaps there."""
     m, train, chip = config.model, config.train, topology.chip
     devices, tokens, k = _devices(sizes), _micro_batch_tokens(config, sizes), train.gradient_accumulation
-    passes = 3 + (train.remat != "none") + (k > 1)  # of three: recomputation; the load that is counted first
+    passes = 3 + RECOMPUTED[train.remat] + (k > 1)  # of three: recomputation; the load that is counted first
     compute = flops_per_token(m, train.sequence_length) * tokens * k * passes / 3 / chip.device_flops
     weights = k * 8 * _gathered(m, sizes)  # gathered twice in bfloat16, gradients once in float32
     layers, residual = m.num_hidden_layers, 2 * m.hidden_size * tokens * k
@@ -114,8 +113,8 @@ def _gathered(m: ModelConfig, sizes: dict[str, int]) -> float:
     return ((counts.total - experts) + experts / sizes["expert"]) / sizes["tensor"]
 
 
-def _layer_bytes(m: ModelConfig) -> float:
-    """Of one token's intermediate values in a recurrent layer with experts, in bfloat16: operands of every product."""
+def _layer_bytes(m: ModelConfig, experts: bool = True) -> float:
+    """Of one token's intermediate values in a recurrent layer, in bfloat16: operands of every product, the experts' included."""
     mixer = 3 * (m.linear_num_key_heads * m.linear_key_head_dim + m.linear_num_value_heads * m.linear_value_head_dim)
     mlp = m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.moe_intermediate_size) if m.num_experts else 3 * m.intermediate_size
-    return 2 * (4 * m.hidden_size + 2 * mixer + mlp)
+    return 2 * (4 * m.hidden_size + 2 * mixer + mlp * experts)
