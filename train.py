@@ -14,7 +14,7 @@ def main() -> int:
         return supervisor.supervise(get_workdir(config.name), get_max_restarts())
     cli.enable_compilation_cache()
     from qwen3next_jax.parallel import distributed  # after the flags: a mistyped flag should not wait for JAX
-    with distributed.joined(launch, config.parallel):
+    with distributed.joined(launch, config):
         from qwen3next_jax.training.loop import train
 
         return train(config, get_workdir(config.name))

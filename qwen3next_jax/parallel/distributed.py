@@ -71,14 +71,16 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
 
 
 @contextlib.contextmanager
-def joined(launch: Launch | None, config: ParallelConfig) -> Iterator[None]:
-    """`start`s, and sees to it that this process can leave when what is in the block fails in it alone.
+def joined(launch: Launch | None, config: Config) -> Iterator[None]:
+    """`start`s, makes sure that all processes have the same configuration and code, and sees to it that this process can
+    leave when what is in the block fails in it alone.
 
     At its end a process waits for all others, which go on waiting for this one in the middle of a step. So one that fails
     waits a while only and then leaves with its own exit code; the others are ended by the runtime.
     """
-    start(launch, config)
+    start(launch, config.parallel)
     try:
+        together(lambda: None, _settings(config) | _code_digests(), config.parallel.start_timeout)
         yield
         barrier()  # process 0 may have to seal a checkpoint yet
     except BaseException as error:
@@ -244,7 +246,7 @@ class BatchShare:
         return {name: whole(x) for name, x in local.items()}
 
 
-def code_digests() -> dict[str, str]:
+def _code_digests() -> dict[str, str]:
     """Name → text of what must be the same wherever the run computes: the package's files (digests), JAX and jaxlib."""
     package = pathlib.Path(__file__).parents[1]
     files = {f"code: qwen3next_jax/{path.relative_to(package)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
@@ -252,7 +254,7 @@ def code_digests() -> dict[str, str]:
     return files | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
 
 
-def settings(config: Config) -> dict[str, str]:
+def _settings(config: Config) -> dict[str, str]:
     """Name → text of every setting of a configuration that all processes must have alike: all but where rows are kept."""
     def flat(values: Any, name: str) -> dict[str, str]:
         if not isinstance(values, dict):

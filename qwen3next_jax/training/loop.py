@@ -23,7 +23,7 @@ from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import (
-    BatchShare, StopVote, barrier, check_shared, code_digests, is_leader, leader_first, leader_says, settings, together)
+    BatchShare, StopVote, barrier, check_shared, is_leader, leader_first, leader_says, together)
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
@@ -45,8 +45,7 @@ MAX_REWINDS = 3  # to one checkpoint
 def train(config: Config, workdir: pathlib.Path) -> int:
     """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
     begun = time.time()
-    # Processes and devices
-    together(lambda: None, settings(config) | code_digests(), config.parallel.start_timeout)
+    # Devices
     first = is_leader()  # the process that records and shows the run
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)

@@ -42,7 +42,7 @@ def _train(spec: dict) -> int:
         jax.config.update("jax_num_cpu_devices", spec["devices"])
     config = from_dict(Config, spec["config"])
     launch = Launch(**spec["launch"]) if spec.get("launch") else None
-    with distributed.joined(launch, config.parallel):
+    with distributed.joined(launch, config):
         from qwen3next_jax.training import loop
 
         _prepare_faults(spec)
