@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from qwen3next_jax.parallel.chips import CHIPS
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.roofline import estimate
 from qwen3next_jax.training import planning
-from qwen3next_jax.training.plan_search import candidates
+from qwen3next_jax.training.plan_search import RECOMPUTED, candidates
 
 ROOT = pathlib.Path(__file__).parents[1]
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -207,5 +208,6 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
     assert fitting and found[:len(fitting)] == fitting and [c.seconds for c in fitting] == sorted(c.seconds for c in fitting)
     assert all(np.prod(list(c.sizes.values())) == 256 for c in found)
     assert any("GiB of 31 GiB" in c.reason for c in found) and any("does not divide" in c.reason for c in found)
+    assert set(RECOMPUTED) == set(typing.get_args(typing.get_type_hints(TrainConfig)["remat"]))
     # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
     assert all(c.config.train.remat != "none" for c in fitting[:3])
