@@ -16,7 +16,7 @@ def main():
     parser.add_argument("--scaling", type=pathlib.Path, help="PNG to draw from the plans called scaling_*.json")
     arguments = parser.parse_args()
     plans = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))}
-    print("| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | tokens/s | MFU | waits for | compile s (CPU s) |")
+    print("| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | tokens/s | MFU | waits for | compile s (CPU s), level unless default |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         print("| " + " | ".join(row(p)) + " |")
@@ -42,7 +42,8 @@ def mesh(p):
 def row(p):
     first = [p["topology"], str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""), mesh(p),
              f"{p['batch_size']} × {p['sequence_length']:,}", f"{p['remat']} × {p['gradient_accumulation']}"]
-    last = f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f})"
+    level = "" if p["optimization_level"] == "default" else f", {p['optimization_level']}"
+    last = f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f}){level}"
     if not p["fits"]:
         return [*first, "does not fit: " + p["reason"], "", "", "", "", last]
     return [*first, f"{p['peak_hbm_bytes'] / 2**30:.1f} of {p['usable_hbm_bytes'] / 2**30:.1f}", f"{p['step_seconds']:.3f}",

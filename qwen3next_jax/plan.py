@@ -119,6 +119,8 @@ def show(plan, console: Console) -> None:
     for name, seconds in e.bound.items():
         table.add_row(name, f"{seconds:.4g}", f"{seconds / e.seconds:.0%}")
     console.print(table)
+    if plan.optimization_level != "default":
+        console.print(f"compiled at optimization level {plan.optimization_level}: the times are too long", markup=False)
     console.print(f"{_mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Step {e.seconds:.4g} s, bound by "
                   f"{plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}", markup=False)
     console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, {e.hbm_bytes / 1e9:.4g} GB through HBM; "
@@ -165,7 +167,7 @@ _config = cli.define_config_flag()
 _topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8")
 _mesh = flags.DEFINE_string("mesh", None, "axes of the mesh, such as data=64,expert=8 (default: the config's)")
 _search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
-_quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1: about half the time, memory and schedule nearly the same")
+_quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1: for memory and network; times come out too long")
 _json = flags.DEFINE_string("json", None, "file to write; the plot of memory goes beside it as .png")
 
 if __name__ == "__main__":
