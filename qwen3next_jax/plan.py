@@ -84,7 +84,7 @@ def search(config: Config, topology, level: str, console: Console) -> list:
     for p in plans:
         row = [_mesh_text(p.mesh), p.config.train.remat, str(p.config.train.gradient_accumulation)]
         figures = ([f"{p.needs / 2**30:.1f}", f"{p.estimate.seconds:.4g}", f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}", p.binding]
-                   if p.fits else ["does not fit:", p.reason.replace("GiB of", "of"), "", "", ""])
+                   if p.fits else [p.reason, "", "", "", "does not fit"])
         table.add_row(*row, *figures)
     console.print(table)
     out = [c for c in ranked if c.reason]
