@@ -1,30 +1,51 @@
 """The tables of docs/planner.md, and the plot of step time against chips, from the plans beside it.
 
-    python benchmarks/planner_figures.py [--plans=docs/planner] [--scaling=docs/planner/scaling.png]
+    python benchmarks/planner_figures.py [--compile=v6e_16x16,v5e_16x16 | --compile=all] [--scaling=docs/planner/scaling.png]
 
-The plans are what `python -m qwen3next_jax.plan … --json=docs/planner/NAME.json` wrote; nothing is compiled here.
+A plan is what `python -m qwen3next_jax.plan … --json=docs/planner/NAME.json` wrote; `--compile` makes those of POINTS that
+are not there yet, one after another, a few minutes each on 2 idle cores.
 """
 
 import argparse
 import json
 import pathlib
+import subprocess
+import sys
+
+BATCH, LENGTH, MICRO = (f"--config.train.{name}=" for name in ("batch_size", "sequence_length", "gradient_accumulation"))
+# name: (slice, mesh, settings over configs/qwen3_next_80b_a3b.py)
+POINTS = {
+    "v5p_8x8x8": ("v5p:8x8x8", "data=64,expert=8", ()),
+    "v6e_16x16": ("v6e:16x16", "data=32,expert=8", ()),
+    "tpu7x_4x4x4": ("tpu7x:4x4x4", "data=16,expert=8", ()),
+    "v5e_16x16": ("v5e:16x16", "data=16,expert=8,tensor=2", (MICRO + "4",)),
+    "v5p_8x8x8_long": ("v5p:8x8x8", "data=2,expert=8,context=32", (BATCH + "16", LENGTH + "262144")),
+    "v5p_4x4x4": ("v5p:4x4x4", "data=8,expert=8", (BATCH + "64",)),
+    "v5p_4x4x8": ("v5p:4x4x8", "data=16,expert=8", (BATCH + "128",)),
+    "v5p_4x8x8": ("v5p:4x8x8", "data=32,expert=8", (BATCH + "256",)),
+}
+SCALING = ("v5p_4x4x4", "v5p_4x4x8", "v5p_4x8x8", "v5p_8x8x8")  # one row of 4096 tokens a chip
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=pathlib.Path, default=pathlib.Path("docs/planner"))
-    parser.add_argument("--scaling", type=pathlib.Path, help="PNG to draw from the plans called scaling_*.json")
+    parser.add_argument("--scaling", type=pathlib.Path, help="PNG to draw from the plans of SCALING")
+    parser.add_argument("--compile", default="", help="names of POINTS, or all")
     arguments = parser.parse_args()
+    for name in POINTS if arguments.compile == "all" else filter(None, arguments.compile.split(",")):
+        make(name, arguments.plans / f"{name}.json")
     plans = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))}
     print("| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | tokens/s | MFU | waits for | compile s (CPU s), level unless default |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         print("| " + " | ".join(row(p)) + " |")
-    print("\n| slice | " + " | ".join(next(iter(plans.values()))["memory_bytes"] or ()) + " | GiB |\n|---|---|---|---|---|---|---|---|---|")
+    parts = next(p["memory_bytes"] for p in plans.values() if p["fits"])
+    print("\n| GiB a device | " + " | ".join(parts) + " | usable |\n|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         if p["fits"]:
             parts = " | ".join(f"{size / 2**30:.2f}" for size in p["memory_bytes"].values())
-            print(f"| {p['topology']} {mesh(p)} | {parts} | of {p['usable_hbm_bytes'] / 2**30:.2f} |")
+            print(f"| {p['topology']} {mesh(p)} | {parts} | {p['usable_hbm_bytes'] / 2**30:.2f} |")
     print("\n| slice | seconds waited for | bytes sent a device, GB |\n|---|---|---|")
     for p in plans.values():
         if p["fits"]:
@@ -32,7 +53,18 @@ def main():
             sent = ", ".join(f"{'+'.join(n['axes'])} {n['collective']} {n['bytes'] / 1e9:.1f}" for n in p["network"][:4])
             print(f"| {p['topology']} {mesh(p)} | {waits} | {sent} |")
     if arguments.scaling:
-        draw([p for name, p in plans.items() if name.startswith("scaling_")], arguments.scaling)
+        draw([plans[name] for name in SCALING if name in plans], arguments.scaling)
+
+
+def make(name, path):
+    """Compiles one point; exit code 1 is a plan, too: one that does not fit."""
+    topology, axes, settings = POINTS[name]
+    if not path.exists():
+        command = [sys.executable, "-m", "qwen3next_jax.plan", "--config=configs/qwen3_next_80b_a3b.py", f"--topology={topology}",
+                   f"--mesh={axes}", f"--json={path}", *settings]
+        print(" ".join(command[1:]), file=sys.stderr)
+        if subprocess.run(command, stdout=sys.stderr).returncode not in (0, 1):
+            sys.exit(1)
 
 
 def mesh(p):
