@@ -15,7 +15,7 @@ from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.training import checkpoint as checkpoint_module
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.checkpoint import Checkpoints
-from qwen3next_jax.training.fingerprint import MAY_CHANGE, open_run, read_run, write_run
+from qwen3next_jax.training.fingerprint import MAY_CHANGE, RunLock, open_run, read_run, write_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 STATE = {"w": jnp.arange(1000.0)}
@@ -133,6 +133,18 @@ def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
         with pytest.raises(UserError, match=message):
             open_run(tmp_path, other, "data", "tokens")
     assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path):
+    other = RunLock(tmp_path)  # locks of one process exclude each other as those of two do
+    with RunLock(tmp_path) as lock:
+        assert lock.held(lambda: 3) == 3
+        with pytest.raises(UserError, match="another process is training in it"):
+            other.held(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        other.held(lambda: 1 / 0)
+    with RunLock(tmp_path) as lock:
+        assert lock.held(lambda: 4) == 4
 
 
 def test_the_documents_tables_are_those_of_the_code():

@@ -3,12 +3,14 @@
     WORKDIR/run.json    configuration, data, tokenizer, code, processes, devices, and every allowed change since
 """
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import subprocess
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +39,46 @@ MAY_CHANGE = {
     "processes": "the order of the data does not depend on it",
     "devices": "the same values up to the order of sums",
 }
+
+
+class RunLock:
+    """Sees to it that one run at a time writes to a folder. The system lets go of it when the process ends, however."""
+
+    def __init__(self, workdir: pathlib.Path):
+        self._workdir, self._file = workdir, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._file is not None:
+            self._file.close()
+
+    def held(self, work: Callable[[], Any]) -> Any:
+        """`work()` with the lock, which is then kept until the `with` block's end, or let go if `work` raises.
+
+        Raises:
+          UserError: another process holds it, or the folder cannot be written to.
+        """
+        self._hold()
+        try:
+            return work()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _hold(self) -> None:
+        try:
+            self._workdir.mkdir(parents=True, exist_ok=True)
+            self._file = (self._workdir / "lock").open("a")
+        except OSError as error:
+            raise _unwritable(self._workdir, error) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{self._workdir}: another process is training in it: wait for it, end it, or give another --workdir") from error
+        except OSError:
+            pass  # a file system without locks
 
 
 class Change(NamedTuple):
@@ -68,7 +110,7 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, token
             workdir.mkdir(parents=True, exist_ok=True)
             write_run(workdir, now | {"changes": []})
         except OSError as error:
-            raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder") from error
+            raise _unwritable(workdir, error) from error
         return []
     before = read_run(workdir)
     # Settings that the run's code did not have yet stand at their defaults, which keep what was computed before them.
@@ -88,7 +130,7 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, token
         try:
             write_run(workdir, now | {"changes": before.get("changes", []) + [[*change] for change in changes]})
         except OSError as error:
-            raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror})") from error
+            raise _unwritable(workdir, error) from error
     return changes
 
 
@@ -138,6 +180,10 @@ def code_version() -> str:
         return importlib.metadata.version("qwen3next-jax")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+def _unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
+    return UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder")
 
 
 def _plain(config: Config) -> dict[str, Any]:

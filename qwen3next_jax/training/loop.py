@@ -28,7 +28,7 @@ from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display, PreparationProgress, heldout_figure
-from qwen3next_jax.training.fingerprint import open_run
+from qwen3next_jax.training.fingerprint import RunLock, open_run
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.profiling import Profiler
 from qwen3next_jax.training.step import (
@@ -59,12 +59,13 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     together(lambda: None, {"data fingerprint": data.fingerprint, "tokenizer": data.tokenizer.fingerprint})
     if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
         check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
-    changes = leader_says(lambda: open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint))
+    lock = RunLock(workdir)
+    changes = leader_says(lambda: lock.held(lambda: open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)))
     check_shared(workdir, config.parallel.start_timeout)
     if first:
         keep_tokenizer(data.tokenizer, workdir)
 
-    with Checkpoints(workdir, config.checkpoint) as checkpoints:
+    with lock, Checkpoints(workdir, config.checkpoint) as checkpoints:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:

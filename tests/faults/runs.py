@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from qwen3next_jax.errors import ExitCode
 from tests.faults.lab import Lab, Patience, Trial, events, losses, lost_steps, wait, wait_for
 
 COUNTS = (1, 2, 4)
+_making_references = threading.Lock()
 
 
 def _port() -> int:
@@ -75,10 +77,11 @@ def _undisturbed(lab: Lab, count: int):
     if count == 1:
         return lab.reference()
     workdir = lab.folder / f"reference-{count}-processes" / "run"
-    if not (workdir / "done").exists():
-        workdir.parent.mkdir(exist_ok=True)
-        _run_all(lab, workdir, count, "whole")
-        (workdir / "done").touch()
+    with _making_references:
+        if not (workdir / "done").exists():
+            workdir.parent.mkdir(exist_ok=True)
+            _run_all(lab, workdir, count, "whole")
+            (workdir / "done").touch()
     return workdir
 
 
