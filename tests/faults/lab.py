@@ -61,7 +61,7 @@ class Lab:
             train=TrainConfig(steps=steps, batch_size=8, sequence_length=64, log_every=1),
             optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5), guards=GuardConfig(window=8),
             checkpoint=CheckpointConfig(every=EVERY, keep_last=4), eval=EvalConfig(every=10_000, rows=8, sample_tokens=0),
-            telemetry=TelemetryConfig(diagnostics_every=0), parallel=ParallelConfig(heartbeat_timeout=10, start_timeout=60))
+            telemetry=TelemetryConfig(diagnostics_every=0), parallel=ParallelConfig(heartbeat_timeout=100, start_timeout=200))
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._lock = threading.Lock()

@@ -160,7 +160,7 @@ def dead_peer(lab: Lab, seed: int) -> list[Trial]:
     reference, victim = _undisturbed(lab, 2), seed % 2
     supervisors = []
     for i, launch in enumerate(_launches(2)):
-        spec = {"config": to_dict(lab.config), "workdir": str(workdir), "log": str(lab.log_file(workdir)), "pace": 0.05,
+        spec = {"config": to_dict(lab.with_(parallel={"heartbeat_timeout": 10})), "workdir": str(workdir), "log": str(lab.log_file(workdir)), "pace": 0.05,
                 "progress": str(workdir.parent / f"progress-{i}"), **launch}
         with (workdir.parent / f"supervisor-{i}").open("w") as log:
             supervisors.append(subprocess.Popen([sys.executable, "-c", SUPERVISED, str(workdir), json.dumps(spec)], stderr=log))
