@@ -87,7 +87,7 @@ def summary(known: dict[str, dict]) -> list[dict]:
         told, harmless = sum(t["told"] for t in trials), sum(t["harmless"] and not t["told"] for t in trials)
         records.append({
             "row": row.number, "fault": row.fault, "trials": len(trials), "detected": told, "harmless": harmless,
-            "silent": len(trials) - told - harmless, "recovered": sum(t["recovered"] for t in trials),
+            "silent": len(trials) - told - harmless, "recovered": sum(t["recovered"] for t in trials) or "",
             "steps lost": (f"{min(lost)} … {max(lost)}" if min(lost) < max(lost) else f"{min(lost)}") if lost else "",
             "bitwise afterwards": f"{sum(compared)} of {len(compared)}" if compared else "",
             "plain stack": row.plain_text or _plain(row, known), "missing": missing,
@@ -98,7 +98,7 @@ def summary(known: dict[str, dict]) -> list[dict]:
 def _plain(row: Row, known: dict[str, dict]) -> str:
     trials = [t for unit in row.plain for t in known.get(unit.key, {"trials": []})["trials"]]
     if not trials:
-        return "not measured"
+        return "not measured" if row.plain else "–"
     silent = sum(not t["told"] and not t["harmless"] for t in trials)
     notes = sorted({t["note"] for t in trials} - {""})
     lost = [t["steps_lost"] for t in trials if t["steps_lost"] is not None]
