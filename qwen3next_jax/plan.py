@@ -10,6 +10,7 @@ memory by part beside the file. How to read the figures, and what they leave out
 import dataclasses
 import json
 import pathlib
+import re
 import resource
 
 from absl import flags
@@ -60,8 +61,10 @@ def with_mesh(config: Config, text: str | None) -> Config:
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in MESH_AXES or not size.lstrip("-").isdigit():
+        if axis not in MESH_AXES or not re.fullmatch("-?[0-9]+", size):
             raise UserError(f"--mesh={text}: {part!r} is not AXIS=SIZE with one of {', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}")
+        if axis in sizes:
+            raise UserError(f"--mesh={text}: {axis} stands there twice")
         sizes[axis] = int(size)
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(**sizes)))
 

@@ -19,7 +19,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.parallel import hlo, topology
 from qwen3next_jax.parallel.chips import CHIPS
 from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.roofline import estimate
+from qwen3next_jax.parallel.roofline import Network, estimate
 from qwen3next_jax.training import planning
 from qwen3next_jax.training.plan_search import RECOMPUTED, candidates
 
@@ -47,7 +47,7 @@ def test_the_command_answers_a_mistake_in_one_line(tmp_path):
     assert "--topology=v5p:9: unknown; expected CHIP:GRID" in done.stderr and "v6e: 1x1" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["v9:2x2x1", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb"])
+@pytest.mark.parametrize("name", ["v9:2x2x1", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb", "v5p:0x2x2"])
 def test_unknown_topology_lists_the_known(name):
     with pytest.raises(UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x"):
         topology.describe(name)
@@ -68,6 +68,8 @@ def test_libtpu_missing(monkeypatch):
 @pytest.mark.parametrize("text, message", [
     ("data=2,exprt=2", "'exprt=2' is not AXIS=SIZE.*did you mean 'expert'"),
     ("data=two", "'data=two' is not AXIS=SIZE"),
+    ("data=--1", "'data=--1' is not AXIS=SIZE"),
+    ("data=2,data=2", "data stands there twice"),
     ("data=0", "parallel.mesh.data = 0"),
 ])
 def test_mesh_flag(text, message):
@@ -171,6 +173,14 @@ def test_a_gather_takes_every_link_of_its_dimensions(axis, links):
 def test_a_dimension_that_does_not_close_is_a_line():
     found = seconds("v5p:2x2x1", dict(data=2, expert=2), GATHER.replace("'data'=16,'expert'=4", "'data'=2,'expert'=2").replace("AXIS", "data"))
     assert found.seconds == pytest.approx(2e6 / (100 * GB))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name, closes", [("v5p:2x4x4", False), ("v5p:4x4x4", True)])
+def test_only_whole_cubes_close(name, closes):
+    slice_ = topology.describe(name)
+    mesh = make_mesh(ParallelConfig(), slice_.devices)
+    assert Network(mesh, slice_.chip, slice_.shape).closes == (closes,) * 3
 
 
 @needs_compiler

@@ -142,8 +142,10 @@ class Network:
 
     def __init__(self, mesh: jax.sharding.Mesh, chip: Chip, shape: tuple[int, ...]):
         self.mesh, self.chip, self.shape = mesh, chip, shape
-        # A torus closes along a dimension of v5e and v6e when it is a pod's whole side, of the others in multiples of 4.
-        self.closes = tuple(n == 16 if chip.torus == 2 else n % 4 == 0 for n in shape)
+        # A torus closes along a dimension of v5e and v6e when it is a pod's whole side, of the others where the slice is made
+        # of whole cubes of 4 × 4 × 4.
+        cubes = all(n % 4 == 0 for n in shape)
+        self.closes = tuple(n == 16 if chip.torus == 2 else cubes for n in shape)
         devices = mesh.devices.flatten()
         self.coordinates = np.array([d.coords[:len(shape)] for d in devices]).reshape(*mesh.devices.shape, len(shape))
         self.cores = np.array([d.core_on_chip for d in devices]).reshape(mesh.devices.shape)

@@ -40,7 +40,7 @@ def describe(name: str) -> Topology:
     """
     chip, _, grid = name.partition(":")
     known = "; ".join(f"{c}: {grids}" for c, grids in KNOWN.items())
-    if chip not in KNOWN or not re.fullmatch(r"\d+(x\d+)*", grid) or grid.count("x") + 1 != CHIPS[chip].torus:
+    if chip not in KNOWN or not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)*", grid) or grid.count("x") + 1 != CHIPS[chip].torus:
         raise UserError(f"--topology={name}: unknown; expected CHIP:GRID, of {known}")
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip install libtpu`")
