@@ -32,11 +32,14 @@ def define_flag() -> Callable[[], int]:
 def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] = ()) -> int:
     """Runs `command` (default: this very one, unsupervised) until it ends for good. → exit code."""
     command = list(command) or [sys.executable, *sys.argv, "--max-restarts=0"]
-    stop, child = threading.Event(), None
+    stop, child, early = threading.Event(), None, None
 
     def forward(number: int, frame: object) -> None:
+        nonlocal early
         stop.set()
-        if child is not None and child.poll() is None:
+        if child is None:
+            early = number
+        elif child.poll() is None:
             child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -44,7 +47,10 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
         restarts = fruitless = 0
         reached = _newest_step(workdir)
         while True:
+            child = None
             child = subprocess.Popen(command, preexec_fn=_die_with_parent, start_new_session=True)
+            if early is not None:  # it came while the run was being started
+                child.send_signal(early)
             code = child.wait()
             if stop.is_set() or (code >= 0 and code not in RESTARTED):
                 return code if code >= 0 else 128 - code

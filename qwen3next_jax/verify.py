@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qwen3next_jax import cli
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     table = Table("", "what", "state", box=SIMPLE)
     for path in map(pathlib.Path, arguments):
         for name, damage in verify(path):
-            table.add_row(str(path), name, "ok" if damage is None else f"[bold red]damaged[/]: {damage}")
+            table.add_row(escape(str(path)), escape(name), "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}")
             looked, damaged = looked + 1, damaged + (damage is not None)
     console.print(table)
     print(f"{looked} looked at, {damaged} damaged")

@@ -72,6 +72,23 @@ def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys)
     assert _steps(tmp_path) == [10, 30] and "checkpoints/20 could not be saved" in capsys.readouterr().err
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_or_read_costs_no_new_one(tmp_path, monkeypatch, capsys):
+    _save(tmp_path, [10, 20], keep_last=2)
+
+    def held(path, **_):
+        raise OSError(39, "Directory not empty", str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module.shutil, "rmtree", held)
+        told = _save(tmp_path, [30], keep_last=2)
+    assert [(event, step) for event, step, _ in told] == [("checkpoint", 30)] and "not be deleted" in capsys.readouterr().err
+    assert manifest.find_damage(tmp_path / "checkpoints" / "30") is None
+
+    def unreadable(*_):
+        raise OSError(5, "Input/output error")
+    monkeypatch.setattr(manifest, "_digest", unreadable)
+    assert "Input/output error" in manifest.find_damage(tmp_path / "checkpoints" / "20")
+
+
 def test_what_a_killed_save_or_deletion_left_is_removed(tmp_path):
     _save(tmp_path, [10], keep_last=2)
     for name in ("20.orbax-checkpoint-tmp", ".deleted-5"):

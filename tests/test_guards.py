@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -105,8 +106,12 @@ def test_a_nan_is_skipped_and_everything_else_goes_on(config, poisoned, tmp_path
     _same((before["params"], before["opt_state"]), (after["params"], after["opt_state"]))
     assert [e["step"] for e in _events(tmp_path / "run", "skip")] == [5]
     assert int(after["guards"]["skipped"]) == 1 and int(after["step"]) == 5
-    assert train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=16)), tmp_path / "other") == 0
-    assert _losses(tmp_path / "other") == _losses(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "resumed")
+    for step in range(9, 17):
+        shutil.rmtree(tmp_path / "resumed" / "checkpoints" / str(step))
+    assert train(nan, tmp_path / "resumed") == 0
+    assert _losses(tmp_path / "resumed") == _losses(tmp_path / "run")
+    _same(_state(nan, tmp_path / "resumed", 16), _state(nan, tmp_path / "run", 16))
 
 
 def test_too_many_skips_end_the_run_with_a_dump_that_replays(config, poisoned, tmp_path, capsys):

@@ -139,7 +139,11 @@ class Checkpoints:
             return []
         size = manifest.seal(self.directory / str(step))
         saved = ("checkpoint", step, {"seconds": round(time.perf_counter() - begun, 3), "bytes": size})
-        return [saved, *self._delete_old(step)]
+        try:
+            return [saved, *self._delete_old(step)]
+        except OSError as error:  # such as a file held open on NFS: that one stays, and what was just sealed is whole
+            warn(f"{self.directory}: an old checkpoint could not be deleted ({error}); what is left of it goes at the next start")
+            return [saved]
 
     def _delete_old(self, sealed: int) -> list[tuple[str, int, dict[str, Any]]]:
         events, good = [], 0

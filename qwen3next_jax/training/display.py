@@ -99,12 +99,10 @@ class Display:
                             for name, value in event.items() if name.startswith("mtp_acceptance/"))
             self._heldout.append(line)
         elif kind == "suite":
-            figures = (f"{name.replace('/', ' ')} {value:.1%}" for name, value in event.items() if name.startswith("accuracy"))
-            line = f"step {step}  {event['suite']}  " + "  ".join(figures)
-            self._heldout.append(line)
-        elif kind == "suite":
-            line = f"step {step}  {event['suite']}" + "".join(
-                f"  {name} {value:.4g}" for name, value in event.items() if "/" in name and isinstance(value, float))
+            figures = {name.replace("/", " "): value for name, value in event.items() if "/" in name and isinstance(value, float)}
+            shares = {name: f"{value:.1%}" for name, value in figures.items() if name.startswith("accuracy")}
+            line = "  ".join((f"step {step}  {event['suite']}", *(
+                f"{name} {text}" for name, text in (shares or {n: f"{v:.4g}" for n, v in figures.items()}).items())))
             self._heldout.append(line)
         elif kind == "sample":
             self._sample = event["text"]

@@ -163,7 +163,10 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
     """Writes run.json in one piece, with a digest of its content."""
     path = workdir / "run.json"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record | {"digest": _digest(record)}, indent=2))
+    with temporary.open("w") as file:
+        json.dump(record | {"digest": _digest(record)}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())  # else a power failure may leave an empty one, and the run could not go on
     os.replace(temporary, path)
 
 

@@ -92,6 +92,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
                     step, heldout = run.loop(state, first_step, signals)
                     break
                 except Halted as halt:
+                    watchdog.allow(config.train.compile_timeout, "a rewind or a dump", halt.step)
                     rewound = run.rewind(halt)
                     if rewound is None:
                         return run.stop(halt, workdir)
@@ -175,9 +176,9 @@ class _Run:
             if step % config.eval.every == 0 or step == config.train.steps:
                 self._evaluate(step, state)
                 barrier()  # process 0 alone samples; the others' watchdogs should not count that as a step
-            since += time.perf_counter() - begun
             if saves:
                 self.checkpoints.save(step, state)
+            since += time.perf_counter() - begun
             if stop:
                 return step, self.heldout_figure
         return config.train.steps, self.heldout_figure
@@ -199,8 +200,9 @@ class _Run:
         self.rewinds[step] = self.rewinds.get(step, 0) + 1
         if self.rewinds[step] > MAX_REWINDS:
             return None
-        state = self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step else start_state(self.config, self.mesh)
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
+        jax.tree.map(lambda leaf: leaf.delete(), halt.state)  # a device may not have room for two states
+        state = self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step else start_state(self.config, self.mesh)
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
         self.metrics.rewind(step)

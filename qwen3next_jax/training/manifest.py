@@ -35,6 +35,13 @@ def seal(directory: pathlib.Path) -> int:
 
 def find_damage(directory: pathlib.Path, sizes_only: bool = False) -> str | None:
     """What is wrong with the folder, or None where every byte (`sizes_only`: every size) is as it was written."""
+    try:
+        return _find_damage(directory, sizes_only)
+    except OSError as error:  # a bad sector, or a run that deletes it meanwhile
+        return f"it cannot be read: {error}"
+
+
+def _find_damage(directory: pathlib.Path, sizes_only: bool) -> str | None:
     path = directory / NAME
     if not path.exists():
         return f"it has no {NAME}: it is being written, or the run died before it was complete"

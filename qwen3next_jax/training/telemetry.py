@@ -97,6 +97,8 @@ class MetricsFile:
             with temporary.open("w") as file:
                 file.writelines(line.rstrip("\n") + "\n" for line, event in each_event(self._path)
                                 if event["step"] <= last_step or event["event"] in HISTORY)
+                file.flush()
+                os.fsync(file.fileno())  # else a power failure may leave an empty one in its place
         except OSError as error:
             raise UserError(f"{self._path}: cannot be written ({error.strerror}): make room, or give another --workdir") from error
         os.replace(temporary, self._path)

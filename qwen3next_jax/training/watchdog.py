@@ -66,7 +66,7 @@ class Watchdog:
     def __init__(self, workdir: pathlib.Path, process: int = 0, tick: float = 0.25):
         """`tick`: seconds between two looks at the clock."""
         self._workdir, self._process, self._tick = workdir, process, tick
-        self._left, self._allowed, self._what, self._step = math.inf, math.inf, "", 0
+        self._limit = (math.inf, "", 0)  # seconds, for what, at which step
         self._done = threading.Event()
 
     def __enter__(self):
@@ -79,28 +79,31 @@ class Watchdog:
         self._thread.join()
 
     def allow(self, seconds: float, what: str, step: int) -> None:
-        """From now on `seconds` (0: any time) for `what` at `step`. Called at every step: two assignments, no lock."""
-        self._what, self._step, self._allowed = what, step, seconds
-        self._left = seconds or math.inf
+        """From now on `seconds` (0: any time) for `what` at `step`. Called at every step: one assignment, no lock."""
+        self._limit = (seconds or math.inf, what, step)
 
     def _watch(self) -> None:
-        before = time.monotonic()
+        before, limit, left = time.monotonic(), None, math.inf
         while not self._done.wait(self._tick):
             now = time.monotonic()
-            self._left -= min(now - before, 2 * self._tick)
+            if limit is not self._limit:  # a new one; only this thread counts it down
+                limit = self._limit
+                left = limit[0]
+            else:
+                left -= min(now - before, 2 * self._tick)
             before = now
-            if self._left <= 0:
-                self._bark()
+            if left <= 0:
+                self._bark(*limit)
 
-    def _bark(self) -> None:
+    def _bark(self, allowed: float, what: str, step: int) -> None:
         path = self._workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{self._process}.txt"
-        reason = f"{self._what} at step {self._step} did not end within {self._allowed:g} s"
+        reason = f"{what} at step {step} did not end within {allowed:g} s"
         try:
             with path.open("w") as file:
                 file.write(reason + "\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            stop = {"event": "stop", "step": self._step, "time": round(time.time(), 3), "reason": reason,
+            stop = {"event": "stop", "step": step, "time": round(time.time(), 3), "reason": reason,
                     "exit_code": int(ExitCode.HANG), "stacks": str(path)}
             if self._process == 0:  # past the display, which the main thread may hold
                 with (self._workdir / "metrics.jsonl").open("a") as file:
