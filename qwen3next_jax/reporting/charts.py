@@ -204,6 +204,7 @@ def _range(lines, references, log, from_zero, late) -> tuple[float, float, float
         kept = kept[np.isfinite(kept) & ((kept > 0) | (not log))]
         return (float(kept.min()), float(kept.max())) if kept.size else None
     whole = bounds(-np.inf) or (1e-3, 1.0)
+    late = late and max(map(len, xs)) >= 30  # of fewer points the first ones are no small part
     low, high = (late and bounds(begin)) or whole
     hidden = whole[1] if whole[1] > high + 0.25 * (high - low) else None
     if hidden is None:
