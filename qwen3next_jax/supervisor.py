@@ -5,6 +5,7 @@ started again and goes on from the last good checkpoint. Anything a restart woul
 was given, a diverged run, a disk without room) is passed on, and so are signals.
 """
 
+import contextlib
 import ctypes
 import pathlib
 import signal
@@ -45,7 +46,7 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         restarts = fruitless = 0
-        reached = _newest_step(workdir)
+        sealed, _ = _newest_checkpoint(workdir)
         while True:
             child = None
             child = subprocess.Popen(command, preexec_fn=_die_with_parent, start_new_session=True)
@@ -54,9 +55,10 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
             code = child.wait()
             if stop.is_set() or (code >= 0 and code not in RESTARTED):
                 return code if code >= 0 else 128 - code
-            step = _newest_step(workdir)
-            fruitless = 0 if step > reached else fruitless + 1
-            reached = max(step, reached)
+            # By time: where damaged checkpoints were moved aside, progress begins below the step there once was.
+            before_it, (sealed, reached) = sealed, _newest_checkpoint(workdir)
+            fruitless = 0 if sealed > before_it else fruitless + 1
+            sealed = max(sealed, before_it)
             if restarts == max_restarts or fruitless == FRUITLESS:
                 why = f"{restarts} restarts were allowed" if restarts == max_restarts else f"{fruitless} starts saved nothing new"
                 _say(f"{_how(code)}; gives up: {why}. Last good step: {reached}")
@@ -71,9 +73,13 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
             signal.signal(number, handler)
 
 
-def _newest_step(workdir: pathlib.Path) -> int:
-    """The newest step that was sealed; 0 if none."""
-    return max((int(p.parent.name) for p in (workdir / "checkpoints").glob("*/manifest.json") if p.parent.name.isdigit()), default=0)
+def _newest_checkpoint(workdir: pathlib.Path) -> tuple[int, int]:
+    """(when the last checkpoint was sealed, in nanoseconds, and its step); zeros if there is none."""
+    newest = (0, 0)
+    for path in (workdir / "checkpoints").glob("*/manifest.json"):
+        with contextlib.suppress(FileNotFoundError):  # another process of the run may be deleting it
+            newest = max(newest, (path.stat().st_mtime_ns, int(path.parent.name))) if path.parent.name.isdigit() else newest
+    return newest
 
 
 def _how(code: int) -> str:

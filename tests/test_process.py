@@ -92,12 +92,17 @@ PROGRESS = 'n=$(ls {0}/checkpoints | wc -l); mkdir -p {0}/checkpoints/$n; touch 
 @pytest.mark.parametrize("restarts, script, code, starts", [
     (9, PROGRESS + "kill -9 $$", 0, 3),
     (1, PROGRESS + "kill -9 $$", ExitCode.GAVE_UP, 2),
+    # The newest one there was, 9, is found damaged at the first start: what follows below it is progress.
+    (9, "rm -rf {0}/checkpoints/9; " + PROGRESS.replace("= 3", "= 5") + "kill -9 $$", 0, 5),
     (9, "exit 4", ExitCode.GAVE_UP, 3),  # hangs, and never gets anywhere
     (9, "exit 2", ExitCode.USER_ERROR, 1),
     (9, "exit 3", ExitCode.DIVERGED, 1),
 ])
 def test_the_supervisor_restarts_what_a_restart_can_help(tmp_path, restarts, script, code, starts):
     (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+    if "checkpoints/9" in script:
+        (tmp_path / "checkpoints" / "9").mkdir()
+        (tmp_path / "checkpoints" / "9" / "manifest.json").touch()
     script = f"echo started; {script}".replace("{0}", str(tmp_path))
     process = _start(SUPERVISED, tmp_path, restarts, script)
     output, errors = process.communicate(timeout=20)
