@@ -34,7 +34,7 @@ def kill_between_saves(lab: Lab, seed: int) -> list[Trial]:
 def _killed_along(lab: Lab, pace: float, moment, delay, kills: int = CHAIN) -> list[Trial]:
     reference = lab.reference()
     workdir = lab.new_folder() / "run"
-    phases, lost, first = [], [], 0
+    phases, lost, sealed, first = [], [], [], 0
     for i in range(kills):
         progress = workdir.parent / f"progress-{i}"
         process = lab.start(workdir, pace=pace, progress=str(progress))
@@ -45,11 +45,15 @@ def _killed_along(lab: Lab, pace: float, moment, delay, kills: int = CHAIN) -> l
         kill(process)
         phases.append(_phase(workdir))
         first = _newest(workdir)
+        sealed.append(first)
         lost.append(max((e["step"] for e in events(workdir, "train")), default=0) - first)
     assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
     same = lab.same(workdir, reference)
+    # Told: the start after a kill says that it goes on from the newest checkpoint that was whole when the kill came.
+    starts = [e["first_step"] for e in events(workdir, "start")][1:]
     left = [p.name for p in (workdir / "checkpoints").iterdir() if not p.name.isdigit()]
-    return [Trial(told=True, recovered=not left, steps_lost=n, bitwise=same, note=phase) for n, phase in zip(lost, phases, strict=True)]
+    return [Trial(told=start == step, recovered=not left, steps_lost=n, bitwise=same, note=phase)
+            for start, step, n, phase in zip(starts, sealed, lost, phases, strict=True)]
 
 
 def _phase(workdir: pathlib.Path) -> str:
