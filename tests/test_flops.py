@@ -53,7 +53,7 @@ def test_forward_flops_are_two_per_weight_and_what_the_mixers_add(config):
         if name in ("embedding", "conv_kernel", "a_log", "dt_bias", "norm") or "norm" in name:
             continue
         size = math.prod(shape)
-        routed = name in ("gate_up", "down") and path.rpartition("/")[0] + "/router" in dict(leaves(c))
+        routed = name in ("expert_gate_up", "expert_down")
         expected += 2 * repeats * size * (c.num_experts_per_tok / c.num_experts if routed else 1)
     expected += 2 * c.hidden_size * c.vocab_size * (c.mtp_depth + c.tie_word_embeddings)
     full = c.layer_types.count("full_attention") + c.mtp_depth
