@@ -33,6 +33,8 @@ def main() -> int:
     for path in (out, out.with_suffix(".png")) if out else ():
         if path.exists():
             raise UserError(f"--json={out}: {path} exists: choose another name, or remove it")
+    if out:
+        _check_writable(out)
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # nothing runs; an accelerator of this machine is left alone
@@ -47,11 +49,22 @@ def main() -> int:
         plans = [make_plan(config, topology, level)]
         show(plans[0], console)
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         found = [plan.as_dict() for plan in plans]
         out.write_text(json.dumps(found if _search.value else found[0], indent=1) + "\n")
         draw(plans, out.with_suffix(".png"))
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
+
+
+def _check_writable(out: pathlib.Path) -> None:
+    """Before minutes of compiling, not after."""
+    if out.suffix == ".png":
+        raise UserError(f"--json={out}: the plot of memory would take its place: give another ending, such as .json")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch(exist_ok=False)
+        out.unlink()
+    except OSError as error:
+        raise UserError(f"--json={out}: cannot be written ({error.strerror})") from error
 
 
 def with_mesh(config: Config, text: str | None) -> Config:

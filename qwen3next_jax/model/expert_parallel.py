@@ -224,7 +224,10 @@ class _Exchanged:
         """[S, S] of this round: where sender s starts to read for receiver d, how many rows, where they land."""
         low = jnp.maximum(self.arrives_SS, k * self.size)
         high = jnp.minimum(self.arrives_SS + self.sent_SS, (k + 1) * self.size)
-        return self.first_SS + low - self.arrives_SS, jnp.maximum(high - low, 0), low - k * self.size
+        rows_SS = jnp.maximum(high - low, 0)
+        # A pair that exchanges nothing would carry offsets far outside the buffers, which hardware need not forgive.
+        read_SS, land_SS = (jnp.where(rows_SS > 0, x, 0) for x in (self.first_SS + low - self.arrives_SS, low - k * self.size))
+        return read_SS, rows_SS, land_SS
 
     def _sorted(self, k):
         """(order of the received rows by expert, rows of each expert)."""

@@ -59,6 +59,10 @@ def check_divides(config: Config, mesh: Mesh) -> None:
     if size["context"] > 1 and train.sequence_length % (2 * size["context"]):  # attention shares out half blocks
         raise UserError(f"parallel.mesh.context = {size['context']}: twice that does not divide train.sequence_length = "
                         f"{train.sequence_length}; {_nearest(size['context'], train.sequence_length // 2, 'context')}")
+    halo = model.linear_conv_kernel_dim - 1
+    if size["context"] > 1 and model.short_convolution and train.sequence_length // size["context"] < halo:
+        raise UserError(f"parallel.mesh.context = {size['context']} leaves {train.sequence_length // size['context']} tokens a device: "
+                        f"expected at least the {halo} that the convolution reads of its neighbour; use fewer")
     split = [("tensor", "model.linear_num_key_heads", model.linear_num_key_heads),
              ("tensor", "model.num_attention_heads", model.num_attention_heads)]
     if sparse:
