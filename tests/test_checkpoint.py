@@ -169,3 +169,11 @@ def test_the_documents_tables_are_those_of_the_code():
     assert re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", page, re.M) == list(MAY_CHANGE.items())
     codes = {int(code) for code in re.findall(r"^\| (\d+) \| [^|]* \| [^|]* \|$", page, re.M)}
     assert codes == {int(code) for code in ExitCode}
+
+
+def test_what_is_moved_aside_does_not_fill_the_disk(tmp_path):
+    for step in (8, 9, 10, 11):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)  # killed before they were sealed
+    with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
+        assert checkpoints.newest_good_step() is None
+    assert sorted(p.name.partition("-")[0] for p in (tmp_path / "damaged").iterdir()) == ["10", "11"]

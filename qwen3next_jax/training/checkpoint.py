@@ -190,9 +190,13 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _move_aside(self, step: int) -> None:
+        """Into damaged/, of which the newest `keep_last` stay: a run that is killed often would fill the disk with them."""
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
+        found = sorted(target.parent.iterdir(), key=lambda path: [int(part) for part in path.name.split("-")])
+        for old in found[:-self._keep.keep_last]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
