@@ -46,7 +46,7 @@ def _times(function: Callable, count: int, start: int = 0) -> list[Unit]:
 
 
 ROWS = (
-    Row(1, "SIGKILL at a random time during a save", _times(kills.kill_during_saves, 5), _times(kills.plain_kill_during_saves, 1)),
+    Row(1, "SIGKILL at a random time during a save", _times(kills.kill_during_saves, 7), _times(kills.plain_kill_during_saves, 1)),
     Row(2, "SIGKILL between saves", _times(kills.kill_between_saves, 5), _times(kills.plain_kill_between_saves, 1)),
     Row(3, "SIGTERM, 1 process", _times(kills.sigterm, 5), _times(kills.plain_sigterm, 2)),
     Row(3, "SIGTERM to one of 2, of 4 processes", [Unit(runs.sigterm_of_many, n) for n in (20, 21, 40)],
