@@ -127,7 +127,11 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
         return Plan(*common, False, f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB", needs, usable)
     program = hlo.parse(compiled.as_text())
     parts = memory(compiled, program, state["params"], state["opt_state"])
-    return Plan(*common, True, "", parts.peak, topology.chip.usable_hbm, parts, estimate(program, mesh, topology.chip, topology.shape),
+    # At O1 the compiler does not refuse what exceeds the memory.
+    usable = topology.chip.usable_hbm
+    fits = parts.peak <= usable
+    reason = "" if fits else f"needs {parts.peak / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
+    return Plan(*common, fits, reason, parts.peak, usable, parts, estimate(program, mesh, topology.chip, topology.shape),
                 tuple(collectives(program, mesh)), tuple(program.unstated_loops()))
 
 
