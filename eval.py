@@ -9,7 +9,7 @@ from qwen3next_jax import cli
 
 get_config = cli.define_config_flag()
 get_workdir = cli.define_workdir_flag(default_from_config=True)
-_suite = flags.DEFINE_list("suite", ["heldout"], "evaluations, comma-separated: heldout, position, mqar, induction, copy, niah")
+_suite = flags.DEFINE_list("suite", ["heldout"], "evaluations, comma-separated: heldout, position, mqar, induction, copy, niah, sinks")
 _lengths = flags.DEFINE_list("lengths", ["256"], "row lengths in tokens of induction, copy and niah")
 _pairs = flags.DEFINE_list("pairs", ["4", "8", "16"], "numbers of pairs of mqar")
 _rows = flags.DEFINE_integer("rows", None, "rows of each evaluation (default: all of heldout and position, 128 or 32 of the others)")

@@ -20,8 +20,10 @@ from qwen3next_jax.training.fingerprint import read_config
 
 DESCRIPTIONS = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "accuracy": "accuracy",
                 "bits_per_byte": "bits per byte", "targets": "tokens predicted", "bytes": "bytes predicted",
-                "tokens_right": "tokens of the answer right", "mtp_loss": "MTP loss at depth", "mtp_acceptance": "drafts accepted at depth"}
-SHARES = ("accuracy", "tokens_right", "mtp_acceptance")
+                "tokens_right": "tokens of the answer right", "mtp_loss": "MTP loss at depth", "mtp_acceptance": "drafts accepted at depth",
+                "first_token_share": "attention on the first token", "first_token_heads": "heads with more than 0.3 of it there",
+                "activation_max": "largest activation", "activation_ratio": "largest over median activation"}
+SHARES = ("accuracy", "tokens_right", "mtp_acceptance", "first_token_share", "first_token_heads")
 
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),

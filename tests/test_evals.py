@@ -13,6 +13,7 @@ from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import perplexity, recall, suite
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
+from qwen3next_jax.evals.sinks import sinks
 from qwen3next_jax.model import Qwen3Next
 
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8).astype(np.int32)
@@ -88,6 +89,17 @@ def test_loss_by_position_counts_from_the_start_of_each_document():
     assert values["loss/1-1"] == (0.5 + 4.5) / 2 and values["targets/1-1"] == 2
     assert values["loss/2-3"] == (1.5 + 2.5 + 5.5) / 3 and values["targets/2-3"] == 3
     assert values["loss"] == 14.5 / 5 and values["bits_per_byte"] == pytest.approx(14.5 / 10 / np.log(2))
+
+
+def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
+    def step(params, tokens, segment_ids):  # a recurrent layer, then attention of two heads, one of which is a sink
+        return ({"activation_max": tokens.max(), "activation_median": 2.0},
+                {"activation_max": 5.0, "activation_median": 0.5, "first_token_share": np.array([0.1, tokens[0, 0] / 10])})
+
+    batches = [{"tokens": np.full((1, 2), n), "segment_ids": np.ones((1, 2))} for n in (4, 8)]
+    assert sinks(step, None, batches) == pytest.approx({
+        "first_token_share": (0.1 + 0.6) / 2, "first_token_heads": 0.5, "activation_max": 8, "activation_ratio": 10,
+        "first_token_share/layer 1": 0.35, "activation_max/layer 0": 8, "activation_max/layer 1": 5})
 
 
 def test_what_cannot_run_is_refused_before_anything_is_computed():

@@ -6,6 +6,7 @@
     induction   what followed a token the one time it occurred, by row length
     copy        saying a row again, by row length
     niah        S-NIAH 1-3: a number in noise, a number in text, an identifier in text, by length
+    sinks       attention on first tokens and the largest activations, by layer
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from qwen3next_jax.errors import UserError, did_you_mean
 from qwen3next_jax.evals import perplexity, recall
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.evals.scoring import Scorer, make_score_step, make_scorer
+from qwen3next_jax.evals.sinks import make_probe_step, sinks
 
 _TEXT_IDS = 256  # in byte-level vocabularies the ids below are the single bytes
 
@@ -29,7 +31,7 @@ _TEXT_IDS = 256  # in byte-level vocabularies the ids below are the single bytes
 class Options:
     """rows per evaluation; lengths in tokens (of induction, copy, niah); pairs (of mqar)."""
 
-    rows: int | None = None  # None: 128 (niah 32), and for heldout and position all there are
+    rows: int | None = None  # None: 128 (niah and sinks 32), and for heldout and position all there are
     lengths: tuple[int, ...] = (256,)
     pairs: tuple[int, ...] = (4, 8, 16)
 
@@ -62,6 +64,7 @@ class Suites:
         # Rows that are made up use token ids below this.
         self.ids = config.vocab_size if isinstance(tokenizer, TaskTokens) else min(config.vocab_size, _TEXT_IDS)
         self.heldout_step, self._score_step = make_heldout_step(graphdef), make_score_step(graphdef)
+        self.probe_step = make_probe_step(graphdef)
 
     def run(self, params: dict) -> Iterator[tuple[str, dict[str, float]]]:
         """Yields (name, values) of one evaluation after another."""
@@ -103,7 +106,11 @@ def _niah(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
     return values
 
 
+def _sinks(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
+    return sinks(suites.probe_step, params, suites.open_rows().heldout(suites.options.rows or 32))
+
+
 SUITES = {"heldout": _heldout, "position": _position, "mqar": _mqar, "induction": _by_length("induction"),
-          "copy": _by_length("copy"), "niah": _niah}
+          "copy": _by_length("copy"), "niah": _niah, "sinks": _sinks}
 _LENGTHS = {"mqar": lambda o: max(map(recall.mqar_length, o.pairs)), "induction": lambda o: max(o.lengths),
             "copy": lambda o: max(o.lengths), "niah": lambda o: max(o.lengths)}

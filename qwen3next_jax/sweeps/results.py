@@ -90,17 +90,7 @@ def _measured(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
         if event["event"] == "suite":
             values |= {f"{event['suite']} {name.replace('/', ' ')}": v for name, v in event.items()
                        if name not in ("event", "step", "time", "suite") and not name.startswith("targets")}
-    for event in last:
-        if event["event"] == "diagnostics":
-            values |= _diagnosed(event)
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
-
-
-def _diagnosed(event: dict[str, Any]) -> dict[str, float]:
-    """The largest over layers of the attention on first tokens and of |activation|."""
-    named = {"first_token_share": "attention on the first token", "activation_max": "largest activation"}
-    values = {text: [v for v in event.get(name) or () if isinstance(v, (int, float))] for name, text in named.items()}
-    return {text: max(found) for text, found in values.items() if found}
 
 
 def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:

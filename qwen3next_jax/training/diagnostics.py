@@ -17,9 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.config import Config
+from qwen3next_jax.evals.sinks import SINK_HEAD
 from qwen3next_jax.training.optimizer import NORM_WEIGHTS
-
-SINK_HEAD = 0.3  # a head above this attention probability on the first token counts as a sink (2504.02732, 2505.06708)
 
 
 def norms_by_layer(tree: dict) -> dict[str, jax.Array]:

@@ -1,0 +1,20 @@
+"""Attention sinks with and without the output gate: three attention layers on the bigram-backcopy task, 2 × 3 seeds.
+
+    uv run python -m qwen3next_jax.sweep configs/sweeps/output_gate.py
+
+docs/sweeps.md has what it gave.
+"""
+
+
+def get_sweep():
+    return {
+        "base": "configs/mqar.py",
+        "set": {"data.source": "backcopy", "model.vocab_size": 64, "model.num_hidden_layers": 3, "model.layer_types": ("full_attention",) * 3,
+                "train.steps": 2000, "train.log_every": 100, "eval.every": 2000, "eval.suites": ("sinks",), "checkpoint.every": 500,
+                "telemetry.diagnostics_every": 0},
+        "x": "gate",
+        "axes": {
+            "gate": {"without": {"model.attention_output_gate": False}, "with": {"model.attention_output_gate": True}},
+            "train.seed": [0, 1, 2],
+        },
+    }
