@@ -11,7 +11,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import resource
 
 from absl import flags
 from rich.console import Console
@@ -39,14 +38,14 @@ def main() -> int:
 
     jax.config.update("jax_platforms", "cpu")  # nothing runs; an accelerator of this machine is left alone
     from qwen3next_jax.parallel.topology import describe
-    from qwen3next_jax.training.planning import make_plan
+    from qwen3next_jax.training.plan_process import make_plan_apart
 
     level = "O1" if _quick.value else ""
     topology, console = describe(_topology.value), Console(highlight=False)
     if _search.value:
         plans = search(config, topology, level, console)
     else:
-        plans = [make_plan(config, topology, level)]
+        plans = [make_plan_apart(config, topology, level)]
         show(plans[0], console)
     if out:
         found = [plan.as_dict() for plan in plans]
@@ -84,8 +83,8 @@ def with_mesh(config: Config, text: str | None) -> Config:
 
 def search(config: Config, topology, level: str, console: Console) -> list:
     """Compiles what the arithmetic ranks highest, fastest first in the result, and shows why the others are out."""
+    from qwen3next_jax.training.plan_process import make_plan_apart
     from qwen3next_jax.training.plan_search import candidates
-    from qwen3next_jax.training.planning import make_plan
 
     ranked = candidates(config, topology)
     chosen = [c for c in ranked if not c.reason][:COMPILED] or [c for c in ranked if c.bytes < float("inf")][:1]
@@ -94,13 +93,13 @@ def search(config: Config, topology, level: str, console: Console) -> list:
     plans = []
     for candidate in chosen:
         console.print(f"compiling {candidate.label} (by arithmetic {candidate.seconds:.3g} s)", markup=False)
-        plans.append(make_plan(candidate.config, topology, level))
-    plans.sort(key=lambda p: (not p.fits, p.estimate.seconds if p.fits else p.needs))
+        plans.append(make_plan_apart(candidate.config, topology, level))
+    plans.sort(key=lambda p: (not p.fits, p.failed, p.estimate.seconds if p.fits else p.needs))
     table = Table("mesh", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU", "bound by", title=_title(plans[0]))
     for p in plans:
         row = [_mesh_text(p.mesh), p.config.train.remat, str(p.config.train.gradient_accumulation)]
         figures = ([f"{p.needs / 2**30:.1f}", f"{p.estimate.seconds:.4g}", f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}", p.binding]
-                   if p.fits else [p.reason, "", "", "", "does not fit"])
+                   if p.fits else [p.reason, "", "", "", p.verdict])
         table.add_row(*row, *figures)
     console.print(table)
     out = [c for c in ranked if c.reason]
@@ -118,7 +117,7 @@ def show(plan, console: Console) -> None:
 
     per = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     if not plan.fits:
-        console.print(f"{_title(plan)}\n{_mesh_text(plan.mesh)} does not fit: {plan.reason} (compile {plan.compile_seconds:.0f} s)", markup=False)
+        console.print(f"{_title(plan)}\n{_mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile {plan.compile_seconds:.0f} s)", markup=False)
         return
     e, usable = plan.estimate, plan.usable_hbm
     console.print(_title(plan), markup=False)
@@ -140,8 +139,8 @@ def show(plan, console: Console) -> None:
     console.print(f"{_mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Step {e.seconds:.4g} s, bound by "
                   f"{plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}", markup=False)
     console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, {e.hbm_bytes / 1e9:.4g} GB through HBM; "
-                  f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), this process's peak "
-                  f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB", markup=False)
+                  f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), {plan.compile_bytes / 2**30:.1f} GiB "
+                  "of memory taken", markup=False)
     if plan.unstated_loops:
         console.print(f"counted once, as the program does not say how often they run: {len(plan.unstated_loops)} loops, such as "
                       f"{plan.unstated_loops[0]}. The experts' rounds are one under even load.", markup=False)

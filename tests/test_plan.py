@@ -5,8 +5,11 @@ import importlib.util
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
+import time
 import typing
 
 import jax
@@ -20,7 +23,8 @@ from qwen3next_jax.parallel import hlo, topology
 from qwen3next_jax.parallel.chips import CHIPS
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.roofline import Network, estimate
-from qwen3next_jax.training import planning
+from qwen3next_jax.training import plan_process, planning
+from qwen3next_jax.training.plan_process import make_plan_apart
 from qwen3next_jax.training.plan_search import RECOMPUTED, candidates
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -87,7 +91,7 @@ def test_mesh_flag(text, message):
 ])
 def test_mesh_that_does_not_fit_devices_or_model(mesh, message):
     with pytest.raises(UserError, match=message):
-        planning.make_plan(config(**mesh), topology.describe("v6e:2x2"))
+        make_plan_apart(config(**mesh), topology.describe("v6e:2x2"))
 
 
 # ---- the real compiler ---------------------------------------------------------------------------------------------------
@@ -95,8 +99,7 @@ def test_mesh_that_does_not_fit_devices_or_model(mesh, message):
 
 @pytest.fixture(scope="module")
 def plan():
-    jax.config.update("jax_enable_compilation_cache", False)  # such programs can be written to it, but not read back
-    return planning.make_plan(config(data=2, expert=2), topology.describe("v6e:2x2"))
+    return make_plan_apart(config(data=2, expert=2), topology.describe("v6e:2x2"))
 
 
 @needs_compiler
@@ -143,6 +146,75 @@ def test_what_does_not_fit_is_a_row_not_a_traceback(monkeypatch):
     assert not plan.fits and plan.needs > plan.usable_hbm
     assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm, rel=1e-3)
     assert plan.reason == f"needs {plan.needs / 2**30:.2f} GiB of 31.24 GiB" and plan.as_dict()["mfu"] is None
+
+
+@needs_compiler
+def test_what_the_compiler_takes_and_the_chip_does_not_have_does_not_fit(monkeypatch):
+    """At O1 the compiler does not refuse it."""
+    monkeypatch.setattr(planning, "make_train_step", lambda config, mesh: jax.jit(lambda state, batch: jnp.sum(batch["tokens"])))
+    slice_ = topology.describe("v6e:2x2")
+    small = slice_._replace(chip=dataclasses.replace(slice_.chip, usable_hbm=1000.0))
+    assert planning.make_plan(config(data=4), slice_, "O1").fits
+    plan = planning.make_plan(config(data=4), small, "O1")
+    assert plan.verdict == "does not fit" and plan.needs > plan.usable_hbm == 1000 and plan.as_dict()["step_seconds"] is None
+
+
+@needs_compiler
+def test_another_error_of_the_compiler_is_a_row_not_a_traceback(monkeypatch):
+    class Lowered:
+        def lower(self, *_):
+            return self
+
+        def compile(self, _):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nat length")
+    monkeypatch.setattr(planning, "make_train_step", lambda config, mesh: Lowered())
+    plan = planning.make_plan(config(data=4), topology.describe("v6e:2x2"))
+    assert plan.verdict == "failed" and plan.reason == "the compiler's error: INTERNAL: Mosaic failed"
+
+
+# ---- a process for the compiler ----------------------------------------------------------------------------------------
+
+
+def executable(path, text):
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@needs_compiler
+@pytest.mark.parametrize("program, reason", [
+    ("echo 'F1121 17:00 x.cc:33] Check failed: a == b (1 vs. 2)' >&2; kill -ABRT $$", "the compiler aborted: Check failed: a == b (1 vs. 2)"),
+    ("kill -SEGV $$", "the compiler's process was ended by SIGSEGV"),
+    ("kill -KILL $$", "the compiler's process was ended by SIGKILL: perhaps the machine ran out of memory"),
+    ("echo 'KeyError: no rule' >&2; exit 1", "the planner crashed: KeyError: no rule"),
+])
+def test_a_compiler_that_ends_its_process_is_one_line(program, reason, tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from qwen3next_jax.plan import show
+
+    monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", program))
+    plan = make_plan_apart(config(data=4), topology.describe("v6e:2x2"))
+    assert plan.verdict == "failed" and plan.reason == reason and plan.as_dict()["peak_hbm_bytes"] is None
+    console = Console(record=True, width=200, file=open(os.devnull, "w"))
+    show(plan, console)
+    assert f"data=4 failed: {reason}" in console.export_text()
+
+
+@needs_compiler
+def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", f"trap '' INT; echo $$ > {pid}; exec sleep 60"))
+
+    def interrupt():
+        while not (pid.exists() and pid.read_text().strip()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        make_plan_apart(config(data=4), topology.describe("v6e:2x2"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 # ---- the model of time ---------------------------------------------------------------------------------------------------
@@ -234,13 +306,14 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
 
     def pretend(config, topology, level):
         compiled.append(config)
-        return plan if len(compiled) != 2 else dataclasses.replace(plan, fits=False, needs=2**36, reason="needs 64.00 GiB of 31.24 GiB")
-    monkeypatch.setattr(planning, "make_plan", pretend)
+        other = {1: {}, 2: dict(failed=True, reason="the compiler aborted: Check failed: x"), 3: dict(needs=2**36, reason="needs 64.00 GiB of 31.24 GiB")}
+        return dataclasses.replace(plan, fits=False, **other[len(compiled)]) if other.get(len(compiled)) else plan
+    monkeypatch.setattr(plan_process, "make_plan_apart", pretend)
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     released = Config(train=TrainConfig(batch_size=256, sequence_length=4096))
     found = search(released, topology.describe("v6e:16x16"), "", console)
     text = console.export_text()
-    assert len(compiled) == len(found) == 5 == len(set(compiled)) and not found[-1].fits and found[0].fits
-    assert "needs 64.00 GiB of 31.24 GiB" in text and "candidates do not fit" in text and f"{plan.mfu:.1%}" in text
+    assert len(compiled) == len(found) == 5 == len(set(compiled)) and [p.verdict for p in found] == 3 * ["fits"] + ["does not fit", "failed"]
+    assert "needs 64.00 GiB of 31.24 GiB" in text and "the compiler aborted: Check failed: x" in text and "candidates do not fit" in text and f"{plan.mfu:.1%}" in text
     with pytest.raises(UserError, match="no mesh of 256 devices divides.*nearest valid sizes"):
         search(Config(train=TrainConfig(batch_size=7)), topology.describe("v6e:16x16"), "", console)

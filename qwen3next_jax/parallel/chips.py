@@ -1,7 +1,7 @@
 """What accelerators can do: published peaks, memory and networks, for MFU and for the planner.
 
 Sources. TPU: Google Cloud's documentation of each version (docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}): peak
-compute, HBM capacity and bandwidth, and the bidirectional interconnect bandwidth per chip, which is divided by the number
+compute, HBM bandwidth, and the bidirectional interconnect bandwidth per chip, which is divided by the number
 of links and by two for one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM, H200 SXM and DGX
 B200, dense bf16. Clocks are the peak divided by the multiply-adds of the matrix units. All figures are peaks: what a program reaches lies below.
 """
@@ -17,7 +17,7 @@ class Chip:
 
     kinds: values of `jax.Device.device_kind` on it.
     devices_per_chip: JAX devices that one chip shows as. A TPU7x is two devices; v4 and v5p join their two cores in one.
-    bf16_flops, hbm_bytes, hbm_bandwidth: of the whole chip.
+    bf16_flops, hbm_bandwidth: of the whole chip.
     torus: dimensions of the torus that links TPU chips; 0: the chips hang on a switch.
     link_bandwidth: bytes in one direction over one link. A torus has two links per dimension and chip; a switch one.
     clock: of the matrix unit, where static schedules are turned into time. die_bandwidth: between the two devices of a
@@ -27,7 +27,6 @@ class Chip:
     name: str
     kinds: tuple[str, ...]
     bf16_flops: float
-    hbm_bytes: float
     hbm_bandwidth: float
     torus: int
     link_bandwidth: float
@@ -43,21 +42,21 @@ class Chip:
 
 
 CHIPS = {chip.name: chip for chip in (
-    Chip("v4", ("TPU v4",), 275 * TERA, 32 * GIB, 1228 * GB, torus=3, link_bandwidth=50 * GB, clock=1.05e9,
+    Chip("v4", ("TPU v4",), 275 * TERA, 1228 * GB, torus=3, link_bandwidth=50 * GB, clock=1.05e9,
          usable_hbm=30.75 * GIB),
-    Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197 * TERA, 16 * GIB, 819 * GB, torus=2, link_bandwidth=50 * GB, clock=1.5e9,
+    Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197 * TERA, 819 * GB, torus=2, link_bandwidth=50 * GB, clock=1.5e9,
          usable_hbm=15.75 * GIB),
-    Chip("v5p", ("TPU v5", "TPU v5p"), 459 * TERA, 95 * GIB, 2765 * GB, torus=3, link_bandwidth=100 * GB, clock=1.75e9,
+    Chip("v5p", ("TPU v5", "TPU v5p"), 459 * TERA, 2765 * GB, torus=3, link_bandwidth=100 * GB, clock=1.75e9,
          usable_hbm=95.73 * GIB),
-    Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918 * TERA, 32 * GIB, 1640 * GB, torus=2, link_bandwidth=100 * GB, clock=1.75e9,
+    Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918 * TERA, 1640 * GB, torus=2, link_bandwidth=100 * GB, clock=1.75e9,
          usable_hbm=31.24 * GIB),
     # Its two chiplets are joined by six times the bandwidth of a link.
-    Chip("tpu7x", ("TPU7x",), 2307 * TERA, 192 * GIB, 7380 * GB, torus=3, link_bandwidth=100 * GB, devices_per_chip=2,
+    Chip("tpu7x", ("TPU7x",), 2307 * TERA, 7380 * GB, torus=3, link_bandwidth=100 * GB, devices_per_chip=2,
          clock=2.2e9, die_bandwidth=600 * GB, usable_hbm=94.74 * GIB),
-    Chip("A100", ("NVIDIA A100-SXM4-80GB",), 312 * TERA, 80 * GIB, 2039 * GB, torus=0, link_bandwidth=300 * GB),
-    Chip("H100", ("NVIDIA H100 80GB HBM3",), 989.4 * TERA, 80 * GIB, 3350 * GB, torus=0, link_bandwidth=450 * GB),
-    Chip("H200", ("NVIDIA H200",), 989.4 * TERA, 141 * GB, 4800 * GB, torus=0, link_bandwidth=450 * GB),
-    Chip("B200", ("NVIDIA B200",), 2250 * TERA, 180 * GB, 8000 * GB, torus=0, link_bandwidth=900 * GB),
+    Chip("A100", ("NVIDIA A100-SXM4-80GB",), 312 * TERA, 2039 * GB, torus=0, link_bandwidth=300 * GB),
+    Chip("H100", ("NVIDIA H100 80GB HBM3",), 989.4 * TERA, 3350 * GB, torus=0, link_bandwidth=450 * GB),
+    Chip("H200", ("NVIDIA H200",), 989.4 * TERA, 4800 * GB, torus=0, link_bandwidth=450 * GB),
+    Chip("B200", ("NVIDIA B200",), 2250 * TERA, 8000 * GB, torus=0, link_bandwidth=900 * GB),
 )}
 
 

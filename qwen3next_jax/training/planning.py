@@ -4,6 +4,7 @@ Nothing here touches a device: the model is shapes, the slice a description, the
 """
 
 import dataclasses
+import functools
 import re
 import resource
 import time
@@ -25,8 +26,11 @@ UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One configuration on one slice. Bytes, FLOPs and seconds are of one device and one step; where the program does not
-    fit, there are no figures but `needs` and `usable_hbm` (bytes), and `reason` is the compiler's own."""
+    """One configuration on one slice. Bytes, FLOPs and seconds are of one device and one step.
+
+    Where the program does not fit, there are no figures but `needs` and `usable_hbm` (bytes). Where the compiler gave another
+    error or ended its process (`failed`), there are none. `reason` says which, in one line.
+    """
 
     config: Config
     topology: Topology
@@ -36,7 +40,9 @@ class Plan:
     compile_seconds: float
     compile_cpu_seconds: float  # of all threads: what other load on the machine does not change
     fits: bool
+    failed: bool = False
     reason: str = ""
+    compile_bytes: float = 0.0  # peak of the memory of the process that compiled it
     needs: float = 0.0
     usable_hbm: float = 0.0
     memory: Memory | None = None
@@ -67,6 +73,10 @@ class Plan:
         """What the step waits for most: "compute", "hbm", or "network" and its mesh axes."""
         return next(iter(self.estimate.bound))
 
+    @property
+    def verdict(self) -> str:
+        return "fits" if self.fits else "failed" if self.failed else "does not fit"
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready. Of what does not fit, the predictions are null."""
         train, fitting = self.config.train, self.fits
@@ -74,7 +84,8 @@ class Plan:
             "topology": self.topology.name, "chips": self.topology.chips, "devices": len(self.topology.devices), "mesh": self.mesh,
             "config": self.config.name, "batch_size": train.batch_size, "sequence_length": train.sequence_length,
             "remat": train.remat, "gradient_accumulation": train.gradient_accumulation, "tokens_per_step": self.tokens,
-            "fits": fitting, "reason": self.reason, "peak_hbm_bytes": self.needs, "usable_hbm_bytes": self.usable_hbm,
+            "fits": fitting, "failed": self.failed, "reason": self.reason,
+            "peak_hbm_bytes": self.needs or None, "usable_hbm_bytes": self.usable_hbm or None,
             "memory_bytes": self.memory._asdict() if fitting else None,
             "step_seconds": self.estimate.seconds if fitting else None,
             "tokens_per_second": self.tokens_per_second if fitting else None, "mfu": self.mfu if fitting else None,
@@ -85,7 +96,7 @@ class Plan:
                         for (axes, kind), (size, count) in traffic(self.collectives).items()],
             "loops_of_unknown_length": list(self.unstated_loops),
             "optimization_level": self.optimization_level, "lower_seconds": round(self.lower_seconds, 1), "compile_seconds": round(self.compile_seconds, 1),
-            "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
+            "compile_cpu_seconds": round(self.compile_cpu_seconds, 1), "compile_memory_bytes": self.compile_bytes or None,
             "versions": {"jax": jax.__version__, "libtpu": _libtpu_version()},
         }
 
@@ -118,21 +129,26 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
     try:
         compiled, failure = lowered.compile({"optimization_level": optimization_level} if optimization_level else None), ""
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         compiled, failure = None, str(error)
-    common = (config, topology, dict(mesh.shape), optimization_level or "default", lowered_at - start, time.perf_counter() - lowered_at, _cpu_seconds() - cpu_then)
+    plan = functools.partial(Plan, config, topology, dict(mesh.shape), optimization_level or "default", lowered_at - start,
+                             time.perf_counter() - lowered_at, _cpu_seconds() - cpu_then,
+                             compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
+    if compiled is None and "RESOURCE_EXHAUSTED" not in failure:
+        return plan(fits=False, failed=True, reason=f"the compiler's error: {failure.splitlines()[0][:300]}")
     if compiled is None:
         needs, usable = out_of_memory(failure)
-        return Plan(*common, False, f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB", needs, usable)
+        return plan(fits=False, reason=_too_much(needs, usable), needs=needs, usable_hbm=usable)
     program = hlo.parse(compiled.as_text())
     parts = memory(compiled, program, state["params"], state["opt_state"])
-    # At O1 the compiler does not refuse what exceeds the memory.
     usable = topology.chip.usable_hbm
-    fits = parts.peak <= usable
-    reason = "" if fits else f"needs {parts.peak / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
-    return Plan(*common, fits, reason, parts.peak, usable, parts, estimate(program, mesh, topology.chip, topology.shape),
-                tuple(collectives(program, mesh)), tuple(program.unstated_loops()))
+    fits = parts.peak <= usable  # at O1 the compiler does not refuse what exceeds it
+    return plan(fits=fits, reason="" if fits else _too_much(parts.peak, usable), needs=parts.peak, usable_hbm=usable, memory=parts,
+                estimate=estimate(program, mesh, topology.chip, topology.shape), collectives=tuple(collectives(program, mesh)),
+                unstated_loops=tuple(program.unstated_loops()))
+
+
+def _too_much(needs: float, usable: float) -> str:
+    return f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
 
 
 def _cpu_seconds() -> float:

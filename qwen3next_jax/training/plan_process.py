@@ -1,0 +1,81 @@
+"""Compiles a plan in a process of its own, so that a compiler which aborts takes nothing else along.
+
+libtpu ends its process where one of its checks fails; the planner then still has a line to say, and in a search other plans.
+"""
+
+import ctypes
+import dataclasses
+import pathlib
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel.topology import Topology, describe
+from qwen3next_jax.training.planning import Plan, make_plan
+
+
+def make_plan_apart(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
+    """`make_plan` in a new process, which ends with this one. Where the compiler takes that down, the plan has `failed`."""
+    start, cpu_then = time.perf_counter(), _children_cpu_seconds()
+    with tempfile.TemporaryDirectory() as folder:
+        answer = pathlib.Path(folder, "plan")
+        done = subprocess.run([sys.executable, "-m", "qwen3next_jax.training.plan_process", str(answer)], stderr=subprocess.PIPE,
+                              input=pickle.dumps((config, topology.name, optimization_level)))
+        found = pickle.loads(answer.read_bytes()) if answer.exists() else None
+    if isinstance(found, UserError):
+        raise found
+    if found:
+        return dataclasses.replace(found, topology=topology)
+    return Plan(config, topology, config.parallel.mesh.sizes(len(topology.devices)), optimization_level or "default", 0.0,
+                time.perf_counter() - start, _children_cpu_seconds() - cpu_then, fits=False, failed=True,
+                reason=_last_words(done.returncode, done.stderr.decode(errors="replace")))
+
+
+def _last_words(code: int, text: str) -> str:
+    """Why a process ended without an answer. What Python said goes on to standard error: that is no fault of the compiler."""
+    check = re.search(r"Check failed.*", text)
+    if check:
+        return f"the compiler aborted: {check.group()[:300]}"
+    if code < 0:
+        return f"the compiler's process was ended by {signal.Signals(-code).name}" + (
+            ": perhaps the machine ran out of memory" if code == -signal.SIGKILL else "")
+    sys.stderr.write(text)
+    return f"the planner crashed: {(text.strip().splitlines() or ['it said nothing'])[-1][:300]}"
+
+
+def _children_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _answer(path: pathlib.Path) -> None:
+    """In the new process: reads what to compile from standard input, leaves the plan, or a UserError, at `path`."""
+    if sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # however the planner dies
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # such programs can be written to it, but not read back
+    config, name, optimization_level = pickle.load(sys.stdin.buffer)
+    try:
+        found = dataclasses.replace(make_plan(config, describe(name), optimization_level), topology=None)
+    except UserError as error:
+        found = error
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(pickle.dumps(found))
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    try:
+        _answer(pathlib.Path(sys.argv[1]))
+    except KeyboardInterrupt:
+        sys.exit(130)  # the planner says so
