@@ -60,6 +60,59 @@ def test_collectives_inside_a_scan(mesh, name):
     assert found.group == group and found.sent == sent and found.total == TRIPS * sent
 
 
+# As libtpu 0.0.50 writes reduce-scatters (numbers shortened): of one array, padded, and of two.
+FUSED = """%all-reduce-scatter (input: bf16[62,128]) -> bf16[16,128] {
+  %input = bf16[62,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %zero = bf16[] constant(0)
+  %pad = bf16[64,128]{1,0:T(8,128)(2,1)} pad(%input, %zero), padding=0_2x0_0
+  %sum = bf16[64,128]{1,0:T(8,128)(2,1)} all-reduce(%pad), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  %id = u32[] partition-id()
+  ROOT %slice = bf16[16,128]{1,0:T(8,128)(2,1)} dynamic-slice(%sum, %id, %id), dynamic_slice_sizes={16,128}
+}
+
+%all-reduce-scatter.1 (a: f32[64,128], b: f32[64,128]) -> (f32[16,128], f32[16,128]) {
+  %a = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %b = f32[64,128]{1,0:T(8,128)} parameter(1)
+  %sums = (f32[64,128]{1,0:T(8,128)}, f32[64,128]{1,0:T(8,128)}) all-reduce(%a, %b), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  %first = f32[64,128]{1,0:T(8,128)} get-tuple-element(%sums), index=0
+  %second = f32[64,128]{1,0:T(8,128)} get-tuple-element(%sums), index=1
+  %id = u32[] partition-id()
+  %x = f32[16,128]{1,0:T(8,128)} dynamic-slice(%first, %id, %id), dynamic_slice_sizes={16,128}
+  %y = f32[16,128]{1,0:T(8,128)} dynamic-slice(%second, %id, %id), dynamic_slice_sizes={16,128}
+  %z = f32[16,128]{1,0:T(8,128)} bitcast(%y)
+  ROOT %parts = (f32[16,128]{1,0:T(8,128)}, f32[16,128]{1,0:T(8,128)}) tuple(%x, %z)
+}
+
+ENTRY %main (p: bf16[62,128], q: f32[64,128]) -> f32[64,128] {
+  %p = bf16[62,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %q = f32[64,128]{1,0:T(8,128)} parameter(1)
+  %one = bf16[16,128]{1,0:T(8,128)(2,1)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter
+  %two = (f32[16,128]{1,0:T(8,128)}, f32[16,128]{1,0:T(8,128)}) fusion(%q, %q), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %plain = f32[64,128]{1,0:T(8,128)} all-reduce(%q), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+}
+"""
+
+
+def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(mesh):
+    found = collectives(hlo.parse(FUSED), mesh)
+    assert [(c.kind, c.axes, c.sent) for c in found] == [
+        ("reduce-scatter", ("data", "expert"), 64 * 128 * 2 * 3 / 4), ("reduce-scatter", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4),
+        ("all-reduce", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4)]
+
+
+def test_a_ragged_exchange_sends_what_both_buffers_hold(mesh):
+    text = """ENTRY %main (a: bf16[40,128], b: bf16[60,128]) -> bf16[60,128] {
+  %a = bf16[40,128]{1,0} parameter(0)
+  %b = bf16[60,128]{1,0} parameter(1)
+  %n = s32[2]{0} constant({0, 0})
+  ROOT %x = bf16[60,128]{1,0} ragged-all-to-all(OPERANDS, %n, %n, %n, %n), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+}
+"""
+    for operands in ("%a, %b", "%b, %a"):
+        (found,) = collectives(hlo.parse(text.replace("OPERANDS", operands)), mesh)
+        assert (found.kind, found.axes, found.sent) == ("ragged-all-to-all", ("tensor",), 40 * 128 * 2 / 2)
+
+
 @pytest.mark.parametrize("text, groups", [
     ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
     ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),

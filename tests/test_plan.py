@@ -273,6 +273,26 @@ def test_split_collectives_hide_behind_work():
 
 
 @needs_compiler
+def test_a_collective_inside_a_fusion_takes_the_network():
+    slice_ = topology.describe("v5p:2x2x1")
+    text = """%scatter (x: bf16[1000000]) -> bf16[500000] {
+  %x = bf16[1000000]{0} parameter(0)
+  %sum = bf16[1000000]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %id = u32[] partition-id()
+  ROOT %slice = bf16[500000]{0} dynamic-slice(%sum, %id), dynamic_slice_sizes={500000}
+}
+
+ENTRY %main (p: bf16[1000000]) -> bf16[500000] {
+  %p = bf16[1000000]{0} parameter(0)
+  ROOT %f = bf16[500000]{0} fusion(%p), kind=kCustom, calls=%scatter
+}
+"""
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=2)), slice_.devices)
+    found = estimate(hlo.parse(text), mesh, slice_.chip, slice_.shape)
+    assert found.bound == {"network tensor": pytest.approx(1e6 / (100 * GB))} and found.hbm_bytes == 3e6
+
+
+@needs_compiler
 @pytest.mark.parametrize("axis, expected", [("core", 2e6 / (600 * GB)), ("chip", 2 * 3 * 2e6 / (2 * 100 * GB))])
 def test_two_devices_of_a_chip_share_its_links(axis, expected):
     slice_ = topology.describe("tpu7x:2x2x1")

@@ -21,7 +21,7 @@ from qwen3next_jax.model.layers import Context, document_positions, norm_weight,
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
 from qwen3next_jax.ops import linear_cross_entropy
-from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, local, use_spec
+from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, gather_local, local, storage_spec
 
 
 class Features(NamedTuple):
@@ -134,18 +134,19 @@ class Qwen3Next(nnx.Module):
         """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of the vocabulary."""
         if mesh is None:
             return self.embedding[...][tokens].astype(self.config.dtype)
-        spec = use_spec("embedding", self.embedding.shape, mesh)
+        shape = self.embedding.shape
 
         def look_up(table_VD, tokens_BT):
-            if spec[0] is None:
+            table_VD = gather_local(table_VD, "embedding", shape, mesh)
+            if table_VD.shape[0] == shape[0]:
                 return table_VD[tokens_BT].astype(self.config.dtype)
             index_BT = tokens_BT - jax.lax.axis_index("tensor") * table_VD.shape[0]
             inside_BT = (index_BT >= 0) & (index_BT < table_VD.shape[0])
             rows_BTD = table_VD[jnp.where(inside_BT, index_BT, 0)].astype(self.config.dtype)
             return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), "tensor")
 
-        table_VD = gather(self.embedding[...], "embedding", mesh, self.config.dtype)
-        return local(look_up, mesh, (spec, activation_spec("batch", "time")), activation_spec("batch", "time", None))(table_VD, tokens)
+        in_specs = (storage_spec("embedding", shape, mesh), activation_spec("batch", "time"))
+        return local(look_up, mesh, in_specs, activation_spec("batch", "time", None))(self.embedding[...], tokens)
 
     def head_weight(self) -> jax.Array:
         """[D, V], of the parameters' dtype."""
@@ -160,14 +161,16 @@ class Qwen3Next(nnx.Module):
         Returns:
           (sum, correct [B, T] bool, argmax [B, T] int32).
         """
-        if mesh is None:
-            head_DV = self.head_weight()
-        elif self.config.tie_word_embeddings:
-            head_DV = gather(self.embedding[...], "embedding", mesh, self.config.dtype).T
-        else:
-            head_DV = gather(self.head[...], "head", mesh, self.config.dtype)
+        tied = self.config.tie_word_embeddings
+        path, table = ("embedding", self.embedding[...]) if tied else ("head", self.head[...])
+        if mesh is not None and not tied:
+            table = table.astype(self.config.dtype)  # gathered so
+        shape = table.shape
 
-        def sum_up(hidden_BTD, head_DV, targets_BT, weights_BT):
+        def sum_up(hidden_BTD, table, targets_BT, weights_BT):
+            if mesh is not None:
+                table = gather_local(table, path, shape, mesh, whole=True)
+            head_DV = table.T if tied else table
             loss, rows = linear_cross_entropy(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), head_DV, targets_BT.reshape(-1),
                                               weights_BT.reshape(-1))
             if mesh is not None:
@@ -179,8 +182,9 @@ class Qwen3Next(nnx.Module):
         time = "time_rows" if divides else "time"
         axes = ("data", "expert", "context", "tensor") if divides else ("data", "expert", "context")
         tokens = activation_spec("batch", time)
-        return local(sum_up, mesh, (activation_spec("batch", time, None), P(), tokens, tokens), (P(), tokens, tokens))(
-            hidden, head_DV, targets, weights)
+        stored = None if mesh is None else storage_spec(path, shape, mesh)
+        return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens))(
+            hidden, table, targets, weights)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] → [..., V], float32."""

@@ -56,9 +56,9 @@ class SparseMoE(nnx.Module):
         dtype, mesh = x_BTD.dtype, context.mesh
         rows, tokens = activation_spec("batch", "time", None), activation_spec("batch", "time")
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
-        shapes = {"mlp/expert_gate_up": gate_up_ED2I.shape, "mlp/expert_down": down_EID.shape}
-        experts = (None, None) if mesh is None else tuple(storage_spec(path, shape, mesh) for path, shape in shapes.items())
-        routed = local(functools.partial(_routed, self.config, mesh, shapes), mesh, (rows, P(), *experts, tokens), (rows, P(), rows))
+        shapes = {"mlp/router": self.router.shape, "mlp/expert_gate_up": gate_up_ED2I.shape, "mlp/expert_down": down_EID.shape}
+        stored = (None,) * 3 if mesh is None else tuple(storage_spec(path, shape, mesh) for path, shape in shapes.items())
+        routed = local(functools.partial(_routed, self.config, mesh, shapes), mesh, (rows, *stored, tokens), (rows, P(), rows))
         y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted)
         if self.config.shared_expert_intermediate_size:
             shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
@@ -73,6 +73,9 @@ class SparseMoE(nnx.Module):
 def _routed(config: ModelConfig, mesh: Mesh | None, shapes: dict, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
     dtype = x_BTD.dtype
+    if mesh is not None:
+        router_DE, gate_up_ED2I, down_EID = (gather_local(w, path, shape, mesh) for w, (path, shape) in
+                                             zip((router_DE, gate_up_ED2I, down_EID), shapes.items()))
     x_RD = x_BTD.reshape(-1, config.hidden_size)
     # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
     # unless told otherwise).
@@ -84,9 +87,6 @@ def _routed(config: ModelConfig, mesh: Mesh | None, shapes: dict, x_BTD, router_
         weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
 
     weight_RA = weight_RA.astype(dtype)
-    if mesh is not None:
-        gate_up_ED2I, down_EID = (gather_local(w, path, shape, mesh)
-                                  for w, (path, shape) in zip((gate_up_ED2I, down_EID), shapes.items()))
     if mesh is None or mesh.shape["expert"] == 1:
         y_RD = _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     else:

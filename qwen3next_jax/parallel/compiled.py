@@ -25,7 +25,8 @@ class Collective(NamedTuple):
     axes: mesh axes over which its devices talk, in mesh order; a permutation names each axis along which any pair differs.
     group: devices that talk together.
     sent: bytes that leave each device in one run, by the best algorithm on a ring: of an array of S bytes per device
-      (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce.
+      (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce. Of a ragged
+      all-to-all S is the smaller of its two buffers, one of which has room for an uneven load.
     times: how often it runs in one run of the program.
     asynchronous: whether other work may run between its start and its end.
     """
@@ -71,11 +72,40 @@ def collective_kind(instruction: Instruction) -> str:
     return kind if kind in COLLECTIVES else ""
 
 
+def fused_collective(program: Program, instruction: Instruction) -> tuple[Computation, Instruction] | None:
+    """The collective inside a fusion, and where it stands; None for every other instruction."""
+    if instruction.opcode != "fusion":
+        return None
+    inner = program.computations[instruction.called[0]]
+    return next(((inner, i) for i in inner.values() if collective_kind(i)), None)
+
+
+def _scatters(computation: Computation, reduction: Instruction) -> bool:
+    """Whether a computation is an all-reduce and slices of it: so the TPU compiler writes a reduce-scatter, and runs it as one
+    (its emitter is the "AllReduceScatterFusion")."""
+    root = computation.root
+    for name in root.operands if root.opcode == "tuple" else (root.name,):
+        sliced = computation[name]
+        while sliced.opcode == "bitcast":
+            sliced = computation[sliced.operands[0]]
+        if sliced.opcode != "dynamic-slice":
+            return False
+        source = computation[sliced.operands[0]]
+        while source.opcode in ("bitcast", "get-tuple-element"):
+            source = computation[source.operands[0]]
+        if source is not reduction:
+            return False
+    return True
+
+
 def read_collective(computation: Computation, instruction: Instruction, mesh: jax.sharding.Mesh, times: float = 1,
                     asynchronous: bool = False) -> Collective:
     """The record of an instruction whose `collective_kind` is not ""."""
     kind = collective_kind(instruction)
-    size = sum(computation[name].bytes for name in instruction.operands)
+    if kind == "all-reduce" and _scatters(computation, instruction):
+        kind = "reduce-scatter"
+    sizes = [computation[name].bytes for name in instruction.operands]
+    size = min(sizes[:2]) if kind == "ragged-all-to-all" else sum(sizes)
     if kind == "collective-permute":
         pairs = np.array([[int(n) for n in pair.split(",")] for pair in
                           re.findall(r"\{(\d+,\d+)\}", instruction.attribute("source_target_pairs"))]).reshape(-1, 2)

@@ -7,6 +7,7 @@ The instructions of a computation stand in the order in which the compiler start
 - a collective lasts as long as its bytes need on the links of its mesh axes, at their peak, all links in use (`Network`).
   One that the compiler split into a start and an end runs beside what stands between them; what is left when its end is
   reached is waited for, and so is all of one that it did not split. Collectives of the same axes wait for each other;
+- a collective inside a fusion lasts as long as the longer of the two;
 - copies that the compiler started early (HBM to VMEM and back) run beside the rest in the same way;
 - a loop lasts its trips times its body.
 
@@ -23,7 +24,7 @@ import jax
 import numpy as np
 
 from qwen3next_jax.parallel.chips import Chip
-from qwen3next_jax.parallel.compiled import (Collective, collective_kind, delta_rule_sizes, flops, hbm_bytes,
+from qwen3next_jax.parallel.compiled import (Collective, collective_kind, delta_rule_sizes, flops, fused_collective, hbm_bytes,
                                              read_collective)
 from qwen3next_jax.parallel.hlo import Computation, Instruction, Program
 
@@ -85,8 +86,7 @@ class _Simulation:
             elif op.endswith("-update") and instruction.operands[0] in pending:
                 pending[instruction.name] = pending.pop(instruction.operands[0])
             elif collective_kind(instruction):
-                collective = read_collective(computation, instruction, self.network.mesh)
-                resource, seconds = "network " + "+".join(collective.axes), self.network.seconds(collective, instruction)
+                resource, seconds = self._network(computation, instruction)
                 if op.endswith("-start"):
                     start(instruction.name, seconds, resource)
                 else:
@@ -114,8 +114,18 @@ class _Simulation:
     def _work(self, computation: Computation, instruction: Instruction, add) -> None:
         work, moved = flops(self.program, computation, instruction), hbm_bytes(self.program, computation, instruction)
         compute = max(work / self.peak, _kernel_seconds(computation, instruction, self.chip))
-        seconds = max(compute, moved / self.bandwidth)
-        add(seconds, Counter({COMPUTE if compute >= seconds else HBM: seconds, "flops": work, "bytes": moved}))
+        lasts = {COMPUTE: compute, HBM: moved / self.bandwidth}
+        fused = fused_collective(self.program, instruction)
+        if fused:
+            resource, seconds = self._network(*fused)
+            lasts[resource] = seconds
+        longest = max(lasts, key=lasts.get)
+        add(lasts[longest], Counter({longest: lasts[longest], "flops": work, "bytes": moved}))
+
+    def _network(self, computation: Computation, instruction: Instruction) -> tuple[str, float]:
+        """("network" and the axes, seconds) of a collective."""
+        collective = read_collective(computation, instruction, self.network.mesh)
+        return "network " + "+".join(collective.axes), self.network.seconds(collective, instruction)
 
 
 # Cycles per token and value head of our kernels with K = V = 128, (forward, backward): the static schedules that

@@ -23,8 +23,8 @@ STORED = ("tensor",)  # by parameters that compute whole on every `tensor` shard
 
 class Rule(NamedTuple):
     """`pattern` is searched in the path; `dims` are the axes of the parameter's own dimensions (stacked layers lead, unsplit).
-    `operand`: a matmul operand, which is gathered in the model's dtype; everything else is used in its own. `early` False: its
-    layer gathers it inside its own `local` part, by `gather_local`."""
+    `operand`: a matmul operand, which is gathered in the model's dtype; everything else is used in its own. `early` False: it is
+    gathered inside the `local` part that uses it, by `gather_local`."""
 
     pattern: str
     dims: tuple
@@ -33,8 +33,8 @@ class Rule(NamedTuple):
 
 
 PARAMETERS: tuple[Rule, ...] = (
-    Rule(r"embedding$", ("tensor", FSDP), operand=False),  # its gradient adds up rows: in float32
-    Rule(r"head$", (FSDP, "tensor")),
+    Rule(r"embedding$", ("tensor", FSDP), operand=False, early=False),  # its gradient adds up rows: in float32
+    Rule(r"head$", (FSDP, "tensor"), early=False),
     # gated attention; key/value heads stay whole where `tensor` exceeds their number
     Rule(r"mixer/q_proj$", (FSDP, "tensor", None)),
     Rule(r"mixer/[kv]_proj$", (FSDP, "tensor", STORED)),
@@ -45,7 +45,7 @@ PARAMETERS: tuple[Rule, ...] = (
     Rule(r"mixer/(a_log|dt_bias)$", ("tensor",), operand=False),
     Rule(r"mixer/out_proj$", ("tensor", None, FSDP)),
     # experts and dense MLPs
-    Rule(r"mlp/router$", (FSDP, STORED), operand=False),
+    Rule(r"mlp/router$", (FSDP, STORED), operand=False, early=False),
     Rule(r"mlp/expert_gate_up$", ("expert", EXPERT_FSDP, None, "tensor"), early=False),
     Rule(r"mlp/expert_down$", ("expert", "tensor", EXPERT_FSDP), early=False),
     Rule(r"mlp/(shared_)?gate_up$", (FSDP, None, "tensor")),
@@ -129,28 +129,51 @@ def gather(tree: Any, prefix: str, mesh: Mesh | None, dtype: Any) -> Any:
         to = jnp.dtype(dtype) if rule_for(name).operand else leaf.dtype
         if not rule_for(name).early:
             return leaf.astype(to)
-        return _gather(leaf, to, NamedSharding(mesh, use_spec(name, leaf.shape, mesh)),
-                       NamedSharding(mesh, storage_spec(name, leaf.shape, mesh)), leaf.dtype)
+        specs = _stages(storage_spec(name, leaf.shape, mesh), use_spec(name, leaf.shape, mesh))
+        return _gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype)
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def gather_local(x: jax.Array, path: str, shape: tuple[int, ...], mesh: Mesh) -> jax.Array:
-    """Inside `local`: this device's stored part of the parameter of `path` and global `shape`, gathered for use. Its gradient is
-    a reduce-scatter by construction."""
-    for dim, (stored, used) in enumerate(zip(storage_spec(path, shape, mesh), use_spec(path, shape, mesh))):
-        if stored != used:
-            x = jax.lax.all_gather(x, stored, axis=dim, tiled=True)
+def gather_local(x: jax.Array, path: str, shape: tuple[int, ...], mesh: Mesh, whole: bool = False) -> jax.Array:
+    """Inside `local`: this device's stored part of the parameter of `path` and global `shape`, gathered for use; `whole`: over
+    `tensor` too. Its gradient is a reduce-scatter by construction."""
+    used = P(*(None,) * len(shape)) if whole else use_spec(path, shape, mesh)
+    for dim, axes in enumerate(_axes_to_gather(storage_spec(path, shape, mesh), used)):
+        for axis in reversed(axes):
+            x = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
     return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x, dtype, use, storage, own_dtype):
-    # The cast comes first, so that the gather moves half the bytes.
-    return jax.lax.with_sharding_constraint(x.astype(dtype), use)
+def _axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
+    """Per dimension the axes, outer ones first, that split it in `storage` and not in `use`."""
+    return [() if stored == used else (stored,) if isinstance(stored, str) else stored for stored, used in zip(storage, use)]
 
 
-def _gather_backward(dtype, use, storage, own_dtype, _, dy):
-    return (jax.lax.with_sharding_constraint(dy, storage).astype(own_dtype),)
+def _stages(storage: P, use: P) -> list[P]:
+    """From `storage` to `use`, one mesh axis less at a time, inner ones first. Over several axes at once that together span all
+    dimensions of a torus the TPU compiler sums zero-padded parts instead of gathering (and sums instead of reduce-scattering):
+    twice the bytes."""
+    specs = [storage]
+    for dim, axes in enumerate(_axes_to_gather(storage, use)):
+        for left in reversed(range(len(axes))):
+            entries = list(specs[-1])
+            entries[dim] = axes[:left] if left > 1 else axes[0] if left else use[dim]
+            specs.append(P(*entries))
+    return specs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x, dtype, stages, own_dtype):
+    x = x.astype(dtype)
+    for sharding in stages:  # where it lies first, or the partitioner may gather before the cast: twice the bytes
+        x = jax.lax.with_sharding_constraint(x, sharding)
+    return x
+
+
+def _gather_backward(dtype, stages, own_dtype, _, dy):
+    for sharding in reversed(stages[:-1] or stages):
+        dy = jax.lax.with_sharding_constraint(dy, sharding)
+    return (dy.astype(own_dtype),)
 
 
 _gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
