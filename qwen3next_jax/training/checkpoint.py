@@ -116,8 +116,9 @@ class Checkpoints:
         told, self._events = self._events, []
         return told
 
-    def restore(self, step: int, abstract_state: State) -> State:
-        """The state saved after `step` steps, in the structure, dtypes and shardings of `abstract_state`.
+    def restore(self, step: int, abstract_state: State, whole: bool = True) -> State:
+        """The state saved after `step` steps, in the structure, dtypes and shardings of `abstract_state`, which may be a part of
+        it (the parameters without the optimizer's moments) where `whole` is False.
 
         Raises:
           UserError: there is no such checkpoint, it is damaged, or it belongs to another model.
@@ -128,7 +129,7 @@ class Checkpoints:
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
         if step != self._found_good and (damage := manifest.find_damage(where)):
             raise UserError(f"{where}: damaged: {damage}")
-        return read_arrays(where, abstract_state)
+        return read_arrays(where, abstract_state, whole)
 
     # ---- in the background
 
@@ -210,14 +211,16 @@ def write_arrays(folder: pathlib.Path, state: State) -> None:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(with_text_keys(state)))
 
 
-def read_arrays(folder: pathlib.Path, abstract_state: State) -> State:
-    """The arrays in `folder` in the structure, dtypes and shardings of `abstract_state`. Digests are not looked at.
+def read_arrays(folder: pathlib.Path, abstract_state: State, whole: bool = True) -> State:
+    """The arrays in `folder` in the structure, dtypes and shardings of `abstract_state`; where not `whole`, of those that it names.
+    Digests are not looked at.
 
     Raises:
       UserError: they are of another structure.
     """
     pattern = with_text_keys(abstract_state)
-    arguments = ocp.args.PyTreeRestore(item=pattern, restore_args=ocp.checkpoint_utils.construct_restore_args(pattern))
+    arguments = ocp.args.PyTreeRestore(item=pattern, restore_args=ocp.checkpoint_utils.construct_restore_args(pattern),
+                                       partial_restore=not whole)
     try:
         with _checkpointer() as checkpointer:
             restored = checkpointer.restore(folder, args=arguments)
@@ -254,7 +257,8 @@ def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3N
         step = checkpoints.newest_good_step() if step is None else step
         if step is None:
             raise UserError(f"{workdir}: no whole checkpoint; let the run reach its first one (checkpoint.every = {config.checkpoint.every})")
-        params = checkpoints.restore(step, abstract_train_state(config, one_device()))["params"]
+        params = abstract_train_state(config, one_device())["params"]
+        params = checkpoints.restore(step, {"params": params}, whole=False)["params"]
     graphdef, _ = abstract_model(config)
     # Restored arrays are committed to their device; committed and uncommitted inputs are different programs to jit.
     return nnx.merge(graphdef, jax.device_put(jax.device_get(params))), config, step
