@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     config.name = "mqar"
 
     model = config.model
-    model.vocab_size = 64
+    model.vocab_size = 256
     model.hidden_size = 64
     model.num_hidden_layers = 2
     model.full_attention_interval = 2
@@ -30,7 +30,6 @@ def get_config() -> ConfigDict:
     model.num_experts = 0
     model.intermediate_size = 128
     model.mtp_depth = 0
-    model.initializer = "fan_in"  # with the released model's 0.02 a width of 64 does not leave the plateau at 16 pairs
     model.dtype = "float32"
 
     config.data.source = "mqar"

@@ -61,9 +61,6 @@ class ModelConfig:
     zero_centered_norm: bool = True  # norms scale by 1 + w, w from 0; off: by w, from 1
 
     rms_norm_eps: float = 1e-6
-    # Start of embedding and matrices. "normal" (transformers): N(0, initializer_range²) at every width. "fan_in" (torch's own
-    # deviations): N(0, 1 / (3 · inputs)), the embedding N(0, 1). At widths below some hundreds "normal" is far too small.
-    initializer: Literal["normal", "fan_in"] = "normal"
     initializer_range: float = 0.02
     bos_token_id: int = -1  # -1: none
     eos_token_id: int = -1

@@ -22,13 +22,13 @@ class GatedAttention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
-        c = config
+        c, std = config, config.initializer_range
         self.config = config
         d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = normal(rngs, c, (*stack, d, n, 2 * k if c.attention_output_gate else k), d, dtype)  # [query | gate] per head
-        self.k_proj = normal(rngs, c, (*stack, d, m, k), d, dtype)
-        self.v_proj = normal(rngs, c, (*stack, d, m, k), d, dtype)
-        self.o_proj = normal(rngs, c, (*stack, n, k, d), n * k, dtype)
+        self.q_proj = normal(rngs, (*stack, d, n, 2 * k if c.attention_output_gate else k), std, dtype)  # [query | gate] per head
+        self.k_proj = normal(rngs, (*stack, d, m, k), std, dtype)
+        self.v_proj = normal(rngs, (*stack, d, m, k), std, dtype)
+        self.o_proj = normal(rngs, (*stack, n, k, d), std, dtype)
         if c.qk_norm:
             self.q_norm = norm_weight(c, (*stack, k), dtype)
             self.k_norm = norm_weight(c, (*stack, k), dtype)

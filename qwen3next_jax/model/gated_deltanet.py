@@ -27,21 +27,20 @@ class GatedDeltaNet(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
-        c = config
+        c, std = config, config.initializer_range
         self.config = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
         r, k, v = h // g, c.linear_key_head_dim, c.linear_value_head_dim
-        self.in_proj_qkvz = normal(rngs, c, (*stack, d, g, 2 * k + (1 + c.linear_output_gate) * r * v), d, dtype)
+        self.in_proj_qkvz = normal(rngs, (*stack, d, g, 2 * k + (1 + c.linear_output_gate) * r * v), std, dtype)
         if c.beta_gate or c.decay_gate:
-            self.in_proj_ba = normal(rngs, c, (*stack, d, g, (c.beta_gate + c.decay_gate) * r), d, dtype)
+            self.in_proj_ba = normal(rngs, (*stack, d, g, (c.beta_gate + c.decay_gate) * r), std, dtype)
         if c.short_convolution:
-            taps = c.linear_conv_kernel_dim
-            self.conv_kernel = normal(rngs, c, (*stack, taps, g, 2 * k + r * v), taps, dtype)
+            self.conv_kernel = normal(rngs, (*stack, c.linear_conv_kernel_dim, g, 2 * k + r * v), std, dtype)
         if c.decay_gate:
             a_log, dt_bias = _initial_decay(rngs, (*stack, h), c.decay_init)
             self.a_log, self.dt_bias = nnx.Param(a_log), nnx.Param(dt_bias)
         self.norm = nnx.Param(jnp.ones((*stack, v), dtype))
-        self.out_proj = normal(rngs, c, (*stack, h, v, d), h * v, dtype)
+        self.out_proj = normal(rngs, (*stack, h, v, d), std, dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache after these tokens)."""

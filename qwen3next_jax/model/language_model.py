@@ -65,13 +65,13 @@ class Qwen3Next(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
         c = config
         self.config = config
-        self.embedding = normal(rngs, c, (c.vocab_size, c.hidden_size), 0, dtype)
+        self.embedding = normal(rngs, (c.vocab_size, c.hidden_size), c.initializer_range, dtype)
         stack = (c.num_hidden_layers // c.period,)
         self.layers = nnx.List([Block(c, kind, sparse, rngs=rngs, stack=stack, dtype=dtype)
                                 for kind, sparse in c.layer_kinds[:c.period]])
         self.final_norm = norm_weight(c, (c.hidden_size,), dtype)
         if not c.tie_word_embeddings:
-            self.head = normal(rngs, c, (c.hidden_size, c.vocab_size), c.hidden_size, dtype)
+            self.head = normal(rngs, (c.hidden_size, c.vocab_size), c.initializer_range, dtype)
         if c.mtp_depth:
             self.mtp = MultiTokenPrediction(c, rngs=rngs, dtype=dtype)
 

@@ -39,10 +39,8 @@ def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:
     return jnp.einsum("bt...,bt->...", x_BT.astype(jnp.float32), counted_BT) / jnp.maximum(jnp.sum(counted_BT), 1.0)
 
 
-def normal(rngs: nnx.Rngs, config: ModelConfig, shape: tuple[int, ...], fan_in: int, dtype: jnp.dtype) -> nnx.Param:
-    """The start of a matrix that sums over `fan_in` numbers; 0 for an embedding, which sums over none (see `initializer`)."""
-    std = config.initializer_range if config.initializer == "normal" else (3 * fan_in) ** -0.5 if fan_in else 1.0
-    return nnx.Param((std * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param((stddev * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
 
 
 def norm_weight(config: ModelConfig, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:

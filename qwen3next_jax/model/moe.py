@@ -23,9 +23,9 @@ class DenseMLP(nnx.Module):
     """down(silu(gate x) · up x)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
-        d, i = config.hidden_size, config.intermediate_size
-        self.gate_up = normal(rngs, config, (*stack, d, 2, i), d, dtype)
-        self.down = normal(rngs, config, (*stack, i, d), i, dtype)
+        d, i, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.gate_up = normal(rngs, (*stack, d, 2, i), std, dtype)
+        self.down = normal(rngs, (*stack, i, d), std, dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         return _swiglu(x_BTD, self.gate_up[...], self.down[...]), {}
@@ -41,16 +41,16 @@ class SparseMoE(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
-        c = config
+        c, std = config, config.initializer_range
         self.config = config
         d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
-        self.router = normal(rngs, c, (*stack, d, e), d, dtype)
-        self.expert_gate_up = normal(rngs, c, (*stack, e, d, 2, i), d, dtype)
-        self.expert_down = normal(rngs, c, (*stack, e, i, d), i, dtype)
+        self.router = normal(rngs, (*stack, d, e), std, dtype)
+        self.expert_gate_up = normal(rngs, (*stack, e, d, 2, i), std, dtype)
+        self.expert_down = normal(rngs, (*stack, e, i, d), std, dtype)
         if s:
-            self.shared_gate_up = normal(rngs, c, (*stack, d, 2, s), d, dtype)
-            self.shared_down = normal(rngs, c, (*stack, s, d), s, dtype)
-            self.shared_gate = normal(rngs, c, (*stack, d), d, dtype)
+            self.shared_gate_up = normal(rngs, (*stack, d, 2, s), std, dtype)
+            self.shared_down = normal(rngs, (*stack, s, d), std, dtype)
+            self.shared_gate = normal(rngs, (*stack, d), std, dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         dtype, mesh = x_BTD.dtype, context.mesh

@@ -27,7 +27,7 @@ class MultiTokenPrediction(nnx.Module):
         self.config = config
         self.embedding_norm = norm_weight(config, (d,), dtype)
         self.hidden_norm = norm_weight(config, (d,), dtype)
-        self.fc = normal(rngs, config, (2 * d, d), 2 * d, dtype)  # the embedding's half first
+        self.fc = normal(rngs, (2 * d, d), config.initializer_range, dtype)  # the embedding's half first
         self.block = Block(config, FULL, config.num_experts > 0, rngs=rngs, dtype=dtype)
         self.norm = norm_weight(config, (d,), dtype)
 
