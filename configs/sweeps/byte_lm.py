@@ -9,9 +9,9 @@
 def get_sweep():
     return {
         "base": "configs/tiny.py",
-        "set": {"model.num_experts": 0, "model.intermediate_size": 320, "model.mtp_depth": 0, "train.batch_size": 16, "train.steps": 500,
-                "eval.every": 500, "eval.sample_tokens": 0, "eval.suites": ("position",), "checkpoint.every": 250, "train.log_every": 50,
-                "telemetry.diagnostics_every": 0},
+        "set": {"model.num_experts": 0, "model.intermediate_size": 320, "model.mtp_depth": 0, "model.rope_theta": 10_000.0,
+                "train.batch_size": 16, "train.steps": 500, "train.log_every": 50, "eval.every": 500, "eval.sample_tokens": 0,
+                "eval.suites": ("position",), "checkpoint.every": 250, "telemetry.diagnostics_every": 0},
         "match": "parameters",
         "x": "ratio",
         "axes": {"ratio": ["0:1", "1:1", "3:1", "1:0"], "train.seed": [0, 1, 2]},

@@ -9,9 +9,8 @@ docs/sweeps.md has what it gave.
 def get_sweep():
     return {
         "base": "configs/mqar.py",
-        "set": {"data.source": "backcopy", "model.vocab_size": 64, "model.num_hidden_layers": 3, "model.layer_types": ("full_attention",) * 3,
-                "train.steps": 2000, "train.log_every": 100, "eval.every": 2000, "eval.suites": ("sinks",), "checkpoint.every": 500,
-                "telemetry.diagnostics_every": 0},
+        "set": {"data.source": "backcopy", "model.num_hidden_layers": 3, "model.layer_types": ("full_attention",) * 3,
+                "train.log_every": 100, "eval.every": 1200, "eval.suites": ("sinks",), "checkpoint.every": 400, "telemetry.diagnostics_every": 0},
         "x": "gate",
         "axes": {
             "gate": {"without": {"model.attention_output_gate": False}, "with": {"model.attention_output_gate": True}},

@@ -10,6 +10,7 @@ LAYERS = {
     "model.num_hidden_layers": 8, "model.hidden_size": 64, "model.head_dim": 32, "model.num_attention_heads": 2,
     "model.linear_num_key_heads": 2, "model.linear_num_value_heads": 2, "model.linear_key_head_dim": 16,
     "model.linear_value_head_dim": 32, "model.num_experts": 0, "model.intermediate_size": 128, "model.mtp_depth": 0,
+    "model.rope_theta": 10_000.0,
 }
 
 
