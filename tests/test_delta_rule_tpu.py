@@ -55,5 +55,5 @@ def test_tiling_fits_its_budget_or_says_so():
     assert small.vmem_bytes <= 16 * 2**20 and 32 % small.block == small.block % 2 == 0
     with pytest.raises(ValueError, match="use implementation='chunked'"):
         Tiling.choose(32, 32, 64, 128, 128, 2, vmem=2**20)
-    with pytest.raises(ValueError, match="multiple of the 2 that share"):
+    with pytest.raises(ValueError, match="even multiple of the 2 that share"):
         Tiling(3, 2, 64, 128, 128, 2)

@@ -1,7 +1,8 @@
 """One chunk of the gated delta rule, forward and backward, as pure functions of arrays.
 
-Written once and used by the XLA forms (any leading batch dimensions) and inside the Pallas kernels (rank 2).
-The derivation is in docs/delta_rule.md. Every product has a name there; the names here follow it:
+The XLA forms are made of it (any leading batch dimensions); the TPU kernels share its products, norms and documents, and
+arrange the rest for two heads at once (`twins.py`). The derivation is in docs/delta_rule.md. Every product has a name there;
+the names here follow it:
 
   gamma  decay from the chunk's start to row i        rho  decay from row i to the chunk's end
   pair   decay from row j to row i (lower triangle)    carry  decay over the whole chunk
@@ -41,7 +42,7 @@ class Scaled(typing.NamedTuple):
     """
 
     raw: jax.Array  # [..., C, K]
-    column: jax.Array  # [..., C, 1], or spread over lanes
+    column: jax.Array  # [..., C, 1]
     row: jax.Array  # [..., 1, C]
 
     @property
@@ -70,7 +71,7 @@ class Products(typing.NamedTuple):
         """x @ y."""
         if isinstance(x, Scaled):
             product = self.nn(x.raw, y, fine)
-            return fit(x.column, product.shape[-1]) * product
+            return x.column * product
         if isinstance(y, Scaled):
             return self.nn(x * y.row, y.raw, fine)
         if fine and self._narrow:
@@ -81,7 +82,7 @@ class Products(typing.NamedTuple):
         """x @ y^T."""
         if isinstance(x, Scaled):
             product = _dot(x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self._precision)
-            return fit(x.column, product.shape[-1]) * product * y.row
+            return x.column * product * y.row
         if fine and self._narrow:
             x, y = self._paired(x, y)
         return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self._precision)
@@ -89,9 +90,9 @@ class Products(typing.NamedTuple):
     def tn(self, x, y, fine: bool = False):
         """x^T @ y."""
         if isinstance(x, Scaled):
-            return self.tn(x.raw, fit(x.column, y.shape[-1]) * y, fine)
+            return self.tn(x.raw, x.column * y, fine)
         if isinstance(y, Scaled):
-            return self.tn(fit(y.column, x.shape[-1]) * x, y.raw, fine)
+            return self.tn(y.column * x, y.raw, fine)
         if fine and self._narrow:
             x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-2), jnp.concatenate(self._parts(y), axis=-2)
         x, y = x.astype(self.operand), y.astype(self.operand)
@@ -124,12 +125,8 @@ class Products(typing.NamedTuple):
 def rows_dot(x, y):
     """[..., C, 1]: the inner product of each row of x (maybe `Scaled`) with the same row of y."""
     if isinstance(x, Scaled):
-        return x.column[..., :1] * jnp.sum(x.raw.astype(y.dtype) * y, axis=-1, keepdims=True)
+        return x.column * jnp.sum(x.raw.astype(y.dtype) * y, axis=-1, keepdims=True)
     return jnp.sum(x * y, axis=-1, keepdims=True)
-
-
-EXACT = Products(jnp.float32)
-BFLOAT16 = Products(jnp.bfloat16)
 
 
 def lower_mask(size: int, strict: bool = False):
@@ -163,9 +160,14 @@ def document_index(signed_chunks):
     return jnp.cumsum(ids != jnp.concatenate([incoming, ids[..., :-1]], axis=-1), axis=-1)
 
 
+def inverse_root(squares):
+    """rsqrt(squares + 1e-6)."""
+    return jax.lax.rsqrt(squares + NORM_EPSILON)
+
+
 def inverse_norm(x):
     """[..., 1] rsqrt(sum x^2 + 1e-6)."""
-    return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
+    return inverse_root(jnp.sum(x * x, axis=-1, keepdims=True))
 
 
 def inverse_norm_backward(dy, x, scale):
@@ -180,11 +182,6 @@ def scales(q, k, normalize: bool):
         one = jnp.ones((), q.dtype)
         return jnp.full((*q.shape[:-1], 1), q.shape[-1] ** -0.5, q.dtype), jnp.broadcast_to(one, (*k.shape[:-1], 1))
     return inverse_norm(q) * q.shape[-1] ** -0.5, inverse_norm(k)
-
-
-def fit(column, width: int):
-    """A column ready to meet [..., C, width]: where it is already spread over lanes, as many of them as that takes."""
-    return column if column.shape[-1] == 1 else column[..., :width]
 
 
 # ---- decay ------------------------------------------------------------------------------------------------
@@ -210,15 +207,14 @@ def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
 
     The exponent is masked, never the result, and never split into a product: |total| can pass 1000.
     """
-    size = total_C1.shape[-2]
-    mask = lower_mask(size)
+    mask = lower_mask(total_C1.shape[-2])
     gamma, rho, carry = total_C1, total_11 - total_C1, total_11
     if documents is not None:
         mask = mask & (documents.column == documents.row)
         gamma = jnp.where(documents.column == 0, gamma, -jnp.inf)
         rho = jnp.where(documents.column == documents.last, rho, -jnp.inf)
         carry = jnp.where(documents.last == 0, carry, -jnp.inf)
-    pair = jnp.exp(jnp.where(mask, fit(total_C1, size) - total_1C, -jnp.inf))
+    pair = jnp.exp(jnp.where(mask, total_C1 - total_1C, -jnp.inf))
     return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
 
 
@@ -227,22 +223,22 @@ def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
 
 def interaction(kk_CC, beta_C1, d: Decay):
     """L: how much of row j's write row i erases."""
-    return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), fit(beta_C1, kk_CC.shape[-1]) * kk_CC * d.pair, 0)
+    return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
 
 
 def unseen(v_CV, ks_CV, d: Decay):
     """V - gamma K S: the part of the values that the incoming state does not predict."""
-    return v_CV - fit(d.gamma, v_CV.shape[-1]) * ks_CV
+    return v_CV - d.gamma * ks_CV
 
 
 def next_state(state_KV, k_CK, written_CV, d: Decay, dots: Products):
     """S' = carry S + K^T (rho V')."""
-    return d.carry * state_KV + dots.tn(k_CK, fit(d.rho, written_CV.shape[-1]) * written_CV, fine=True)
+    return d.carry * state_KV + dots.tn(k_CK, d.rho * written_CV, fine=True)
 
 
 def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
     """O = gamma (Q S) + P V'."""
-    return fit(d.gamma, qs_CV.shape[-1]) * qs_CV + dots.nn(p_CC, written_CV, fine=True)
+    return d.gamma * qs_CV + dots.nn(p_CC, written_CV, fine=True)
 
 
 # ---- backward ---------------------------------------------------------------------------------------------
@@ -258,7 +254,7 @@ class Gradients(typing.NamedTuple):
 
 def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
     """dV' = P^T dO + rho (K dS'), the first term given."""
-    return po_CV + fit(d.rho, po_CV.shape[-1]) * dots.nn(k_CK, dstate_KV)
+    return po_CV + d.rho * dots.nn(k_CK, dstate_KV)
 
 
 def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
@@ -288,21 +284,20 @@ def chunk_gradients(
 
     `unseen_CV` is V - gamma K S, or V without erasing.
     """
-    size, key, value = q_CK.shape[-2], q_CK.shape[-1], unseen_CV.shape[-1]
-    strict = lower_mask(size, strict=True)
-    dv_CV = fit(beta_C1, value) * dr_CV
+    strict = lower_mask(q_CK.shape[-2], strict=True)
+    dv_CV = beta_C1 * dr_CV
     dbeta_C1 = jnp.sum(dr_CV * unseen_CV, axis=-1, keepdims=True)
     ov_CC = dots.nt(do_CV, written_CV, fine=True) * d.pair
     pairs_CC = ov_CC * qk_CC
-    os_CK = fit(d.gamma, key) * dots.nt(do_CV, state_KV)
+    os_CK = d.gamma * dots.nt(do_CV, state_KV)
     enter_C1 = rows_dot(q_CK, os_CK)
     dq_CK = os_CK + dots.nn(ov_CC, k_CK)
-    vs_CK = fit(d.rho, key) * dots.nt(written_CV, dstate_KV, fine=True)
+    vs_CK = d.rho * dots.nt(written_CV, dstate_KV, fine=True)
     leave_C1 = rows_dot(k_CK, vs_CK)
     dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
     if erase:
         rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV, fine=True) * d.pair, 0)
-        n_CC = fit(beta_C1, size) * rv_CC
+        n_CC = beta_C1 * rv_CC
         pairs_CC += n_CC * kk_CC
         dbeta_C1 += jnp.sum(rv_CC * kk_CC, axis=-1, keepdims=True)
         xs_CK = dots.nt(x_CV, state_KV, fine=True)

@@ -44,6 +44,20 @@ def _scaled(raw, column):
     return Scaled(raw, column, jnp.swapaxes(column, -1, -2))
 
 
+def _to_twins(a_NBHCC):
+    """The inverses in the shape the TPU kernels keep them in, [N, B, ceil(H / 2), C, 2C]: the same numbers read in order."""
+    if a_NBHCC is None:
+        return None
+    count, batch, heads, size, _ = a_NBHCC.shape
+    a = jnp.pad(a_NBHCC, [(0, 0), (0, 0), (0, heads % 2), (0, 0), (0, 0)])
+    return a.reshape(count, batch, -1, size, 2 * size)
+
+
+def _from_twins(a, heads: int):
+    count, batch, _, size, _ = a.shape
+    return a.reshape(count, batch, -1, size, size)[:, :, :heads]
+
+
 def _join(x, time: int):
     """The inverse of `_cut`."""
     count, batch, heads, size = x.shape[:4]
@@ -77,7 +91,7 @@ def _chunks(
     wide = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), tree)
     kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
     beta_ = beta_[..., None]
-    a = known_inverse
+    a = None if known_inverse is None else _from_twins(known_inverse, heads)
     if erase and a is None:
         a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact)
     return Chunks(wide(q_), wide(k_), v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
@@ -129,7 +143,7 @@ def forward(
     states, written, final = _state_pass(c, initial_state.astype(exact.operand), dots, exact, parallel)
     o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
     o = _join(o, v.shape[1]).astype(v.dtype)
-    return (o, final, states.astype(v.dtype), c.inverse) if save else (o, final, None, None)
+    return (o, final, states.astype(v.dtype), _to_twins(c.inverse)) if save else (o, final, None, None)
 
 
 def affine_map(
@@ -147,7 +161,7 @@ def affine_map(
     state = jnp.concatenate([initial_state.astype(exact.operand), identity], axis=-1)
     states, written, final = _state_pass(c, state, dots, exact, parallel)
     r = chunk_math.output(dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots)
-    return final[..., :value], final[..., value:], r.astype(v.dtype), c.inverse
+    return final[..., :value], final[..., value:], r.astype(v.dtype), _to_twins(c.inverse)
 
 
 def map_gradient(r, do):

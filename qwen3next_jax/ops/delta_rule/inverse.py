@@ -56,57 +56,58 @@ def unit_lower_inverse(l_CC, exact: Products):
     return inverses[0]
 
 
-# ---- inside a TPU kernel: [I, C, C], I heads ----------------------------------------------------------------------------
+# ---- inside a TPU kernel: twins [E, C, 2C] ------------------------------------------------------------------------------
 
-DIAGONAL, LANES = 16, 128
+DIAGONAL = 16
 
 
-def tiled_inverse(l_ICC, exact):
-    """The same inverse shaped for a TPU: 16-row diagonal blocks by substitution on the vector unit, where all of them fit in a
-    few registers, then merges of which only the rows that change go through the matrix unit."""
-    heads, size = l_ICC.shape[:2]
-    x = _diagonal_inverse(l_ICC)
-    l = exact.split(l_ICC)
+def twin_inverse(m_ECC, products):
+    """(I + L)^{-1}, L the strictly lower part of m, for two heads side by side (`twins.py`).
+
+    16-row diagonal blocks by substitution on the vector unit, then merges of which only the rows that change go through the
+    matrix unit.
+    """
+    size = m_ECC.shape[-2]
+    x = _diagonal_inverse(m_ECC)
+    parts = products.parts(m_ECC)
     m = DIAGONAL
     while m < size:
         blocks = jnp.split(x, size // m, axis=1)
         lower = jnp.concatenate(blocks[1::2], axis=1)
-        # Every second block's rows of X L X; outside the quarter left of the block's diagonal they are no part of the result.
-        change = exact.nn(exact.split(exact.nn(exact.split(lower), l)), exact.split(x))
-        row, column = _indices(size // 2, size)
-        lower = lower - jnp.where(column // m == 2 * (row // m), change, 0)
+        # Every second block's rows of X L X. Only the quarter left of the block's diagonal is part of the result; it takes
+        # nothing of m above the diagonal.
+        change = products.twins(products.parts(products.twins(products.parts(lower), parts)), products.parts(x))
+        row, column = _indices(size // 2, 2 * size)
+        lower = lower - jnp.where(column % size // m == 2 * (row // m), change, 0)
         blocks[1::2] = jnp.split(lower, size // (2 * m), axis=1)
         x = jnp.concatenate(blocks, axis=1)
         m *= 2
     return x
 
 
-def _diagonal_inverse(l_ICC):
-    """The inverses of the 16-row diagonal blocks, in place on the diagonal. The blocks of several heads are packed side by side
-    along the lanes; row j is then eliminated from all of them at once."""
-    heads, size = l_ICC.shape[:2]
-    tiles = size // DIAGONAL
-    shape = (1, tiles, DIAGONAL, size)
-    own = jax.lax.broadcasted_iota(jnp.int32, shape, 3) // DIAGONAL == jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    packed = jnp.sum(jnp.where(own, l_ICC.reshape(heads, tiles, DIAGONAL, size), 0), axis=1)  # [I, 16, C]
-    per_group = max(LANES // size, 1)
-    inverses = []
-    for start in range(0, heads, per_group):
-        group = [packed[i] for i in range(start, min(start + per_group, heads))]
-        group += [jnp.zeros_like(group[0])] * (per_group - len(group))
-        x = _substitute(jnp.concatenate(group, axis=1))
-        inverses += [x[:, i * size : (i + 1) * size] for i in range(per_group)]
-    x = jnp.stack(inverses[:heads])[:, None]
-    return jnp.where(own, x, 0).reshape(heads, size, size)
+def _diagonal_inverse(m_ECC):
+    """The inverses of the 16-row diagonal blocks, in place. The blocks of a twin, packed, fill two registers."""
+    size = m_ECC.shape[1]
+    blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)
+    row, column = _indices(DIAGONAL, 2 * size)
+    own = column % size // DIAGONAL
+    packed = blocks[0]
+    for i in range(1, len(blocks)):
+        packed = jnp.where(own == i, blocks[i], packed)
+    packed = jnp.where(row > column % DIAGONAL, packed, 0)
+    x = jnp.stack([_substitute(packed[e]) for e in range(packed.shape[0])])
+    return jnp.concatenate([jnp.where(own == i, x, 0) for i in range(len(blocks))], axis=1)
 
 
 def _substitute(l):
-    """(I + L)^{-1} of 16x16 blocks side by side, [16, 128]."""
-    row, column = _indices(*l.shape)
-    x = jnp.where(row == column % DIAGONAL, 1.0, 0.0)
+    """(I + L)^{-1} of 16x16 blocks side by side, [16, lanes]: row j is eliminated from all rows of all blocks at once. Half of
+    a block is a register's 8 rows; what lies above row j stays."""
+    half = DIAGONAL // 2
+    row, column = _indices(DIAGONAL, l.shape[1])
+    x, l = jnp.where(row == column % DIAGONAL, 1.0, 0.0), jnp.split(l, 2)
+    x, start = jnp.split(x, 2), column[:half] // DIAGONAL * DIAGONAL
     for j in range(DIAGONAL - 1):
-        factors = jnp.take_along_axis(
-            l, column // DIAGONAL * DIAGONAL + j, axis=1
-        )  # column j of every block, along its lanes
-        x = x - factors * x[j : j + 1]
-    return x
+        pivot = x[j // half][j % half : j % half + 1]
+        for i in range(j // half, 2):
+            x[i] = x[i] - jnp.take_along_axis(l[i], start + j, axis=1) * pivot  # column j of every block, along its lanes
+    return jnp.concatenate(x)

@@ -4,22 +4,21 @@ One grid step handles one chunk of a block of heads; the chunk axis is innermost
 its gradient (backward) stays in VMEM across it, in the block of the output that becomes the final state (or the gradient
 of the initial one). The value heads of a key head share K K^T and Q K^T, and dQ and dK are summed over them in the kernel.
 
-Matrix products take operands in the inputs' dtype and accumulate in float32. The inverse and its two products need
-float32: for bfloat16 inputs three products of bfloat16 halves (`ThreePass`), one pass of the matrix unit where the halves
-are stacked along the contraction; for float32 inputs Precision.HIGHEST.
+The algebra is that of docs/delta_rule.md, "In terms of E": beta, the decays and the norms of q and k meet matrices as rows
+and columns of two heads at once, or are multiplied together as rows before they are spread over lanes.
 
-N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width; J key heads and I value heads of
-one grid step.
+Matrix products take operands in the inputs' dtype and accumulate in float32; where sums cancel, bfloat16 operands go in two
+parts (`twins.TwinProducts`).
+
+N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width; J key heads, I value heads and
+E = I / 2 twins of one grid step (`twins.py`).
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from qwen3next_jax.ops.delta_rule import chunk_math, inverse
-from qwen3next_jax.ops.delta_rule.chunk_math import Documents, Products, Scaled
+from qwen3next_jax.ops.delta_rule import chunk_math, inverse, twins
 from qwen3next_jax.ops.delta_rule.tiling import Problem
 
 
@@ -44,16 +43,17 @@ def forward(
     inputs = p.inputs(q, k, v, g, beta, segments)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     if inverses is not None:
-        inputs["inverses"] = inverses
+        inputs["inverses"] = p.pad_twins(inverses)
     shapes = dict(o=p.flat(p.value_heads, p.value, v.dtype), final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32))
     if save:
         shapes["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
         if erase and inverses is None:
             shapes["inverses"] = p.inverses_shape
     out = p.call(_forward_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
-    o = p.unflatten(out["o"], p.value_heads, p.value)[..., : p.value_in]
+    o = p.unflatten(out["o"], v.shape)
     states = p.cut_state(out["states"]) if save else None
-    return o, p.cut_state(out["final"]), states, out.get("inverses", inverses) if save else None
+    known = p.cut_twins(out["inverses"]) if "inverses" in out else inverses
+    return o, p.cut_state(out["final"]), states, known if save else None
 
 
 def affine_map(
@@ -72,8 +72,8 @@ def affine_map(
     if erase:
         shapes["inverses"] = p.inverses_shape
     out = p.call(_map_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
-    m, reads = out["m"][..., : p.key_in, : p.key_in], out["reads"][..., : p.key_in]
-    return p.cut_state(out["final"]), m, reads, out.get("inverses")
+    m, reads = out["m"][:, : p.heads_in, : p.key_in, : p.key_in], out["reads"][:, :, : p.heads_in, :, : p.key_in]
+    return p.cut_state(out["final"]), m, reads, p.cut_twins(out["inverses"]) if erase else None
 
 
 def backward(
@@ -82,10 +82,11 @@ def backward(
     """As `chunked.backward`."""
     p = Problem(q, v, size)
     inputs = p.inputs(q, k, v, g, beta, segments)
-    inputs |= dict(do=p.flatten(do.astype(v.dtype)), states=p.pad_state(states), dfinal=p.pad_state(dfinal.astype(jnp.float32)))
+    inputs |= dict(do=p.flatten(do.astype(v.dtype), p.value_heads), states=p.pad_state(states))
+    inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
     if erase:
-        inputs["inverses"] = inverses
-    rows = jax.ShapeDtypeStruct((p.batch, p.chunks, p.value_heads // p.block, p.block, size), jnp.float32)
+        inputs["inverses"] = p.pad_twins(inverses)
+    rows = jax.ShapeDtypeStruct((p.batch, p.chunks, p.value_heads // p.block, p.block // 2, 2 * size), jnp.float32)
     shapes = dict(
         dq=p.flat(p.key_heads, p.key, q.dtype),
         dk=p.flat(p.key_heads, p.key, k.dtype),
@@ -95,79 +96,69 @@ def backward(
         dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
     )
     out = p.call(_backward_kernel, inputs, shapes, False, normalize_qk, erase, interpret)
-    dq, dk = (p.unflatten(out[n], p.key_heads, p.key)[..., : p.key_in] for n in ("dq", "dk"))
-    dv = p.unflatten(out["dv"], p.value_heads, p.value)[..., : p.value_in]
+    dq, dk, dv = (p.unflatten(out[n], shape) for n, shape in (("dq", q.shape), ("dk", k.shape), ("dv", v.shape)))
     return dq, dk, dv, p.unchunk(out["dg"]), p.unchunk(out["dbeta"]), p.cut_state(out["dinitial"])
-
-
-# ---- float32 products out of bfloat16 ones ------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class ThreePass:
-    """Products of float32 arrays as bfloat16 halves, x y = xh yh + xh yl + xl yh, stacked along the contraction. Operands are
-    given split, so that one used twice is split once."""
-
-    def split(self, x):
-        high = x.astype(jnp.bfloat16)
-        return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
-
-    def nn(self, x, y):
-        (xh, xl), (yh, yl) = x, y
-        return chunk_math.BFLOAT16.nn(jnp.concatenate([xh, xh, xl], axis=-1), jnp.concatenate([yh, yl, yh], axis=-2))
-
-    def tn(self, x, y):
-        (xh, xl), (yh, yl) = x, y
-        return chunk_math.BFLOAT16.tn(jnp.concatenate([xh, xh, xl], axis=-2), jnp.concatenate([yh, yl, yh], axis=-2))
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------
 #
-# All heads of a step go through each stage together, as a leading dimension [I, C, ...] of `chunk_math`'s functions: the
-# compiler schedules near the order it is given, and side by side their chains hide each other's latency.
+# All heads of a step go through each stage together, as a leading dimension: the compiler schedules near the order it is
+# given, and side by side their chains hide each other's latency.
 
 
 class _Block:
     """The inputs of one step's heads and what both directions make of them."""
 
     def __init__(self, p: Problem, refs, normalize: bool):
-        self.p, self.refs = p, refs
-        self.dots = Products(p.operand)
-        self.exact = ThreePass() if p.operand == jnp.bfloat16 else chunk_math.EXACT
-        self.live = documents = None
+        self.p, self.refs, size = p, refs, p.size
+        self.dots = twins.TwinProducts(p.operand)
+        total, beta = refs["total"][0, 0, 0], refs["beta"][0, 0, 0]  # [E, 2C]
+        row, column = twins.indices(size, 2 * size)
+        self.lower, self.strict, on_diagonal = (f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal))
+        last = jnp.where(twins.halves((1, 2 * size)), total[:, size - 1 : size], total[:, 2 * size - 1 :])
+        gamma, rho, carry, mask, live = total, last - total, last, self.lower, None
         if "documents" in refs:
-            signed = refs["documents"][0, 0]  # [1, C]
-            column = jnp.broadcast_to(signed, (8, p.size)).T[:, :1]
-            self.live = column >= 0
-            index = jnp.where(signed < 0, -1 - signed, signed)
-            documents = Documents(jnp.where(self.live, column, -1 - column), index, index[:, -1:])
-        total = refs["total"][0, 0, 0]  # [I, C]
-        row = total[:, None, :]
-        self.decay = chunk_math.decay(_spread(total, p.width), row, row[..., -1:], documents)
-        self.beta = _spread(refs["beta"][0, 0, 0], p.width)
-        self.beta_CV = self.beta[..., : p.value]
-        # One product of the rows as they came holds K K^T, Q K^T and, on its diagonal, the squared norms.
-        raw = jnp.concatenate([self.heads("k", p.key), self.heads("q", p.key)], axis=1).astype(p.operand)  # [J, 2C, K]
-        pairs = self.dots.nt(raw, raw)
-        diagonal = chunk_math.lower_mask(2 * p.size) & ~chunk_math.lower_mask(2 * p.size, strict=True)
-        if normalize:
-            rows = jax.lax.rsqrt(jnp.sum(jnp.where(diagonal, pairs, 0), axis=1) + chunk_math.NORM_EPSILON)  # [J, 2C]
-        else:
-            rows = jnp.ones((p.key_block, 2 * p.size), jnp.float32)
-        k_row, q_row = rows[:, : p.size], rows[:, p.size :]
-        self.k_norm, self.q_norm = _spread(k_row, p.width), _spread(q_row, p.width)
-        q_column = self.q_norm * p.key_in**-0.5
-        if self.live is not None:
-            q_column = jnp.where(self.live, q_column, 0)
-        columns, row = jnp.concatenate([self.k_norm, q_column], axis=1), k_row[:, None, :]
-        pairs = chunk_math.fit(columns, p.size) * pairs[..., : p.size] * row
-        self.kk, self.qk = self.repeated(pairs[:, : p.size]), self.repeated(pairs[:, p.size :])
-        self.k = self.repeated_rows(Scaled(raw[:, : p.size], self.k_norm, row))
-        self.q = self.repeated_rows(Scaled(raw[:, p.size :], q_column, row))  # no product takes q's row of factors
-        self.both = self.repeated_rows(Scaled(raw, columns, row))
+            signed = refs["documents"][0, 0]  # [1, 2C]
+            live = signed >= 0
+            index = jnp.where(live, signed, -1 - signed)
+            mask = mask & (jnp.broadcast_to(index, (8, 2 * size)).T[:size, :1] == index)
+            gamma = jnp.where(index == 0, gamma, -jnp.inf)
+            rho = jnp.where(index == index[:, -1:], rho, -jnp.inf)
+            carry = jnp.where(index[:, -1:] == 0, carry, -jnp.inf)
+        self.beta, carry = beta[:, None], jnp.exp(carry)[:, None]  # [E, 1, 2C]
+        self.carry = twins.together(carry[..., :1], carry[..., size : size + 1])  # [I, 1, 1]
+        self.pair = jnp.exp(jnp.where(mask, twins.twin(twins.spread(total), size) - total[:, None], -jnp.inf))
 
-    def repeated_rows(self, x):
-        return Scaled(*map(self.repeated, x))
+        # One product of the rows as they came holds K K^T, Q K^T and, on diagonals, the squared norms.
+        self.shared = p.share % 2 == 0  # the heads of a twin have the same keys
+        self.k, self.q = (self.heads(name, p.key).astype(p.operand) for name in "kq")
+        self.both = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
+        if self.shared:
+            pairs = self.dots.plain.nt(self.both, jnp.concatenate([self.k, self.k, self.q, self.q], axis=1))
+        else:
+            right = jnp.concatenate([twins.diagonal(self.repeated(x)) for x in (self.k, self.q)], axis=1)
+            pairs = self.dots.plain.nt(twins.beside(self.repeated(self.both)), right)
+        k_row = q_row = jnp.ones((pairs.shape[0], 2 * size), jnp.float32)  # [J or E, 2C]
+        if normalize:
+            squares = pairs[:, :size, : 2 * size], pairs[:, size:, 2 * size :]
+            k_row, q_row = (chunk_math.inverse_root(jnp.sum(jnp.where(on_diagonal, x, 0), axis=1)) for x in squares)
+        q_row = q_row * p.key_in**-0.5
+        if live is not None:
+            q_row = jnp.where(live, q_row, 0)
+        if self.shared:
+            self.norms = tuple(twins.columns(x[:, :size]) for x in (k_row, q_row))
+            columns = jnp.concatenate([x[..., : 2 * size] for x in self.norms], axis=1)
+        else:
+            norms = [twins.spread(x) for x in (k_row, q_row)]
+            self.norms = tuple(x.reshape(-1, p.share, *x.shape[1:])[:, 0] for x in norms)  # [J, C, LANES]
+            columns = jnp.concatenate([twins.twin(x, size) for x in norms], axis=1)
+        scale = columns * k_row[:, None]
+        wide = lambda x: jnp.repeat(x, p.share // 2, axis=0) if self.shared and p.share > 2 else x
+        self.kk, self.qk = wide(pairs[:, :size, : 2 * size]), wide(pairs[:, size:, : 2 * size])  # [E, C, 2C], no norms in them
+        self.kk_scale, self.qk_scale = wide(scale[:, :size]), wide(scale[:, size:])
+        k_row, gamma = wide(k_row), jnp.exp(gamma)
+        self.rho_row = k_row * jnp.exp(rho)
+        self.k_gamma, self.q_gamma, self.k_rho = gamma * k_row, gamma * wide(q_row), self.rho_row * beta  # [E, 2C]
 
     def heads(self, name: str, width: int):
         """[heads, C, width] out of a block [1, C, heads * width]."""
@@ -180,122 +171,189 @@ class _Block:
         for i in range(x.shape[0]):
             ref[0, :, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
-    def repeated(self, x):
+    # products of what belongs to a key head with what belongs to its value heads, all of these in one
+
+    def repeated(self, x_J):
         """What a key head holds, for each of its value heads."""
-        return x if self.p.share == 1 else jnp.repeat(x, self.p.share, axis=0)
+        return x_J if self.p.share == 1 else jnp.repeat(x_J, self.p.share, axis=0)
 
-    def summed(self, x):
-        """The reverse of `repeated`."""
-        return x if self.p.share == 1 else jnp.sum(x.reshape(-1, self.p.share, *x.shape[1:]), axis=1)
+    def wide(self, x_IRX):
+        """[J, R, share X]."""
+        x = x_IRX.reshape(-1, self.p.share, *x_IRX.shape[1:])
+        return jnp.concatenate([x[:, i] for i in range(self.p.share)], axis=-1)
+
+    def narrow(self, x_JRX):
+        """The reverse of `wide`."""
+        x = jnp.stack(jnp.split(x_JRX, self.p.share, axis=-1), axis=1)
+        return x.reshape(-1, *x.shape[2:])
+
+    def read(self, rows_JRK, state_IKV):
+        """[I, R, V] rows of the keys' heads times the states."""
+        return self.narrow(self.dots.plain.nn(rows_JRK, self.wide(state_IKV.astype(self.p.operand))))
+
+    def write(self, rows_JRK, *parts_IRV):
+        """[I, K, V] the sum of rows^T part over the parts."""
+        rows, parts = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1), [self.wide(x) for x in parts_IRV]
+        return self.narrow(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
+
+    def from_states(self, *pairs):
+        """[J, R, K] the sum of x state^T over the value heads of a key head and over the pairs (x [I, R, V], state [I, K, V])."""
+        x, states = ([self.wide(y.astype(self.p.operand)) for y in side] for side in zip(*pairs))
+        return self.dots.plain.nt(jnp.concatenate(x, axis=-1), jnp.concatenate(states, axis=-1))
+
+    def times_keys(self, x_ERC):
+        """[J, R, K] the sum over value heads of twins times the keys."""
+        if not self.shared:
+            return self.summed(self.dots.nn((x_ERC,), (self.repeated(self.k),)))
+        each = x_ERC.reshape(-1, self.p.share // 2, *x_ERC.shape[1:])
+        x = jnp.concatenate([each[:, i] for i in range(self.p.share // 2)], axis=-1)
+        return self.dots.plain.nn(x, jnp.concatenate([self.k] * self.p.share, axis=1))
+
+    def transposed_times(self, x_ERC, rows_JRK):
+        """[J, C, K] the sum over value heads of twins transposed times the key heads' rows."""
+        if not self.shared:
+            return self.summed(self.dots.tn((x_ERC,), (self.repeated(rows_JRK),)))
+        each = x_ERC.reshape(-1, self.p.share // 2, *x_ERC.shape[1:])
+        x = jnp.concatenate([each[:, i] for i in range(self.p.share // 2)], axis=-1)
+        return sum(jnp.split(self.dots.plain.tn(x, rows_JRK), self.p.share, axis=1))
+
+    def summed(self, x_I):
+        """The sum over the value heads of a key head."""
+        return x_I if self.p.share == 1 else jnp.sum(x_I.reshape(-1, self.p.share, *x_I.shape[1:]), axis=1)
 
 
-def _spread(rows, width: int):
-    """[I, C] to [I, C, width], every lane of a row of the result holding that row's number.
+def _spread(rows_EC, width: int):
+    """[I, C, width]; at the place of its use, since what waits there is spilled."""
+    return twins.fit(twins.spread(rows_EC), width)
 
-    By a product with ones and zeros, in which three bfloat16 parts carry a float32 exactly: the matrix unit is idle where
-    this is needed, and the cross-lane unit that would broadcast columns is not.
-    """
-    heads = rows.shape[0]
-    parts, rest = [], rows
-    for _ in range(3):
-        parts.append(rest.astype(jnp.bfloat16))
-        rest = rest - parts[-1].astype(jnp.float32)
-    row = jax.lax.broadcasted_iota(jnp.int32, (3 * heads, heads * width), 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (3 * heads, heads * width), 1)
-    pick = (row % heads == column // width).astype(jnp.bfloat16)
-    columns = chunk_math.BFLOAT16.tn(jnp.concatenate(parts), pick)  # [C, I * width]
-    return jnp.stack([columns[:, i * width : (i + 1) * width] for i in range(heads)])
+
+def _start(ref, initial_ref):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        ref[...] = initial_ref[...]
+
+
+def _inverse(c: _Block):
+    return inverse.twin_inverse(c.kk * c.kk_scale * c.pair * c.beta, c.dots)
+
+
+def _next_state(c: _Block, state, errors):
+    return c.carry * state + c.write(c.k, *c.dots.parts(_spread(c.k_rho, errors.shape[-1]) * errors))
+
+
+def _output(c: _Block, qs, errors):
+    p_CC = c.qk * c.qk_scale * c.pair * c.beta
+    return _spread(c.q_gamma, qs.shape[-1]) * qs + c.dots.nn((p_CC.astype(c.p.operand),), c.dots.parts(errors))
 
 
 def _forward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
-    known = "inverses" in inputs
     refs = dict(zip(inputs + outputs, refs))
-
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        refs["final"][...] = refs["initial_state"][...]
-
+    _start(refs["final"], refs["initial_state"])
     c = _Block(p, refs, normalize)
     values, state = c.heads("v", p.value).astype(jnp.float32), refs["final"][0]
     if "states" in refs:
         refs["states"][0, 0] = state.astype(refs["states"].dtype)
-    read = c.dots.nn(c.both, state)  # before the inverse, which leaves the matrix unit idle at first
-    ks, qs = read[:, : p.size], read[:, p.size :]
+    read = c.read(c.both, state)  # before the inverse, which leaves the matrix unit idle at first
+    a = None
     if erase:
-        right = c.exact.split(c.beta_CV * chunk_math.unseen(values, ks, c.decay))
-        a = refs["inverses"][0, 0] if known else inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
-        if "inverses" in outputs:
-            refs["inverses"][0, 0] = a
-        written = c.exact.nn(c.exact.split(a), right)
-    else:
-        written = c.beta_CV * values
-    refs["final"][0] = chunk_math.next_state(refs["final"][0], c.k, written, c.decay, c.dots)
-    c.store("o", chunk_math.output(qs, c.qk * c.decay.pair, written, c.decay, c.dots))
+        a = refs["inverses"][0, 0] if "inverses" in inputs else _inverse(c)
+    if "inverses" in outputs:
+        refs["inverses"][0, 0] = a
+    errors = values - _spread(c.k_gamma, values.shape[-1]) * read[:, : p.size] if erase else values
+    if erase:
+        errors = c.dots.nn(c.dots.parts(a), c.dots.parts(errors))
+    c.store("o", _output(c, read[:, p.size :], errors))
+    refs["final"][0] = _next_state(c, refs["final"][0], errors)
 
 
 def _map_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
     """U and M side by side along the lanes, [U | M]: M is the state of values zero that starts at the identity."""
     refs = dict(zip(inputs + outputs, refs))
+    _start(refs["final"], refs["initial_state"])
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        refs["final"][...] = refs["initial_state"][...]
-        row, column = (jax.lax.broadcasted_iota(jnp.int32, (p.key, p.key), i) for i in (0, 1))
+        row, column = twins.indices(p.key, p.key)
         refs["m"][0] = jnp.broadcast_to((row == column).astype(jnp.float32), refs["m"].shape[1:])
 
     c = _Block(p, refs, normalize)
-    beside = lambda u, m: jnp.concatenate([u, m], axis=-1)
-    wide = lambda spread: beside(spread[..., : p.value], spread[..., : p.key])
-    k, decay = c.k._replace(column=wide(c.k.column)), c.decay._replace(gamma=wide(c.decay.gamma), rho=wide(c.decay.rho))
-    m = refs["m"][0]
     values = c.heads("v", p.value).astype(jnp.float32)
-    values = beside(values, jnp.zeros((*values.shape[:-1], p.key), jnp.float32))
-    qm, written = c.dots.nn(c.q, m), wide(c.beta) * values
+    values = jnp.concatenate([values, jnp.zeros((*values.shape[:-1], p.key), jnp.float32)], axis=-1)
+    state = jnp.concatenate([refs["final"][0], refs["m"][0]], axis=-1)
+    read, a = c.read(c.both, state), None
     if erase:
-        ks = c.dots.nn(k, beside(refs["final"][0], m))
-        right = c.exact.split(wide(c.beta) * chunk_math.unseen(values, ks, decay))
-        a = inverse.tiled_inverse(chunk_math.interaction(c.kk, c.beta, c.decay), c.exact)
-        refs["inverses"][0, 0] = a
-        written = c.exact.nn(c.exact.split(a), right)
-    state = chunk_math.next_state(beside(refs["final"][0], m), k, written, decay, c.dots)
+        a = refs["inverses"][0, 0] = _inverse(c)
+    errors = values - _spread(c.k_gamma, values.shape[-1]) * read[:, : p.size] if erase else values
+    if erase:
+        errors = c.dots.nn(c.dots.parts(a), c.dots.parts(errors))
+    state = _next_state(c, state, errors)
     refs["final"][0], refs["m"][0] = state[..., : p.value], state[..., p.value :]
-    reads = chunk_math.output(qm, c.qk * c.decay.pair, written[..., p.value :], c.decay, c.dots)
+    reads = _output(c, read[:, p.size :, p.value :], errors[..., p.value :])
     refs["reads"][0, 0] = reads.astype(refs["reads"].dtype)
 
 
 def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
     refs = dict(zip(inputs + outputs, refs))
-
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        refs["dinitial"][...] = refs["dfinal"][...]
-
+    _start(refs["dinitial"], refs["dfinal"])
     c = _Block(p, refs, normalize)
-    do, unseen = c.heads("do", p.value), c.heads("v", p.value).astype(jnp.float32)
+    dots, size, value = c.dots, p.size, p.value
+    do, values = c.heads("do", value).astype(p.operand), c.heads("v", value).astype(jnp.float32)
     state, dstate = refs["states"][0, 0], refs["dinitial"][0]
-    gamma_CV = c.decay.gamma[..., : p.value]
+    a = refs["inverses"][0, 0] if erase else None
+    q_pair, k_pair = c.qk_scale * c.pair, c.kk_scale * c.pair
+    read, kd = c.read(c.both, state), c.read(c.k, dstate)
+    ks, qs = read[:, :size], read[:, size:]
+    k_gamma, q_gamma, k_rho = (_spread(x, value) for x in (c.k_gamma, c.q_gamma, c.k_rho))
+    errors = dots.nn(dots.parts(a), dots.parts(values - k_gamma * ks)) if erase else values
+    p_CC = (c.qk * q_pair * c.beta).astype(p.operand)
+    dv = dots.tn((p_CC,), (do,)) + k_rho * kd  # beta dV'
     if erase:
-        unseen = chunk_math.unseen(unseen, c.dots.nn(c.k, state), c.decay)
-    dr = chunk_math.written_backward(c.dots.tn(c.qk * c.decay.pair, do), c.k, dstate, c.decay, c.dots)
-    x, written = None, c.beta_CV * unseen
+        dv = dots.tn(dots.parts(a), dots.parts(dv))
+    c.store("dv", dv)
+
+    # rows of q and k against rows of the states
+    yq, yr = q_gamma * do.astype(jnp.float32), k_rho * errors
+    enter, written = qs * yq, kd * errors
+    dkeys = [(yr, dstate)]
     if erase:
-        a = c.exact.split(refs["inverses"][0, 0])
-        written = c.exact.nn(a, c.exact.split(written))
-        dr = c.exact.tn(a, c.exact.split(dr))
-        x = c.beta_CV * gamma_CV * dr
-    d = chunk_math.chunk_gradients(
-        c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, state, dstate, do, erase, c.dots
-    )
-    qo = c.dots.tn(c.q, gamma_CV * do)
-    refs["dinitial"][0] = chunk_math.state_backward(qo, c.k, x, dstate, c.decay, c.dots)
-    c.store("dv", d.v)
-    refs["dg"][0, 0, 0] = d.g[:, 0]
-    refs["dbeta"][0, 0, 0] = jnp.concatenate(list(d.beta), axis=-1).T
-    dq, dk = c.summed(d.q) * p.key_in**-0.5, c.summed(d.k)
-    if c.live is not None:
-        dq = jnp.where(c.live, dq, 0)
+        yk = -k_gamma * dv
+        enter += ks * yk
+        dkeys.append((yk, state))
+        dread = c.write(c.both, jnp.concatenate([yk, yq], axis=1).astype(p.operand))
+    else:
+        dread = c.write(c.q, yq.astype(p.operand))
+    refs["dinitial"][0] = c.carry * dstate + dread
+
+    # pairs of rows
+    parts = dots.parts(errors)
+    d_qk = dots.nt((do,), parts) * q_pair
+    pairs = c.qk * d_qk
+    if erase:
+        d_kk = jnp.where(c.strict, dots.nt(dots.parts(dv), parts), 0) * k_pair
+        pairs = pairs - c.kk * d_kk
+    before = dots.sums_before(pairs * c.beta)
+    d_pairs, rows = (d_qk * c.beta).astype(p.operand), c.q
+    if erase:
+        d_pairs, rows = jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1), jnp.concatenate([c.q, c.k], axis=1)
+
+    # decay and beta, as rows [E, 2C]
+    beta, enter, written = c.beta[:, 0], twins.row_sums(enter), c.rho_row * twins.row_sums(written)
+    refs["dbeta"][0, 0, 0] = jnp.sum(pairs, axis=1) + written
+    kept = jnp.sum(jnp.sum(dstate * state.astype(jnp.float32), axis=1, keepdims=True), axis=2, keepdims=True)
+    first, second = twins.apart(c.carry * kept)
+    kept = jnp.where(twins.halves((1, 1, 2 * size)), first, second)[:, 0]
+    dg = jnp.sum(jnp.where(c.lower, before, 0), axis=1) + twins.sums(enter, jnp.greater_equal) + twins.sums(beta * written, jnp.less)
+    refs["dg"][0, 0, 0] = dg + kept
+
+    # keys and queries
+    left = c.times_keys(d_pairs)
+    dq = c.from_states((yq, state)) + left[:, :size]
+    dk = c.from_states(*dkeys) + c.transposed_times(d_pairs, rows)
+    if erase:
+        dk = dk + left[:, size:]
     if normalize:
-        dq = chunk_math.inverse_norm_backward(dq, c.heads("q", p.key).astype(jnp.float32), chunk_math.fit(c.q_norm, p.key))
-        dk = chunk_math.inverse_norm_backward(dk, c.heads("k", p.key).astype(jnp.float32), chunk_math.fit(c.k_norm, p.key))
+        scales = c.norms[0], c.norms[1] * p.key_in**0.5
+        for_norm = lambda dx, x, scale: dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x
+        dk, dq = (for_norm(dx, x.astype(jnp.float32), twins.fit(s, p.key)) for dx, x, s in zip((dk, dq), (c.k, c.q), scales))
     c.store("dq", dq)
     c.store("dk", dk)

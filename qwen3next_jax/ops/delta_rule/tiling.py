@@ -1,5 +1,7 @@
 """How one call of the TPU kernels is cut: heads and tokens of a grid step, layouts of the arrays, blocks of the grid.
 
+Value heads go in twos (`twins.py`); an odd number of them is filled up with zeros.
+
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
 
@@ -11,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.ops.delta_rule import chunk_math
+from qwen3next_jax.ops.delta_rule import chunk_math, twins
 
-LANES = 128
+LANES = twins.LANES
 SMALLEST_VMEM = 16 * 2**20  # of the supported chips (v4); assumed where the chip is not known
 
 
@@ -33,19 +35,19 @@ class Tiling:
     operand_bytes: int
 
     def __post_init__(self):
-        if self.block % self.share != 0:
-            raise ValueError(f"block of {self.block} value heads: expected a multiple of the {self.share} that share a key head")
+        if self.block % self.share != 0 or self.block % 2 != 0:
+            raise ValueError(f"block of {self.block} value heads: expected an even multiple of the {self.share} that share a key head")
         if self.key % LANES != 0 or self.value % LANES != 0:
             raise ValueError(f"widths {self.key} and {self.value}: expected multiples of {LANES}")
 
     @property
     def vmem_bytes(self) -> int:
-        """Of the backward kernel, the larger one: double-buffered blocks and the intermediates of every head (34 arrays of
-        [C, K + V] float32 in the compiler's allocation for v6e)."""
+        """Of the backward kernel, the larger one: double-buffered blocks and the intermediates of every head (8 arrays of
+        [C, K + V] float32 in the compiler's allocation for v6e, and as much again to be safe)."""
         tokens = self.size * (self.key + self.value)
         state = self.key * self.value
         buffers = 4 * self.operand_bytes * tokens + (8 + self.operand_bytes) * state + 4 * self.size**2
-        return self.block * (2 * buffers + 34 * 4 * tokens)
+        return self.block * (2 * buffers + 16 * 4 * tokens)
 
     @classmethod
     def choose(cls, value_heads: int, share: int, size: int, key: int, value: int, operand_bytes: int, vmem: int):
@@ -53,8 +55,8 @@ class Tiling:
 
         Raises ValueError where not even one key head fits.
         """
-        for block in range(max(16, share), 0, -1):
-            if value_heads % block == 0 and block % share == 0:
+        for block in range(max(16, 2 * share), 0, -1):
+            if value_heads % block == block % share == block % 2 == 0:
                 tiling = cls(block, share, size, key, value, operand_bytes)
                 if tiling.vmem_bytes <= vmem:
                     return tiling
@@ -62,6 +64,14 @@ class Tiling:
             f"head widths {key} and {value} with {share} value heads a key head: one block needs more than the "
             f"{vmem} bytes of this chip's VMEM; use implementation='chunked'"
         )
+
+
+def _pad(x, *axes_and_sizes):
+    """Zeros after the entries of each axis, up to the size that follows it."""
+    pads = [(0, 0)] * x.ndim
+    for axis, size in zip(axes_and_sizes[::2], axes_and_sizes[1::2]):
+        pads[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, pads)
 
 
 def _vmem_bytes() -> int:
@@ -78,7 +88,9 @@ class Problem:
         self.batch, self.time, self.key_heads, self.key_in = q.shape
         self.value_heads, self.value_in = v.shape[2:]
         self.operand = v.dtype
-        self.share = self.value_heads // self.key_heads
+        self.share, self.heads_in = self.value_heads // self.key_heads, self.value_heads
+        if self.value_heads % 2 == 1:  # heads go in twos: one key head of zeros more
+            self.key_heads, self.value_heads = self.key_heads + 1, self.value_heads + self.share
         self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
         self.width = max(self.key, self.value)
         self.size, self.chunks = size, -(-self.time // size)
@@ -87,7 +99,7 @@ class Problem:
         self.block, self.key_block = tiling.block, tiling.block // self.share
         self.grid = (self.batch, self.value_heads // self.block, self.chunks)
         self.state_shape = (self.batch, self.value_heads, self.key, self.value)
-        self.inverses_shape = jax.ShapeDtypeStruct((self.chunks, *self.state_shape[:2], size, size), jnp.float32)
+        self.inverses_shape = jax.ShapeDtypeStruct((self.chunks, self.batch, self.value_heads // 2, size, 2 * size), jnp.float32)
         self.compiler_params = pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem
         )
@@ -112,50 +124,61 @@ class Problem:
     def flat(self, heads: int, width: int, dtype):
         return jax.ShapeDtypeStruct((self.batch, self.chunks * self.size, heads * width), dtype)
 
-    def flatten(self, x):
+    def flatten(self, x, heads: int):
         """[B, T, heads, width] to [B, N C, heads * padded width]: a head is then a slice of whole lanes."""
         width = -(-x.shape[-1] // LANES) * LANES
-        x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0), (0, width - x.shape[-1])))
+        x = _pad(x, 1, self.chunks * self.size, 2, heads, 3, width)
         return x.reshape(*x.shape[:2], -1)
 
-    def unflatten(self, x, heads: int, width: int):
-        return x[:, : self.time].reshape(self.batch, self.time, heads, width)
+    def unflatten(self, x, shape):
+        """The reverse, for an array of `shape`."""
+        x = x.reshape(*x.shape[:2], -1, -(-shape[-1] // LANES) * LANES)
+        return x[:, : self.time, : shape[2], : shape[3]]
 
     def pad_state(self, x):
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, self.key - self.key_in), (0, self.value - self.value_in)])
+        return _pad(x, -3, self.value_heads, -2, self.key, -1, self.value)
 
     def cut_state(self, x):
-        return x[..., : self.key_in, : self.value_in]
+        return x[..., : self.heads_in, : self.key_in, : self.value_in]
 
-    def rows(self, x, mode="constant"):
-        """[B, T, heads] to [B, N, blocks, heads of a block, C]: per head a row of lanes."""
-        x = jnp.pad(x, ((0, 0), (0, self.chunks * self.size - self.time), (0, 0)), mode=mode)
+    def pad_twins(self, x):
+        return _pad(x, 2, self.value_heads // 2)
+
+    def cut_twins(self, x):
+        return x[:, :, : (self.heads_in + 1) // 2]
+
+    def rows(self, x):
+        """[B, T, H] to [B, N, blocks, twins of a block, 2C]: two heads a row."""
+        x = _pad(x, 1, self.chunks * self.size, 2, self.value_heads)
         x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.size, -1), 2, 3)
-        return x.reshape(self.batch, self.chunks, -1, min(self.block, x.shape[2]), self.size)
+        return x.reshape(self.batch, self.chunks, -1, self.block // 2, 2 * self.size)
 
     def unchunk(self, x):
-        """The reverse of `rows`, for value heads."""
+        """The reverse of `rows`."""
         x = x.reshape(self.batch, self.chunks, self.value_heads, self.size)
-        return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[:, : self.time]
+        return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[:, : self.time, : self.heads_in]
 
     def inputs(self, q, k, v, g, beta, segments) -> dict:
-        g_rows = self.rows(g.astype(jnp.float32))
-        total = jnp.matmul(g_rows, chunk_math.lower_mask(self.size).astype(jnp.float32).T, precision=chunk_math.HIGHEST)
         arrays = dict(
-            q=self.flatten(q), k=self.flatten(k), v=self.flatten(v), total=total, beta=self.rows(beta.astype(jnp.float32))
+            q=self.flatten(q, self.key_heads),
+            k=self.flatten(k, self.key_heads),
+            v=self.flatten(v, self.value_heads),
+            total=twins.sums(self.rows(g.astype(jnp.float32)), jnp.less_equal),
+            beta=self.rows(beta.astype(jnp.float32)),
         )
         if segments is not None:
-            signed = self.rows(segments[:, :, None], "edge")[:, :, 0]  # [B, N, 1, C]
-            index = chunk_math.document_index(jnp.swapaxes(signed[:, :, 0], 0, 1))
-            index = jnp.swapaxes(index, 0, 1)[:, :, None].astype(jnp.float32)
-            arrays["documents"] = jnp.where(signed > 0, index, -1 - index)  # padding rows keep their document, negated
+            signed = jnp.pad(segments, ((0, 0), (0, self.chunks * self.size - self.time)), mode="edge")
+            signed = signed.reshape(self.batch, self.chunks, self.size)
+            index = jnp.swapaxes(chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1).astype(jnp.float32)
+            index = jnp.where(signed > 0, index, -1 - index)  # padding rows keep their document, negated
+            arrays["documents"] = jnp.concatenate([index, index], axis=-1)[:, :, None]
         return arrays
 
     def specs(self, forward: bool) -> dict:
         """Block specifications by name; the backward grid walks the chunks from the last to the first."""
         n = (lambda i: i) if forward else (lambda i: self.chunks - 1 - i)
         flat = lambda width: pl.BlockSpec((1, self.size, width), lambda b, h, i: (b, n(i), h))
-        rows = pl.BlockSpec((1, 1, 1, self.block, self.size), lambda b, h, i: (b, n(i), h, 0, 0))
+        rows = pl.BlockSpec((1, 1, 1, self.block // 2, 2 * self.size), lambda b, h, i: (b, n(i), h, 0, 0))
         state = pl.BlockSpec((1, self.block, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
         per_chunk = lambda *shape: pl.BlockSpec((1, 1, self.block, *shape), lambda b, h, i: (n(i), b, h, 0, 0))
         keys, values = flat(self.key_block * self.key), flat(self.block * self.value)
@@ -172,13 +195,13 @@ class Problem:
             beta=rows,
             dg=rows,
             dbeta=rows,
-            documents=pl.BlockSpec((1, 1, 1, self.size), lambda b, h, i: (b, n(i), 0, 0)),
+            documents=pl.BlockSpec((1, 1, 1, 2 * self.size), lambda b, h, i: (b, n(i), 0, 0)),
             initial_state=state,
             final=state,
             dfinal=state,
             dinitial=state,
             states=per_chunk(self.key, self.value),
-            inverses=per_chunk(self.size, self.size),
+            inverses=pl.BlockSpec((1, 1, self.block // 2, self.size, 2 * self.size), lambda b, h, i: (n(i), b, h, 0, 0)),
             reads=per_chunk(self.size, self.key),
             m=pl.BlockSpec((1, self.block, self.key, self.key), lambda b, h, i: (b, h, 0, 0)),
         )

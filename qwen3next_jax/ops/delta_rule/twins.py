@@ -1,0 +1,173 @@
+"""Matrices of two heads side by side, and their products with what belongs to one head.
+
+A [C, C] matrix of 64 tokens fills half of a TPU register's 128 lanes and a sixteenth of the 256 x 256 matrix unit. So those
+of heads 2e and 2e + 1 lie side by side in the lanes, a twin [C, 2C], and right operands lie on the diagonal of one matrix: a
+product then takes both heads at the price of one.
+
+E twins, I = 2E heads, C chunk length, R rows, X any width.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products
+
+LANES = 128
+
+
+def indices(rows: int, columns: int):
+    """[rows, columns] the number of the row and of the column."""
+    return tuple(jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis) for axis in (0, 1))
+
+
+def halves(shape):
+    """Whether a lane belongs to the first head of its twin."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) < shape[-1] // 2
+
+
+def apart(x_I):
+    """[I, ...] to the first heads and the second ones, [E, ...] each."""
+    x = x_I.reshape(-1, 2, *x_I.shape[1:])
+    return x[:, 0], x[:, 1]
+
+
+def together(first_E, second_E):
+    """The reverse of `apart`."""
+    x = jnp.stack([first_E, second_E], axis=1)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def beside(x_IRX):
+    """[E, R, 2X]."""
+    return jnp.concatenate(apart(x_IRX), axis=-1)
+
+
+def heads(x_ERX):
+    """The reverse of `beside`."""
+    width = x_ERX.shape[-1] // 2
+    return together(x_ERX[..., :width], x_ERX[..., width:])
+
+
+def diagonal(x_IRX):
+    """[E, 2R, 2X]: the first head's in the upper left, the second one's in the lower right, zeros elsewhere."""
+    first, second = apart(x_IRX)
+    zero = jnp.zeros_like(first)
+    return jnp.concatenate([jnp.concatenate([first, zero], axis=-1), jnp.concatenate([zero, second], axis=-1)], axis=-2)
+
+
+def on_diagonal(x_ERX):
+    """The reverse of `diagonal`; what lies elsewhere is dropped."""
+    rows, width = x_ERX.shape[-2] // 2, x_ERX.shape[-1] // 2
+    return together(x_ERX[:, :rows, :width], x_ERX[:, rows:, width:])
+
+
+def twin(spread_ICX, size: int):
+    """[E, C, 2 size] out of numbers spread over the lanes: each head's over its half."""
+    first, second = apart(spread_ICX[..., : 2 * size])
+    return jnp.where(halves(first.shape), first, second)
+
+
+def columns(rows_RC):
+    """[R, C] to [R, C, LANES], every lane of a row of the result holding that row's number."""
+    x, shape = rows_RC.T, (rows_RC.shape[1], LANES)
+    return jnp.stack([jnp.broadcast_to(x[:, i : i + 1], shape) for i in range(rows_RC.shape[0])])
+
+
+def spread(rows_EC):
+    """`columns` of the two heads of every row [E, 2C]: [I, C, LANES]."""
+    x = columns(rows_EC)
+    return x.reshape(-1, x.shape[1] // 2, LANES)
+
+
+def fit(spread_ICX, width: int):
+    """What is spread over LANES, for a multiple of them."""
+    return jnp.concatenate([spread_ICX] * (width // LANES), axis=-1)
+
+
+def row_sums(x_ICX):
+    """[E, 2C]: the sum of every row, the twins' two heads in one row."""
+    sums = jnp.concatenate(apart(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)  # [E, 2C, 1]
+    return jnp.concatenate(list(sums), axis=-1).T
+
+
+
+@dataclasses.dataclass(frozen=True)
+class TwinProducts:
+    """Products with operands in `operand` and float32 accumulation.
+
+    bfloat16 operands that must keep their value go in two parts, high and low, of which `parts` makes a tuple; all products
+    of parts but low with low are summed, most of them inside the matrix unit. float32 operands are one part.
+    """
+
+    operand: typing.Any
+
+    def parts(self, x):
+        high = x.astype(self.operand)
+        return (high,) if self.operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(self.operand))
+
+    @property
+    def plain(self):
+        return Products(self.operand)
+
+    def nn(self, x_parts, y_parts):
+        """[I, R, X]: twins [E, R, 2C] times what each head holds [I, C, X]."""
+        x, y = _stacked(x_parts, [diagonal(y) for y in y_parts], -1)
+        return heads(self.plain.nn(x, y))
+
+    def tn(self, x_parts, y_parts):
+        """[I, C, X]: twins [E, R, 2C] transposed times what each head holds [I, R, X]."""
+        x, y = _stacked(x_parts, [beside(y) for y in y_parts], -2)
+        return on_diagonal(self.plain.tn(x, y))
+
+    def twins(self, x_parts, y_parts):
+        """[E, R, 2C]: twins [E, R, 2C] times twins [E, C, 2C].
+
+        Parts of y go beside each other, parts of x below each other: a quarter of the loads of stationary operands that a
+        stack along the contraction takes, and there is little else in these small products.
+        """
+        y = []
+        for part in y_parts:
+            first, zero = halves(part.shape), jnp.zeros_like(part)
+            y.append(jnp.concatenate([jnp.where(first, part, zero), jnp.where(first, zero, part)], axis=-2))
+        return _quarters(self.plain.nn(jnp.concatenate(x_parts, axis=-2), jnp.concatenate(y, axis=-1)), x_parts, y_parts)
+
+    def nt(self, x_parts, y_parts):
+        """[E, R, 2C]: x y^T of every head, x [I, R, X] and y [I, C, X]."""
+        x = jnp.concatenate([beside(part) for part in x_parts], axis=-2)
+        y = jnp.concatenate([diagonal(part) for part in y_parts], axis=-2)
+        return _quarters(self.plain.nt(x, y), x_parts, y_parts)
+
+    def sums_before(self, x_ECC):
+        """Column t: the sum over the columns of the same head before t."""
+        lanes = x_ECC.shape[-1]
+        row, column = indices(lanes, lanes)
+        before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(self.operand)
+        x, y = _stacked(self.parts(x_ECC), [before], -1)
+        precision = None if self.operand == jnp.bfloat16 else HIGHEST
+        return jax.lax.dot_general(x, y, (((2,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def sums(rows_EC, counts):
+    """[..., 2C] column t: the sum over the columns i of the same head for which counts(i, t) holds."""
+    lanes = rows_EC.shape[-1]
+    row, column = indices(lanes, lanes)
+    counted = counts(row, column) & ((row < lanes // 2) == (column < lanes // 2))
+    return jnp.matmul(rows_EC, counted.astype(jnp.float32), precision=HIGHEST)
+
+
+def _stacked(x_parts, y_parts, x_axis: int):
+    """The pairs of parts that count, stacked along the contraction: axis `x_axis` of x, -2 of y."""
+    pairs = [(x, y) for i, x in enumerate(x_parts) for j, y in enumerate(y_parts) if i + j < 2]
+    x, y = zip(*pairs)
+    return jnp.concatenate(x, axis=x_axis), jnp.concatenate(y, axis=-2)
+
+
+def _quarters(product, x_parts, y_parts):
+    """The sum over the pairs of parts that count, x's below each other and y's beside each other."""
+    rows, columns = product.shape[-2] // len(x_parts), product.shape[-1] // len(y_parts)
+    at = lambda i, j: product[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+    small = [at(i, j) for i in range(len(x_parts)) for j in range(len(y_parts)) if i + j == 1]
+    return at(0, 0) if not small else at(0, 0) + sum(small[1:], small[0])
