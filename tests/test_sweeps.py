@@ -16,7 +16,7 @@ from qwen3next_jax.sweeps import runner
 from qwen3next_jax.sweeps.check import check_points
 from qwen3next_jax.sweeps.points import load_sweep, manifest
 from qwen3next_jax.sweeps.report import report
-from qwen3next_jax.sweeps.results import Result, findings, is_done, lines_of, pareto, to_csv
+from qwen3next_jax.sweeps.results import Result, findings, is_done, lines_of, pareto, read_result, to_csv
 
 ROOT = Path(__file__).parents[1]
 NANO = {"model.num_hidden_layers": 2, "model.full_attention_interval": 2, "model.hidden_size": 16, "model.intermediate_size": 16,
@@ -131,6 +131,20 @@ def _wait(condition, seconds=120):
         time.sleep(0.05)
 
 
+def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"eval.suites": ("position", "mqar")}, "axes": {"train.seed": [0]}}))
+    point, path = sweep.points[0], tmp_path / "metrics.jsonl"
+    last = {"step": 4, "time": 0.0}
+    for event, done in (({"event": "heldout", "loss": 1.0, "accuracy": 0.5}, False),
+                        ({"event": "suite", "suite": "position", "loss": 1.0, "bits_per_byte": 2.0, "bits_per_byte/1-1": 3.0, "targets/1-1": 9}, False),
+                        ({"event": "suite", "suite": "mqar", "accuracy/2 pairs": 0.25}, True)):
+        with path.open("a") as file:
+            file.write(json.dumps(event | last) + "\n")
+        assert is_done(tmp_path, point.config) == done
+    assert read_result(point, tmp_path).measured == {"heldout accuracy": 0.5, "heldout loss": 1.0, "position bits_per_byte": 2.0,
+                                                     "position bits_per_byte/1-1": 3.0, "mqar accuracy/2 pairs": 0.25}
+
+
 def _results(tmp_path, figures):
     """Results of {(ratio, seed): {figure: value}}."""
     sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "axes": {"ratio": sorted({r for r, _ in figures}), "train.seed": sorted({s for _, s in figures})}}))
@@ -143,7 +157,7 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
         ("3:1", 0): {"heldout bits_per_byte": 1.9}, ("3:1", 1): {"heldout bits_per_byte": 2.1},
         ("7:1", 0): {"heldout bits_per_byte": 2.5}, ("7:1", 1): {"heldout bits_per_byte": 2.6}})
     assert findings(sweep, results) == [
-        "Heldout bits_per_byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) overlaps with it, seed by seed. "
+        "Held-out bits per byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) overlaps with it, seed by seed. "
         "Every run of 7:1 (2.55) is above every run of it."]
     one = [r for r in results if r.point.values["train.seed"] == "0"]
     assert findings(sweep, one)[0].endswith("One seed only: differences of this size may be chance.")

@@ -10,7 +10,7 @@ from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
-    Result, findings, higher_is_better, lines_of, pareto, seed_axes, to_csv, to_json)
+    Result, findings, higher_is_better, lines_of, pareto, seed_axes, shown, to_csv, to_json)
 
 COUNTED = {"parameters": "parameters", "flops_per_token": "FLOPs per token", "cache_bytes_per_token": "cache bytes per token",
            "state_bytes": "recurrent state, bytes"}
@@ -50,18 +50,23 @@ def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -
 
 
 def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
-    values, charts = sweep.axes[sweep.x], []
+    """A chart per kind of figure; what it is split up by ("accuracy/8 pairs", "loss/64-127") are lines of it."""
+    values, charts, kinds = sweep.axes[sweep.x], [], {}
     for name in dict.fromkeys(name for result in done for name in result.measured):
+        kind, _, place = name.partition("/")
+        kinds.setdefault((kind, bool(place)), []).append((name, place))
+    for (kind, _), names in kinds.items():
         lines = []
-        for i, (label, line) in enumerate(lines_of(sweep, done, name).items()):
-            spreads = [line.get(value) for value in values]
-            lines.append(Line(label, range(len(values)), [s.mean if s else math.nan for s in spreads],
-                              low=[min(s.values) if s else math.nan for s in spreads],
-                              high=[max(s.values) if s else math.nan for s in spreads], colour=i, dots=True))
+        for name, place in names:
+            for label, line in lines_of(sweep, done, name).items():
+                spreads = [line.get(value) for value in values]
+                lines.append(Line(", ".join(filter(None, (place, label))), range(len(values)), [s.mean if s else math.nan for s in spreads],
+                                  low=[min(s.values) if s else math.nan for s in spreads],
+                                  high=[max(s.values) if s else math.nan for s in spreads], colour=len(lines), dots=True,
+                                  shade=len(lines) / (len(names) - 1) if len(names) > 4 else None))
         seeds = "the line is the mean over seeds, the band their range" if seed_axes(sweep) else "one seed"
-        better = "higher" if higher_is_better(name) else "lower"
-        charts.append(line_chart(_capital(name), lines, x_label=sweep.x.rpartition(".")[2], x_names=values,
-                                 note=f"{_capital(better)} is better; {seeds}."))
+        better = "Higher" if higher_is_better(kind) else "Lower"
+        charts.append(line_chart(shown(kind), lines, x_label=sweep.x.rpartition(".")[2], x_names=values, note=f"{better} is better; {seeds}."))
     return f'<div class="charts">{"".join(charts)}</div>' if charts else "<p>No point is done yet.</p>"
 
 
@@ -96,14 +101,16 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
             front = pareto(points, higher_is_better(name))
             lines = [Line("best for its cost", [points[i][0] for i in front], [points[i][1] for i in front], colour=7, dash=1)] if len(front) > 1 else []
             lines += [Line(value, [cost], [mean], colour=k, dots=True) for k, (value, (cost, mean)) in enumerate(zip(line, points))]
-            charts.append(line_chart(f"{_capital(name)}{f' ({label})' if label else ''} against cache", lines,
+            charts.append(line_chart(f"{shown(name)}{f' ({label})' if label else ''} against cache", lines,
                                      x_label="cache bytes per token of context"))
     return charts
 
 
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
-    measured = list(dict.fromkeys(name for result in results for name in result.measured))
-    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "step", *measured, "tokens/s", *COUNTED.values(), "seconds"]
+    # The rest of what is split up by position or layer is in results.csv.
+    measured = [name for name in dict.fromkeys(name for result in results for name in result.measured)
+                if "/" not in name or higher_is_better(name)]
+    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "step", *map(shown, measured), "tokens/s", *COUNTED.values(), "seconds"]
     rows = [[*r.point.values.values(), f"{r.step:,} of {r.point.config.train.steps:,}",
              *(f"{r.measured[name]:.4g}" if name in r.measured else "–" for name in measured),
              f"{r.tokens_per_second:,.0f}" if r.step else "–", *(f"{r.counted[name]:,.0f}" for name in COUNTED),

@@ -63,7 +63,7 @@ class Spread:
 
 def is_done(workdir: pathlib.Path, config: Config) -> bool:
     """Whether the run in `workdir` has been trained and evaluated to its last step."""
-    return bool(_measured(read_events(workdir / "metrics.jsonl"), config.train.steps))
+    return bool(_measured(read_events(workdir / "metrics.jsonl"), config))
 
 
 def read_result(point: Point, workdir: pathlib.Path) -> Result:
@@ -74,22 +74,24 @@ def read_result(point: Point, workdir: pathlib.Path) -> Result:
     for event, following in zip(events, events[1:]):
         if following["event"] != "start":
             seconds += following["time"] - event["time"]
-    return Result(point, train[-1]["step"] if train else 0, _measured(events, point.config.train.steps),
+    return Result(point, train[-1]["step"] if train else 0, _measured(events, point.config),
                   statistics.median(speeds) if speeds else math.nan, seconds)
 
 
-def _measured(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
-    last = [e for e in events if e["step"] == steps]
+def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, float]:
+    """The figures of the last step, {} unless all its evaluations are there: "heldout loss", "mqar accuracy/8 pairs"."""
+    last = [e for e in events if e["step"] == config.train.steps]
     heldout = [e for e in last if e["event"] == "heldout"]
-    if not heldout:
+    suites = [e for e in last if e["event"] == "suite"]
+    if not heldout or set(config.eval.suites) - {e["suite"] for e in suites}:
         return {}
     names = ("bits_per_byte", "loss") if "bits_per_byte" in heldout[-1] else ("accuracy", "loss")
     values = {f"heldout {name}": heldout[-1][name] for name in names}
-    values |= {f"mtp acceptance {name.rpartition('/')[2]}": v for name, v in heldout[-1].items() if name.startswith("mtp_acceptance/")}
-    for event in last:
-        if event["event"] == "suite":
-            values |= {f"{event['suite']} {name.replace('/', ' ')}": v for name, v in event.items()
-                       if name not in ("event", "step", "time", "suite") and not name.startswith("targets")}
+    values |= {f"mtp {name.partition('_')[2]}": v for name, v in heldout[-1].items() if name.startswith("mtp_acceptance/")}
+    for event in suites:
+        # Bits per byte say what the loss says, and compare across tokenizers.
+        skipped = ("event", "step", "time", "suite", "targets", *(("loss",) if "bits_per_byte" in event else ()))
+        values |= {f"{event['suite']} {name}": v for name, v in event.items() if name.partition("/")[0] not in skipped}
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
@@ -141,12 +143,20 @@ def higher_is_better(figure: str) -> bool:
     return "accuracy" in figure or "acceptance" in figure or "right" in figure
 
 
+def shown(figure: str) -> str:
+    """A figure's name as text: "mqar accuracy/8 pairs" → "Mqar accuracy, 8 pairs"."""
+    text = figure.replace("heldout", "held-out").replace("_", " ").replace("/", ", ")
+    return text[0].upper() + text[1:]
+
+
 def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """A sentence per figure and line, computed from the numbers: which value of the x axis is best, and whether the seeds say so."""
+    """A sentence per figure and line, computed from the numbers: which value of the x axis is best, and whether the seeds say so.
+    Of figures that are split up, losses by position for instance, only shares of right answers get one each."""
     sentences = []
     for figure in dict.fromkeys(name for result in results for name in result.measured):
         for name, line in lines_of(sweep, results, figure).items():
-            if len(line) > 1 and figure != "heldout loss":
+            if len(line) > 1 and figure not in ("heldout loss", "position loss", "position bits_per_byte") and (
+                    "/" not in figure or higher_is_better(figure)):
                 sentences.append(_finding(sweep.x.rpartition(".")[2], figure, name, line))
     return sentences
 
@@ -155,7 +165,7 @@ def _finding(x: str, figure: str, name: str, line: dict[str, Spread]) -> str:
     sign = 1 if higher_is_better(figure) else -1
     order = sorted(line, key=lambda value: -sign * line[value].mean)
     best, rest = line[order[0]], order[1:]
-    subject = f"{figure[0].upper()}{figure[1:]}" + (f" ({name})" if name else "")
+    subject = shown(figure) + (f" ({name})" if name else "")
     if all(spread.mean == best.mean for spread in line.values()):
         return f"{subject} is the same at every {x}: {best}."
     extreme = "highest" if sign > 0 else "lowest"
