@@ -1,4 +1,4 @@
-"""The tables of docs/planner.md, and the plot of step time against chips, from the plans beside it.
+"""The tables of docs/planner.md and of remat in docs/parallel.md, and the plot of step time against chips, from the plans of docs/planner.
 
     python benchmarks/planner_figures.py [--compile=v6e_16x16,v5e_16x16 | --compile=all] [--scaling=docs/planner/scaling.png]
 
@@ -12,17 +12,20 @@ import pathlib
 import subprocess
 import sys
 
-BATCH, LENGTH, MICRO = (f"--config.train.{name}=" for name in ("batch_size", "sequence_length", "gradient_accumulation"))
-# name: (slice, mesh, settings over configs/qwen3_next_80b_a3b.py)
+BATCH, LENGTH, QUICK = "--config.train.batch_size=", "--config.train.sequence_length=", "--quick"
+EIGHT_LAYERS = ("--config.model.num_hidden_layers=8", "--config.model.full_attention_interval=2", "--config.model.mtp_depth=0", BATCH + "8")
+REMAT = ("none", "dots", "block", "offload")
+# name: (slice, mesh, flags beside --config=configs/qwen3_next_80b_a3b.py)
 POINTS = {
-    "v5p_8x8x8": ("v5p:8x8x8", "data=64,expert=8", ()),
-    "v6e_16x16": ("v6e:16x16", "data=32,expert=8", ()),
-    "tpu7x_4x4x4": ("tpu7x:4x4x4", "data=16,expert=8", ()),
-    "v5e_16x16": ("v5e:16x16", "data=16,expert=8,tensor=2", (MICRO + "4",)),
-    "v5p_8x8x8_long": ("v5p:8x8x8", "data=2,expert=8,context=32", (BATCH + "16", LENGTH + "262144")),
-    "v5p_4x4x4": ("v5p:4x4x4", "data=8,expert=8", (BATCH + "64",)),
-    "v5p_4x4x8": ("v5p:4x4x8", "data=16,expert=8", (BATCH + "128",)),
-    "v5p_4x8x8": ("v5p:4x8x8", "data=32,expert=8", (BATCH + "256",)),
+    "v5p_8x8x8": ("v5p:8x8x8", "data=64,expert=8", (QUICK,)),
+    "v6e_16x16": ("v6e:16x16", "data=32,expert=8", (QUICK,)),
+    "tpu7x_4x4x4": ("tpu7x:4x4x4", "data=16,expert=8", (QUICK, BATCH + "128")),
+    "v5e_16x16": ("v5e:16x16", "data=32,expert=8", (QUICK, BATCH + "256", "--config.train.remat=offload")),
+    "v5p_8x8x8_long": ("v5p:8x8x8", "data=2,expert=8,context=32", (QUICK, BATCH + "16", LENGTH + "262144")),
+    "v5p_4x4x4": ("v5p:4x4x4", "data=8,expert=8", (QUICK, BATCH + "64")),
+    "v5p_4x4x8": ("v5p:4x4x8", "data=16,expert=8", (QUICK, BATCH + "128")),
+    "v5p_4x8x8": ("v5p:4x8x8", "data=32,expert=8", (QUICK, BATCH + "256")),
+    **{f"remat_{policy}": ("v5p:2x2x2", "data=1,expert=8", (QUICK, *EIGHT_LAYERS, f"--config.train.remat={policy}")) for policy in REMAT},
 }
 SCALING = ("v5p_4x4x4", "v5p_4x4x8", "v5p_4x8x8", "v5p_8x8x8")  # one row of 4096 tokens a chip
 
@@ -36,32 +39,51 @@ def main():
     for name in POINTS if arguments.compile == "all" else filter(None, arguments.compile.split(",")):
         make(name, arguments.plans / f"{name}.json")
     plans = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))}
-    print("| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | tokens/s | MFU | waits for | compile s (CPU s), level unless default |")
+    remat = [plans.pop(f"remat_{policy}") for policy in REMAT if f"remat_{policy}" in plans]
+    print("| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | tokens/s | MFU | waits for | compile s (CPU s), GiB, level |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         print("| " + " | ".join(row(p)) + " |")
-    parts = next(p["memory_bytes"] for p in plans.values() if p["fits"])
-    print("\n| GiB a device | " + " | ".join(parts) + " | usable |\n|---|---|---|---|---|---|---|---|---|")
-    for p in plans.values():
-        if p["fits"]:
-            parts = " | ".join(f"{size / 2**30:.2f}" for size in p["memory_bytes"].values())
-            print(f"| {p['topology']} {mesh(p)} | {parts} | {p['usable_hbm_bytes'] / 2**30:.2f} |")
+    print_parts(plans.values(), lambda p: f"{p['topology']} {mesh(p)}")
     print("\n| slice | seconds waited for | bytes sent a device, GB |\n|---|---|---|")
-    for p in plans.values():
-        if p["fits"]:
-            waits = ", ".join(f"{name} {seconds:.3f}" for name, seconds in p["bound_seconds"].items())
-            sent = ", ".join(f"{'+'.join(n['axes'])} {n['collective']} {n['bytes'] / 1e9:.1f}" for n in p["network"][:4])
-            print(f"| {p['topology']} {mesh(p)} | {waits} | {sent} |")
+    for p in filter(fits, plans.values()):
+        waits = ", ".join(f"{name} {seconds:.3f}" for name, seconds in p["bound_seconds"].items() if seconds >= 5e-4)
+        sent = ", ".join(f"{'+'.join(n['axes'])} {n['collective']} {n['bytes'] / 1e9:.1f}" for n in p["network"][:5])
+        print(f"| {p['topology']} {mesh(p)} | {waits} | {sent} |")
+    print_parts(remat, lambda p: p["remat"])
+    print("\n| remat | TFLOP executed, of the model | GB through HBM | step s | MFU |\n|---|---|---|---|---|")
+    for p in remat:
+        figures = (f"{p['executed_flops'] / 1e12:.1f}, {p['model_flops'] / 1e12:.1f} | {p['hbm_bytes'] / 1e9:.0f} | {p['step_seconds']:.3f} | {p['mfu']:.1%}"
+                   if p["fits"] else f"{verdict(p)}: {p['reason']} | | |")
+        print(f"| {p['remat']} | {figures} |")
     if arguments.scaling:
         draw([plans[name] for name in SCALING if name in plans], arguments.scaling)
 
 
+def fits(p):
+    return p["fits"]
+
+
+def verdict(p):
+    return "failed" if p["failed"] else "does not fit"
+
+
+def print_parts(plans, label):
+    """Memory by part."""
+    plans = list(filter(fits, plans))
+    if plans:
+        print("\n| GiB a device | " + " | ".join(plans[0]["memory_bytes"]) + " | usable |\n|---|---|---|---|---|---|---|---|---|")
+    for p in plans:
+        parts = " | ".join(f"{size / 2**30:.2f}" for size in p["memory_bytes"].values())
+        print(f"| {label(p)} | {parts} | {p['usable_hbm_bytes'] / 2**30:.2f} |")
+
+
 def make(name, path):
     """Compiles one point; exit code 1 is a plan, too: one that does not fit."""
-    topology, axes, settings = POINTS[name]
+    topology, axes, given = POINTS[name]
     if not path.exists():
         command = [sys.executable, "-m", "qwen3next_jax.plan", "--config=configs/qwen3_next_80b_a3b.py", f"--topology={topology}",
-                   f"--mesh={axes}", f"--json={path}", *settings]
+                   f"--mesh={axes}", f"--json={path}", *given]
         print(" ".join(command[1:]), file=sys.stderr)
         if subprocess.run(command, stdout=sys.stderr).returncode not in (0, 1):
             sys.exit(1)
@@ -74,33 +96,43 @@ def mesh(p):
 def row(p):
     first = [p["topology"], str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""), mesh(p),
              f"{p['batch_size']} × {p['sequence_length']:,}", f"{p['remat']} × {p['gradient_accumulation']}"]
-    level = "" if p["optimization_level"] == "default" else f", {p['optimization_level']}"
-    last = f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f}){level}"
+    memory = f", {p['compile_memory_bytes'] / 2**30:.1f} GiB" if p["compile_memory_bytes"] else ""
+    last = f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f}){memory}, {p['optimization_level']}"
     if not p["fits"]:
-        return [*first, "does not fit: " + p["reason"], "", "", "", "", last]
+        return [*first, f"{verdict(p)}: {p['reason']}", "", "", "", "", last]
     return [*first, f"{p['peak_hbm_bytes'] / 2**30:.1f} of {p['usable_hbm_bytes'] / 2**30:.1f}", f"{p['step_seconds']:.3f}",
             f"{p['tokens_per_second']:,.0f}", f"{p['mfu']:.1%}", p["binding"], last]
+
+
+def limit(p):
+    """The collective that the step waits for longest: of the axes with the longest wait the one that sends most."""
+    waits = {name.removeprefix("network "): seconds for name, seconds in p["bound_seconds"].items() if name.startswith("network")}
+    axes = max(waits, key=waits.get)
+    kind = max((n for n in p["network"] if "+".join(n["axes"]) == axes), key=lambda n: n["bytes"])["collective"]
+    return f"{axes} {kind}"
 
 
 def draw(plans, path):
     """Seconds waited for, stacked, against chips: what limits the step, and how it grows."""
     from matplotlib.figure import Figure
 
-    plans = sorted((p for p in plans if p["fits"]), key=lambda p: p["chips"])
-    names = sorted({name for p in plans for name in p["bound_seconds"]}, key=lambda n: -plans[-1]["bound_seconds"].get(n, 0))
+    plans = sorted(filter(fits, plans), key=lambda p: p["chips"])
+    names = [name for name in plans[-1]["bound_seconds"] if plans[-1]["bound_seconds"][name] >= 1e-3]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{p['chips']}\n{mesh(p)}" for p in plans]
+    labels = [f"{p['chips']} chips\n{mesh(p)}" for p in plans]
     bottom = [0.0] * len(plans)
     for name in names:
         seconds = [p["bound_seconds"].get(name, 0.0) for p in plans]
-        axes.bar(labels, seconds, bottom=bottom, label=name)
+        axes.bar(labels, seconds, bottom=bottom, label=name, width=0.6)
         bottom = [a + b for a, b in zip(bottom, seconds)]
     for label, p, top in zip(labels, plans, bottom):
-        axes.annotate(f"MFU {p['mfu']:.1%}", (label, top), ha="center", va="bottom")
+        axes.annotate(f"MFU {p['mfu']:.1%}\n{limit(p)}", (label, top), ha="center", va="bottom", fontsize="small")
     tokens = plans[0]["tokens_per_step"] // plans[0]["chips"]
-    axes.set(xlabel="chips and mesh", ylabel="seconds a step", title=f"{plans[0]['config']} on {plans[0]['topology'].split(':')[0]}, {tokens:,} tokens a chip")
-    axes.legend(title="waiting for", fontsize="small")
+    axes.set(ylabel="seconds a step", ylim=(0, 1.15 * max(bottom)),
+             title=f"{plans[0]['config']} on {plans[0]['topology'].split(':')[0]}, {tokens:,} tokens a chip; above: the collective waited for longest")
+    axes.title.set_fontsize("medium")
+    figure.legend(title="waiting for", fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 

@@ -153,7 +153,7 @@ def draw(plans: list, path: pathlib.Path) -> None:
         return
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1.4 + 0.5 * len(plans)), layout="constrained")
+    figure = Figure(figsize=(9, 1.5 + 0.5 * len(plans)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(plans)
     labels = [f"{_mesh_text(p.mesh)}\nremat {p.config.train.remat} × {p.config.train.gradient_accumulation}" for p in plans]
@@ -163,7 +163,7 @@ def draw(plans: list, path: pathlib.Path) -> None:
         left = [a + b for a, b in zip(left, sizes)]
     axes.axvline(plans[0].usable_hbm / 2**30, color="black", linestyle="--", label="usable HBM")
     axes.set(xlabel="GiB per device", title=_title(plans[0]))
-    axes.legend(ncols=4, fontsize="small")
+    figure.legend(ncols=7, fontsize="small", loc="outside lower center")
     axes.invert_yaxis()
     figure.savefig(path, dpi=120)
 

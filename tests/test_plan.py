@@ -317,6 +317,8 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
     assert all(np.prod(list(c.sizes.values())) == 256 for c in found)
     assert any("GiB of 31 GiB" in c.reason for c in found) and any("does not divide" in c.reason for c in found)
     assert set(RECOMPUTED) == set(typing.get_args(typing.get_type_hints(TrainConfig)["remat"]))
+    on_v5e = candidates(Config(train=TrainConfig(batch_size=256, sequence_length=4096)), topology.describe("v5e:16x16"))
+    assert all("ragged_all_to_all" in c.reason for c in on_v5e if c.sizes["expert"] > 8 and "does not divide" not in c.reason)
     # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
     assert all(c.config.train.remat != "none" for c in fitting[:3])
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.model.expert_parallel import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.parallel.mesh import check_divides
 from qwen3next_jax.parallel.topology import Topology
@@ -65,6 +66,9 @@ def _judge(config: Config, sizes: dict[str, int], topology: Topology) -> Candida
         check_divides(config, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     except UserError as error:
         return Candidate(config, sizes, float("inf"), float("inf"), str(error))
+    if topology.chip.name == "v5e" and topology.chips > 16 and sizes["expert"] > GATHERED_SHARDS:
+        reason = f"expert = {sizes['expert']}: beyond {GATHERED_SHARDS} needs ragged_all_to_all, which libtpu 0.0.50 lacks on v5e beyond 4x4"
+        return Candidate(config, sizes, float("inf"), float("inf"), reason)
     size, seconds = estimated_bytes(config, sizes), estimated_seconds(config, sizes, topology)
     usable = topology.chip.usable_hbm
     reason = f"about {size / 2**30:.0f} GiB of {usable / 2**30:.0f} GiB" if size > usable else ""
@@ -72,14 +76,17 @@ def _judge(config: Config, sizes: dict[str, int], topology: Topology) -> Candida
 
 
 def estimated_bytes(config: Config, sizes: dict[str, int]) -> float:
-    """State, gradients, saved activations, and the largest working set: a period's gathered weights and one layer's tokens."""
+    """State, gradients, saved activations, the gathered embedding and head with their gradients, and the largest working set:
+    a period's gathered weights and one layer's tokens."""
     m, train = config.model, config.train
     devices, tokens = _devices(sizes), _micro_batch_tokens(config, sizes)
-    state = 16 * parameter_counts(m).total / devices  # float32: parameter, two moments, gradient
+    # Float32: parameter, two moments, gradient; a second one where micro-batches add up.
+    state = (16 + 4 * (train.gradient_accumulation > 1)) * parameter_counts(m).total / devices
+    ends = m.vocab_size * m.hidden_size * (8 / sizes["tensor"] + 4)  # float32, split over `tensor`; bfloat16, whole
     per_layer = {"none": _layer_bytes(m), "dots": _layer_bytes(m, experts=False), "block": 2 * m.hidden_size, "offload": 0}
     saved = per_layer[train.remat] * m.num_hidden_layers * tokens
     weights = 2 * _gathered(m, sizes) / m.num_hidden_layers * m.period
-    return state + saved + 3 * weights + 2 * _layer_bytes(m) * tokens
+    return state + saved + ends + 3 * weights + 2 * _layer_bytes(m) * tokens
 
 
 def estimated_seconds(config: Config, sizes: dict[str, int], topology: Topology) -> float:
