@@ -57,10 +57,12 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
         kinds.setdefault((kind, bool(place)), []).append((name, place))
     for (kind, _), names in kinds.items():
         lines = []
+        labels = {label for name, _ in names for label in lines_of(sweep, done, name)}
         for name, place in names:
             for label, line in lines_of(sweep, done, name).items():
                 spreads = [line.get(value) for value in values]
-                lines.append(Line(", ".join(filter(None, (place, label))), range(len(values)), [s.mean if s else math.nan for s in spreads],
+                text = place if place and len(labels) == 1 else ", ".join(filter(None, (place, label)))
+                lines.append(Line(text, range(len(values)), [s.mean if s else math.nan for s in spreads],
                                   low=[min(s.values) if s else math.nan for s in spreads],
                                   high=[max(s.values) if s else math.nan for s in spreads], colour=len(lines), dots=True,
                                   shade=len(lines) / (len(names) - 1) if len(names) > 4 else None))

@@ -78,6 +78,9 @@ def read_result(point: Point, workdir: pathlib.Path) -> Result:
                   statistics.median(speeds) if speeds else math.nan, seconds)
 
 
+_REPEATED = (("position", "loss"), ("position", "bits_per_byte"))
+
+
 def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, float]:
     """The figures of the last step, {} unless all its evaluations are there: "heldout loss", "mqar accuracy/8 pairs"."""
     last = [e for e in events if e["step"] == config.train.steps]
@@ -89,9 +92,10 @@ def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, float]:
     values = {f"heldout {name}": heldout[-1][name] for name in names}
     values |= {f"mtp {name.partition('_')[2]}": v for name, v in heldout[-1].items() if name.startswith("mtp_acceptance/")}
     for event in suites:
-        # Bits per byte say what the loss says, and compare across tokenizers.
+        # Bits per byte say what the loss says, and compare across tokenizers; both over all positions are the held-out figures.
         skipped = ("event", "step", "time", "suite", "targets", *(("loss",) if "bits_per_byte" in event else ()))
-        values |= {f"{event['suite']} {name}": v for name, v in event.items() if name.partition("/")[0] not in skipped}
+        values |= {f"{event['suite']} {name}": v for name, v in event.items()
+                   if name.partition("/")[0] not in skipped and (event["suite"], name) not in _REPEATED}
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
@@ -155,8 +159,7 @@ def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
     sentences = []
     for figure in dict.fromkeys(name for result in results for name in result.measured):
         for name, line in lines_of(sweep, results, figure).items():
-            if len(line) > 1 and figure not in ("heldout loss", "position loss", "position bits_per_byte") and (
-                    "/" not in figure or higher_is_better(figure)):
+            if len(line) > 1 and figure != "heldout loss" and ("/" not in figure or higher_is_better(figure)):
                 sentences.append(_finding(sweep.x.rpartition(".")[2], figure, name, line))
     return sentences
 
