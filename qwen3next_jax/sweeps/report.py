@@ -68,7 +68,8 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
                                   shade=len(lines) / (len(names) - 1) if len(names) > 4 else None))
         seeds = "the line is the mean over seeds, the band their range" if seed_axes(sweep) else "one seed"
         better = "Higher" if higher_is_better(kind) else "Lower"
-        charts.append(line_chart(shown(kind), lines, x_label=sweep.x.rpartition(".")[2], x_names=values, note=f"{better} is better; {seeds}."))
+        charts.append(line_chart(shown(kind), lines, x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=higher_is_better(kind),
+                                 note=f"{better} is better; {seeds}."))
     return f'<div class="charts">{"".join(charts)}</div>' if charts else "<p>No point is done yet.</p>"
 
 

@@ -58,7 +58,8 @@ class Spread:
 
     def __str__(self) -> str:
         low, high = min(self.values), max(self.values)
-        return f"{self.mean:.4g}" if len(self.values) == 1 else f"{self.mean:.4g} ({low:.4g} to {high:.4g}, {len(self.values)} seeds)"
+        spread = "" if low == high else f"{low:.4g} to {high:.4g}, "
+        return f"{self.mean:.4g}" if len(self.values) == 1 else f"{self.mean:.4g} ({spread}{len(self.values)} seeds)"
 
 
 def is_done(workdir: pathlib.Path, config: Config) -> bool:
