@@ -261,6 +261,20 @@ def test_only_whole_cubes_close(name, closes):
 
 
 @needs_compiler
+@pytest.mark.parametrize("name, axes", [("v5p:8x8x8", dict(expert=8, context=32)), ("v5p:4x4x4", dict(context=32)), ("v5p:4x4x4", dict(context=64)),
+                                        ("v6e:4x4", dict(expert=2, context=8)), ("v5p:2x2x1", dict(context=4))])
+def test_the_context_axis_is_a_ring_of_neighbours(name, axes):
+    slice_ = topology.describe(name)
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), slice_.devices)
+    assert len(set(mesh.devices.flatten())) == len(slice_.devices)
+    network = Network(mesh, slice_.chip, slice_.shape)
+    for group in network.coordinates.transpose(0, 1, 3, 2, 4).reshape(-1, axes["context"], len(slice_.shape)):
+        apart = np.abs(group - np.roll(group, -1, axis=0))
+        apart = np.where(network.closes, np.minimum(apart, np.array(slice_.shape) - apart), apart)
+        assert np.all(np.sum(apart[:-1], axis=1) == 1) and (np.sum(apart[-1]) == 1 or not all(network.closes))
+
+
+@needs_compiler
 def test_split_collectives_hide_behind_work():
     """A split gather beside a product: the longer of the two; whatever is not split adds up."""
     product = "  %w = bf16[4096,4096]{1,0} parameter(1)\n  %p = bf16[4096,4096]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
