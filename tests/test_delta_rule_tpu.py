@@ -49,11 +49,12 @@ def test_compiles_at_other_shapes(chip, flags):
 
 
 def test_tiling_fits_its_budget_or_says_so():
-    small = Tiling.choose(32, 2, 64, 128, 128, 2, vmem=16 * 2**20)
-    large = Tiling.choose(32, 2, 64, 128, 128, 2, vmem=128 * 2**20)
-    assert small.block < large.block == 16
+    choose = lambda heads=32, share=2, vmem=128 * 2**20, cores=1: Tiling.choose(heads, share, 64, 128, 128, 2, vmem, cores)
+    small = choose(vmem=16 * 2**20)
+    assert small.block < choose().block == 32
     assert small.vmem_bytes <= 16 * 2**20 and 32 % small.block == small.block % 2 == 0
+    assert choose(cores=2).block == 16 and choose(heads=2, cores=2).block == 2
     with pytest.raises(ValueError, match="use implementation='chunked'"):
-        Tiling.choose(32, 32, 64, 128, 128, 2, vmem=2**20)
+        choose(share=32, vmem=2**20)
     with pytest.raises(ValueError, match="even multiple of the 2 that share"):
         Tiling(3, 2, 64, 128, 128, 2)

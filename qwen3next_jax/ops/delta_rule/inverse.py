@@ -58,7 +58,7 @@ def unit_lower_inverse(l_CC, exact: Products):
 
 # ---- inside a TPU kernel: twins [E, C, 2C] ------------------------------------------------------------------------------
 
-DIAGONAL = 16
+DIAGONAL, TOGETHER = 16, 8  # rows of a block; twins whose chains of eliminations hide each other's latency
 
 
 def twin_inverse(m_ECC, products):
@@ -95,19 +95,20 @@ def _diagonal_inverse(m_ECC):
     for i in range(1, len(blocks)):
         packed = jnp.where(own == i, blocks[i], packed)
     packed = jnp.where(row > column % DIAGONAL, packed, 0)
-    x = jnp.stack([_substitute(packed[e]) for e in range(packed.shape[0])])
+    x = jnp.concatenate([_substitute(packed[e : e + TOGETHER]) for e in range(0, packed.shape[0], TOGETHER)])
     return jnp.concatenate([jnp.where(own == i, x, 0) for i in range(len(blocks))], axis=1)
 
 
 def _substitute(l):
-    """(I + L)^{-1} of 16x16 blocks side by side, [16, lanes]: row j is eliminated from all rows of all blocks at once. Half of
+    """(I + L)^{-1} of 16x16 blocks side by side, [n, 16, lanes]: row j is eliminated from all rows of all blocks at once. Half of
     a block is a register's 8 rows; what lies above row j stays."""
     half = DIAGONAL // 2
-    row, column = _indices(DIAGONAL, l.shape[1])
-    x, l = jnp.where(row == column % DIAGONAL, 1.0, 0.0), jnp.split(l, 2)
-    x, start = jnp.split(x, 2), column[:half] // DIAGONAL * DIAGONAL
+    row, column = _indices(DIAGONAL, l.shape[-1])
+    identity = jnp.where(row == column % DIAGONAL, 1.0, 0.0)
+    x, start = [jnp.split(identity, 2) for _ in l], column[:half] // DIAGONAL * DIAGONAL
     for j in range(DIAGONAL - 1):
-        pivot = x[j // half][j % half : j % half + 1]
-        for i in range(j // half, 2):
-            x[i] = x[i] - jnp.take_along_axis(l[i], start + j, axis=1) * pivot  # column j of every block, along its lanes
-    return jnp.concatenate(x)
+        for n, rows in enumerate(x):
+            pivot = rows[j // half][j % half : j % half + 1]
+            for i in range(j // half, 2):  # by column j of every block, along its lanes
+                rows[i] = rows[i] - jnp.take_along_axis(l[n, i * half : (i + 1) * half], start + j, axis=1) * pivot
+    return jnp.stack([jnp.concatenate(rows) for rows in x])

@@ -17,6 +17,7 @@ E = I / 2 twins of one grid step (`twins.py`).
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.ops.delta_rule import chunk_math, inverse, twins
 from qwen3next_jax.ops.delta_rule.tiling import Problem
@@ -127,7 +128,7 @@ class _Block:
             carry = jnp.where(index[:, -1:] == 0, carry, -jnp.inf)
         self.beta, carry = beta[:, None], jnp.exp(carry)[:, None]  # [E, 1, 2C]
         self.carry = twins.together(carry[..., :1], carry[..., size : size + 1])  # [I, 1, 1]
-        self.pair = jnp.exp(jnp.where(mask, twins.twin(twins.spread(total), size) - total[:, None], -jnp.inf))
+        self.pair = jnp.exp(jnp.where(mask, twins.twin_columns(total) - total[:, None], -jnp.inf))
 
         # One product of the rows as they came holds K K^T, Q K^T and, on diagonals, the squared norms.
         self.shared = p.share % 2 == 0  # the heads of a twin have the same keys
@@ -149,9 +150,9 @@ class _Block:
             self.norms = tuple(twins.columns(x[:, :size]) for x in (k_row, q_row))
             columns = jnp.concatenate([x[..., : 2 * size] for x in self.norms], axis=1)
         else:
-            norms = [twins.spread(x) for x in (k_row, q_row)]
-            self.norms = tuple(x.reshape(-1, p.share, *x.shape[1:])[:, 0] for x in norms)  # [J, C, LANES]
-            columns = jnp.concatenate([twins.twin(x, size) for x in norms], axis=1)
+            first = lambda x: x.reshape(-1, p.share, *x.shape[1:])[:, 0]
+            self.norms = tuple(first(twins.spread(x)) for x in (k_row, q_row))  # [J, C, LANES]
+            columns = jnp.concatenate([twins.twin_columns(x) for x in (k_row, q_row)], axis=1)
         scale = columns * k_row[:, None]
         wide = lambda x: jnp.repeat(x, p.share // 2, axis=0) if self.shared and p.share > 2 else x
         self.kk, self.qk = wide(pairs[:, :size, : 2 * size]), wide(pairs[:, size:, : 2 * size])  # [E, C, 2C], no norms in them
@@ -196,10 +197,15 @@ class _Block:
         rows, parts = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1), [self.wide(x) for x in parts_IRV]
         return self.narrow(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
 
-    def from_states(self, *pairs):
-        """[J, R, K] the sum of x state^T over the value heads of a key head and over the pairs (x [I, R, V], state [I, K, V])."""
-        x, states = ([self.wide(y.astype(self.p.operand)) for y in side] for side in zip(*pairs))
-        return self.dots.plain.nt(jnp.concatenate(x, axis=-1), jnp.concatenate(states, axis=-1))
+    def from_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
+        """[J, R, K] each: the sum over the value heads of a key head of x state^T for every x, and of y other^T. The two states
+        fill the matrix unit's columns, of which each row then needs half."""
+        wide = lambda x: self.wide(x.astype(self.p.operand))
+        rows = jnp.concatenate([wide(x) for x in (*xs_IRV, y_IRV)], axis=1)
+        out = self.dots.plain.nt(rows, jnp.concatenate([wide(state_IKV), wide(other_IKV)], axis=1))
+        *found, last = jnp.split(out, len(xs_IRV) + 1, axis=1)
+        key = state_IKV.shape[1]
+        return [x[..., :key] for x in found], last[..., key:]
 
     def times_keys(self, x_ERC):
         """[J, R, K] the sum over value heads of twins times the keys."""
@@ -227,10 +233,13 @@ def _spread(rows_EC, width: int):
     return twins.fit(twins.spread(rows_EC), width)
 
 
-def _start(ref, initial_ref):
+def _start(p: Problem, ref, initial_ref):
+    """The state before the first chunk, into the block that keeps it."""
+    here = initial_ref.at[pl.ds(pl.program_id(0), 1), pl.ds(pl.program_id(1) * p.block, p.block)]
+
     @pl.when(pl.program_id(2) == 0)
     def _():
-        ref[...] = initial_ref[...]
+        pltpu.sync_copy(here, ref)
 
 
 def _inverse(c: _Block):
@@ -248,7 +257,7 @@ def _output(c: _Block, qs, errors):
 
 def _forward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
     refs = dict(zip(inputs + outputs, refs))
-    _start(refs["final"], refs["initial_state"])
+    _start(p, refs["final"], refs["initial_state"])
     c = _Block(p, refs, normalize)
     values, state = c.heads("v", p.value).astype(jnp.float32), refs["final"][0]
     if "states" in refs:
@@ -269,7 +278,7 @@ def _forward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *
 def _map_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
     """U and M side by side along the lanes, [U | M]: M is the state of values zero that starts at the identity."""
     refs = dict(zip(inputs + outputs, refs))
-    _start(refs["final"], refs["initial_state"])
+    _start(p, refs["final"], refs["initial_state"])
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -294,7 +303,7 @@ def _map_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs
 
 def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
     refs = dict(zip(inputs + outputs, refs))
-    _start(refs["dinitial"], refs["dfinal"])
+    _start(p, refs["dinitial"], refs["dfinal"])
     c = _Block(p, refs, normalize)
     dots, size, value = c.dots, p.size, p.value
     do, values = c.heads("do", value).astype(p.operand), c.heads("v", value).astype(jnp.float32)
@@ -314,11 +323,11 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
     # rows of q and k against rows of the states
     yq, yr = q_gamma * do.astype(jnp.float32), k_rho * errors
     enter, written = qs * yq, kd * errors
-    dkeys = [(yr, dstate)]
+    ys = [yq]
     if erase:
         yk = -k_gamma * dv
         enter += ks * yk
-        dkeys.append((yk, state))
+        ys.append(yk)
         dread = c.write(c.both, jnp.concatenate([yk, yq], axis=1).astype(p.operand))
     else:
         dread = c.write(c.q, yq.astype(p.operand))
@@ -326,29 +335,23 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
 
     # pairs of rows
     parts = dots.parts(errors)
-    d_qk = dots.nt((do,), parts) * q_pair
+    (d_qk,) = dots.nt([(do,)], parts)
+    d_kk = dots.nt([dots.parts(dv)], parts)
+    d_qk = d_qk * q_pair
     pairs = c.qk * d_qk
     if erase:
-        d_kk = jnp.where(c.strict, dots.nt(dots.parts(dv), parts), 0) * k_pair
+        d_kk = jnp.where(c.strict, d_kk[0], 0) * k_pair
         pairs = pairs - c.kk * d_kk
     before = dots.sums_before(pairs * c.beta)
     d_pairs, rows = (d_qk * c.beta).astype(p.operand), c.q
     if erase:
         d_pairs, rows = jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1), jnp.concatenate([c.q, c.k], axis=1)
 
-    # decay and beta, as rows [E, 2C]
-    beta, enter, written = c.beta[:, 0], twins.row_sums(enter), c.rho_row * twins.row_sums(written)
-    refs["dbeta"][0, 0, 0] = jnp.sum(pairs, axis=1) + written
-    kept = jnp.sum(jnp.sum(dstate * state.astype(jnp.float32), axis=1, keepdims=True), axis=2, keepdims=True)
-    first, second = twins.apart(c.carry * kept)
-    kept = jnp.where(twins.halves((1, 1, 2 * size)), first, second)[:, 0]
-    dg = jnp.sum(jnp.where(c.lower, before, 0), axis=1) + twins.sums(enter, jnp.greater_equal) + twins.sums(beta * written, jnp.less)
-    refs["dg"][0, 0, 0] = dg + kept
-
     # keys and queries
     left = c.times_keys(d_pairs)
-    dq = c.from_states((yq, state)) + left[:, :size]
-    dk = c.from_states(*dkeys) + c.transposed_times(d_pairs, rows)
+    (dq, *dks), dk = c.from_states(ys, yr, state, dstate)
+    dq = dq + left[:, :size]
+    dk = sum(dks, dk) + c.transposed_times(d_pairs, rows)
     if erase:
         dk = dk + left[:, size:]
     if normalize:
@@ -357,3 +360,14 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
         dk, dq = (for_norm(dx, x.astype(jnp.float32), twins.fit(s, p.key)) for dx, x, s in zip((dk, dq), (c.k, c.q), scales))
     c.store("dq", dq)
     c.store("dk", dk)
+
+    # decay and beta, as rows [E, 2C]
+    beta, (enter, written) = c.beta[:, 0], twins.row_sums(enter, written)
+    written = c.rho_row * written
+    refs["dbeta"][0, 0, 0] = jnp.sum(pairs, axis=1) + written
+    kept = jnp.sum(jnp.sum(dstate * state.astype(jnp.float32), axis=1, keepdims=True), axis=2, keepdims=True)
+    first, second = twins.apart(c.carry * kept)
+    kept = jnp.where(twins.halves((1, 1, 2 * size)), first, second)[:, 0]
+    dg = jnp.sum(jnp.where(c.lower, before, 0), axis=1) + twins.sums(enter, jnp.greater_equal) + twins.sums(beta * written, jnp.less)
+    refs["dg"][0, 0, 0] = dg + kept
+

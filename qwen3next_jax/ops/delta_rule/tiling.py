@@ -23,8 +23,9 @@ SMALLEST_VMEM = 16 * 2**20  # of the supported chips (v4); assumed where the chi
 class Tiling:
     """How one call is cut: `block` value heads and `size` tokens a grid step, widths padded to whole lanes.
 
-    The heads of a step are independent and hide each other's latency, so the largest block wins, up to 16 (32 gave nothing
-    more on v6e); memory for what the compiler keeps of a head while the others go through the same stage sets the bound.
+    The heads of a step are independent and hide each other's latency, so the largest block wins, up to 32, as long as each
+    core of a chip has one; memory for what the compiler keeps of a head while the others go through the same stage sets the
+    bound.
     """
 
     block: int
@@ -46,24 +47,23 @@ class Tiling:
         [C, K + V] float32 in the compiler's allocation for v6e, and as much again to be safe)."""
         tokens = self.size * (self.key + self.value)
         state = self.key * self.value
-        buffers = 4 * self.operand_bytes * tokens + (8 + self.operand_bytes) * state + 4 * self.size**2
+        buffers = 4 * self.operand_bytes * tokens + (4 + self.operand_bytes) * state + 4 * self.size**2
         return self.block * (2 * buffers + 16 * 4 * tokens)
 
     @classmethod
-    def choose(cls, value_heads: int, share: int, size: int, key: int, value: int, operand_bytes: int, vmem: int):
-        """The largest block that divides the heads and fits in `vmem` bytes.
+    def choose(cls, value_heads: int, share: int, size: int, key: int, value: int, operand_bytes: int, vmem: int, cores: int):
+        """The largest block that divides the heads, fits in `vmem` bytes and leaves no core idle if that can be.
 
         Raises ValueError where not even one key head fits.
         """
-        for block in range(max(16, 2 * share), 0, -1):
-            if value_heads % block == block % share == block % 2 == 0:
-                tiling = cls(block, share, size, key, value, operand_bytes)
-                if tiling.vmem_bytes <= vmem:
-                    return tiling
-        raise ValueError(
-            f"head widths {key} and {value} with {share} value heads a key head: one block needs more than the "
-            f"{vmem} bytes of this chip's VMEM; use implementation='chunked'"
-        )
+        blocks = [n for n in range(2, max(32, 2 * share) + 1, 2) if value_heads % n == n % share == 0]
+        fitting = [x for x in (cls(n, share, size, key, value, operand_bytes) for n in blocks) if x.vmem_bytes <= vmem]
+        if not fitting:
+            raise ValueError(
+                f"head widths {key} and {value} with {share} value heads a key head: one block needs more than the "
+                f"{vmem} bytes of this chip's VMEM; use implementation='chunked'"
+            )
+        return max(fitting, key=lambda x: (min(value_heads // x.block, cores), x.block))
 
 
 def _pad(x, *axes_and_sizes):
@@ -74,11 +74,12 @@ def _pad(x, *axes_and_sizes):
     return jnp.pad(x, pads)
 
 
-def _vmem_bytes() -> int:
+def _vmem_and_cores() -> tuple[int, int]:
     try:
-        return pltpu.get_tpu_info().vmem_capacity_bytes
+        info = pltpu.get_tpu_info()
     except ValueError:  # traced on a machine without a TPU and outside a described chip's abstract mesh
-        return SMALLEST_VMEM
+        return SMALLEST_VMEM, 1
+    return info.vmem_capacity_bytes, info.num_cores
 
 
 class Problem:
@@ -94,8 +95,11 @@ class Problem:
         self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
         self.width = max(self.key, self.value)
         self.size, self.chunks = size, -(-self.time // size)
-        vmem = _vmem_bytes()
-        tiling = Tiling.choose(self.value_heads, self.share, size, self.key, self.value, v.dtype.itemsize, int(0.95 * vmem))
+        vmem, cores = _vmem_and_cores()
+        cores = 1 if self.batch % cores == 0 else cores  # rows of the batch go to the cores first
+        tiling = Tiling.choose(
+            self.value_heads, self.share, size, self.key, self.value, v.dtype.itemsize, int(0.95 * vmem), cores
+        )
         self.block, self.key_block = tiling.block, tiling.block // self.share
         self.grid = (self.batch, self.value_heads // self.block, self.chunks)
         self.state_shape = (self.batch, self.value_heads, self.key, self.value)
@@ -196,9 +200,9 @@ class Problem:
             dg=rows,
             dbeta=rows,
             documents=pl.BlockSpec((1, 1, 1, 2 * self.size), lambda b, h, i: (b, n(i), 0, 0)),
-            initial_state=state,
+            initial_state=pl.BlockSpec(memory_space=pl.ANY),
             final=state,
-            dfinal=state,
+            dfinal=pl.BlockSpec(memory_space=pl.ANY),
             dinitial=state,
             states=per_chunk(self.key, self.value),
             inverses=pl.BlockSpec((1, 1, self.block // 2, self.size, 2 * self.size), lambda b, h, i: (n(i), b, h, 0, 0)),

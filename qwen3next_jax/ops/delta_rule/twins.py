@@ -64,12 +64,6 @@ def on_diagonal(x_ERX):
     return together(x_ERX[:, :rows, :width], x_ERX[:, rows:, width:])
 
 
-def twin(spread_ICX, size: int):
-    """[E, C, 2 size] out of numbers spread over the lanes: each head's over its half."""
-    first, second = apart(spread_ICX[..., : 2 * size])
-    return jnp.where(halves(first.shape), first, second)
-
-
 def columns(rows_RC):
     """[R, C] to [R, C, LANES], every lane of a row of the result holding that row's number."""
     x, shape = rows_RC.T, (rows_RC.shape[1], LANES)
@@ -82,16 +76,31 @@ def spread(rows_EC):
     return x.reshape(-1, x.shape[1] // 2, LANES)
 
 
+def twin_columns(rows_EC):
+    """[E, C, 2C]: the numbers of rows [E, 2C] in columns, each head's over its half of the lanes."""
+    count, lanes = rows_EC.shape
+    size, width = lanes // 2, max(lanes, 2 * count)
+    both = jnp.concatenate([rows_EC[:, :size], rows_EC[:, size:], jnp.zeros((width - 2 * count, size), rows_EC.dtype)])
+    first = halves((size, lanes))
+    lane = lambda e: jnp.pad(jnp.where(first, e, count + e), ((0, 0), (0, width - lanes)))
+    return jnp.stack([jnp.take_along_axis(both.T, lane(e), axis=1)[:, :lanes] for e in range(count)])
+
+
 def fit(spread_ICX, width: int):
     """What is spread over LANES, for a multiple of them."""
     return jnp.concatenate([spread_ICX] * (width // LANES), axis=-1)
 
 
-def row_sums(x_ICX):
-    """[E, 2C]: the sum of every row, the twins' two heads in one row."""
-    sums = jnp.concatenate(apart(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)  # [E, 2C, 1]
-    return jnp.concatenate(list(sums), axis=-1).T
-
+def row_sums(*xs_ICX):
+    """[E, 2C] each: the sums of every row, the two heads of a twin in one row."""
+    count, size = xs_ICX[0].shape[0] // 2, xs_ICX[0].shape[1]
+    sums = [x for x_ICX in xs_ICX for x in jnp.concatenate(apart(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)]  # [2C, 1]
+    width = -(-len(sums) // LANES) * LANES
+    lane = indices(2 * size, width)[1]
+    columns = jnp.zeros((2 * size, width), jnp.float32)
+    for i, x in enumerate(sums):
+        columns = jnp.where(lane == i, x, columns)
+    return jnp.split(columns.T[: len(sums)], len(xs_ICX))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +143,16 @@ class TwinProducts:
             y.append(jnp.concatenate([jnp.where(first, part, zero), jnp.where(first, zero, part)], axis=-2))
         return _quarters(self.plain.nn(jnp.concatenate(x_parts, axis=-2), jnp.concatenate(y, axis=-1)), x_parts, y_parts)
 
-    def nt(self, x_parts, y_parts):
-        """[E, R, 2C]: x y^T of every head, x [I, R, X] and y [I, C, X]."""
-        x = jnp.concatenate([beside(part) for part in x_parts], axis=-2)
-        y = jnp.concatenate([diagonal(part) for part in y_parts], axis=-2)
-        return _quarters(self.plain.nt(x, y), x_parts, y_parts)
+    def nt(self, xs, y_parts):
+        """[E, R, 2C] each: x y^T of every head for parts of x [I, R, X] and y [I, C, X]."""
+        x = jnp.concatenate([beside(part) for x_parts in xs for part in x_parts], axis=-2)
+        product = self.plain.nt(x, jnp.concatenate([diagonal(part) for part in y_parts], axis=-2))
+        found = []
+        for x_parts in xs:
+            rows = sum(part.shape[-2] for part in x_parts)
+            found.append(_quarters(product[:, :rows], x_parts, y_parts))
+            product = product[:, rows:]
+        return found
 
     def sums_before(self, x_ECC):
         """Column t: the sum over the columns of the same head before t."""
