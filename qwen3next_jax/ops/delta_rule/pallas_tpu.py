@@ -312,7 +312,8 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
     q_pair, k_pair = c.qk_scale * c.pair, c.kk_scale * c.pair
     read, kd = c.read(c.both, state), c.read(c.k, dstate)
     ks, qs = read[:, :size], read[:, size:]
-    k_gamma, q_gamma, k_rho = (_spread(x, value) for x in (c.k_gamma, c.q_gamma, c.k_rho))
+    k_gamma, k_rho = _spread(c.k_gamma, value), _spread(c.k_rho, value)
+    q_gamma = twins.fit(twins.spread_by_product(c.q_gamma), value)
     errors = dots.nn(dots.parts(a), dots.parts(values - k_gamma * ks)) if erase else values
     p_CC = (c.qk * q_pair * c.beta).astype(p.operand)
     dv = dots.tn((p_CC,), (do,)) + k_rho * kd  # beta dV'

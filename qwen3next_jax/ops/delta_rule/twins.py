@@ -76,6 +76,20 @@ def spread(rows_EC):
     return x.reshape(-1, x.shape[1] // 2, LANES)
 
 
+def spread_by_product(rows_EC):
+    """`spread` by a product with ones and zeros, in which three bfloat16 parts carry a float32 exactly: work for the matrix unit
+    where the cross-lane unit has more than enough."""
+    count, size = rows_EC.shape[0], rows_EC.shape[1] // 2
+    parts, rest = [], rows_EC
+    for _ in range(3):
+        parts.append(rest.astype(jnp.bfloat16))
+        rest = rest - parts[-1].astype(jnp.float32)
+    row, column = indices(3 * count, count * LANES)
+    pick = (row % count == column // LANES).astype(jnp.bfloat16)
+    x = jnp.split(Products(jnp.bfloat16).tn(jnp.concatenate(parts), pick), count, axis=1)  # [2C, LANES] each
+    return jnp.stack(x).reshape(-1, size, LANES)
+
+
 def twin_columns(rows_EC):
     """[E, C, 2C]: the numbers of rows [E, 2C] in columns, each head's over its half of the lanes."""
     count, lanes = rows_EC.shape
