@@ -130,10 +130,10 @@ def draw(plans, path):
     for label, p, top in zip(labels, plans, bottom):
         axes.annotate(f"MFU {p['mfu']:.1%}\n{limit(p)}", (label, top), ha="center", va="bottom", fontsize="small")
     tokens = plans[0]["tokens_per_step"] // plans[0]["chips"]
-    axes.set(ylabel="seconds a step", ylim=(0, 1.15 * max(bottom)),
-             title=f"{plans[0]['config']} on {plans[0]['topology'].split(':')[0]}, {tokens:,} tokens a chip; above: the collective waited for longest")
-    axes.title.set_fontsize("medium")
-    figure.legend(title="waiting for", fontsize="small", loc="outside right upper")
+    axes.set(ylabel="seconds a step, by what is waited for", ylim=(0, 1.15 * max(bottom)))
+    axes.set_title(f"{plans[0]['config']} on {plans[0]['topology'].split(':')[0]}, {tokens:,} tokens a chip\n"
+                   "above the bars: MFU, and the collective waited for longest", fontsize="medium")
+    figure.legend(ncols=len(names), fontsize="small", loc="outside lower center")
     figure.savefig(path, dpi=120)
 
 
