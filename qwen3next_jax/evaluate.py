@@ -42,7 +42,7 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     is_run = (path / "run.json").exists() or not (path / "config.json").exists()
     if is_run:
         config = _config_of_run(config, path)
-        suite.check(names, options, config.model.max_position_embeddings)
+        suite.check(names, options, config.model, config.data.source == "text")
     model, tokenizer, step = load_model(path)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
@@ -77,7 +77,11 @@ def _open(config: Config | None, path: pathlib.Path, tokenizer: Tokenizer, vocab
           length: int) -> TrainData | SyntheticData:
     with PreparationProgress() as progress:
         if config is not None:
-            return open_data(config.data, config.train.sequence_length, config.train.batch_size, vocab_size, progress)
+            data = open_data(config.data, config.train.sequence_length, config.train.batch_size, vocab_size, progress)
+            if data.tokenizer.fingerprint != tokenizer.fingerprint:
+                raise UserError(f"{path} was trained with another tokenizer than data.tokenizer = {config.data.tokenizer!r} of the "
+                                f"configuration: give the run's own (a copy is in {path / 'tokenizer'}, unless it is bytes)")
+            return data
         data = dataclasses.replace(DataConfig(), tokenizer=str(path / "tokenizer.json"))
         return open_data(data, length, max(1, 8192 // length), vocab_size, progress)
 

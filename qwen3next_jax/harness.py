@@ -23,6 +23,8 @@ def main() -> int:
         from lm_eval.utils import make_table
     except ImportError as error:
         raise UserError(f"lm-evaluation-harness is not installed ({error}): pip install 'qwen3next-jax[evals]'") from error
+    if _json.value and not pathlib.Path(_json.value).absolute().parent.is_dir():
+        raise UserError(f"--json={_json.value}: there is no such folder")
     cli.enable_compilation_cache()
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.load import load_model

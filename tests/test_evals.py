@@ -94,20 +94,40 @@ def test_loss_by_position_counts_from_the_start_of_each_document():
 def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
     def step(params, tokens, segment_ids):  # a recurrent layer, then attention of two heads, one of which is a sink
         return ({"activation_max": tokens.max(), "activation_median": 2.0},
-                {"activation_max": 5.0, "activation_median": 0.5, "first_token_share": np.array([0.1, tokens[0, 0] / 10])})
+                {"activation_max": 5.0, "activation_median": 0.5, "first_token_share": np.array([0.1, tokens[0, 0] / 10])},
+                {"activation_max": 99.0, "activation_median": 0.5, "first_token_share": np.array([1.0, 1.0])})  # the MTP module
 
     batches = [{"tokens": np.full((1, 2), n), "segment_ids": np.ones((1, 2))} for n in (4, 8)]
-    assert sinks(step, None, batches) == pytest.approx({
+    assert sinks(step, None, batches, 2) == pytest.approx({
         "first_token_share": (0.1 + 0.6) / 2, "first_token_heads": 0.5, "activation_max": 8, "activation_ratio": 10,
         "first_token_share/layer 1": 0.35, "activation_max/layer 0": 8, "activation_max/layer 1": 5})
 
 
 def test_what_cannot_run_is_refused_before_anything_is_computed():
     options = suite.Options(lengths=(256, 2048), pairs=(4, 64))
-    suite.check(("mqar", "niah", "heldout"), options, 2048)
+    def check(names, options, text=True, **model):
+        suite.check(names, options, ModelConfig(**{"vocab_size": 257, "max_position_embeddings": 2048} | model), text)
+
+    check(("mqar", "niah", "heldout"), options)
     with pytest.raises(UserError, match="suite niha: no such evaluation .did you mean 'niah'"):
-        suite.check(("niha",), options, 2048)
+        check(("niha",), options)
     with pytest.raises(UserError, match="suite copy needs a context of 2048 tokens, the model's is 1024"):
-        suite.check(("mqar", "copy"), options, 1024)
+        check(("mqar", "copy"), options, max_position_embeddings=1024)
     with pytest.raises(UserError, match="suite mqar needs a context of 256"):
-        suite.check(("mqar",), dataclasses.replace(options, lengths=(1,)), 128)
+        check(("mqar",), dataclasses.replace(options, lengths=(1,)), max_position_embeddings=128)
+    with pytest.raises(UserError, match="suite mqar: model.vocab_size = 32: mqar needs at least 130 tokens"):
+        check(("mqar",), options, text=False, vocab_size=32)
+    with pytest.raises(UserError, match="suite copy: copy rows have 3 tokens: expected at least 4"):
+        check(("copy",), suite.Options(lengths=(3,)))
+    with pytest.raises(UserError, match="suite niah: a model of a synthetic task reads no text"):
+        check(("niah",), options, text=False)
+    with pytest.raises(UserError, match="0 rows of each evaluation: expected at least 1"):
+        check(("heldout",), suite.Options(rows=0))
+    with pytest.raises(UserError, match="niah at 60 tokens: fact, question and answer alone take"):
+        recall.check_needle_lengths(ByteTokenizer(), (256, 60))
+
+
+def test_loss_by_position_counts_a_tasks_targets_alone():
+    batch = {"tokens": np.zeros((1, 4), np.int32), "segment_ids": np.ones((1, 4), np.int32), "target_mask": np.array([[False, False, True, False]])}
+    values = perplexity.loss_by_position(knows(lambda t: t[:, 1:] == 0), [batch], np.zeros(1, np.int32))
+    assert values["loss"] == 1.5 and values["targets"] == 1

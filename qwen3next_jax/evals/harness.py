@@ -12,6 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.model import Qwen3Next
@@ -20,8 +21,8 @@ _NEW_TOKENS = 256  # generated at most where a task does not say
 
 
 class HarnessModel(TemplateLM):
-    """Args: `max_length`: longest context with its continuation, in tokens; what is longer loses its beginning. `batch_size`:
-    rows of one forward pass or of one decoding batch."""
+    """Args: `max_length`: longest context with its continuation, in tokens; a context that is longer loses its beginning.
+    `batch_size`: rows of one forward pass."""
 
     def __init__(self, model: Qwen3Next, tokenizer: Tokenizer, max_length: int = 2048, batch_size: int = 8):
         super().__init__()
@@ -50,6 +51,9 @@ class HarnessModel(TemplateLM):
         """(log-probability of the continuation, whether greedy decoding would give it) of each (text, context, continuation)."""
         rows = [(context + continuation)[-(self.max_length + 1):] for _, context, continuation in requests]
         counts = [len(continuation) for _, _, continuation in requests]
+        if max(counts, default=0) > self.max_length:
+            raise UserError(f"an answer of {max(counts)} tokens is longer than max_length = {self.max_length}: give a larger --max_length"
+                            f" (the model's context is {self.model.config.max_position_embeddings})")
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for batch in _batches([len(row) for row in rows], self.batch_size):
             tokens_BT, segment_ids_BT = _padded([rows[i] for i in batch], self.batch_size)
@@ -79,8 +83,11 @@ class HarnessModel(TemplateLM):
             until = options.get("until") or []
             until = [until] if isinstance(until, str) else list(until)
             new = int(options.get("max_gen_toks", _NEW_TOKENS))
+            if new >= self.max_length:
+                raise UserError(f"a task generates {new} tokens, and max_length = {self.max_length} leaves no room for a prompt: "
+                                f"give a larger --max_length (the model's context is {self.model.config.max_position_embeddings})")
             temperature = float(options.get("temperature", 0.0)) if options.get("do_sample", False) else 0.0
-            prompt = (self.tok_encode(context) or [self.prefix_token_id])[-max(self.max_length - new, 1):]
+            prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self.max_length - new):]
             (tokens,) = complete(self.model, [np.array(prompt, np.int32)], max_new_tokens=new, temperature=temperature,
                                  stop_ids=(self.eot_token_id,))
             text = self._tokenizer.decode(tokens)

@@ -25,6 +25,8 @@ def loss_by_position(scorer: Scorer, batches: Iterable[Batch], token_bytes: np.n
         tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
         nll_BT, _ = scorer(tokens_BT, segment_ids_BT)
         inside_BT = (segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]) & (segment_ids_BT[:, 1:] > 0)
+        if "target_mask" in batch:
+            inside_BT &= batch["target_mask"][:, 1:]
         bucket_BT = np.floor(np.log2(np.maximum(_preceding(segment_ids_BT)[:, 1:], 1))).astype(int)
         bytes_BT = token_bytes[tokens_BT[:, 1:]]
         for bucket in np.unique(bucket_BT[inside_BT]).tolist():

@@ -4,7 +4,9 @@ All are read off one forward pass over prompt and answer: greedy decoding gives 
 is right at each of its tokens, given the right ones before. Letters: B batch, T time.
 """
 
+import itertools
 import uuid
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,6 +52,12 @@ def needle_accuracy(scorer: Scorer, tokenizer: Tokenizer, kind: int, length: int
     hits = _hits(scorer, tokens_BT)
     answers = [hits[i, -count:] for i, (_, count) in enumerate(made)]
     return float(np.mean([answer.all() for answer in answers])), float(np.concatenate(answers).mean())
+
+
+def check_needle_lengths(tokenizer: Tokenizer, lengths: Sequence[int]) -> None:
+    """Refuses rows that cannot hold fact, question and answer."""
+    for kind, length in itertools.product((1, 2, 3), lengths):
+        _needle_row(np.random.default_rng(0), tokenizer, kind, length, 0.5, np.zeros(max(length, 1), np.int32))
 
 
 def _needle_row(rng: np.random.Generator, tokenizer: Tokenizer, kind: int, length: int, depth: float,

@@ -20,8 +20,8 @@ def make_probe_step(graphdef: nnx.GraphDef) -> Callable[[dict, np.ndarray, np.nd
     return step
 
 
-def sinks(step: Callable, params: dict, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Runs `step` over `batches`.
+def sinks(step: Callable, params: dict, batches: Iterable[dict[str, np.ndarray]], layers: int) -> dict[str, float]:
+    """Runs `step` over `batches`, for the `layers` of the trunk.
 
     Returns:
       first_token_share: probability of attention on the document's first token, mean over heads, tokens after it and attention
@@ -31,7 +31,7 @@ def sinks(step: Callable, params: dict, batches: Iterable[dict[str, np.ndarray]]
     """
     measured: list[Any] = [jax.device_get(step(params, batch["tokens"], batch["segment_ids"])) for batch in batches]
     shares, largest, ratios = {}, {}, []
-    for i, batches_of_layer in enumerate(zip(*measured, strict=True)):
+    for i, batches_of_layer in enumerate(zip(*(batch[:layers] for batch in measured), strict=True)):
         largest[i] = max(float(layer["activation_max"]) for layer in batches_of_layer)
         ratios.append(largest[i] / max(float(np.mean([layer["activation_median"] for layer in batches_of_layer])), 1e-12))
         if "first_token_share" in batches_of_layer[0]:

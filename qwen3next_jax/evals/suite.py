@@ -10,13 +10,15 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from flax import nnx
 
-from qwen3next_jax.config import EvalConfig, ModelConfig
+from qwen3next_jax.config import EvalConfig, ModelConfig, SyntheticConfig
 from qwen3next_jax.data.pipeline import SyntheticData, TrainData
+from qwen3next_jax.data.synthetic import HELDOUT_SPLIT, TaskRows
 from qwen3next_jax.data.tokens import TaskTokens, Tokenizer
 from qwen3next_jax.errors import UserError, did_you_mean
 from qwen3next_jax.evals import perplexity, recall
@@ -24,6 +26,7 @@ from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.evals.scoring import Scorer, make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import make_probe_step, sinks
 
+_HAYSTACK = 2**20  # tokens
 _TEXT_IDS = 256  # in byte-level vocabularies the ids below are the single bytes
 
 
@@ -41,14 +44,36 @@ def options_of(config: EvalConfig) -> Options:
     return Options(config.suite_rows, config.suite_lengths, config.suite_pairs)
 
 
-def check(names: Sequence[str], options: Options, longest: int) -> None:
-    """Refuses what cannot run on a model of context `longest`, before anything is computed."""
+def check(names: Sequence[str], options: Options, model: ModelConfig, text: bool) -> None:
+    """Refuses what cannot run on a model, before anything is computed. `text`: its tokens stand for text, not for a task's ids."""
+    if options.rows is not None and options.rows < 1:
+        raise UserError(f"{options.rows} rows of each evaluation: expected at least 1")
+    longest = model.max_position_embeddings
     for name in names:
         if name not in SUITES:
             raise UserError(f"suite {name}: no such evaluation{did_you_mean(name, SUITES)}; known: {', '.join(SUITES)}")
         if name in _LENGTHS and (needed := _LENGTHS[name](options)) > longest:
             raise UserError(f"suite {name} needs a context of {needed} tokens, the model's is {longest} "
                             "(max_position_embeddings): give smaller lengths or fewer pairs")
+        if name == "niah" and not text:
+            raise UserError("suite niah: a model of a synthetic task reads no text")
+        for length, pairs in _tasks(name, options):
+            try:
+                TaskRows(name, length, _ids(model, text), SyntheticConfig(pairs=pairs), seed=0, split=HELDOUT_SPLIT)
+            except UserError as error:
+                raise UserError(f"suite {name}: {error}") from error
+
+
+def _tasks(name: str, options: Options) -> list[tuple[int, int]]:
+    """(row length, pairs) of every synthetic task that an evaluation draws."""
+    if name == "mqar":
+        return [(recall.mqar_length(pairs), pairs) for pairs in options.pairs]
+    return [(length, 1) for length in options.lengths] if name in ("induction", "copy") else []
+
+
+def _ids(model: ModelConfig, text: bool) -> int:
+    """Rows that are made up use token ids below this."""
+    return min(model.vocab_size, _TEXT_IDS) if text else model.vocab_size
 
 
 class Suites:
@@ -59,12 +84,24 @@ class Suites:
 
     def __init__(self, names: Sequence[str], options: Options, graphdef: nnx.GraphDef, config: ModelConfig, tokenizer: Tokenizer,
                  open_rows: Callable[[], TrainData | SyntheticData]):
-        check(names, options, config.max_position_embeddings)
+        text = not isinstance(tokenizer, TaskTokens)
+        check(names, options, config, text)
         self.names, self.options, self.tokenizer, self.open_rows = tuple(names), options, tokenizer, open_rows
-        # Rows that are made up use token ids below this.
-        self.ids = config.vocab_size if isinstance(tokenizer, TaskTokens) else min(config.vocab_size, _TEXT_IDS)
+        self.ids, self.layers = _ids(config, text), config.num_hidden_layers
+        if "niah" in names:
+            recall.check_needle_lengths(tokenizer, options.lengths)
         self.heldout_step, self._score_step = make_heldout_step(graphdef), make_score_step(graphdef)
         self.probe_step = make_probe_step(graphdef)
+
+    @functools.cached_property
+    def haystack(self) -> np.ndarray:
+        """Held-out text [n], as much as needles need to lie in different places."""
+        parts, enough = [], max(_HAYSTACK, 2 * max(self.options.lengths))
+        for batch in self.open_rows().heldout():
+            parts.append(batch["tokens"][batch["segment_ids"] > 0])
+            if sum(map(len, parts)) >= enough:
+                break
+        return np.concatenate(parts)
 
     def run(self, params: dict) -> Iterator[tuple[str, dict[str, float]]]:
         """Yields (name, values) of one evaluation after another."""
@@ -94,10 +131,7 @@ def _by_length(task: str):
 
 
 def _niah(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
-    if isinstance(suites.tokenizer, TaskTokens):
-        raise UserError("suite niah: a model of a synthetic task reads no text")
-    batches = suites.open_rows().heldout()
-    haystack = np.concatenate([b["tokens"][b["segment_ids"] > 0] for b in batches])
+    haystack = suites.haystack
     values = {}
     for kind in (1, 2, 3):
         for n in suites.options.lengths:
@@ -107,7 +141,7 @@ def _niah(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
 
 
 def _sinks(suites: Suites, scorer: Scorer, params: dict) -> dict[str, float]:
-    return sinks(suites.probe_step, params, suites.open_rows().heldout(suites.options.rows or 32))
+    return sinks(suites.probe_step, params, suites.open_rows().heldout(suites.options.rows or 32), suites.layers)
 
 
 SUITES = {"heldout": _heldout, "position": _position, "mqar": _mqar, "induction": _by_length("induction"),

@@ -50,7 +50,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
 
-    suite.check(config.eval.suites, suite.options_of(config.eval), config.model.max_position_embeddings)
+    suite.check(config.eval.suites, suite.options_of(config.eval), config.model, config.data.source == "text")
 
     # Data
     with PreparationProgress() as progress:
