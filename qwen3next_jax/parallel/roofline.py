@@ -130,7 +130,7 @@ class _Simulation:
 
 # Cycles per token and value head of our kernels with K = V = 128, (forward, backward): the static schedules that
 # benchmarks/delta_rule_tpu_schedule.py --chip=… prints for 4096 tokens of 32 heads (v4's for one of its two cores, halved).
-_CYCLES = {"v4": (5.52, 9.25), "v5e": (6.26, 11.76), "v5p": (3.24, 6.05), "v6e": (5.30, 9.74), "tpu7x": (5.33, 9.10)}
+_CYCLES = {"v4": (3.82, 6.19), "v5e": (4.94, 8.96), "v5p": (2.61, 4.84), "v6e": (2.95, 4.99), "tpu7x": (2.95, 5.17)}
 
 
 def _kernel_seconds(computation: Computation, instruction: Instruction, chip: Chip) -> float:
