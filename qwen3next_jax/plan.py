@@ -91,8 +91,8 @@ def search(config: Config, topology, level: str, console: Console) -> list:
     if not chosen:
         raise UserError(f"no mesh of {len(topology.devices)} devices divides this model and batch; the first: {ranked[0].reason}")
     plans = []
-    for candidate in chosen:
-        console.print(f"compiling {candidate.label} (by arithmetic {candidate.seconds:.3g} s)", markup=False)
+    for number, candidate in enumerate(chosen, 1):
+        console.print(f"compiling {number} of {len(chosen)}: {candidate.label} (by arithmetic {candidate.seconds:.3g} s)", markup=False)
         plans.append(make_plan_apart(candidate.config, topology, level))
     plans.sort(key=lambda p: (not p.fits, p.failed, p.estimate.seconds if p.fits else p.needs))
     table = Table("mesh", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU", "bound by", title=_title(plans[0]))

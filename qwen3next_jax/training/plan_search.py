@@ -34,7 +34,8 @@ class Candidate(NamedTuple):
     @property
     def label(self) -> str:
         mesh = " ".join(f"{axis}={n}" for axis, n in self.sizes.items() if n > 1) or "one device"
-        return f"{mesh}, remat {self.config.train.remat}, {self.config.train.gradient_accumulation} micro-batches"
+        k = self.config.train.gradient_accumulation
+        return f"{mesh}, remat {self.config.train.remat}, {k} micro-batch{'es' if k > 1 else ''}"
 
 
 def candidates(config: Config, topology: Topology) -> list[Candidate]:
