@@ -69,9 +69,30 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
     ({"axes": {"model": [1]}}, "model is a group of settings"),
     ({"axes": {}}, "axes is empty"), ({"axes": {"ratio": []}}, "has no values"), ({"axis": {}}, "'axis': expected one of .*'axes'"),
     ({"axes": {"ratio": ["3:1"]}, "base": "configs/tinny.py"}, "no such config file"),
-    ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("mqra",)}}, "suite mqra: no such evaluation .did you mean 'mqar'"),
-    ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("niah",), "eval.suite_lengths": (10**6,)}}, "point ratio=3-1: suite niah needs a context of 1000000"),
-    ({"axes": {"ratio": ["3:1"]}, "set": {"data.source": "mqar", "eval.sample_tokens": 0, "train.sequence_length": 16}}, "mqar rows have 16 tokens"),
+    ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("mqra",)}},
+     "suite mqra: no such evaluation .did you mean 'mqar'"),
+    ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("niah",), "eval.suite_lengths": (10**6,)}},
+     "point ratio=3-1: suite niah needs a context of 1000000"),
+    ({"axes": {"ratio": ["3:1"]}, "set": {"data.source": "mqar", "eval.sample_tokens": 0, "train.sequence_length": 16}},
+     "mqar rows have 16 tokens"),
+    ({"axes": {"train.seed": [0], "m": {"a": {"train.seed": 1}}}},
+     "train.seed comes from axis 'train.seed' and from axis 'm': leave it out of one"),
+    ({"axes": {"ratio": ["3:1"], "m": {"a": {"model.layer_types": ()}}}}, "model.layer_types comes from axis 'ratio' and from axis 'm'"),
+    ({"axes": {"model.hidden_size": [64, 32], "w": {"a": {"model.moe_intermediate_size": 64}}}, "match": "parameters"},
+     "model.moe_intermediate_size comes from axis 'w' and from match"),
+    ({"axes": {"model.hidden_size": [32, 512]}, "match": "parameters"}, "point hidden_size=512 has more parameters than the first one"),
+    ({"axes": {"model.full_attention_placement": ["first", "last"]}, "set": {"model.layer_types": ("full_attention",) * 4}},
+     "points full_attention_placement=first and full_attention_placement=last are the same run"),
+    ({"axes": {"m": {"a": {"optimizer.learning_rate": 3e-3}, "b": {}}}}, "points m=a and m=b are the same run"),
+    ({"axes": {"ratio": ["1:0", "7:1"]}},
+     "point ratio=7-1: ratio 7:1 needs a multiple of 8 layers, but model.num_hidden_layers = 4: expected 8$"),
+    ({"axes": {"ratio": ["3:1"], "model.num_hidden_layers": [4, 6]}},
+     "point ratio=3-1,num_hidden_layers=6: .*layers = 6: expected 4 or 8$"),
+    ({"axes": ["ratio"]}, r"axes = \['ratio'\]: expected a dict, such as"),
+    ({"axes": {"ratio": ["3:1"]}, "set": 3}, "set = 3: expected a dict"),
+    ({"axes": {"ratio": ["3:1"]}, "base": None}, "base = None: expected a str, such as 'configs/tiny.py'"),
+    ({"axes": {"ratio": ["3:1"]}, "x": []}, r"x = \[\]: expected one of the axes"),
+    ({"axes": {0: [1]}}, "0 is of type int: expected a setting's name"), ({"axes": {"m": {"a": {0: 1}}}}, "0 is of type int"),
 ])
 def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, message):
     with pytest.raises(UserError, match=message) as caught:
@@ -79,9 +100,31 @@ def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, messag
     assert "\n" not in str(caught.value)
 
 
+def test_what_an_axis_sets_is_not_for_the_command_line_but_what_set_says_is(tmp_path):
+    path = sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"train.steps": 3, "train.seed": 7}, "axes": {"train.seed": [0, 1]},
+                                 "match": "flops"})
+    assert [(p.config.train.seed, p.config.train.steps) for p in load_sweep(path, {"train.steps": 5}).points] == [(0, 5), (1, 5)]
+    with pytest.raises(UserError, match="train.seed comes from axis 'train.seed' and from --set: leave it out of one of them$"):
+        load_sweep(path, {"train.seed": 2})
+    with pytest.raises(UserError, match="model.moe_intermediate_size comes from --set and from match"):
+        load_sweep(path, {"model.moe_intermediate_size": 64})
+
+
+@pytest.mark.parametrize("line, message", [("assert 1 > 2", "AssertionError"),
+                                           ("raise RuntimeError('no\\nmore')", "no"), ("1 / 0", "division by zero")])
+@pytest.mark.parametrize("file, function", [("sweep file", "get_sweep"), ("base", "get_config")])
+def test_whatever_a_file_raises_is_one_line(tmp_path, file, function, line, message):
+    broken = tmp_path / "broken.py"
+    broken.write_text(f"def {function}():\n    {line}\n")
+    path = broken if file == "sweep file" else sweep_file(tmp_path, {"base": str(broken), "axes": {"train.seed": [0]}})
+    with pytest.raises(UserError, match=f"cannot be used.*: {message}$"):
+        load_sweep(path)
+
+
 def test_the_folder_of_another_sweep_is_refused(tmp_path):
     def load(seeds):
-        return load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"train.steps": len(seeds)}, "axes": {"train.seed": seeds}}))
+        return load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"train.steps": len(seeds)},
+                                                "axes": {"train.seed": seeds}}))
 
     runner.open_sweep(load([0, 1]), tmp_path / "w")
     runner.open_sweep(load([0, 1]), tmp_path / "w")
@@ -91,10 +134,25 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         load([0, 1])
         runner.open_sweep(load_sweep(tmp_path / "sweep.py", {"train.steps": 9}), tmp_path / "w")
 
+    base = tmp_path / "base.py"
+    for width in (64, 32):
+        base.write_text(Path("configs/tiny.py").read_text().replace("hidden_size = 128", f"hidden_size = {width}", 1))
+        sweep = load_sweep(sweep_file(tmp_path, {"base": str(base), "axes": {"train.seed": [0]}}))
+        if width == 64:
+            runner.open_sweep(sweep, tmp_path / "v")
+    with pytest.raises(UserError, match="holds another sweep .point seed=0 has model.hidden_size = 64, not 32"):
+        runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
+    recorded = tmp_path / "v" / "sweep.json"
+    for text in ("", "[]", '{"points": [3]}', recorded.read_text().replace('"config"', '"was"')):
+        recorded.write_text(text)
+        with pytest.raises(UserError, match="sweep.json: damaged or foreign"):
+            runner.open_sweep(sweep, tmp_path / "v")
+
 
 def test_a_killed_sweep_goes_on_and_a_dead_point_is_started_again(tmp_path):
     """One real sweep: the runner is killed while its first point trains, another is at work meanwhile, then it finishes."""
-    path = sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"train.steps": 200, "eval.every": 200}, "axes": {"train.seed": [0]}})
+    path = sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"train.steps": 200, "eval.every": 200},
+                                 "axes": {"train.seed": [0]}})
     workdir, environment = tmp_path / "w", os.environ | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / "runs" / "test_compilation_cache")}
     start = [sys.executable, "-m", "qwen3next_jax.sweep", str(path), f"--workdir={workdir}"]
     metrics = workdir / "points" / "seed=0" / "metrics.jsonl"
@@ -132,21 +190,25 @@ def _wait(condition, seconds=120):
 
 
 def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
-    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"eval.suites": ("position", "mqar")}, "axes": {"train.seed": [0]}}))
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"eval.suites": ("position", "mqar")},
+                                             "axes": {"train.seed": [0]}}))
     point, path = sweep.points[0], tmp_path / "metrics.jsonl"
     last = {"step": 4, "time": 0.0}
     for event, done in (({"event": "heldout", "loss": 1.0, "accuracy": 0.5}, False),
-                        ({"event": "suite", "suite": "position", "loss": 1.0, "bits_per_byte": 2.0, "bits_per_byte/1-1": 3.0, "targets/1-1": 9}, False),
+                        ({"event": "suite", "suite": "position", "loss": 1.0, "bits_per_byte": 2.0, "bits_per_byte/1-1": 3.0,
+                          "targets/1-1": 9}, False),
                         ({"event": "suite", "suite": "mqar", "accuracy/2 pairs": 0.25}, True)):
         with path.open("a") as file:
             file.write(json.dumps(event | last) + "\n")
         assert is_done(tmp_path, point.config) == done
-    assert read_result(point, tmp_path).measured == {"heldout accuracy": 0.5, "heldout loss": 1.0, "position bits_per_byte/1-1": 3.0, "mqar accuracy/2 pairs": 0.25}
+    assert read_result(point, tmp_path).measured == {
+        "heldout accuracy": 0.5, "heldout loss": 1.0, "position bits_per_byte/1-1": 3.0, "mqar accuracy/2 pairs": 0.25}
 
 
 def _results(tmp_path, figures):
     """Results of {(ratio, seed): {figure: value}}."""
-    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "axes": {"ratio": sorted({r for r, _ in figures}), "train.seed": sorted({s for _, s in figures})}}))
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"model.num_hidden_layers": 8}, "axes": {
+        "ratio": sorted({r for r, _ in figures}), "train.seed": sorted({s for _, s in figures})}}))
     return sweep, [Result(p, 500, figures[p.values["ratio"], int(p.values["train.seed"])], 100.0, 1.0) for p in sweep.points]
 
 
@@ -175,4 +237,5 @@ def test_report_and_table_hold_every_point_and_its_command(tmp_path):
     assert "1 of 2 points done" in page and page.count("train.py --config=configs/tiny.py") == 2 and "<script src" not in page
     lines = to_csv(sweep, results, commands).splitlines()
     assert len(lines) == 3 and lines[0].startswith("point,ratio,train.seed,steps,steps_done,heldout accuracy,heldout loss")
-    assert manifest(sweep)["points"][0]["overrides"] == {"model.full_attention_interval": 2, "model.layer_types": [], "train.seed": 0}
+    assert manifest(sweep)["points"][0]["overrides"] == {
+        "model.num_hidden_layers": 8, "model.full_attention_interval": 2, "model.layer_types": [], "train.seed": 0}

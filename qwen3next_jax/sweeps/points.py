@@ -3,9 +3,9 @@
 A sweep file is Python with `get_sweep()` that returns a dict:
 
     base      a config file, such as "configs/tiny.py"
-    set       {setting: value} for every point
+    set       {setting: value} for every point; an axis or --set may say otherwise
     axes      {axis: values}; a setting ("train.seed": [0, 1]), "ratio": ["3:1", …] (linear to full attention layers), or any
-              other name with {value's name: {setting: value, …}}
+              other name with {value's name: {setting: value, …}}; no setting has two of axes, `match` and --set as its source
     match     "parameters" or "flops": the MLPs' width of every point is chosen so that it has as many as the first; "" (the
               default) leaves the widths alone
     x         the axis along which the report draws; the first one if not given
@@ -16,6 +16,7 @@ A point's name is its axes' values, and its command is a plain train.py with ove
 import dataclasses
 import importlib.util
 import itertools
+import json
 import pathlib
 import re
 from typing import Any
@@ -54,16 +55,17 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
     Raises:
       UserError: the file, an axis, or the configuration of a point is wrong (the point is named).
     """
-    record = _read(pathlib.Path(path))
+    record, changes = _read(pathlib.Path(path)), changes or {}
     base = _base_config(record["base"], path)
     axes = {axis: _axis_values(axis, values, path) for axis, values in record.get("axes", {}).items()}
+    sources = _sources(axes, changes, path)
     if not axes:
         raise UserError(f"{path}: axes is empty: expected at least one, such as {{'ratio': ['1:1', '3:1']}}")
     match = record.get("match", "")
     if match not in _MATCHES:
         raise UserError(f"{path}: match = {match!r}: expected one of {', '.join(map(repr, _MATCHES))}{did_you_mean(str(match), _MATCHES)}")
     x = record.get("x", next(iter(axes)))
-    if x not in axes:
+    if x not in list(axes):
         raise UserError(f"{path}: x = {x!r}: expected one of the axes, {', '.join(axes)}{did_you_mean(str(x), axes)}")
 
     points: list[Point] = []
@@ -72,16 +74,26 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         overrides = dict(record.get("set", {}))
         for _, settings in combination:
             overrides |= settings
-        overrides |= changes or {}
+        overrides |= changes
         name = ",".join(f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items())
-        config = _config(base, overrides, f"{path}: point {name}")
+        where = f"{path}: point {name}"
+        config = _config(base, overrides, where)
+        if isinstance(record["axes"].get("ratio"), (list, tuple)):
+            _check_ratio(chosen["ratio"], config.model.num_hidden_layers, where)
         if match and points:
-            overrides |= _matched(points[0].config, config, match)
-            config = _config(base, overrides, f"{path}: point {name}")
+            width, value = _matched(points[0].config, config, match, where)
+            if width in sources:
+                raise UserError(_two_sources(path, width, sources[width], "match"))
+            overrides[width] = value
+            config = _config(base, overrides, where)
         points.append(Point(name, chosen, overrides, config))
     names = [point.name for point in points]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{path}: two points are named {twice}: give the values of an axis different names")
+    seen: dict[str, Point] = {}
+    for point in points:
+        if (first := seen.setdefault(json.dumps(settings_of(point.config)), point)) is not point:
+            raise UserError(f"{path}: points {first.name} and {point.name} are the same run: every setting of theirs is equal")
     return Sweep(str(record["base"]), {axis: tuple(values) for axis, values in axes.items()}, x, match, tuple(points))
 
 
@@ -94,14 +106,39 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
         spec.loader.exec_module(module)
         record = module.get_sweep()
-    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: cannot be used as a sweep file: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # whatever the file does
+        raise UserError(f"{path}: cannot be used as a sweep file: {_first_line(error)}") from error
     if not isinstance(record, dict) or "base" not in record:
         raise UserError(f"{path}: get_sweep() returned {type(record).__name__}: expected a dict with base and axes")
     for key in record:
         if key not in _KEYS:
             raise UserError(f"{path}: {key!r}: expected one of {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}")
+    for key, kind, example in (("base", str, "configs/tiny.py"), ("axes", dict, {"ratio": ["1:1", "3:1"]}),
+                               ("set", dict, {"train.steps": 100})):
+        if not isinstance(record.get(key, example), kind):
+            raise UserError(f"{path}: {key} = {record[key]!r}: expected a {kind.__name__}, such as {example!r}")
     return record
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _sources(axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any], path: str | pathlib.Path) -> dict[str, str]:
+    """Setting → the axis or flag it comes from. Of two, one would be shown and the other trained, so that is refused."""
+    sources: dict[str, str] = {}
+    given = {f"axis {axis!r}": {setting for settings in values.values() for setting in settings} for axis, values in axes.items()}
+    for source, settings in {**given, "--set": set(changes)}.items():
+        for setting in sorted(settings, key=str):
+            if setting in sources:
+                raise UserError(_two_sources(path, setting, sources[setting], source))
+            sources[setting] = source
+    return sources
+
+
+def _two_sources(path: str | pathlib.Path, setting: str, first: str, second: str) -> str:
+    return f"{path}: {setting} comes from {first} and from {second}: leave it out of one of them"
 
 
 def _base_config(base: str, path: str | pathlib.Path) -> dict[str, Any]:
@@ -113,15 +150,15 @@ def _base_config(base: str, path: str | pathlib.Path) -> dict[str, Any]:
     try:
         spec.loader.exec_module(module)
         return module.get_config().to_dict()
-    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: base = {base!r} cannot be used: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # whatever the file does
+        raise UserError(f"{path}: base = {base!r} cannot be used: {_first_line(error)}") from error
 
 
 def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, dict[str, Any]]:
     """Name of each value → the settings it stands for."""
     if isinstance(values, dict):
         result = {str(name): settings for name, settings in values.items()}
-        if not all(isinstance(settings, dict) for settings in result.values()):
+        if not isinstance(axis, str) or not all(isinstance(settings, dict) for settings in result.values()):
             raise UserError(f"{path}: axis {axis!r}: expected {{name: {{setting: value}}}}, or a list for a setting")
     elif not isinstance(values, (list, tuple)):
         raise UserError(f"{path}: axis {axis!r} = {values!r}: expected a list of values, or {{name: {{setting: value}}}}")
@@ -144,6 +181,15 @@ def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
     return {"model.full_attention_interval": int(found[1]) + 1 if found[2] == "1" else 0, "model.layer_types": ()}
 
 
+def _check_ratio(ratio: str, layers: int, where: str) -> None:
+    linear, full = map(int, ratio.split(":"))
+    if full and layers % (period := linear + full):
+        fewer = layers // period * period
+        nearest = f"{fewer} or {fewer + period}" if fewer else f"{period}"
+        raise UserError(f"{where}: ratio {ratio} needs a multiple of {period} layers, but model.num_hidden_layers = {layers}: "
+                        f"expected {nearest}")
+
+
 def _value_name(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
@@ -154,6 +200,8 @@ def _file_name(value: str) -> str:
 
 def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
     settings: Any = default_config()
+    if not isinstance(name, str):
+        raise UserError(f"{where}: {name!r} is of type {type(name).__name__}: expected a setting's name, such as 'train.seed'")
     for key in name.split("."):
         if not isinstance(settings, dict) or key not in settings:
             hint = did_you_mean(key, [*settings, *known] if isinstance(settings, dict) else known)
@@ -182,8 +230,8 @@ def _copy(tree: Any) -> Any:
     return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-def _matched(first: Config, config: Config, match: str) -> dict[str, Any]:
-    """The MLP width with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
+def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str, int]:
+    """The MLP width (setting and value) with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
     name = "moe_intermediate_size" if any(sparse for _, sparse in config.model.layer_kinds) else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
@@ -196,28 +244,40 @@ def _matched(first: Config, config: Config, match: str) -> dict[str, Any]:
     low, high = amount(with_width(_WIDTH_STEP)), amount(with_width(2 * _WIDTH_STEP))
     steps = 1 + round((amount(first.model) - low) / (high - low))
     if steps < 1:
-        raise UserError(f"match = {match!r}: a point has more {match} than the first one even with MLPs of width {_WIDTH_STEP}: "
+        raise UserError(f"{where} has more {match} than the first one even with MLPs of width {_WIDTH_STEP} (match = {match!r}): "
                         "order the axes so that the largest comes first")
-    return {f"model.{name}": steps * _WIDTH_STEP}
+    return f"model.{name}", steps * _WIDTH_STEP
 
 
-def check_unchanged(sweep: Sweep, recorded: list[dict[str, Any]], where: str | pathlib.Path) -> None:
-    """Refuses a folder that holds another sweep; `recorded` are the points of its manifest as JSON."""
-    before = {point["name"]: point["overrides"] for point in recorded}
-    now = {point.name: _jsonable(point.overrides) for point in sweep.points}
-    for name in now.keys() | before.keys():
+def settings_of(config: Config) -> dict[str, Any]:
+    """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which model.layer_types is what came out."""
+    def flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+        settings = {}
+        for key, value in tree.items():
+            settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: _jsonable(value)}
+        return settings
+    settings = flat(dataclasses.asdict(config), "")
+    del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
+    return settings
+
+
+def check_unchanged(sweep: Sweep, before: dict[str, dict[str, Any]], where: str | pathlib.Path) -> None:
+    """Refuses a folder that holds another sweep; `before`: name of each point → its settings, from the manifest there."""
+    now = {point.name: settings_of(point.config) for point in sweep.points}
+    for name in (*now, *before):
         if name not in before or name not in now:
             raise UserError(f"{where} holds another sweep (point {name} is {'new' if name in now else 'gone'}): give another --workdir")
-    for name, overrides in now.items():
-        for setting in sorted(overrides.keys() | before[name].keys()):
-            if (old := before[name].get(setting)) != (new := overrides.get(setting)):
+    for name, settings in now.items():
+        for setting in dict.fromkeys((*settings, *before[name])):
+            if (old := before[name].get(setting)) != (new := settings.get(setting)):
                 raise UserError(f"{where} holds another sweep (point {name} has {setting} = {old!r}, not {new!r}): give another --workdir")
 
 
 def manifest(sweep: Sweep) -> dict[str, Any]:
-    """What sweep.json records."""
+    """What sweep.json records. A point's config holds what its base file said too, so that an edit of that is seen."""
     return {"base": sweep.base, "x": sweep.x, "match": sweep.match, "axes": sweep.axes,
-            "points": [{"name": p.name, "values": p.values, "overrides": _jsonable(p.overrides)} for p in sweep.points]}
+            "points": [{"name": p.name, "values": p.values, "overrides": _jsonable(p.overrides), "config": settings_of(p.config)}
+                       for p in sweep.points]}
 
 
 def _jsonable(value: Any) -> Any:

@@ -58,12 +58,10 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
     path = workdir / "sweep.json"
     if path.exists():
         try:
-            recorded = json.loads(path.read_text())["points"]
-            check_unchanged(sweep, recorded, workdir)
+            before = {point["name"]: dict(point["config"]) for point in json.loads(path.read_text())["points"]}
         except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, UserError):
-                raise
             raise UserError(f"{path}: damaged or foreign: give another --workdir") from error
+        check_unchanged(sweep, before, workdir)
         return
     try:
         (workdir / "points").mkdir(parents=True, exist_ok=True)
