@@ -3,7 +3,8 @@
     python -m qwen3next_jax.sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2] [--set train.steps=100] [--emit]
 
 The same command after an interruption goes on where it was; finished points are not run again. report.html and results.csv
-in the workdir are rewritten whenever a point ends.
+in the workdir are rewritten whenever a point ends. With --emit the points run elsewhere, each by the command printed for it;
+once all have, this command without --emit writes their report.
 """
 
 import ast
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     sweep = load_sweep(path, changes)
     check_points(sweep)
     workdir = pathlib.Path(_workdir.value or pathlib.Path("runs") / "sweeps" / pathlib.Path(path).stem)
+    runner.open_sweep(sweep, workdir)
     commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
     if _emit.value:
         sys.stdout.writelines(command + "\n" for command in commands.values())
@@ -46,16 +48,12 @@ def main(arguments: Sequence[str]) -> int:
     def tell(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    def after() -> None:
-        results = [read_result(point, runner.folder(workdir, point)) for point in sweep.points]
+    def after(failed: dict[str, str]) -> None:
+        results = [read_result(point, runner.folder(workdir, point), failed.get(point.name, "")) for point in sweep.points]
         write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
 
-    runner.open_sweep(sweep, workdir)
     tell(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
-    try:
-        code = runner.Runner(sweep, workdir, _workers.value, _retries.value, tell, after).run()
-    finally:
-        after()
+    code = runner.Runner(sweep, workdir, _workers.value, _retries.value, tell, after).run()
     tell(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.sweeps import runner
 from qwen3next_jax.sweeps.check import check_points
@@ -160,6 +160,7 @@ def test_a_killed_sweep_goes_on_and_a_dead_point_is_started_again(tmp_path):
     first = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True)
     _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
     second = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=60)
+    assert not (workdir / "report.html").exists()
     assert second.returncode == 2 and "another runner, or a point it left, is at work there" in second.stderr
     first.kill()  # its point gets SIGTERM, saves and ends
     first.wait()
@@ -180,6 +181,62 @@ def test_a_killed_sweep_goes_on_and_a_dead_point_is_started_again(tmp_path):
     assert json.loads((workdir / "results.json").read_text())["points"][0]["steps"] == 200
     again = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0 and "1 of 1 points are done already" in again.stdout
+
+
+def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
+    """A runner whose points are `script` instead of train.py; → it, what it told, what it gave `after` last."""
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO, "axes": {"train.seed": list(seeds)}}))
+    (tmp_path / "train.py").write_text(f"import pathlib, signal, sys, time\n{script}\n")
+    monkeypatch.setattr(runner, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(runner, "_POLL", 0.01)
+    runner.open_sweep(sweep, tmp_path / "w")
+    told, after = [], []
+    return runner.Runner(sweep, tmp_path / "w", 1, retries, told.append, lambda failed: after.append(dict(failed))), told, after
+
+
+@pytest.mark.parametrize("code, starts", [(ExitCode.CRASHED, 3), (ExitCode.HANG, 3), (ExitCode.USER_ERROR, 1), (ExitCode.DIVERGED, 1),
+                                          (ExitCode.NOT_SAVED, 1)])
+def test_only_what_another_start_may_mend_is_started_again(tmp_path, monkeypatch, code, starts):
+    r, told, after = _runner(tmp_path, monkeypatch, f"print('error: loss is NaN'); sys.exit({int(code)})")
+    assert r.run() == 1 and r.starts == {"seed=0": starts}
+    assert f"seed=0: failed with exit code {int(code)}: error: loss is NaN" in told[-1] and after[-1] == {"seed=0": "error: loss is NaN"}
+    results = [read_result(p, tmp_path / "none", after[-1].get(p.name, "")) for p in r.sweep.points]
+    page = report(r.sweep, results, {}, "x")
+    assert "<li>1 of 1 points failed" in page and "<td>failed: error: loss is NaN</td>" in page and "not done yet" not in page
+
+
+def test_a_point_fails_for_what_its_last_start_said(tmp_path, monkeypatch):
+    mark = tmp_path / "began"
+    r, _, after = _runner(tmp_path, monkeypatch, f"""
+mark = pathlib.Path({str(mark)!r})
+print("out of memory" if mark.exists() else "error: the disk is away")
+mark.touch()
+sys.exit(1)""", retries=1)
+    assert r.run() == 1 and after[-1] == {"seed=0": "out of memory"}
+
+
+def test_a_signal_that_comes_while_a_point_is_being_started_reaches_it(tmp_path, monkeypatch):
+    r, told, _ = _runner(tmp_path, monkeypatch, "time.sleep(20)", seeds=(0, 1))
+
+    def interrupted(*arguments, **options):
+        process = popen(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        return process
+    popen = subprocess.Popen
+    monkeypatch.setattr(runner.subprocess, "Popen", interrupted)
+    begun = time.monotonic()
+    assert r.run() == ExitCode.INTERRUPTED and time.monotonic() - begun < 15
+    assert "seed=0: stopped" in told and r.starts == {"seed=0": 1}
+
+
+def test_a_second_runner_leaves_the_report_of_the_first_alone(tmp_path, monkeypatch):
+    r, _, after = _runner(tmp_path, monkeypatch, "")
+    held = r._lock()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(UserError, match="another runner, or a point it left, is at work there"):
+        r.run()
+    assert not after and handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    os.close(held)
 
 
 def _wait(condition, seconds=120):

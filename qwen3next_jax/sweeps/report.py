@@ -42,8 +42,11 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
 
 def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
     sentences = findings(sweep, done)
-    if len(done) < len(results):
-        sentences.insert(0, f"{len(results) - len(done)} of {len(results)} points are not done yet: what follows may change.")
+    failed = sum(bool(result.failed) and not result.done for result in results)
+    if left := len(results) - len(done) - failed:
+        sentences.insert(0, f"{left} of {len(results)} points are not done yet: what follows may change.")
+    if failed:
+        sentences.insert(0, f"{failed} of {len(results)} points failed: the table of points says why. What follows is without them.")
     if not sentences:
         return "<p>Nothing to compare yet.</p>"
     return "<ul>" + "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences) + "</ul>"
@@ -113,8 +116,10 @@ def _points(sweep: Sweep, results: Sequence[Result]) -> str:
     # The rest of what is split up by position or layer is in results.csv.
     measured = [name for name in dict.fromkeys(name for result in results for name in result.measured)
                 if "/" not in name or higher_is_better(name)]
-    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "step", *map(shown, measured), "tokens/s", *COUNTED.values(), "seconds"]
-    rows = [[*r.point.values.values(), f"{r.step:,} of {r.point.config.train.steps:,}",
+    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "state", "step", *map(shown, measured), "tokens/s", *COUNTED.values(),
+            "seconds"]
+    rows = [[*r.point.values.values(), "done" if r.done else f"failed: {r.failed}" if r.failed else "not done yet",
+             f"{r.step:,} of {r.point.config.train.steps:,}",
              *(f"{r.measured[name]:.4g}" if name in r.measured else "–" for name in measured),
              f"{r.tokens_per_second:,.0f}" if r.step else "–", *(f"{r.counted[name]:,.0f}" for name in COUNTED),
              f"{r.seconds:,.0f}"] for r in results]

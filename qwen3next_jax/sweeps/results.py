@@ -31,6 +31,7 @@ class Result:
     measured: dict[str, float]
     tokens_per_second: float  # median over the logged steps; NaN before the first
     seconds: float  # wall time in all its processes
+    failed: str = ""  # why it was given up
 
     @property
     def done(self) -> bool:
@@ -67,7 +68,7 @@ def is_done(workdir: pathlib.Path, config: Config) -> bool:
     return bool(_measured(read_events(workdir / "metrics.jsonl"), config))
 
 
-def read_result(point: Point, workdir: pathlib.Path) -> Result:
+def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result:
     events = read_events(workdir / "metrics.jsonl")
     train = [e for e in events if e["event"] == "train"]
     speeds = [e["tokens_per_second"] for e in train if isinstance(e.get("tokens_per_second"), (int, float))]
@@ -76,7 +77,7 @@ def read_result(point: Point, workdir: pathlib.Path) -> Result:
         if following["event"] != "start":
             seconds += following["time"] - event["time"]
     return Result(point, train[-1]["step"] if train else 0, _measured(events, point.config),
-                  statistics.median(speeds) if speeds else math.nan, seconds)
+                  statistics.median(speeds) if speeds else math.nan, seconds, failed)
 
 
 _REPEATED = (("position", "loss"), ("position", "bits_per_byte"))

@@ -6,7 +6,7 @@
 
 A point is done when its metrics.jsonl has the held-out evaluation of the last step, whoever trained it. Stopping the runner
 stops its points after the step under way, saved; the same command goes on from there. A point that dies is started again,
-from its newest checkpoint, up to `retries` times.
+from its newest checkpoint, up to `retries` times; one that would only end the same way again has failed.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.supervisor import RESTARTED
 from qwen3next_jax.sweeps.points import Point, Sweep, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
 
@@ -73,21 +74,22 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
 
 
 class Runner:
-    """`tell(line)` gets a line about every start and end; `after(point)` is called when a point has ended."""
+    """`tell(line)` gets a line about every start and end; `after({failed point: why})` is called when a point has ended and
+    at the end, always under the folder's lock."""
 
     def __init__(self, sweep: Sweep, workdir: pathlib.Path, workers: int, retries: int, tell: Callable[[str], None],
-                 after: Callable[[], None]):
+                 after: Callable[[dict[str, str]], None]):
         self.sweep, self.workdir, self.workers, self.retries = sweep, workdir, workers, retries
         self.tell, self.after = tell, after
-        self.running: dict[str, tuple[Point, subprocess.Popen, float]] = {}
+        self.running: dict[str, tuple[Point, subprocess.Popen, float, int]] = {}  # point, process, begun at, size of its log then
         self.starts: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self._stopping = False
 
     def run(self) -> int:
         """Runs what is not done. → exit code: 0 where every point is done, 1 where some failed, 130 where it was stopped."""
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         lock = self._lock()
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             waiting = [point for point in self.sweep.points if not is_done(folder(self.workdir, point), point.config)]
             if done := len(self.sweep.points) - len(waiting):
@@ -100,6 +102,7 @@ class Runner:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            self.after(self.failed)
             os.close(lock)
         if self._stopping:
             left = sum(not is_done(folder(self.workdir, point), point.config) for point in self.sweep.points)
@@ -121,16 +124,19 @@ class Runner:
         where.mkdir(parents=True, exist_ok=True)
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
         with (where / "log.txt").open("ab") as log:
+            size = os.fstat(log.fileno()).st_size
             process = subprocess.Popen([sys.executable, str(TRAIN), *command(self.sweep, point, self.workdir)], stdin=subprocess.DEVNULL,
                                        stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
                                        preexec_fn=_die_with_parent)
-        self.running[point.name] = point, process, time.monotonic()
+        self.running[point.name] = point, process, time.monotonic(), size
+        if self._stopping:  # the signal came while the point was being started, and did not reach it
+            process.terminate()
         self.tell(f"{point.name}: started" + (f" (start {self.starts[point.name]})" if self.starts[point.name] > 1 else ""))
 
     def _ended(self) -> list[Point]:
         """Takes note of processes that have ended. → points to start again."""
         again = []
-        for name, (point, process, begun) in list(self.running.items()):
+        for name, (point, process, begun, size) in list(self.running.items()):
             code = process.poll()
             if code is None:
                 continue
@@ -142,19 +148,19 @@ class Runner:
             elif self._stopping:
                 self.tell(f"{name}: stopped")
             else:
-                last = _last_line(where / "log.txt")
-                if code == ExitCode.USER_ERROR or self.starts[name] > self.retries:
+                last = _last_line(where / "log.txt", size)
+                if (code >= 0 and code not in RESTARTED) or self.starts[name] > self.retries:
                     self.failed[name] = last
                     self.tell(f"{name}: failed with exit code {code}: {last} (all of it: {where / 'log.txt'})")
                 else:
                     self.tell(f"{name}: ended with exit code {code} after {seconds:,.0f} s; started again")
                     again.append(point)
-            self.after()
+            self.after(self.failed)
         return again
 
     def _stop(self, number: int, frame: Any) -> None:
         """The points save and end; a second signal ends them at once."""
-        for _, process, _ in self.running.values():
+        for _, process, _, _ in self.running.values():
             process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
         self._stopping = True
 
@@ -165,6 +171,9 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _last_line(path: pathlib.Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
+def _last_line(path: pathlib.Path, begin: int) -> str:
+    """The error, or else the last line, of what the file holds from byte `begin` on: what an earlier start said is not why."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        lines = file.read().decode(errors="replace").strip().splitlines()
     return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "it printed nothing")[:300]
