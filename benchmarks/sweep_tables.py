@@ -22,15 +22,17 @@ def main():
         parser.error(f"no such figures as {', '.join(unknown)}: there are {', '.join(known)}")
     if not arguments.figures:
         print("\n".join([*known, "", *results["findings"]]))
-    x, *others = [axis for axis in axes if not axis.endswith("seed")]
+    x = results["x"]
+    seeds = [axis for axis in axes if axis.rpartition(".")[2] == "seed"]
+    others = [axis for axis in axes if axis != x and axis not in seeds]
     for figure in arguments.figures:
         columns = list(dict.fromkeys(tuple(point[axis] for axis in others) for point in points if figure in point))
         names = [", ".join(f"{axis.rpartition('.')[2]} {value}" for axis, value in zip(others, column)) for column in columns]
-        print(f"\n{figure}, seeds {', '.join(next(v for axis, v in axes.items() if axis.endswith('seed')))}\n")
-        print(f"| {x.rpartition('.')[2]} | " + " | ".join(names or [figure]) + " |\n|---|" + "---|" * len(columns))
+        print(f"\n{figure}{''.join(f', {axis.rpartition(".")[2]} {", ".join(axes[axis])}' for axis in seeds if axis != x)}\n")
+        print(f"| {x.rpartition('.')[2]} | " + " | ".join(name or figure for name in names) + " |\n|---|" + "---|" * len(columns))
         for value in axes[x]:
-            cells = [[point[figure] for point in points if point[x] == value and tuple(point[axis] for axis in others) == column and figure in point]
-                     for column in columns]
+            cells = [[point[figure] for point in points
+                      if point[x] == value and tuple(point[axis] for axis in others) == column and figure in point] for column in columns]
             print(f"| {value} | " + " | ".join(" ".join(f"{number:.4g}" for number in cell) for cell in cells) + " |")
     print(f"\n{len(points)} points, {sum(point['seconds'] for point in points) / 60:.0f} minutes in all")
 

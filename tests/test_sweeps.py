@@ -16,7 +16,7 @@ from qwen3next_jax.sweeps import runner
 from qwen3next_jax.sweeps.check import check_points
 from qwen3next_jax.sweeps.points import load_sweep, manifest
 from qwen3next_jax.sweeps.report import report
-from qwen3next_jax.sweeps.results import Result, findings, is_done, lines_of, pareto, read_result, to_csv
+from qwen3next_jax.sweeps.results import Result, findings, is_done, lines_of, pareto, read_result, to_csv, to_json
 
 ROOT = Path(__file__).parents[1]
 NANO = {"model.num_hidden_layers": 2, "model.full_attention_interval": 2, "model.hidden_size": 16, "model.intermediate_size": 16,
@@ -296,3 +296,39 @@ def test_report_and_table_hold_every_point_and_its_command(tmp_path):
     assert len(lines) == 3 and lines[0].startswith("point,ratio,train.seed,steps,steps_done,heldout accuracy,heldout loss")
     assert manifest(sweep)["points"][0]["overrides"] == {
         "model.num_hidden_layers": 8, "model.full_attention_interval": 2, "model.layer_types": [], "train.seed": 0}
+
+
+@pytest.fixture
+def two_tasks(tmp_path):
+    """A sweep of ratio × task without a seed axis, where x is not the first axis; attention heads differ between the tasks."""
+    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "x": "ratio", "axes": {
+        "task": {"a": {"model.head_dim": 32}, "b": {"model.head_dim": 64}}, "ratio": ["0:1", "1:1", "3:1"]}}))
+    places = [f"position accuracy/{n}" for n in range(6)]
+    return sweep, [Result(p, 500, {"heldout accuracy": 0.1 * i} | dict.fromkeys(places, 0.5), 100.0 * (i + 1), 1.0)
+                   for i, p in enumerate(sweep.points)]
+
+
+def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
+    sweep, results = two_tasks
+    drawn = {}
+    monkeypatch.setattr("qwen3next_jax.sweeps.report.line_chart", lambda title, lines, **_: drawn.setdefault(title, lines) and "")
+    report(sweep, results, {}, "x")
+    assert {line.label: list(line.y) for line in drawn["Tokens per second"]} == {"task a": [100, 200, 300], "task b": [400, 500, 600]}
+    assert [line.label for line in drawn["Parameters"]] == ["task a", "task b"]
+    assert [line.label for line in drawn["Recurrent state, bytes"]] == [""]  # the same for both
+    for task, bytes_per_head in (("a", 32 * 4), ("b", 64 * 4)):
+        lines = drawn[f"Held-out accuracy (task {task}) against cache"]
+        # Keys and values of 2 heads in 4, 2 and 1 attention layers.
+        assert {line.label: list(line.x) for line in lines if line.dots} == {
+            ratio: [layers * 2 * 2 * bytes_per_head] for ratio, layers in (("0:1", 4), ("1:1", 2), ("3:1", 1))}
+    styles = [(line.shade, line.dash) for line in drawn["Position accuracy"]]
+    assert len(set(styles)) == 12 and {shade for shade, _ in styles} == {0, 0.2, 0.4, 0.6, 0.8, 1}
+
+
+def test_tables_follow_the_sweeps_x_axis_and_need_no_seeds(two_tasks, tmp_path):
+    sweep, results = two_tasks
+    path = tmp_path / "results.json"
+    path.write_text(to_json(sweep, results, {p.name: "" for p in sweep.points}))
+    printed = subprocess.run([sys.executable, "benchmarks/sweep_tables.py", str(path), "heldout accuracy"], capture_output=True, text=True)
+    assert printed.stdout.splitlines()[1:6] == [
+        "heldout accuracy", "", "| ratio | task a | task b |", "|---|---|---|", "| 0:1 | 0 | 0.3 |"], printed.stderr

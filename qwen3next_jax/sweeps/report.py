@@ -10,7 +10,7 @@ from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
-    Result, findings, higher_is_better, lines_of, pareto, seed_axes, shown, to_csv, to_json)
+    Result, Spread, along_x, findings, higher_is_better, lines_of, pareto, seed_axes, shown, to_csv, to_json)
 
 COUNTED = {"parameters": "parameters", "flops_per_token": "FLOPs per token", "cache_bytes_per_token": "cache bytes per token",
            "state_bytes": "recurrent state, bytes"}
@@ -53,22 +53,24 @@ def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -
 
 
 def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
-    """A chart per kind of figure; what it is split up by ("accuracy/8 pairs", "loss/64-127") are lines of it."""
+    """A chart per kind of figure; what it is split up by ("accuracy/8 pairs", "loss/64-127") are lines of it, coloured by that
+    and dashed by the other axes' values."""
     values, charts, kinds = sweep.axes[sweep.x], [], {}
     for name in dict.fromkeys(name for result in done for name in result.measured):
         kind, _, place = name.partition("/")
         kinds.setdefault((kind, bool(place)), []).append((name, place))
     for (kind, _), names in kinds.items():
         lines = []
-        labels = {label for name, _ in names for label in lines_of(sweep, done, name)}
-        for name, place in names:
+        labels = list(dict.fromkeys(label for name, _ in names for label in lines_of(sweep, done, name)))
+        for i, (name, place) in enumerate(names):
             for label, line in lines_of(sweep, done, name).items():
                 spreads = [line.get(value) for value in values]
                 text = place if place and len(labels) == 1 else ", ".join(filter(None, (place, label)))
                 lines.append(Line(text, range(len(values)), [s.mean if s else math.nan for s in spreads],
                                   low=[min(s.values) if s else math.nan for s in spreads],
-                                  high=[max(s.values) if s else math.nan for s in spreads], colour=len(lines), dots=True,
-                                  shade=len(lines) / (len(names) - 1) if len(names) > 4 else None))
+                                  high=[max(s.values) if s else math.nan for s in spreads], dots=True,
+                                  colour=i if len(names) > 1 else labels.index(label), dash=labels.index(label) if len(names) > 1 else 0,
+                                  shade=i / (len(names) - 1) if len(names) > 4 else None))
         seeds = "the line is the mean over seeds, the band their range" if seed_axes(sweep) else "one seed"
         better = "Higher" if higher_is_better(kind) else "Lower"
         charts.append(line_chart(shown(kind), lines, x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=higher_is_better(kind),
@@ -77,36 +79,40 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
 
 
 def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
-    values = sweep.axes[sweep.x]
     charts = []
     for name, text in COUNTED.items():
-        by_value = {r.point.values[sweep.x]: r.counted[name] for r in reversed(results)}
-        if len(set(by_value.values())) > 1:
-            charts.append(line_chart(_capital(text), [Line("", range(len(values)), [by_value[v] for v in values], dots=True)],
-                                     x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=True))
-    speeds = {v: [r.tokens_per_second for r in done if r.point.values[sweep.x] == v] for v in values}
-    charts.append(line_chart("Tokens per second", [Line("", range(len(values)), [sum(s) / len(s) if s else math.nan for s in speeds.values()],
-                                                        dots=True)],
-                             x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=True,
-                             note="On the machine that ran it, whatever else it did meanwhile."))
+        lines = along_x(sweep, ((r, r.counted[name]) for r in results))
+        if len({spread.mean for line in lines.values() for spread in line.values()}) > 1:
+            same = all(line == next(iter(lines.values())) for line in lines.values())
+            charts.append(_cost_chart(sweep, _capital(text), {"": next(iter(lines.values()))} if same else lines))
+    speeds = along_x(sweep, ((r, r.tokens_per_second) for r in done))
+    charts.append(_cost_chart(sweep, "Tokens per second", speeds, "On the machine that ran it, whatever else it did meanwhile."))
     charts += _pareto_charts(sweep, done)
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
+def _cost_chart(sweep: Sweep, title: str, lines: dict[str, dict[str, Spread]], note: str = "") -> str:
+    values = sweep.axes[sweep.x]
+    drawn = [Line(label, range(len(values)), [line[v].mean if v in line else math.nan for v in values], colour=k, dots=True)
+             for k, (label, line) in enumerate(lines.items())]
+    return line_chart(title, drawn, x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=True, note=note)
+
+
 def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
-    """Each main figure against the cache a token of context costs."""
+    """Each main figure against the cache a token of context costs, for each combination of the other axes along which that changes."""
     charts = []
-    costs = {r.point.values[sweep.x]: r.counted["cache_bytes_per_token"] for r in done}
-    if len(set(costs.values())) < 2:
-        return charts
+    costs = along_x(sweep, ((r, r.counted["cache_bytes_per_token"]) for r in done))
     for name in dict.fromkeys(name for result in done for name in result.measured):
         if name == "heldout loss" or not (name.startswith("heldout") or "accuracy" in name):
             continue
         for label, line in lines_of(sweep, done, name).items():
-            points = [(costs[value], line[value].mean) for value in line]
+            points = [(costs[label][value].mean, line[value].mean) for value in line]
+            if len({cost for cost, _ in points}) < 2:
+                continue
             front = pareto(points, higher_is_better(name))
-            lines = [Line("best for its cost", [points[i][0] for i in front], [points[i][1] for i in front], colour=7, dash=1)] if len(front) > 1 else []
-            lines += [Line(value, [cost], [mean], colour=k, dots=True) for k, (value, (cost, mean)) in enumerate(zip(line, points))]
+            lines = [Line(value, [cost], [mean], colour=k, dots=True) for k, (value, (cost, mean)) in enumerate(zip(line, points))]
+            if len(front) > 1:
+                lines.insert(0, Line("best for its cost", [points[i][0] for i in front], [points[i][1] for i in front], colour=7, dash=1))
             charts.append(line_chart(f"{shown(name)}{f' ({label})' if label else ''} against cache", lines,
                                      x_label="cache bytes per token of context"))
     return charts

@@ -118,9 +118,10 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
 def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
     """The same as JSON, with the findings: what a results page in the docs is kept from."""
     points = [{"point": r.point.name, **r.point.values, "steps": r.step, **{n: _short(v) for n, v in r.measured.items()},
-               "tokens_per_second": _short(r.tokens_per_second), **r.counted, "seconds": round(r.seconds), "command": commands[r.point.name]}
+               "tokens_per_second": _short(r.tokens_per_second), **r.counted, "seconds": round(r.seconds),
+               "command": commands[r.point.name]}
               for r in results if r.done]
-    return json.dumps({"base": sweep.base, "axes": sweep.axes, "findings": findings(sweep, [r for r in results if r.done]),
+    return json.dumps({"base": sweep.base, "axes": sweep.axes, "x": sweep.x, "findings": findings(sweep, [r for r in results if r.done]),
                        "points": points}, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -134,14 +135,18 @@ def seed_axes(sweep: Sweep) -> tuple[str, ...]:
 
 
 def lines_of(sweep: Sweep, results: Iterable[Result], figure: str) -> dict[str, dict[str, Spread]]:
-    """One figure along the x axis: name of each combination of the other axes (but seeds) → x value → spread over seeds."""
+    """One measured figure along the x axis, as `along_x` gives it."""
+    return along_x(sweep, ((result, result.measured[figure]) for result in results if figure in result.measured))
+
+
+def along_x(sweep: Sweep, figures: Iterable[tuple[Result, float]]) -> dict[str, dict[str, Spread]]:
+    """Name of each combination of the other axes (but seeds) → x value → spread over seeds."""
     collected: dict[str, dict[str, list[float]]] = {}
-    for result in results:
-        if figure in result.measured:
-            others = [f"{axis.rpartition('.')[2]} {value}" for axis, value in result.point.values.items()
-                      if axis != sweep.x and axis not in seed_axes(sweep)]
-            line = collected.setdefault(", ".join(others), {})
-            line.setdefault(result.point.values[sweep.x], []).append(result.measured[figure])
+    for result, figure in figures:
+        others = [f"{axis.rpartition('.')[2]} {value}" for axis, value in result.point.values.items()
+                  if axis != sweep.x and axis not in seed_axes(sweep)]
+        line = collected.setdefault(", ".join(others), {})
+        line.setdefault(result.point.values[sweep.x], []).append(figure)
     return {name: {x: Spread(tuple(values)) for x, values in line.items()} for name, line in collected.items()}
 
 
