@@ -22,7 +22,7 @@ def main():
         parser.error(f"no such figures as {', '.join(unknown)}: there are {', '.join(known)}")
     if not arguments.figures:
         print("\n".join([*known, "", *results["findings"]]))
-    x = results.get("x", next(iter(axes)))  # as in a sweep file
+    x = results["x"]
     seeds = [axis for axis in axes if axis.rpartition(".")[2] == "seed"]
     others = [axis for axis in axes if axis != x and axis not in seeds]
     for figure in arguments.figures:
