@@ -2,7 +2,7 @@
 
     uv run python -m qwen3next_jax.sweep configs/sweeps/mqar_linear.py
 
-The fourth pair, decay_init "ones" with states of 16 × 16, is linear→linear of configs/sweeps/mqar.py. docs/sweeps.md has what it gave.
+The fourth pair, decay_init "ones" with states of 16 × 16, is linear→linear of configs/sweeps/mqar.py.
 """
 
 WIDE = {"model.linear_key_head_dim": 32, "model.linear_value_head_dim": 32}

@@ -2,7 +2,7 @@
 
     uv run python -m qwen3next_jax.sweep configs/sweeps/ratio.py
 
-Text is the tiny run's corpus; recall is a model of the same shape trained on multi-query associative recall, since a model
+Text is the tiny run's corpus; recall is a model of as many parameters trained on multi-query associative recall, since a model
 that has read one megabyte of text recalls nothing. docs/sweeps.md has what it gave.
 """
 
