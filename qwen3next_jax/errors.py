@@ -23,6 +23,10 @@ class ExitCode(enum.IntEnum):
     ABORTED = 131  # a second signal: left at once, without saving
 
 
+# Ends after which the same command may go on, besides those by a signal.
+RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE)
+
+
 class UserError(ValueError):
     """A mistake in what the user gave. Commands print its text as one line, without a traceback, and exit with `exit_code`."""
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from qwen3next_jax.errors import ExitCode
+from qwen3next_jax.errors import RESTARTED, ExitCode
 
-RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE)  # besides ends by a signal
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled while there is no progress
 FRUITLESS = 3  # restarts in a row without a new checkpoint, after which it gives up
 

@@ -211,9 +211,13 @@ def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
         while not (pid.exists() and pid.read_text().strip()):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        make_plan_apart(config(data=4), topology.describe("v6e:2x2"))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make_plan_apart(config(data=4), topology.describe("v6e:2x2"))
+    finally:
+        signal.signal(signal.SIGINT, before)
     status = pathlib.Path("/proc", pid.read_text().strip(), "status")
     give_up = time.monotonic() + 10
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone

@@ -22,8 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from qwen3next_jax.errors import ExitCode, UserError
-from qwen3next_jax.supervisor import RESTARTED
+from qwen3next_jax.errors import RESTARTED, ExitCode, UserError
 from qwen3next_jax.sweeps.points import Point, Sweep, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
 
