@@ -38,6 +38,7 @@ class DataConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
+        require(0 <= self.seed < 2**32, f"data.seed = {self.seed}: expected 0 … 2^32 - 1")
         require(0 < self.heldout_fraction < 1, f"data.heldout_fraction = {self.heldout_fraction}: expected between 0 and 1")
         require(all(w > 0 for w in self.weights), f"data.weights = {self.weights}: expected positive numbers")
         globs = len(self.globs)

@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
-from qwen3next_jax.inference.decode import complete
+from qwen3next_jax.inference.decode import BLOCK, STOPPED, generate
 from qwen3next_jax.model import Qwen3Next
 
 _NEW_TOKENS = 256  # generated at most where a task does not say
@@ -78,22 +78,48 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Greedy, or sampled where a task asks for it, up to the first of the task's stop strings."""
-        texts = []
-        for context, options in (request.args for request in requests):
-            until = options.get("until") or []
-            until = [until] if isinstance(until, str) else list(until)
+        groups: dict[tuple[int, float], list[int]] = {}
+        for i, (_, options) in enumerate(request.args for request in requests):
             new = int(options.get("max_gen_toks", _NEW_TOKENS))
             if new >= self.max_length:
                 raise UserError(f"a task generates {new} tokens, and max_length = {self.max_length} leaves no room for a prompt: "
                                 f"give a larger --max_length (the model's context is {self.model.config.max_position_embeddings})")
             temperature = float(options.get("temperature", 0.0)) if options.get("do_sample", False) else 0.0
-            prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self.max_length - new):]
-            (tokens,) = complete(self.model, [np.array(prompt, np.int32)], max_new_tokens=new, temperature=temperature,
-                                 stop_ids=(self.eot_token_id,))
-            text = self._tokenizer.decode(tokens)
-            texts.append(min((text.split(stop)[0] for stop in until if stop), key=len, default=text))
-            self.cache_hook.add_partial("generate_until", (context, options), texts[-1])
+            groups.setdefault((new, temperature), []).append(i)
+        texts = [""] * len(requests)
+        for (new, temperature), members in groups.items():
+            prompts = [self._prompt(requests[i].args[0], self.max_length - new) for i in members]
+            for batch in _batches([len(prompt) for prompt in prompts], self.batch_size):
+                until = [_stops(requests[members[i]].args[1]) for i in batch]
+                for i, text in zip(batch, self._continued([prompts[i] for i in batch], until, new, temperature)):
+                    texts[members[i]] = text
+                    self.cache_hook.add_partial("generate_until", requests[members[i]].args, text)
         return texts
+
+    def _prompt(self, context: str, longest: int) -> np.ndarray:
+        return np.array((self.tok_encode(context) or [self.prefix_token_id])[-longest:], np.int32)
+
+    def _continued(self, prompts: list[np.ndarray], until: list[list[str]], new: int, temperature: float) -> list[str]:
+        """What follows each prompt, up to the first of its stop strings; ends when every row has met one."""
+        filled = prompts + prompts[-1:] * (self.batch_size - len(prompts))  # one compiled program for the last batch, too
+        steps: list[np.ndarray] = []
+
+        def texts() -> list[str]:
+            return [self._tokenizer.decode(row[row != STOPPED]) for row in np.array(steps, np.int32).reshape(-1, len(filled)).T[:len(prompts)]]
+
+        def ended() -> bool:
+            return all(token == STOPPED or any(stop in text for stop in stops) for token, text, stops in zip(steps[-1], texts(), until))
+
+        for tokens_B in generate(self.model, filled, max_new_tokens=new, temperature=temperature, stop_ids=(self.eot_token_id,)):
+            steps.append(tokens_B)
+            if len(steps) % BLOCK == 0 and ended():
+                break
+        return [min((text.split(stop)[0] for stop in stops), key=len, default=text) for text, stops in zip(texts(), until)]
+
+
+def _stops(options: dict) -> list[str]:
+    until = options.get("until") or []
+    return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
 
 
 def _batches(lengths: Sequence[int], size: int) -> list[list[int]]:

@@ -15,7 +15,8 @@ from qwen3next_jax.config import GuardConfig
 
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a verdict
 
-# A window without spread would make a spike of any change: scores count spread below this share of the median as this.
+# A window without spread would make a spike of any change: spread counts as at least this share of the median, and of 1, so
+# that a solved task, whose losses are near 0, has no spikes of a hundredth of a nat.
 _LEAST_SPREAD = 1e-3
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
@@ -76,4 +77,4 @@ def _robust_z(value: jax.Array, window_W: jax.Array) -> jax.Array:
     """How many (robust) standard deviations `value` lies above the median of the window."""
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))
-    return (value - median) / jnp.maximum(spread, _LEAST_SPREAD * jnp.abs(median) + 1e-30)
+    return (value - median) / jnp.maximum(spread, _LEAST_SPREAD * jnp.maximum(jnp.abs(median), 1.0))
