@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.ops import gated_delta_rule
+from qwen3next_jax.ops.delta_rule import chunked
 
 FORMS = ("chunked", "associative", "pallas_tpu")
 CHUNK = 64
@@ -118,6 +119,14 @@ def test_exact_in_float64(settings, implementation):
         inputs |= dict(q=inputs["q"] / 4, k=inputs["k"] / 4)
     ids = np.array([[1] * 64 + [2] * 10 + [4] + [5] * 40 + [0] * 15, [2] * 30 + [3] * 100])
     check(inputs, cotangents, implementation, jnp.float64, *BARS[jnp.float64], segment_ids=ids, **settings)
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(erase=False)], ids=str)
+def test_pieces_of_a_long_sequence(settings, monkeypatch):
+    inputs, cotangents = problem(batch=2, time=2 * CHUNK + 7)
+    monkeypatch.setattr(chunked, "_CACHED", 2 * inputs["v"][:, :CHUNK].size)  # two pieces of two chunks, the last one padded
+    ids = np.array([[1] * 60 + [2] * 68 + [3] * 7, [2] * 130 + [0] * 5])  # a document that starts with a piece, and one that goes on
+    check(inputs, cotangents, "chunked", jnp.float64, *BARS[jnp.float64], segment_ids=ids, **settings)
 
 
 @pytest.mark.parametrize("settings", [dict(erase=False), dict(normalize_qk=False)], ids=str)

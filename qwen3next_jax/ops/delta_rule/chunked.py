@@ -4,7 +4,8 @@ Forward and backward are explicit (docs/delta_rule.md); `api` wires them into on
 inputs, the state at the start of every chunk (in the inputs' dtype) and the chunks' inverses: per head O(T (K + V + C))
 plus one state per chunk. Everything else is recomputed.
 
-The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine maps (`associative`).
+The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine maps (`associative`). On CPU
+`in_pieces` takes a long sequence a few chunks at a time, so that what is made inside the chunks stays in the caches.
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
@@ -16,6 +17,9 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Products, Scaled
+
+
+_CACHED = 1 << 17  # numbers in one array of a piece: 0.5 MB in float32, of which a core's caches hold a few
 
 
 class Chunks(typing.NamedTuple):
@@ -214,6 +218,83 @@ def backward(
         dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
     dq, dk = _prepare_backward(dq, dk, q.astype(dtype), k.astype(dtype), normalize_qk)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
+
+
+def forward_in_pieces(q, k, v, g, beta, initial_state, segments, inverses, *, size: int, parallel: bool, **settings):
+    """`forward`, a few chunks at a time."""
+    count, chunks = _pieces(q, v, size)
+    if count == 1 or parallel:
+        return forward(q, k, v, g, beta, initial_state, segments, inverses, size=size, parallel=parallel, **settings)
+
+    def piece(state, inputs):
+        continues, inverses, *inputs = inputs
+        state = _kept(continues, state)
+        o, state, states, inverses = forward(*inputs[:5], state, inputs[5], inverses, size=size, parallel=False, **settings)
+        return state, (o, states, inverses)
+
+    segments, continues = _documents(segments, count, chunks * size)
+    by_token = _split((q, k, v, g, beta), 1, count, chunks * size)
+    wide = initial_state.astype(jnp.promote_types(jnp.float32, v.dtype))
+    final, (o, *saved) = jax.lax.scan(piece, wide, (continues, _split(inverses, 0, count, chunks), *by_token, segments))
+    return _merged(o, 1, v.shape[1]), final, *_merged(saved, 0, -(-v.shape[1] // size))
+
+
+def backward_in_pieces(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, parallel: bool, **settings):
+    """`backward`, a few chunks at a time."""
+    (count, chunks), time = _pieces(q, v, size), v.shape[1]
+    if count == 1 or parallel:
+        return backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, size=size, parallel=parallel, **settings)
+
+    def piece(dstate, inputs):
+        continues, *inputs = inputs
+        *gradients, dstate = backward(*inputs, dstate, size=size, parallel=False, **settings)
+        return _kept(continues, dstate), gradients
+
+    segments, continues = _documents(segments, count, chunks * size)
+    q, k, v, g, beta, do = _split((q, k, v, g, beta, do), 1, count, chunks * size)
+    saved = _split((states, inverses), 0, count, chunks)
+    wide = dfinal.astype(jnp.promote_types(jnp.float32, v.dtype))
+    dinitial, gradients = jax.lax.scan(piece, wide, (continues, q, k, v, g, beta, segments, *saved, do), reverse=True)
+    return *_merged(gradients, 1, time), dinitial
+
+
+def _pieces(q, v, size: int) -> tuple[int, int]:
+    """(pieces, chunks in each) of a sequence; the last may be padded."""
+    chunks = -(-v.shape[1] // size)
+    numbers = v.shape[0] * size * v.shape[2] * max(q.shape[3], v.shape[3])
+    count = -(-chunks // max(1, _CACHED // numbers))
+    return count, -(-chunks // count)
+
+
+def _split(tree, axis: int, count: int, length: int, mode: str = "constant"):
+    """Every array's `axis` cut into [count, …, length, …] and padded: rows of zeros neither decay nor write nor read."""
+    def split(x):
+        x = jnp.pad(x, [(0, count * length - n if i == axis else 0) for i, n in enumerate(x.shape)], mode=mode)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], count, length, *x.shape[axis + 1:]), axis, 0)
+
+    return jax.tree.map(split, tree)
+
+
+def _merged(tree, axis: int, length: int):
+    """The inverse of `_split`."""
+    def merged(x):
+        x = jnp.moveaxis(x, 0, axis)
+        return jax.lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:]), 0, length, axis=axis)
+
+    return jax.tree.map(merged, tree)
+
+
+def _documents(segments_BT, count: int, length: int):
+    """(every piece's segments [count, B, length], whether its first token goes on with the document before it [count, B])."""
+    if segments_BT is None:
+        return None, None
+    pieces = _split(segments_BT, 1, count, length, "edge")
+    ids = jnp.abs(pieces)
+    return pieces, jnp.concatenate([jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]])
+
+
+def _kept(continues_B, state_BHKV):
+    return state_BHKV if continues_B is None else jnp.where(continues_B[:, None, None, None], state_BHKV, 0)
 
 
 def _residual_backward(c: Chunks, dwritten, exact: Products):

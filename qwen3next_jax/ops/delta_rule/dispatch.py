@@ -21,29 +21,29 @@ class Options:
 
 def forward(options: Options, size: int, save: bool, *arguments):
     """`chunked.forward` or its like, in chunks of `size` tokens."""
-    return _run(options, chunked.forward, pallas_tpu.forward, dict(size=size, save=save), *arguments)
+    return _run(options, chunked.forward, chunked.forward_in_pieces, pallas_tpu.forward, dict(size=size, save=save), *arguments)
 
 
 def affine_map(options: Options, size: int, *arguments):
     """`chunked.affine_map` or its like."""
-    return _run(options, chunked.affine_map, pallas_tpu.affine_map, dict(size=size), *arguments)
+    return _run(options, chunked.affine_map, chunked.affine_map, pallas_tpu.affine_map, dict(size=size), *arguments)
 
 
 def backward(options: Options, size: int, *arguments):
     """`chunked.backward` or its like."""
-    return _run(options, chunked.backward, pallas_tpu.backward, dict(size=size), *arguments)
+    return _run(options, chunked.backward, chunked.backward_in_pieces, pallas_tpu.backward, dict(size=size), *arguments)
 
 
-def _run(options: Options, xla, kernel, settings, *arguments):
+def _run(options: Options, xla, xla_cpu, kernel, settings, *arguments):
     settings = settings | dict(normalize_qk=options.normalize_qk, erase=options.erase)
-    xla = functools.partial(xla, parallel=options.implementation == "associative", **settings)
+    xla, xla_cpu = (functools.partial(f, parallel=options.implementation == "associative", **settings) for f in (xla, xla_cpu))
     compiled = functools.partial(kernel, interpret=False, **settings)
     interpreted = functools.partial(kernel, interpret=True, **settings)
     if options.implementation == "pallas_tpu":
         return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
     if options.implementation is None and not any(x.dtype == jnp.float64 for x in arguments[:6] if x is not None):
-        return jax.lax.platform_dependent(*arguments, tpu=compiled, default=xla)
-    return xla(*arguments)
+        return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=xla_cpu, default=xla)
+    return jax.lax.platform_dependent(*arguments, cpu=xla_cpu, default=xla)
 
 
 def chunk_size(q, v) -> int:
