@@ -144,6 +144,9 @@ def show(plan, console: Console) -> None:
     if plan.unstated_loops:
         console.print(f"counted once, as the program does not say how often they run: {len(plan.unstated_loops)} loops, such as "
                       f"{plan.unstated_loops[0]}. The experts' rounds are one under even load.", markup=False)
+    if plan.unknown_kernels:
+        console.print(f"counted as no FLOPs, as nothing says what they cost: {len(plan.unknown_kernels)} kernels, such as "
+                      f"{plan.unknown_kernels[0]}: time and MFU are too good", markup=False)
 
 
 def draw(plans: list, path: pathlib.Path) -> None:

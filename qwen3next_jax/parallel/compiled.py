@@ -28,7 +28,6 @@ class Collective(NamedTuple):
       (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce. Of a ragged
       all-to-all S is the smaller of its two buffers, one of which has room for an uneven load.
     times: how often it runs in one run of the program.
-    asynchronous: whether other work may run between its start and its end.
     """
 
     kind: str
@@ -36,8 +35,6 @@ class Collective(NamedTuple):
     group: int
     sent: float
     times: float
-    asynchronous: bool
-    op_name: str
 
     @property
     def total(self) -> float:
@@ -98,8 +95,7 @@ def _scatters(computation: Computation, reduction: Instruction) -> bool:
     return True
 
 
-def read_collective(computation: Computation, instruction: Instruction, mesh: jax.sharding.Mesh, times: float = 1,
-                    asynchronous: bool = False) -> Collective:
+def read_collective(computation: Computation, instruction: Instruction, mesh: jax.sharding.Mesh, times: float = 1) -> Collective:
     """The record of an instruction whose `collective_kind` is not ""."""
     kind = collective_kind(instruction)
     if kind == "all-reduce" and _scatters(computation, instruction):
@@ -107,16 +103,21 @@ def read_collective(computation: Computation, instruction: Instruction, mesh: ja
     sizes = [computation[name].bytes for name in instruction.operands]
     size = min(sizes[:2]) if kind == "ragged-all-to-all" else sum(sizes)
     if kind == "collective-permute":
-        pairs = np.array([[int(n) for n in pair.split(",")] for pair in
-                          re.findall(r"\{(\d+,\d+)\}", instruction.attribute("source_target_pairs"))]).reshape(-1, 2)
-        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        pairs = permuted_pairs(instruction)
         axes, group = _differing(mesh, pairs), len(np.unique(pairs))
         sent = size if len(pairs) else 0.0
     else:
         axes, group = _axes(instruction.attributes, mesh)
         sent = size * {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group,
                        "collective-broadcast": 1}.get(kind, (group - 1) / group)
-    return Collective(kind, axes, group, sent, times, asynchronous or instruction.opcode.endswith("-start"), instruction.op_name)
+    return Collective(kind, axes, group, sent, times)
+
+
+def permuted_pairs(instruction: Instruction) -> np.ndarray:
+    """[n, 2] (source, target) of a collective-permute, without those that stay where they are."""
+    text = instruction.attribute("source_target_pairs")
+    pairs = np.array([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)\}", text)]).reshape(-1, 2)
+    return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
 def collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
@@ -124,7 +125,7 @@ def collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
     found = []
     for step in program.walk():
         if collective_kind(step.instruction):
-            found.append(read_collective(step.computation, step.instruction, mesh, step.times, step.asynchronous))
+            found.append(read_collective(step.computation, step.instruction, mesh, step.times))
     return [c for c in found if c.sent]
 
 
@@ -182,40 +183,63 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
         return sum(flops(program, program.computations[name], inner)
                    for name in instruction.called for inner in program.computations[name].values())
     if instruction.opcode == "custom-call":
-        return _kernel_flops(computation, instruction)
+        return _kernel_flops(computation, instruction) or 0.0
     precision = re.search(r"operand_precision=\{(\w+)", instruction.attributes)
     return product_flops(computation, instruction) * _PASSES.get(precision.group(1) if precision else "", 1)
 
 
-def _kernel_flops(computation: Computation, instruction: Instruction) -> float:
+def _kernel_flops(computation: Computation, instruction: Instruction) -> float | None:
+    """None where nothing says."""
     stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
     if stated:
         return float(stated.group(1))
-    arrays = [s for name in instruction.operands for s in computation[name].shapes]
     splash = re.match(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
-    if splash:
+    mask = re.search(r"/splash_(causal|full)/", instruction.op_name)  # the scope around the call (ops/attention/splash.py)
+    if splash and mask:
+        arrays = [s for name in instruction.operands for s in computation[name].shapes]
         queries, keys = [s.dims for s in arrays if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1][:2]
-        causal = 0.5 if queries[-2] == keys[-2] else 1.0
         products = {"fwd": 2, "dkv": 4, "dq": 3}[splash.group(1)]
-        return products * 2.0 * math.prod(queries) * keys[-2] * causal
-    rule = delta_rule_sizes(computation, instruction)
+        return products * 2.0 * math.prod(queries) * keys[-2] * (0.5 if mask.group(1) == "causal" else 1.0)
+    rule = delta_rule_call(computation, instruction)
     if rule:
-        direction, tokens, heads, key, value, chunk = rule
-        area, rim = (6, 4) if direction == "forward" else (14, 10)  # docs/delta_rule.md; 8 and 20 chunk · d with d = key = value
-        return tokens * heads * (area * key * value + rim * chunk * (key + value))
-    return 0.0
+        key, value, chunk = rule.key, rule.value, rule.chunk  # docs/delta_rule.md; inverses are not counted, so known ones save nothing
+        per_token = {"map": 6 * key * (key + value) + 2 * chunk * (4 * key + value),
+                     "backward": 14 * key * value + 10 * chunk * (key + value)}
+        return rule.tokens * rule.heads * per_token.get(rule.kernel, 6 * key * value + 4 * chunk * (key + value))
+    return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None  # integers, as of ragged_dot's offsets
 
 
-def delta_rule_sizes(computation: Computation, instruction: Instruction) -> tuple[str, int, int, int, int, int] | None:
-    """("forward" or "backward", tokens, value heads, key width, value width, chunk) of our kernel's call; None for others."""
-    kernel = re.match(r"gated_delta_rule_(forward|backward)", instruction.name)
+def unknown_kernels(program: Program) -> list[str]:
+    """Traced names of the kernels that count as no FLOPs because nothing says how many they are, each once."""
+    return list(dict.fromkeys(s.instruction.op_name or s.instruction.name for s in program.walk()
+                              if s.instruction.attribute("custom_call_target") == '"tpu_custom_call"'
+                              and _kernel_flops(s.computation, s.instruction) is None))
+
+
+class DeltaRuleCall(NamedTuple):
+    """A call of one of our kernels. kernel: "forward", "forward with known inverses", "map" or "backward"; heads: of the values."""
+
+    kernel: str
+    tokens: int
+    heads: int
+    key: int
+    value: int
+    chunk: int
+
+
+def delta_rule_call(computation: Computation, instruction: Instruction) -> DeltaRuleCall | None:
+    """None for every other instruction."""
+    kernel = re.match(r"gated_delta_rule_(forward|map|backward)", instruction.name)
     if instruction.opcode != "custom-call" or not kernel:
         return None
-    # Operands start with q, k, v [B, T, heads · width] and the summed decay [B, chunks, blocks, heads, chunk].
-    tokens = math.prod(computation[instruction.operands[2]].shapes[0].dims[:2])
-    chunk = computation[instruction.operands[3]].shapes[0].dims[-1]
+    # Operands start with q, k, v [B, T, heads · width] and the summed decay [B, chunks, blocks, …].
+    arrays = [computation[name].shapes[0] for name in instruction.operands]
+    (batch, time, _), chunks = arrays[2].dims, arrays[3].dims[1]
     _, heads, key, value = next(s.dims for s in instruction.shapes if s.dtype == "f32" and len(s.dims) == 4)  # the state
-    return kernel.group(1), tokens, heads, key, value, chunk
+    chunk = time // chunks
+    inverses = chunks, batch, heads // 2, chunk, 2 * chunk
+    known = kernel.group(1) == "forward" and any(a.dims == inverses for a in arrays)
+    return DeltaRuleCall(kernel.group(1) + " with known inverses" * known, batch * time, heads, key, value, chunk)
 
 
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:

@@ -103,12 +103,11 @@ class Computation(dict[str, Instruction]):
 
 
 class Step(NamedTuple):
-    """One instruction where `Program.walk` meets it. asynchronous: inside a computation that runs beside the rest."""
+    """One instruction where `Program.walk` meets it, and how often it runs."""
 
     computation: Computation
     instruction: Instruction
     times: float
-    asynchronous: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +154,12 @@ class Program:
         after = _elements(body, body.root.name)
         return after is None or after[index].opcode != "get-tuple-element" or int(after[index].attribute("index")) != index
 
-    def walk(self, name: str | None = None, times: float = 1, asynchronous: bool = False) -> Iterator["Step"]:
+    def walk(self, name: str | None = None, times: float = 1) -> Iterator["Step"]:
         """Every instruction reachable from the entry, with how often it runs. A loop whose trips are not stated counts
         once (`unstated_loops` names them); of a conditional's branches each counts."""
         computation = self.computations[name or self.entry]
         for instruction in computation.values():
-            yield Step(computation, instruction, times, asynchronous)
+            yield Step(computation, instruction, times)
             inner = times
             called = instruction.called
             if instruction.opcode == "while":
@@ -169,7 +168,7 @@ class Program:
             elif instruction.opcode not in CALLERS:
                 continue  # the reduction of a reduce or a sort: per element, no work of its own
             for callee in called:
-                yield from self.walk(callee, inner, asynchronous or instruction.opcode.endswith("-start"))
+                yield from self.walk(callee, inner)
 
     def unstated_loops(self) -> list[str]:
         """Traced names of the loops that may run more often than they are counted, each once."""

@@ -4,7 +4,6 @@ Axes: `data` and `expert` split the rows of a batch, `context` the tokens of a r
 splits the experts as well. Parameters and optimizer state are split over whatever is there (`rules`).
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +19,8 @@ from qwen3next_jax.errors import UserError
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config.mesh` over `devices` (None: all of this run; virtual and described ones serve too).
 
-    Neighbours on an axis are neighbours on the chips' network, on `context` around the whole ring where the network has one. Where
-    the devices are several TPU slices, `data` alone spans the slower network between them.
+    An axis takes whole dimensions of the chips' network, or contiguous parts of them, where it can. Where the devices are several
+    TPU slices, `data` alone spans the slower network between them.
 
     Raises:
       UserError: the axes do not multiply to the number of devices, or `data` does not span the slices.
@@ -40,25 +39,7 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
         grid = np.array(devices).reshape(shape)
-    if devices[0].platform == "tpu" and sizes["context"] > 1:
-        axis = MESH_AXES.index("context")
-        first = np.moveaxis(grid, axis, 0).reshape(sizes["context"], -1)[:, 0]
-        grid = np.take(grid, _back_and_forth([d.coords for d in first]), axis=axis)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
-def _back_and_forth(coordinates: Sequence[tuple[int, ...]]) -> list[int]:
-    """Order in which chips that fill a box row by row are neighbours, as the ring of attention wants them: every other row
-    backwards. Over an even number of rows of a closed torus the last is a neighbour of the first, too."""
-    sides = {d: len(set(c)) for d, c in enumerate(zip(*coordinates)) if len(set(c)) > 1}
-    # The dimension that changes most slowly comes first.
-    slowest = sorted(sides, key=lambda d: -sum(a[d] == b[d] for a, b in zip(coordinates, coordinates[1:])))
-    if list(coordinates) != sorted(coordinates, key=lambda c: [c[d] for d in slowest]) or len(coordinates) != math.prod(sides.values()):
-        return list(range(len(coordinates)))
-    order = [0]
-    for d in reversed(slowest):
-        order = [row * len(order) + i for row in range(sides[d]) for i in (order if row % 2 == 0 else order[::-1])]
-    return order
 
 
 def one_device() -> Mesh:

@@ -4,8 +4,9 @@ The instructions of a computation stand in the order in which the compiler start
 
 - an instruction lasts max(FLOPs / peak, HBM bytes / bandwidth); our Pallas kernels last as many cycles as the compiler's
   static schedule of them has (`_CYCLES`), where that is longer;
-- a collective lasts as long as its bytes need on the links of its mesh axes, at their peak, all links in use (`Network`).
-  One that the compiler split into a start and an end runs beside what stands between them; what is left when its end is
+- a collective lasts as long as its bytes need on the links of its mesh axes, at their peak, all links in use (`Network`); a
+  permutation as long as the busiest link needs for the transfers that meet on it;
+- one that the compiler split into a start and an end runs beside what stands between them; what is left when its end is
   reached is waited for, and so is all of one that it did not split. Collectives of the same axes wait for each other;
 - a collective inside a fusion lasts as long as the longer of the two;
 - copies that the compiler started early (HBM to VMEM and back) run beside the rest in the same way;
@@ -16,7 +17,6 @@ fusion is taken to be bound by HBM); products whose shapes do not fill the matri
 different axes; hosts, input and checkpoints. A real step is slower.
 """
 
-import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from qwen3next_jax.parallel.chips import Chip
-from qwen3next_jax.parallel.compiled import (Collective, collective_kind, delta_rule_sizes, flops, fused_collective, hbm_bytes,
-                                             read_collective)
+from qwen3next_jax.parallel.compiled import (Collective, collective_kind, delta_rule_call, flops, fused_collective, hbm_bytes,
+                                             permuted_pairs, read_collective)
 from qwen3next_jax.parallel.hlo import Computation, Instruction, Program
 
 COMPUTE, HBM = "compute", "hbm"
@@ -128,17 +128,20 @@ class _Simulation:
         return "network " + "+".join(collective.axes), self.network.seconds(collective, instruction)
 
 
-# Cycles per token and value head of our kernels with K = V = 128, (forward, backward): the static schedules that
-# benchmarks/delta_rule_tpu_schedule.py --chip=… prints for 4096 tokens of 32 heads (v4's for one of its two cores, halved).
-_CYCLES = {"v4": (3.82, 6.19), "v5e": (4.94, 8.96), "v5p": (2.61, 4.84), "v6e": (2.95, 4.99), "tpu7x": (2.95, 5.17)}
+# Cycles per token and value head of our kernels with K = V = 128: the static schedules that
+# benchmarks/delta_rule_tpu_schedule.py --chip=… [--context=4, for the two that a split row needs] prints for 4096 tokens of
+# 32 heads (v4's for one of its two cores, halved).
+_KERNELS = ("forward", "backward", "map", "forward with known inverses")
+_CYCLES = {"v4": (3.82, 6.19, 4.69, 2.69), "v5e": (4.94, 8.96, 6.56, 3.04), "v5p": (2.61, 4.84, 3.49, 1.72),
+           "v6e": (2.95, 4.99, 3.73, 1.98), "tpu7x": (2.95, 5.17, 3.93, 2.13)}
 
 
 def _kernel_seconds(computation: Computation, instruction: Instruction, chip: Chip) -> float:
-    rule = delta_rule_sizes(computation, instruction)
-    if rule is None or chip.name not in _CYCLES:
+    call = delta_rule_call(computation, instruction)
+    if call is None or chip.name not in _CYCLES:
         return 0.0
-    direction, tokens, heads, key, value, _ = rule
-    return tokens * heads * (key * value / 128**2) * _CYCLES[chip.name][direction == "backward"] / chip.clock
+    cycles = _CYCLES[chip.name][_KERNELS.index(call.kernel)]
+    return call.tokens * call.heads * (call.key * call.value / 128**2) * cycles / chip.clock
 
 
 class Network:
@@ -165,7 +168,8 @@ class Network:
         if not collective.sent:
             return 0.0
         if collective.kind == "collective-permute":
-            return collective.sent * self._hops(instruction) / self._link
+            transfers = self._busiest_link(permuted_pairs(instruction))
+            return collective.sent * (transfers / self.chip.link_bandwidth if transfers else 1 / self.chip.die_bandwidth)
         spans, shares = self._spans(collective.axes)
         if not spans:
             return collective.sent / self.chip.die_bandwidth
@@ -175,10 +179,6 @@ class Network:
                        for m, stride, ring in spans)
         links = sum((2 if ring else 1) / stride for _, stride, ring in spans)
         return collective.sent * shares / (links * self.chip.link_bandwidth)
-
-    @property
-    def _link(self) -> float:
-        return self.chip.link_bandwidth / self.chip.devices_per_chip
 
     def _spans(self, axes: tuple[str, ...]) -> tuple[list[tuple[int, int, bool]], float]:
         """([(chips, their distance, whether a ring) for each torus dimension that a group spans], devices that share links)."""
@@ -194,12 +194,23 @@ class Network:
         # A chip takes in what its two devices both need once.
         return spans, self.chip.devices_per_chip / (2 if both_cores else 1)
 
-    def _hops(self, instruction: Instruction) -> float:
-        """Links that the busiest transfer of a permutation crosses, at least 1."""
-        pairs = np.array([[int(n) for n in pair.split(",")] for pair in
-                          re.findall(r"\{(\d+,\d+)\}", instruction.attribute("source_target_pairs"))])
-        coordinates = self.coordinates.reshape(-1, len(self.shape))
-        distance = np.abs(coordinates[pairs[:, 0]] - coordinates[pairs[:, 1]])
-        sides = np.array(self.shape)
-        distance = np.where(self.closes, np.minimum(distance, sides - distance), distance)
-        return max(float(distance.sum(axis=1).max()), 1.0)
+    def _busiest_link(self, pairs: np.ndarray) -> float:
+        """Transfers of a permutation [n, 2] that the busiest link carries in one direction; 0 where none leaves its chip.
+
+        A transfer goes along one dimension of the torus after the other, the shorter way round, half each way where both are as long.
+        """
+        at, to = (self.coordinates.reshape(-1, len(self.shape))[pairs[:, i]] for i in (0, 1))
+        busiest = 0.0
+        for d, side in enumerate(self.shape):
+            for direction in (1, -1):
+                apart = direction * (to[:, d] - at[:, d])
+                apart = apart % side if self.closes[d] else np.maximum(apart, 0)
+                share = np.where(2 * apart == side, 0.5, 2 * apart < side) if self.closes[d] else np.ones(len(pairs))
+                carried = np.zeros(self.shape)
+                for hop in range(max(apart, default=0)):
+                    place = at.copy()
+                    place[:, d] = (at[:, d] + direction * hop) % side
+                    np.add.at(carried, tuple(place.T), share * (hop < apart))
+                busiest = max(busiest, float(carried.max()))
+            at[:, d] = to[:, d]
+        return busiest

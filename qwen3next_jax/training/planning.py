@@ -15,7 +15,7 @@ import jax
 from qwen3next_jax.config import Config
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel import hlo
-from qwen3next_jax.parallel.compiled import Collective, Memory, collectives, memory
+from qwen3next_jax.parallel.compiled import Collective, Memory, collectives, memory, unknown_kernels
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.roofline import Estimate, estimate
 from qwen3next_jax.parallel.topology import Topology
@@ -49,6 +49,7 @@ class Plan:
     estimate: Estimate | None = None
     collectives: tuple[Collective, ...] = ()
     unstated_loops: tuple[str, ...] = ()
+    unknown_kernels: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -94,7 +95,7 @@ class Plan:
             "hbm_bytes": self.estimate.hbm_bytes if fitting else None,
             "network": [{"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                         for (axes, kind), (size, count) in traffic(self.collectives).items()],
-            "loops_of_unknown_length": list(self.unstated_loops),
+            "loops_of_unknown_length": list(self.unstated_loops), "kernels_of_unknown_cost": list(self.unknown_kernels),
             "optimization_level": self.optimization_level, "lower_seconds": round(self.lower_seconds, 1), "compile_seconds": round(self.compile_seconds, 1),
             "compile_cpu_seconds": round(self.compile_cpu_seconds, 1), "compile_memory_bytes": self.compile_bytes or None,
             "versions": {"jax": jax.__version__, "libtpu": _libtpu_version()},
@@ -144,7 +145,7 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
     fits = parts.peak <= usable  # at O1 the compiler does not refuse what exceeds it
     return plan(fits=fits, reason="" if fits else _too_much(parts.peak, usable), needs=parts.peak, usable_hbm=usable, memory=parts,
                 estimate=estimate(program, mesh, topology.chip, topology.shape), collectives=tuple(collectives(program, mesh)),
-                unstated_loops=tuple(program.unstated_loops()))
+                unstated_loops=tuple(program.unstated_loops()), unknown_kernels=tuple(unknown_kernels(program)))
 
 
 def _too_much(needs: float, usable: float) -> str:

@@ -53,11 +53,17 @@ def _segments(q, segment_ids, kv_segment_ids, causal):
                                               jnp.pad(kv_segment_ids.astype(jnp.int32), padding, constant_values=-1))
 
 
+def _named(causal: bool):
+    """What the kernels' traced names say of the mask, which nothing else in a compiled program does: the planner reads it."""
+    return jax.named_scope("splash_causal" if causal else "splash_full")
+
+
 def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, causal, interpret):
     t, n = q.shape[1:3]
     kernel = _kernel(n, _length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
-    o, (logsumexp,) = jax.vmap(kernel)(*inputs, _segments(q, segment_ids, kv_segment_ids, causal))
+    with _named(causal):
+        o, (logsumexp,) = jax.vmap(kernel)(*inputs, _segments(q, segment_ids, kv_segment_ids, causal))
     return _from_splash(o, q), logsumexp[:, :, :t].astype(wide_dtype(q))
 
 
@@ -76,8 +82,9 @@ def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT
         return gradients[3:6]
 
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
-    dq, dk, dv = jax.vmap(one_row)(_to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v),
-                                   _segments(q, segment_ids, kv_segment_ids, causal), _to_splash(o), logsumexp, _to_splash(do))
+    with _named(causal):
+        dq, dk, dv = jax.vmap(one_row)(_to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v),
+                                       _segments(q, segment_ids, kv_segment_ids, causal), _to_splash(o), logsumexp, _to_splash(do))
     return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)
 
 
