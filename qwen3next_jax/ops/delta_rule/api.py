@@ -36,7 +36,9 @@ def gated_delta_rule(
     Args:
       q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a multiple of G.
       v: [B, T, H, V] values.
-      g: [B, T, H] log decay, <= 0.
+      g: [B, T, H] log decay, finite and <= 0. Decay over a span of tokens is a difference of running sums within a chunk of 64:
+        its relative error is about |sum of g over the chunk| * 6e-8 in float32. For "never remember", -100 a token is enough
+        (exp(-100) is zero in float32); -inf gives NaN.
       beta: [B, T, H] write strength, in (0, 1); up to 2 works.
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first segment.
       segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per document; 0 marks padding, at
@@ -44,7 +46,7 @@ def gated_delta_rule(
       normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
       erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu" (on CPU this one runs interpreted), or None
-        for the platform's best: "pallas_tpu" on TPU, "chunked" elsewhere.
+        for the platform's best: "pallas_tpu" on TPU where its blocks fit in VMEM, "chunked" elsewhere.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are then this shard's part and
         the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere it is ignored and has
         no gradient); `final_state` is the row's, the same on every shard.
@@ -57,9 +59,10 @@ def gated_delta_rule(
       ValueError: shapes, dtypes or the implementation's name do not fit.
       NotImplementedError: the named implementation cannot run this problem here.
 
-    Values are checked only where this is traced under `jax.debug_nans(True)` (`JAX_DEBUG_NANS=1` for a whole process): then a
-    positive g, and ids out of order or after padding, end the program with a ValueError from a host callback.
+    Values are checked only where this is traced under `jax.debug_nans(True)` (`JAX_DEBUG_NANS=1` for a whole process): then a g
+    that is positive, infinite or NaN, and ids out of order or after padding, end the program with a ValueError from a host callback.
     """
+    q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))  # NumPy's float64 becomes float32 where x64 is off
     _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
     if jax.config.jax_debug_nans:
         _check_values(g, segment_ids)
@@ -92,18 +95,23 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
         raise ValueError(f"k has shape {k.shape} and q {q.shape}: expected the same [B, T, G, K]")
     if v.shape[:2] != q.shape[:2]:
         raise ValueError(f"v has shape {v.shape}: expected its first two axes to be {q.shape[:2]}, as in q")
-    if q.shape[2] == 0 or v.shape[2] % q.shape[2] != 0:
+    for name, x in (("q", q), ("v", v)):
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: expected at least one of every axis")
+    if v.shape[2] % q.shape[2] != 0:
         raise ValueError(
             f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads"
         )
-    if q.shape[1] == 0:
-        raise ValueError(f"q has shape {q.shape}: expected at least one token")
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float16:
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
     for name, x in (("g", g), ("beta", beta)):
         if x.shape != v.shape[:3]:
             raise ValueError(f"{name} has shape {x.shape}: expected [B, T, H] = {v.shape[:3]}")
+    if implementation == "pallas_tpu" and jax.default_backend() not in ("tpu", "cpu"):
+        raise NotImplementedError(
+            f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to interpret it; use 'chunked'"
+        )
     if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
         raise NotImplementedError(
             "implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'"
@@ -119,7 +127,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
 
 
 def _check_values(g, segment_ids):
-    wrong = {"g is positive: expected log decay <= 0": jnp.any(g > 0)}
+    wrong = {"g is positive or not finite: expected finite log decay <= 0": jnp.any(~(g <= 0) | jnp.isinf(g))}
     if segment_ids is not None:
         before, after = segment_ids[:, :-1], segment_ids[:, 1:]
         disorder = jnp.any(segment_ids < 0) | jnp.any((after > 0) & ((before == 0) | (after < before)))

@@ -63,10 +63,6 @@ class Products(typing.NamedTuple):
     operand: typing.Any
     copies: bool = False
 
-    def split(self, x):
-        """What a product takes in place of x; another kind of product may split x into parts."""
-        return x
-
     def nn(self, x, y, fine: bool = False):
         """x @ y."""
         if isinstance(x, Scaled):

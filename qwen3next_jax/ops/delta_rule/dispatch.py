@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule import chunked, pallas_tpu
+from qwen3next_jax.ops.delta_rule import chunked, pallas_tpu, tiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,14 @@ def _run(options: Options, xla, xla_cpu, kernel, settings, *arguments):
     interpreted = functools.partial(kernel, interpret=True, **settings)
     if options.implementation == "pallas_tpu":
         return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
-    if options.implementation is None and not any(x.dtype == jnp.float64 for x in arguments[:6] if x is not None):
+    if options.implementation is None and _kernel_takes(settings["size"], *arguments[:6]):
         return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=xla_cpu, default=xla)
     return jax.lax.platform_dependent(*arguments, cpu=xla_cpu, default=xla)
+
+
+def _kernel_takes(size: int, q, k, v, *others) -> bool:
+    """Of shapes and dtypes alone, so that every pass over a problem decides alike: the kernels' inverses are not XLA's."""
+    return not any(x.dtype == jnp.float64 for x in (q, k, v, *others) if x is not None) and tiling.fits(q, v, size)
 
 
 def chunk_size(q, v) -> int:

@@ -54,14 +54,14 @@ class Tiling:
     def choose(cls, value_heads: int, share: int, size: int, key: int, value: int, operand_bytes: int, vmem: int, cores: int):
         """The largest block that divides the heads, fits in `vmem` bytes and leaves no core idle if that can be.
 
-        Raises ValueError where not even one key head fits.
+        Raises NotImplementedError where not even one key head fits.
         """
         blocks = [n for n in range(2, max(32, 2 * share) + 1, 2) if value_heads % n == n % share == 0]
         fitting = [x for x in (cls(n, share, size, key, value, operand_bytes) for n in blocks) if x.vmem_bytes <= vmem]
         if not fitting:
-            raise ValueError(
-                f"head widths {key} and {value} with {share} value heads a key head: one block needs more than the "
-                f"{vmem} bytes of this chip's VMEM; use implementation='chunked'"
+            raise NotImplementedError(
+                f"head widths {key} and {value} with {share} value heads a key head: one block of the TPU kernel needs more than "
+                f"{vmem} bytes of VMEM (95 % of the chip's; of {SMALLEST_VMEM} where no chip is known); use implementation='chunked'"
             )
         return max(fitting, key=lambda x: (min(value_heads // x.block, cores), x.block))
 
@@ -82,6 +82,15 @@ def _vmem_and_cores() -> tuple[int, int]:
     return info.vmem_capacity_bytes, info.num_cores
 
 
+def fits(q, v, size: int) -> bool:
+    """Whether the kernels can take heads of these shapes on the chip compiled for."""
+    try:
+        Problem(q, v, size)
+    except NotImplementedError:
+        return False
+    return True
+
+
 class Problem:
     """The sizes of one call, its arrays in the kernels' layouts, and the blocks the grid cuts from them."""
 
@@ -93,7 +102,6 @@ class Problem:
         if self.value_heads % 2 == 1:  # heads go in twos: one key head of zeros more
             self.key_heads, self.value_heads = self.key_heads + 1, self.value_heads + self.share
         self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
-        self.width = max(self.key, self.value)
         self.size, self.chunks = size, -(-self.time // size)
         vmem, cores = _vmem_and_cores()
         cores = 1 if self.batch % cores == 0 else cores  # rows of the batch go to the cores first
@@ -111,7 +119,7 @@ class Problem:
     def call(self, kernel, inputs: dict, shapes: dict, forward: bool, normalize: bool, erase: bool, interpret: bool) -> dict:
         """`kernel` over the grid: named inputs in, named outputs out."""
         spec = self.specs(forward)
-        out = pl.pallas_call(
+        call = pl.pallas_call(
             functools.partial(kernel, self, list(inputs), list(shapes), normalize, erase),
             grid=self.grid,
             out_shape=list(shapes.values()),
@@ -120,7 +128,9 @@ class Problem:
             interpret=interpret,
             name=f"gated_delta_rule{kernel.__name__.removesuffix('_kernel')}",
             compiler_params=self.compiler_params,
-        )(*inputs.values())
+        )
+        with jax.enable_x64(False):  # the TPU's compiler aborts the process at a 64-bit index
+            out = call(*inputs.values())
         return dict(zip(shapes, out))
 
     # layouts
