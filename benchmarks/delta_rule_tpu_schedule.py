@@ -125,6 +125,20 @@ def programs(arguments):
     return found
 
 
+def described(chip: str):
+    """The devices of a chip that need not be there. Before anything else of JAX: its compiler reads the environment once."""
+    os.environ |= dict(
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_ACCELERATOR_TYPE=ACCELERATOR[chip],
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    )
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[chip]).devices
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=TOPOLOGY, default="v6e")
@@ -139,25 +153,17 @@ def main():
     if arguments.peer and arguments.context > 1:
         parser.error("--peer does not split the sequence: leave --context out")
     dump = tempfile.mkdtemp(prefix="bundles-")
-    os.environ |= dict(
-        JAX_PLATFORMS="cpu",
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_WORKER_HOSTNAMES="localhost",
-        TPU_ACCELERATOR_TYPE=ACCELERATOR[arguments.chip],
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    )
     if not arguments.compile_only:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+    devices = described(arguments.chip)
     import jax
     import numpy as np
-    from jax.experimental import topologies
 
     if arguments.peer:
         from absl import flags
         import tokamax  # defines the flag
 
         flags.FLAGS([sys.argv[0], "--tokamax_cross_compile=true"])
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[arguments.chip]).devices
     mesh, spec = jax.sharding.Mesh(np.array(devices[: arguments.context]), ("context",)), jax.sharding.PartitionSpec(None, "context")
     split = lambda f: f if arguments.context == 1 else jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     here = jax.sharding.NamedSharding(mesh, spec)
@@ -167,7 +173,8 @@ def main():
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             compiled = jax.jit(split(f)).lower(*placed).compile()
         temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
-        print(f"{name} on {devices[0].device_kind}: HBM temporaries {temporary:.0f} MiB")
+        calls = compiled.as_text().count("tpu_custom_call")
+        print(f"{name} on {devices[0].device_kind}: {calls} kernels, HBM temporaries {temporary:.0f} MiB")
         kernels = rest = worst = 0
         for path in sorted(set(glob.glob(f"{dump}/*final_bundles.txt")) - seen):
             seen.add(path)

@@ -1,6 +1,7 @@
 """Every implementation of the gated delta rule against the float64 recurrence, outputs and all gradients."""
 
 import functools
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # its record of races has no public name
+from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.ops import gated_delta_rule
-from qwen3next_jax.ops.delta_rule import chunked
+from qwen3next_jax.ops.delta_rule import chunked, tiling
 
 FORMS = ("chunked", "associative", "pallas_tpu")
 CHUNK = 64
@@ -65,9 +68,14 @@ def check(inputs, cotangents, implementation, dtype, bar, gradient_bar, **settin
         inputs, cotangents = rounded(inputs, cotangents, dtype)
     want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="recurrent", **settings)
     got = outputs_and_gradients(inputs, cotangents, dtype, implementation=implementation, **settings)
-    scale = max(np.linalg.norm(want["dg"]), 1e-3 * np.linalg.norm(want["dv"]), 1e-30)  # dg may vanish as a whole
+    compare(want, got, bar, gradient_bar)
+
+
+def compare(want, got, bar, gradient_bar):
+    floor = 1e-12 * np.linalg.norm(want["dv"]) + 1e-30  # of dg, which may be zero as a whole
     for name in want:
-        found = np.linalg.norm(got[name] - want[name]) / scale if name == "dg" else error(got[name], want[name])
+        size = max(np.linalg.norm(want[name]), floor if name == "dg" else 1e-30)
+        found = np.linalg.norm(got[name] - want[name]) / size
         assert found <= (bar if name in ("o", "final") else gradient_bar), (name, found)
 
 
@@ -134,6 +142,41 @@ def test_kernel_without_erasing_or_norm(settings):
     inputs, cotangents = problem(time=CHUNK + 3)
     inputs |= dict(q=inputs["q"] / 4, k=inputs["k"] / 4)
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32], **settings)
+
+
+def blocks(heads, groups, dtype=jnp.float32):
+    """The grid of the kernel over a batch of two, and the heads of one of its steps."""
+    p = tiling.Problem(jnp.zeros((2, CHUNK + 2, groups, 16), dtype), jnp.zeros((2, CHUNK + 2, heads, 40), dtype), CHUNK)
+    return p.grid, p.block
+
+
+DOCUMENTS = np.array([[1] * 20 + [3] + [4] * 44 + [0], [2] * 64 + [5] * 2])
+
+
+@pytest.mark.parametrize("heads, vmem, grid", [(16, tiling.SMALLEST_VMEM, (2, 2, 2)), (32, 128 * 2**20, (2, 1, 2))])
+def test_kernel_with_many_heads(heads, vmem, grid, monkeypatch):
+    """Two blocks of eight heads, and 16 twins, of which the substitutions go in eights."""
+    monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (vmem, 1))
+    assert blocks(heads, 8) == (grid, heads // grid[1])
+    inputs, cotangents = rounded(*problem(batch=2, time=CHUNK + 2, groups=8, heads=heads), jnp.float32)
+    want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="chunked", segment_ids=DOCUMENTS)
+    got = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation="pallas_tpu", segment_ids=DOCUMENTS)
+    compare(want, got, *BARS[jnp.float32])
+
+
+def test_kernel_reads_nothing_unwritten_and_races_nowhere(monkeypatch):
+    """Two blocks of heads and three chunks in the interpreter of TPU memory, which starts every buffer as NaN."""
+    call = tiling.Problem.call
+    interpreter = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    monkeypatch.setattr(tiling.Problem, "call", lambda self, *arguments: call(self, *arguments[:-1], interpreter))
+    monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (5 * 2**20, 1))
+    assert blocks(4, 2) == ((2, 2, 2), 2)
+    inputs, cotangents = rounded(*problem(time=2 * CHUNK + 2, groups=2, heads=4), jnp.float32)
+    ids = np.array([[1] * 20 + [3] + [4] * 44 + [6] * 60 + [0] * 5])
+    want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="chunked", segment_ids=ids)
+    got = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation="pallas_tpu", segment_ids=ids)
+    compare(want, got, *BARS[jnp.float32])
+    assert not interpret_pallas_call.races.races_found
 
 
 @pytest.mark.parametrize("implementation", FORMS)
@@ -263,6 +306,12 @@ def test_long_sequence():
             r"initial_state has shape .* expected \[B, H, K, V\]",
         ),
         (dict(segment_ids=jnp.ones((1, 7), int)), ValueError, "segment_ids has shape"),
+        *((dict.fromkeys("qk", jnp.zeros(shape)), ValueError, f"q has shape {re.escape(str(shape))}: expected at least one")
+          for shape in ((1, 8, 0, 3), (1, 8, 2, 0))),
+        *((dict(v=jnp.zeros(shape)), ValueError, f"v has shape {re.escape(str(shape))}: expected at least one")
+          for shape in ((1, 8, 0, 4), (1, 8, 4, 0))),
+        (dict(v=jnp.zeros((1, 8, 4, 4), jnp.float8_e4m3fn)), ValueError, "v has dtype float8_e4m3fn: expected float32, bfloat16 or"),
+        (dict(q=jnp.zeros((1, 8, 2, 3), jnp.float16)), ValueError, "q has dtype float16"),
     ],
 )
 def test_bad_input_is_named(change, kind, message):
@@ -280,6 +329,39 @@ def test_bad_input_is_named(change, kind, message):
         gated_delta_rule(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
+def abstract(groups, heads, width, dtype=jnp.float32):
+    """Arguments of the rule, shapes and types alone."""
+    shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct((1, 64, *s), dtype)
+    q = shape(groups, width, dtype=dtype)
+    return dict(q=q, k=q, v=shape(heads, width, dtype=dtype), g=shape(heads), beta=shape(heads))
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 128), (1, 4, 256), (1, 8, 256, jnp.bfloat16)], ids=str)
+def test_the_default_is_the_xla_form_where_no_block_fits(shape):
+    arguments = abstract(*shape)
+    run = lambda form: jax.eval_shape(jax.grad(lambda a: gated_delta_rule(**a, implementation=form)[0].astype(float).sum()), arguments)
+    assert run(None) == arguments
+    with pytest.raises(NotImplementedError, match="needs more than 15938355 bytes of VMEM .* use implementation='chunked'"):
+        run("pallas_tpu")
+
+
+def test_the_default_takes_the_kernel_on_a_tpu_where_a_block_fits():
+    traced = lambda *shape: str(jax.make_jaxpr(lambda a: gated_delta_rule(**a)[0])(abstract(*shape)))
+    assert "gated_delta_rule_forward" in traced(1, 2, 128)
+    assert "gated_delta_rule_forward" not in traced(1, 16, 128)
+
+
+def test_the_kernel_takes_numpys_float64_as_jax_does():
+    inputs, _ = problem(time=4)
+    assert gated_delta_rule(**inputs, implementation="pallas_tpu")[0].dtype == jnp.float32
+
+
+def test_the_kernel_refuses_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(NotImplementedError, match="implementation='pallas_tpu' on gpu: expected a TPU"):
+        gated_delta_rule(**problem(time=4)[0], implementation="pallas_tpu")
+
+
 def test_the_kernel_refuses_float64():
     with jax.enable_x64(True):
         x = jnp.zeros((1, 8, 1, 4), jnp.float64)
@@ -289,7 +371,7 @@ def test_the_kernel_refuses_float64():
 
 @pytest.mark.parametrize("change, message", [
     (dict(), None),
-    (dict(g=np.full((1, 4, 2), 0.1)), "g is positive"),
+    *((dict(g=np.full((1, 4, 2), g)), "g is positive or not finite") for g in (0.1, -np.inf, np.nan)),
     (dict(segment_ids=np.array([[1, 0, 0, 2]])), "segment_ids are out of order"),
     (dict(segment_ids=np.array([[2, 1, 1, 0]])), "segment_ids are out of order"),
 ], ids=str)

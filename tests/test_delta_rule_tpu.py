@@ -1,37 +1,60 @@
 """The kernels through the real TPU compiler, for described chips: no TPU is needed.
 
-The released model's shape by default, one a chip; `-m slow` adds head widths 64 and 256 and longer sequences. One process a
-chip, because the compiler reads its environment once.
+The released model's shape, one a chip, and small problems that take other ways through the kernels; `-m slow` adds head widths
+64 and 256, longer sequences and more of the small ones. One process a chip, because the compiler reads its environment once:
+
+    python -m tests.test_delta_rule_tpu v6e float32 x64    # names of CASES: prints the number of kernels in each program
 """
 
+import functools
 import importlib.util
 import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from qwen3next_jax.ops import gated_delta_rule
 from qwen3next_jax.ops.delta_rule.tiling import Tiling
 
 ROOT = pathlib.Path(__file__).parents[1]
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
+QUICK = {
+    "float32": dict(dtype="float32"),
+    "x64": dict(x64=True),
+    "share 3": dict(value_heads=6),
+    "1 head, chunk 16, float32": dict(key_heads=1, value_heads=1, width=32, value_width=32, dtype="float32"),
+    "K 64, V 256, q float32": dict(width=64, value_width=256, key_dtype="float32"),
+    "documents and first state": dict(documents=True, first_state=True),
+}
+REST = {
+    "no erasing, no norm": dict(erase=False, normalize_qk=False),
+    "chunk 32": dict(time=32),
+    "share 4": dict(value_heads=8),
+    "3 heads": dict(key_heads=3, value_heads=3),
+    "9 heads, share 3": dict(key_heads=3, value_heads=9, documents=True),
+    "K 256, V 64, v float32": dict(width=256, value_width=64, dtype="float32", key_dtype="bfloat16"),
+    "no norm, float32": dict(normalize_qk=False, dtype="float32"),
+    "no erasing, documents": dict(erase=False, documents=True, first_state=True),
+}
+CASES = QUICK | REST
+
+
+def run(*command):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True)
+
 
 def compiles(chip, *flags):
-    command = [
-        sys.executable,
-        "benchmarks/delta_rule_tpu_schedule.py",
-        "--compile_only",
-        "--chip",
-        chip,
-        *map(str, flags),
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
-    )
+    done = run("benchmarks/delta_rule_tpu_schedule.py", "--compile_only", "--chip", chip, *flags)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("HBM temporaries") == 2  # forward, and forward with backward
+    forward, both = done.stdout.splitlines()
+    assert ": 1 kernels, " in forward and ": 2 kernels, " in both
 
 
 @needs_compiler
@@ -48,13 +71,75 @@ def test_compiles_at_other_shapes(chip, flags):
     compiles(chip, *flags)
 
 
-def test_tiling_fits_its_budget_or_says_so():
-    choose = lambda heads=32, share=2, vmem=128 * 2**20, cores=1: Tiling.choose(heads, share, 64, 128, 128, 2, vmem, cores)
+@functools.cache
+def kernels_of_cases(chip, names):
+    """What the process printed of every case, and the end of its errors."""
+    done = run("-m", "tests.test_delta_rule_tpu", chip, *names)
+    return dict(line.rsplit(": ", 1) for line in done.stdout.splitlines()), done.stderr[-2000:]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", QUICK)
+def test_small_problems_compile(name):
+    printed, errors = kernels_of_cases("v6e", tuple(QUICK))
+    assert printed.get(name) == "2", printed.get(name, errors)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name, chip", [*((name, "v6e") for name in REST), *((name, "v4") for name in CASES)])
+def test_more_small_problems_compile(name, chip):
+    printed, errors = kernels_of_cases(chip, tuple(REST if chip == "v6e" else CASES))
+    assert printed.get(name) == "2", printed.get(name, errors)
+
+
+def compile_case(device, time=128, key_heads=2, value_heads=4, width=128, value_width=128, dtype="bfloat16", key_dtype=None,
+                 documents=False, first_state=False, x64=False, **settings):
+    """The number of kernels in the program of outputs and gradients."""
+    mesh = jax.sharding.Mesh(np.array([device]), ("all",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shape = lambda *s, dtype=dtype: jax.ShapeDtypeStruct((1, *s), jnp.dtype(dtype), sharding=here)
+    q, v = shape(time, key_heads, width, dtype=key_dtype or dtype), shape(time, value_heads, value_width)
+    arguments = dict(q=q, k=q, v=v, **dict.fromkeys(("g", "beta"), shape(time, value_heads, dtype="float32")))
+    state = shape(value_heads, width, value_width, dtype="float32")
+    if first_state:
+        arguments["initial_state"] = state
+    ids = shape(time, dtype="int32") if documents else None
+
+    def both_ways(arguments, ids, cotangents):
+        out, pullback = jax.vjp(lambda a: gated_delta_rule(**a, segment_ids=ids, **settings), arguments)
+        return out, pullback(cotangents)
+
+    with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(both_ways).lower(arguments, ids, (v, state)).compile().as_text().count("tpu_custom_call")
+
+
+def main(chip, *names):
+    from benchmarks.delta_rule_tpu_schedule import described
+
+    device = described(chip)[0]
+    for name in names:
+        try:
+            found = compile_case(device, **CASES[name])
+        except Exception as error:  # the next case says more than a process that ends here
+            found = " ".join(str(error).split())[:1000]
+        print(f"{name}: {found}", flush=True)
+
+
+@pytest.mark.parametrize("wide", ["key_bytes", "value_bytes"])
+def test_tiling_fits_its_budget_or_says_so(wide):
+    sizes = dict(share=2, size=64, key=128, value=128, key_bytes=2, value_bytes=2)
+    choose = lambda heads=32, vmem=128 * 2**20, cores=1, **others: Tiling.choose(heads, vmem=vmem, cores=cores, **sizes | others)
     small = choose(vmem=16 * 2**20)
     assert small.block < choose().block == 32
     assert small.vmem_bytes <= 16 * 2**20 and 32 % small.block == small.block % 2 == 0
     assert choose(cores=2).block == 16 and choose(heads=2, cores=2).block == 2
-    with pytest.raises(ValueError, match="use implementation='chunked'"):
+    assert choose(**{wide: 4}).vmem_bytes > choose().vmem_bytes
+    with pytest.raises(NotImplementedError, match="use implementation='chunked'"):
         choose(share=32, vmem=2**20)
     with pytest.raises(ValueError, match="even multiple of the 2 that share"):
-        Tiling(3, 2, 64, 128, 128, 2)
+        Tiling(3, **sizes)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

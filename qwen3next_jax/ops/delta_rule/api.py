@@ -46,7 +46,9 @@ def gated_delta_rule(
       normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
       erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu" (on CPU this one runs interpreted), or None
-        for the platform's best: "pallas_tpu" on TPU where its blocks fit in VMEM, "chunked" elsewhere.
+        for the platform's best: "pallas_tpu" on TPU where its blocks fit in VMEM, "chunked" elsewhere. On a TPU "pallas_tpu"
+        cannot be under `jax.vmap`: the copy of the first state is a DMA, to which JAX's batching of Pallas calls gives sources
+        and targets of unlike shapes. Fold the mapped axis into B.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are then this shard's part and
         the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere it is ignored and has
         no gradient); `final_state` is the row's, the same on every shard.

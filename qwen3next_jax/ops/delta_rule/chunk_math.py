@@ -22,6 +22,24 @@ HIGHEST = jax.lax.Precision.HIGHEST
 NORM_EPSILON = 1e-6
 
 
+def indices(rows: int, columns: int):
+    """[rows, columns] the number of the row and of the column."""
+    return tuple(jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis) for axis in (0, 1))
+
+
+def parts(x, operand):
+    """x as a sum of arrays of the type `operand`: itself, or its high part and what that leaves."""
+    high = x.astype(operand)
+    return (high,) if operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(operand))
+
+
+def stacked(x_parts, y_parts, x_axis: int, y_axis: int):
+    """The pairs of parts whose products count (all but low with low), stacked along the contraction: those axes of x and y."""
+    pairs = [(x, y) for i, x in enumerate(x_parts) for j, y in enumerate(y_parts) if i + j < 2]
+    x, y = zip(*pairs)
+    return jnp.concatenate(x, axis=x_axis), jnp.concatenate(y, axis=y_axis)
+
+
 def _dot(x, y, x_dim: int, y_dim: int, precision=None):
     batch = tuple(range(x.ndim - 2))
     wide = jnp.promote_types(jnp.float32, x.dtype)
@@ -71,17 +89,17 @@ class Products(typing.NamedTuple):
         if isinstance(y, Scaled):
             return self.nn(x * y.row, y.raw, fine)
         if fine and self._narrow:
-            x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-1), jnp.concatenate(self._parts(y), axis=-2)
-        return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self._precision)
+            x, y = stacked((x.astype(self.operand),), parts(y, self.operand), -1, -2)
+        return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self.precision)
 
     def nt(self, x, y, fine: bool = False):
         """x @ y^T."""
         if isinstance(x, Scaled):
-            product = _dot(x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self._precision)
+            product = _dot(x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self.precision)
             return x.column * product * y.row
         if fine and self._narrow:
-            x, y = self._paired(x, y)
-        return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self._precision)
+            x, y = stacked(parts(x, self.operand), parts(y, self.operand), -1, -1)
+        return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self.precision)
 
     def tn(self, x, y, fine: bool = False):
         """x^T @ y."""
@@ -90,31 +108,20 @@ class Products(typing.NamedTuple):
         if isinstance(y, Scaled):
             return self.tn(y.column * x, y.raw, fine)
         if fine and self._narrow:
-            x, y = jnp.concatenate([x.astype(self.operand)] * 2, axis=-2), jnp.concatenate(self._parts(y), axis=-2)
+            x, y = stacked((x.astype(self.operand),), parts(y, self.operand), -2, -2)
         x, y = x.astype(self.operand), y.astype(self.operand)
         if not self.copies:
-            return _dot(x, y, 0, 0, self._precision)
+            return _dot(x, y, 0, 0, self.precision)
         copied = lambda x: jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2))  # the barrier keeps it out of the product
         x = jax.lax.platform_dependent(x, cpu=copied, default=lambda x: jnp.swapaxes(x, -1, -2))
-        return _dot(x, y, 1, 0, self._precision)
-
-    def _paired(self, x, y):
-        """The pairs of parts whose products count, side by side along the contraction of x @ y^T."""
-        pairs = [(a, b) for i, a in enumerate(self._parts(x)) for j, b in enumerate(self._parts(y)) if i + j < 2]
-        return (jnp.concatenate(side, axis=-1) for side in zip(*pairs))
-
-    def _parts(self, y):
-        if y.dtype == self.operand:
-            return (y,)
-        high = y.astype(self.operand)
-        return high, (y - high.astype(y.dtype)).astype(self.operand)
+        return _dot(x, y, 1, 0, self.precision)
 
     @property
     def _narrow(self):
         return jnp.dtype(self.operand) == jnp.bfloat16
 
     @property
-    def _precision(self):
+    def precision(self):
         return None if self._narrow else HIGHEST
 
 
@@ -127,8 +134,7 @@ def rows_dot(x, y):
 
 def lower_mask(size: int, strict: bool = False):
     """[size, size] booleans: row >= column, or row > column."""
-    row = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
+    row, column = indices(size, size)
     return row > column if strict else row >= column
 
 

@@ -8,7 +8,7 @@ diagonal m blocks as X21 = -X22 (L21 X11).
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule.chunk_math import Products, lower_mask
+from qwen3next_jax.ops.delta_rule.chunk_math import Products, indices
 
 BASE = 16
 
@@ -16,7 +16,7 @@ BASE = 16
 def ladder(l_CC, exact: Products, size: int):
     """(I + L)^{-1} of blocks of `size` rows by doubling on masked whole matrices: X <- X - X L_m X, where L_m keeps of L only
     the lower-left m x m quarter of each 2m diagonal block."""
-    row, column = _indices(*l_CC.shape[-2:])
+    row, column = indices(*l_CC.shape[-2:])
     x = jnp.where(row == column, 1.0, jnp.where((row // 2 == column // 2) & (row > column), -l_CC, 0))
     m = 2
     while m < size:
@@ -24,11 +24,6 @@ def ladder(l_CC, exact: Products, size: int):
         x = x - exact.nn(exact.nn(x, jnp.where(quarter, l_CC, 0)), x)
         m *= 2
     return x
-
-
-def _indices(rows: int, columns: int):
-    shape = (rows, columns)
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
 def unit_lower_inverse(l_CC, exact: Products):
@@ -77,7 +72,7 @@ def twin_inverse(m_ECC, products):
         # Every second block's rows of X L X. Only the quarter left of the block's diagonal is part of the result; it takes
         # nothing of m above the diagonal.
         change = products.twins(products.parts(products.twins(products.parts(lower), parts)), products.parts(x))
-        row, column = _indices(size // 2, 2 * size)
+        row, column = indices(size // 2, 2 * size)
         lower = lower - jnp.where(column % size // m == 2 * (row // m), change, 0)
         blocks[1::2] = jnp.split(lower, size // (2 * m), axis=1)
         x = jnp.concatenate(blocks, axis=1)
@@ -89,7 +84,7 @@ def _diagonal_inverse(m_ECC):
     """The inverses of the 16-row diagonal blocks, in place. The blocks of a twin, packed, fill two registers."""
     size = m_ECC.shape[1]
     blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)
-    row, column = _indices(DIAGONAL, 2 * size)
+    row, column = indices(DIAGONAL, 2 * size)
     own = column % size // DIAGONAL
     packed = blocks[0]
     for i in range(1, len(blocks)):
@@ -103,7 +98,7 @@ def _substitute(l):
     """(I + L)^{-1} of 16x16 blocks side by side, [n, 16, lanes]: row j is eliminated from all rows of all blocks at once. Half of
     a block is a register's 8 rows; what lies above row j stays."""
     half = DIAGONAL // 2
-    row, column = _indices(DIAGONAL, l.shape[-1])
+    row, column = indices(DIAGONAL, l.shape[-1])
     identity = jnp.where(row == column % DIAGONAL, 1.0, 0.0)
     x, start = [jnp.split(identity, 2) for _ in l], column[:half] // DIAGONAL * DIAGONAL
     for j in range(DIAGONAL - 1):

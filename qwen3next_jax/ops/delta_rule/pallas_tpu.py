@@ -114,7 +114,7 @@ class _Block:
         self.p, self.refs, size = p, refs, p.size
         self.dots = twins.TwinProducts(p.operand)
         total, beta = refs["total"][0, 0, 0], refs["beta"][0, 0, 0]  # [E, 2C]
-        row, column = twins.indices(size, 2 * size)
+        row, column = chunk_math.indices(size, 2 * size)
         self.lower, self.strict, on_diagonal = (f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal))
         last = jnp.where(twins.halves((1, 2 * size)), total[:, size - 1 : size], total[:, 2 * size - 1 :])
         gamma, rho, carry, mask, live = total, last - total, last, self.lower, None
@@ -132,7 +132,7 @@ class _Block:
 
         # One product of the rows as they came holds K K^T, Q K^T and, on diagonals, the squared norms.
         self.shared = p.share % 2 == 0  # the heads of a twin have the same keys
-        self.k, self.q = (self.heads(name, p.key).astype(p.operand) for name in "kq")
+        self.k, self.q = (self.load(name, p.key).astype(p.operand) for name in "kq")
         self.both = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
         if self.shared:
             pairs = self.dots.plain.nt(self.both, jnp.concatenate([self.k, self.k, self.q, self.q], axis=1))
@@ -148,26 +148,26 @@ class _Block:
             q_row = jnp.where(live, q_row, 0)
         if self.shared:
             self.norms = tuple(twins.columns(x[:, :size]) for x in (k_row, q_row))
-            columns = jnp.concatenate([x[..., : 2 * size] for x in self.norms], axis=1)
+            scale = jnp.concatenate([x[..., : 2 * size] for x in self.norms], axis=1)
         else:
             first = lambda x: x.reshape(-1, p.share, *x.shape[1:])[:, 0]
             self.norms = tuple(first(twins.spread(x)) for x in (k_row, q_row))  # [J, C, LANES]
-            columns = jnp.concatenate([twins.twin_columns(x) for x in (k_row, q_row)], axis=1)
-        scale = columns * k_row[:, None]
-        wide = lambda x: jnp.repeat(x, p.share // 2, axis=0) if self.shared and p.share > 2 else x
-        self.kk, self.qk = wide(pairs[:, :size, : 2 * size]), wide(pairs[:, size:, : 2 * size])  # [E, C, 2C], no norms in them
-        self.kk_scale, self.qk_scale = wide(scale[:, :size]), wide(scale[:, size:])
-        k_row, gamma = wide(k_row), jnp.exp(gamma)
+            scale = jnp.concatenate([twins.twin_columns(x) for x in (k_row, q_row)], axis=1)
+        scale = scale * k_row[:, None]
+        each = lambda x: jnp.repeat(x, p.share // 2, axis=0) if self.shared and p.share > 2 else x
+        self.kk, self.qk = each(pairs[:, :size, : 2 * size]), each(pairs[:, size:, : 2 * size])  # [E, C, 2C], no norms in them
+        self.kk_scale, self.qk_scale = each(scale[:, :size]), each(scale[:, size:])
+        k_row, gamma = each(k_row), jnp.exp(gamma)
         self.rho_row = k_row * jnp.exp(rho)
-        self.k_gamma, self.q_gamma, self.k_rho = gamma * k_row, gamma * wide(q_row), self.rho_row * beta  # [E, 2C]
+        self.k_gamma, self.q_gamma, self.k_rho = gamma * k_row, gamma * each(q_row), self.rho_row * beta  # [E, 2C]
 
-    def heads(self, name: str, width: int):
+    def load(self, name: str, width: int):
         """[heads, C, width] out of a block [1, C, heads * width]."""
         ref = self.refs[name]
         return jnp.stack([ref[0, :, i : i + width] for i in range(0, ref.shape[-1], width)])
 
     def store(self, name: str, x):
-        """The reverse of `heads`."""
+        """The reverse of `load`."""
         ref, width = self.refs[name], x.shape[-1]
         for i in range(x.shape[0]):
             ref[0, :, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
@@ -200,9 +200,8 @@ class _Block:
     def from_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
         """[J, R, K] each: the sum over the value heads of a key head of x state^T for every x, and of y other^T. The two states
         fill the matrix unit's columns, of which each row then needs half."""
-        wide = lambda x: self.wide(x.astype(self.p.operand))
-        rows = jnp.concatenate([wide(x) for x in (*xs_IRV, y_IRV)], axis=1)
-        out = self.dots.plain.nt(rows, jnp.concatenate([wide(state_IKV), wide(other_IKV)], axis=1))
+        stack = lambda *xs: jnp.concatenate([self.wide(x.astype(self.p.operand)) for x in xs], axis=1)
+        out = self.dots.plain.nt(stack(*xs_IRV, y_IRV), stack(state_IKV, other_IKV))
         *found, last = jnp.split(out, len(xs_IRV) + 1, axis=1)
         key = state_IKV.shape[1]
         return [x[..., :key] for x in found], last[..., key:]
@@ -259,7 +258,7 @@ def _forward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *
     refs = dict(zip(inputs + outputs, refs))
     _start(p, refs["final"], refs["initial_state"])
     c = _Block(p, refs, normalize)
-    values, state = c.heads("v", p.value).astype(jnp.float32), refs["final"][0]
+    values, state = c.load("v", p.value).astype(jnp.float32), refs["final"][0]
     if "states" in refs:
         refs["states"][0, 0] = state.astype(refs["states"].dtype)
     read = c.read(c.both, state)  # before the inverse, which leaves the matrix unit idle at first
@@ -282,11 +281,11 @@ def _map_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        row, column = twins.indices(p.key, p.key)
+        row, column = chunk_math.indices(p.key, p.key)
         refs["m"][0] = jnp.broadcast_to((row == column).astype(jnp.float32), refs["m"].shape[1:])
 
     c = _Block(p, refs, normalize)
-    values = c.heads("v", p.value).astype(jnp.float32)
+    values = c.load("v", p.value).astype(jnp.float32)
     values = jnp.concatenate([values, jnp.zeros((*values.shape[:-1], p.key), jnp.float32)], axis=-1)
     state = jnp.concatenate([refs["final"][0], refs["m"][0]], axis=-1)
     read, a = c.read(c.both, state), None
@@ -306,7 +305,7 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
     _start(p, refs["dinitial"], refs["dfinal"])
     c = _Block(p, refs, normalize)
     dots, size, value = c.dots, p.size, p.value
-    do, values = c.heads("do", value).astype(p.operand), c.heads("v", value).astype(jnp.float32)
+    do, values = c.load("do", value).astype(p.operand), c.load("v", value).astype(jnp.float32)
     state, dstate = refs["states"][0, 0], refs["dinitial"][0]
     a = refs["inverses"][0, 0] if erase else None
     q_pair, k_pair = c.qk_scale * c.pair, c.kk_scale * c.pair

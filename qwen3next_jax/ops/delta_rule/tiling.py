@@ -33,7 +33,8 @@ class Tiling:
     size: int
     key: int
     value: int
-    operand_bytes: int
+    key_bytes: int  # of a number in q and k
+    value_bytes: int  # of one in v
 
     def __post_init__(self):
         if self.block % self.share != 0 or self.block % 2 != 0:
@@ -43,25 +44,27 @@ class Tiling:
 
     @property
     def vmem_bytes(self) -> int:
-        """Of the backward kernel, the larger one: double-buffered blocks and the intermediates of every head (8 arrays of
-        [C, K + V] float32 in the compiler's allocation for v6e, and as much again to be safe)."""
-        tokens = self.size * (self.key + self.value)
+        """Of the backward kernel: double-buffered blocks and the intermediates of every head (8 arrays of [C, K + V] float32 in the
+        compiler's allocation for v6e, and as much again to be safe: the map's M, [K, K] float32, fits in that too)."""
+        keys, values = self.size * self.key, self.size * self.value
         state = self.key * self.value
-        buffers = 4 * self.operand_bytes * tokens + (4 + self.operand_bytes) * state + 4 * self.size**2
-        return self.block * (2 * buffers + 16 * 4 * tokens)
+        buffers = 4 * (self.key_bytes * keys + self.value_bytes * values) + (4 + self.value_bytes) * state + 4 * self.size**2
+        return self.block * (2 * buffers + 16 * 4 * (keys + values))
 
     @classmethod
-    def choose(cls, value_heads: int, share: int, size: int, key: int, value: int, operand_bytes: int, vmem: int, cores: int):
+    def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
         """The largest block that divides the heads, fits in `vmem` bytes and leaves no core idle if that can be.
 
         Raises NotImplementedError where not even one key head fits.
         """
+        share = sizes["share"]
         blocks = [n for n in range(2, max(32, 2 * share) + 1, 2) if value_heads % n == n % share == 0]
-        fitting = [x for x in (cls(n, share, size, key, value, operand_bytes) for n in blocks) if x.vmem_bytes <= vmem]
+        fitting = [x for x in (cls(n, **sizes) for n in blocks) if x.vmem_bytes <= vmem]
         if not fitting:
             raise NotImplementedError(
-                f"head widths {key} and {value} with {share} value heads a key head: one block of the TPU kernel needs more than "
-                f"{vmem} bytes of VMEM (95 % of the chip's; of {SMALLEST_VMEM} where no chip is known); use implementation='chunked'"
+                f"head widths {sizes['key']} and {sizes['value']} with {share} value heads a key head: one block of the TPU kernel "
+                f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of {SMALLEST_VMEM} where none is known); "
+                "use implementation='chunked'"
             )
         return max(fitting, key=lambda x: (min(value_heads // x.block, cores), x.block))
 
@@ -106,7 +109,15 @@ class Problem:
         vmem, cores = _vmem_and_cores()
         cores = 1 if self.batch % cores == 0 else cores  # rows of the batch go to the cores first
         tiling = Tiling.choose(
-            self.value_heads, self.share, size, self.key, self.value, v.dtype.itemsize, int(0.95 * vmem), cores
+            self.value_heads,
+            vmem=int(0.95 * vmem),
+            cores=cores,
+            share=self.share,
+            size=size,
+            key=self.key,
+            value=self.value,
+            key_bytes=q.dtype.itemsize,
+            value_bytes=v.dtype.itemsize,
         )
         self.block, self.key_block = tiling.block, tiling.block // self.share
         self.grid = (self.batch, self.value_heads // self.block, self.chunks)

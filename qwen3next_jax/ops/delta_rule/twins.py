@@ -13,14 +13,9 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products
+from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products, indices, parts, stacked
 
 LANES = 128
-
-
-def indices(rows: int, columns: int):
-    """[rows, columns] the number of the row and of the column."""
-    return tuple(jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis) for axis in (0, 1))
 
 
 def halves(shape):
@@ -128,8 +123,7 @@ class TwinProducts:
     operand: typing.Any
 
     def parts(self, x):
-        high = x.astype(self.operand)
-        return (high,) if self.operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(self.operand))
+        return parts(x, self.operand)
 
     @property
     def plain(self):
@@ -137,12 +131,12 @@ class TwinProducts:
 
     def nn(self, x_parts, y_parts):
         """[I, R, X]: twins [E, R, 2C] times what each head holds [I, C, X]."""
-        x, y = _stacked(x_parts, [diagonal(y) for y in y_parts], -1)
+        x, y = stacked(x_parts, [diagonal(y) for y in y_parts], -1, -2)
         return heads(self.plain.nn(x, y))
 
     def tn(self, x_parts, y_parts):
         """[I, C, X]: twins [E, R, 2C] transposed times what each head holds [I, R, X]."""
-        x, y = _stacked(x_parts, [beside(y) for y in y_parts], -2)
+        x, y = stacked(x_parts, [beside(y) for y in y_parts], -2, -2)
         return on_diagonal(self.plain.tn(x, y))
 
     def twins(self, x_parts, y_parts):
@@ -173,9 +167,10 @@ class TwinProducts:
         lanes = x_ECC.shape[-1]
         row, column = indices(lanes, lanes)
         before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(self.operand)
-        x, y = _stacked(self.parts(x_ECC), [before], -1)
-        precision = None if self.operand == jnp.bfloat16 else HIGHEST
-        return jax.lax.dot_general(x, y, (((2,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+        x, y = stacked(self.parts(x_ECC), [before], -1, -2)
+        return jax.lax.dot_general(
+            x, y, (((2,), (0,)), ((), ())), precision=self.plain.precision, preferred_element_type=jnp.float32
+        )
 
 
 def sums(rows_EC, counts):
@@ -184,13 +179,6 @@ def sums(rows_EC, counts):
     row, column = indices(lanes, lanes)
     counted = counts(row, column) & ((row < lanes // 2) == (column < lanes // 2))
     return jnp.matmul(rows_EC, counted.astype(jnp.float32), precision=HIGHEST)
-
-
-def _stacked(x_parts, y_parts, x_axis: int):
-    """The pairs of parts that count, stacked along the contraction: axis `x_axis` of x, -2 of y."""
-    pairs = [(x, y) for i, x in enumerate(x_parts) for j, y in enumerate(y_parts) if i + j < 2]
-    x, y = zip(*pairs)
-    return jnp.concatenate(x, axis=x_axis), jnp.concatenate(y, axis=-2)
 
 
 def _quarters(product, x_parts, y_parts):
