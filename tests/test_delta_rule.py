@@ -119,6 +119,14 @@ def test_hard_inputs(name, dtype, implementation):
     check(inputs, cotangents, implementation, dtype, *(bars if bars and dtype == jnp.bfloat16 else BARS[dtype]))
 
 
+@pytest.mark.parametrize("implementation", FORMS)
+def test_strong_decay_costs_no_more_than_the_docstring_says(implementation):
+    inputs, cotangents, _ = adversarial("no decay")
+    inputs["g"][:] = -0.01
+    inputs["g"][:, :32] = -10000 / 3
+    check(inputs, cotangents, implementation, jnp.float32, *[32 * 10000 / 3 * 6e-8] * 2)
+
+
 @pytest.mark.parametrize("implementation", ("chunked", "associative"))
 @pytest.mark.parametrize("settings", [dict(), dict(erase=False), dict(normalize_qk=False)], ids=str)
 def test_exact_in_float64(settings, implementation):
