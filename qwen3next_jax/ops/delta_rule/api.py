@@ -36,9 +36,9 @@ def gated_delta_rule(
     Args:
       q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a multiple of G.
       v: [B, T, H, V] values.
-      g: [B, T, H] log decay, finite and <= 0. Decay over a span of tokens is a difference of running sums within a chunk of 64:
-        its relative error is about |sum of g over the chunk| * 6e-8 in float32. For "never remember", -100 a token is enough
-        (exp(-100) is zero in float32); -inf gives NaN.
+      g: [B, T, H] log decay, finite and <= 0. Decay over a span of tokens is a difference of running sums within a chunk of 64,
+        so that strong decay costs accuracy: with G the sum of g over a chunk, up to |G| * 3e-7, relative, in float32.
+        For "forget everything" -100 is enough (exp(-100) is zero in float32); -inf gives NaN.
       beta: [B, T, H] write strength, in (0, 1); up to 2 works.
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first segment.
       segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per document; 0 marks padding, at
