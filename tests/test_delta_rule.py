@@ -68,10 +68,6 @@ def check(inputs, cotangents, implementation, dtype, bar, gradient_bar, **settin
         inputs, cotangents = rounded(inputs, cotangents, dtype)
     want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="recurrent", **settings)
     got = outputs_and_gradients(inputs, cotangents, dtype, implementation=implementation, **settings)
-    compare(want, got, bar, gradient_bar)
-
-
-def compare(want, got, bar, gradient_bar):
     floor = 1e-12 * np.linalg.norm(want["dv"]) + 1e-30  # of dg, which may be zero as a whole
     for name in want:
         size = max(np.linalg.norm(want[name]), floor if name == "dg" else 1e-30)
@@ -153,38 +149,29 @@ def test_kernel_without_erasing_or_norm(settings):
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32], **settings)
 
 
-def blocks(heads, groups, dtype=jnp.float32):
-    """The grid of the kernel over a batch of two, and the heads of one of its steps."""
-    p = tiling.Problem(jnp.zeros((2, CHUNK + 2, groups, 16), dtype), jnp.zeros((2, CHUNK + 2, heads, 40), dtype), CHUNK)
+def grid_and_block(inputs):
+    p = tiling.Problem(jnp.asarray(inputs["q"], jnp.float32), jnp.asarray(inputs["v"], jnp.float32), CHUNK)
     return p.grid, p.block
 
 
-DOCUMENTS = np.array([[1] * 20 + [3] + [4] * 44 + [0], [2] * 64 + [5] * 2])
+def test_kernel_with_many_heads(monkeypatch):
+    """Ten twins in one step, of which the substitutions go in eights; four value heads a key head."""
+    monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (128 * 2**20, 1))
+    inputs, cotangents = problem(time=CHUNK, groups=5, heads=20)
+    assert grid_and_block(inputs) == ((1, 1, 1), 20)
+    check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32])
 
 
-@pytest.mark.parametrize("heads, vmem, grid", [(16, tiling.SMALLEST_VMEM, (2, 2, 2)), (32, 128 * 2**20, (2, 1, 2))])
-def test_kernel_with_many_heads(heads, vmem, grid, monkeypatch):
-    """Two blocks of eight heads, and 16 twins, of which the substitutions go in eights."""
-    monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (vmem, 1))
-    assert blocks(heads, 8) == (grid, heads // grid[1])
-    inputs, cotangents = rounded(*problem(batch=2, time=CHUNK + 2, groups=8, heads=heads), jnp.float32)
-    want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="chunked", segment_ids=DOCUMENTS)
-    got = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation="pallas_tpu", segment_ids=DOCUMENTS)
-    compare(want, got, *BARS[jnp.float32])
-
-
-def test_kernel_reads_nothing_unwritten_and_races_nowhere(monkeypatch):
-    """Two blocks of heads and three chunks in the interpreter of TPU memory, which starts every buffer as NaN."""
+def test_kernel_with_two_blocks_reads_nothing_unwritten_and_races_nowhere(monkeypatch):
+    """Two rows, two blocks of heads, three chunks, documents, in the interpreter of TPU memory: every buffer starts as NaN."""
     call = tiling.Problem.call
     interpreter = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     monkeypatch.setattr(tiling.Problem, "call", lambda self, *arguments: call(self, *arguments[:-1], interpreter))
     monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (5 * 2**20, 1))
-    assert blocks(4, 2) == ((2, 2, 2), 2)
-    inputs, cotangents = rounded(*problem(time=2 * CHUNK + 2, groups=2, heads=4), jnp.float32)
-    ids = np.array([[1] * 20 + [3] + [4] * 44 + [6] * 60 + [0] * 5])
-    want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="chunked", segment_ids=ids)
-    got = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation="pallas_tpu", segment_ids=ids)
-    compare(want, got, *BARS[jnp.float32])
+    inputs, cotangents = problem(batch=2, time=2 * CHUNK + 2, groups=2, heads=4)
+    assert grid_and_block(inputs) == ((2, 2, 3), 2)
+    ids = np.array([[1] * 20 + [3] + [4] * 44 + [6] * 60 + [0] * 5, [2] * 64 + [5] * 66])
+    check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32], segment_ids=ids)
     assert not interpret_pallas_call.races.races_found
 
 
@@ -195,7 +182,7 @@ def test_lengths_around_a_chunk(time, implementation):
 
 
 @pytest.mark.parametrize("implementation", FORMS)
-@pytest.mark.parametrize("groups, heads", [(1, 3), (2, 2), (2, 8)])
+@pytest.mark.parametrize("groups, heads", [(1, 3), (2, 2)])
 def test_head_groups(groups, heads, implementation):
     check(*problem(time=CHUNK + 5, groups=groups, heads=heads), implementation, jnp.float32, *BARS[jnp.float32])
 
