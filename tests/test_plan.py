@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
@@ -184,11 +185,13 @@ def executable(path, text):
 @needs_compiler
 @pytest.mark.parametrize("program, reason", [
     ("echo 'F1121 17:00 x.cc:33] Check failed: a == b (1 vs. 2)' >&2; kill -ABRT $$", "the compiler aborted: Check failed: a == b (1 vs. 2)"),
-    ("kill -SEGV $$", "the compiler's process was ended by SIGSEGV"),
-    ("kill -KILL $$", "the compiler's process was ended by SIGKILL: perhaps the machine ran out of memory"),
-    ("echo 'KeyError: no rule' >&2; exit 1", "the planner crashed: KeyError: no rule"),
+    ("kill -SEGV $$", "the compiler's process was ended by signal 11 (Segmentation fault)"),
+    ("kill -40 $$", "the compiler's process was ended by signal 40 (Real-time signal 6)"),
+    ("kill -KILL $$", "the compiler's process was ended by signal 9 (Killed): perhaps the machine ran out of memory"),
+    ("echo 'Check failed: in passing' >&2; echo 'KeyError: no rule' >&2; exit 1", "the planner crashed: KeyError: no rule"),
+    (r"printf '\200\005\225' >/dev/fd/$4; kill -SEGV $$", "the compiler's process was ended by signal 11 (Segmentation fault)"),
 ])
-def test_a_compiler_that_ends_its_process_is_one_line(program, reason, tmp_path, monkeypatch):
+def test_a_compiler_that_ends_its_process_is_one_line(program, reason, tmp_path, monkeypatch, capfd):
     from rich.console import Console
 
     from qwen3next_jax.plan import show
@@ -199,6 +202,7 @@ def test_a_compiler_that_ends_its_process_is_one_line(program, reason, tmp_path,
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     show(plan, console)
     assert f"data=4 failed: {reason}" in console.export_text()
+    assert ("in passing" in capfd.readouterr().err) == ("planner crashed" in reason)  # what Python said goes on
 
 
 @needs_compiler
@@ -223,6 +227,17 @@ def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
         while "State:\tZ" not in status.read_text():  # killed, not yet waited for
             assert time.monotonic() < give_up
             time.sleep(0.02)
+
+
+def test_a_planner_killed_early_leaves_no_compiler():
+    """Killed before its child asks to end with it. The child would then wait for standard input, and compile."""
+    program = ("import os, signal, subprocess, sys\n"
+               "subprocess.Popen([sys.executable, '-m', 'qwen3next_jax.training.plan_process', str(os.getpid()), '1'])\n"
+               "os.kill(os.getpid(), signal.SIGKILL)")
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL) as planner:
+        ended, _, _ = select.select([planner.stdout], [], [], 60)  # its end: nobody holds it any more
+        assert ended and not planner.stdout.read()
 
 
 # ---- the search --------------------------------------------------------------------------------------------------------

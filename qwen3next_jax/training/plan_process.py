@@ -5,7 +5,7 @@ libtpu ends its process where one of its checks fails; the planner then still ha
 
 import ctypes
 import dataclasses
-import pathlib
+import os
 import pickle
 import re
 import resource
@@ -26,11 +26,15 @@ from qwen3next_jax.training.planning import Plan, make_plan
 def make_plan_apart(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
     """`make_plan` in a new process, which ends with this one. Where the compiler takes that down, the plan has `failed`."""
     start, cpu_then = time.perf_counter(), _children_cpu_seconds()
-    with tempfile.TemporaryDirectory() as folder:
-        answer = pathlib.Path(folder, "plan")
-        done = subprocess.run([sys.executable, "-m", "qwen3next_jax.training.plan_process", str(answer)], stderr=subprocess.PIPE,
-                              input=pickle.dumps((config, topology.name, optimization_level)))
-        found = pickle.loads(answer.read_bytes()) if answer.exists() else None
+    with tempfile.TemporaryFile() as answer:  # without a name: nothing is left of it however both end
+        fd = answer.fileno()
+        done = subprocess.run([sys.executable, "-m", "qwen3next_jax.training.plan_process", str(os.getpid()), str(fd)], pass_fds=(fd,),
+                              stderr=subprocess.PIPE, input=pickle.dumps((config, topology.name, optimization_level)))
+        answer.seek(0)
+        try:
+            found = pickle.load(answer)
+        except (EOFError, pickle.UnpicklingError):  # it ended before, or in the middle
+            found = None
     if isinstance(found, UserError):
         raise found
     if found:
@@ -43,10 +47,10 @@ def make_plan_apart(config: Config, topology: Topology, optimization_level: str 
 def _last_words(code: int, text: str) -> str:
     """Why a process ended without an answer. What Python said goes on to standard error: that is no fault of the compiler."""
     check = re.search(r"Check failed.*", text)
-    if check:
+    if code < 0 and check:
         return f"the compiler aborted: {check.group()[:300]}"
     if code < 0:
-        return f"the compiler's process was ended by {signal.Signals(-code).name}" + (
+        return f"the compiler's process was ended by signal {-code} ({signal.strsignal(-code)})" + (
             ": perhaps the machine ran out of memory" if code == -signal.SIGKILL else "")
     sys.stderr.write(text)
     return f"the planner crashed: {(text.strip().splitlines() or ['it said nothing'])[-1][:300]}"
@@ -57,11 +61,16 @@ def _children_cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _answer(path: pathlib.Path) -> None:
-    """In the new process: reads what to compile from standard input, leaves the plan, or a UserError, at `path`."""
+def _answer(planner: int, fd: int) -> None:
+    """In the new process: reads what to compile from standard input, leaves the plan, or a UserError, in the open file `fd`.
+
+    It ends with the process `planner`, however that dies.
+    """
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # however the planner dies
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != planner:  # dead before that
+        sys.exit(1)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # such programs can be written to it, but not read back
     config, name, optimization_level = pickle.load(sys.stdin.buffer)
@@ -69,13 +78,12 @@ def _answer(path: pathlib.Path) -> None:
         found = dataclasses.replace(make_plan(config, describe(name), optimization_level), topology=None)
     except UserError as error:
         found = error
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(found))
-    partial.rename(path)
+    with open(fd, "wb") as answer:
+        pickle.dump(found, answer)
 
 
 if __name__ == "__main__":
     try:
-        _answer(pathlib.Path(sys.argv[1]))
+        _answer(*map(int, sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)  # the planner says so
