@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -16,6 +18,7 @@ from qwen3next_jax.model import expert_parallel, moe
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.parallel.mesh import check_divides, make_mesh, one_device
 from qwen3next_jax.parallel.rules import PARAMETERS, local, path_string, rule_for, shardings, storage_spec
+from qwen3next_jax.parallel.topology import describe
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.step import abstract_train_state
 
@@ -86,11 +89,31 @@ def test_axes_that_do_not_multiply_to_the_devices(mesh, message):
     ({"tensor": 4}, {}, {}, "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2; nearest valid sizes of tensor: 2"),
     ({"context": 8}, {}, {"sequence_length": 40}, "context = 8: twice that does not divide train.sequence_length = 40; .* 5, 10"),
     ({"expert": 2}, {"num_experts": 0}, {}, "the model has no experts"),
+    *[({"tensor": n}, {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "num_attention_heads": 12}, {},
+       f"parallel.mesh.tensor = {n} does not divide .*; nearest valid sizes of tensor: 4$") for n in (5, 6, 8)],
+    ({"tensor": 6}, {"linear_num_key_heads": 12, "linear_num_value_heads": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+                     "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}, {},
+     r"tensor = 6 neither divides model.num_key_value_heads = 4 nor is a multiple of it .*; nearest valid sizes of tensor: 4, 12$"),
+    ({"context": 4}, {}, {"sequence_length": 8}, "context = 4 leaves 2 tokens a device: expected at least the 3 .*; .* of context: 2$"),
+    ({"context": 5}, {}, {"sequence_length": 8}, "context = 5: twice that does not divide .*; nearest valid sizes of context: 2$"),
 ])
 def test_axes_that_do_not_divide(mesh, model, train, message):
     config = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, **model), train=dataclasses.replace(SMALL.train, **train))
     with pytest.raises(UserError, match=message):
         check_divides(config, _mesh(**mesh))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_slices_lie_along_data():
+    """Two slices of 64 chips: every other axis stays inside one."""
+    describe("v5p:4x4x4")  # sets what libtpu reads when it is loaded
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:4x4x4", num_slices=2).devices
+    grid = make_mesh(ParallelConfig(mesh=MeshConfig(data=4, expert=8, context=2, tensor=2)), devices).devices
+    slices = np.vectorize(lambda device: device.slice_index)(grid)
+    assert len(set(grid.flat)) == 128
+    np.testing.assert_array_equal(slices, np.broadcast_to(np.arange(4).reshape(4, 1, 1, 1) // 2, slices.shape))
+    with pytest.raises(UserError, match="parallel.mesh.data = 1 over 2 TPU slices: expected a multiple of 2, as only data may cross"):
+        make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=64, tensor=2)), devices)
 
 
 # ---- experts -----------------------------------------------------------------------------------------------------

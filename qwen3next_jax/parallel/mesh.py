@@ -4,7 +4,7 @@ Axes: `data` and `expert` split the rows of a batch, `context` the tokens of a r
 splits the experts as well. Parameters and optimizer state are split over whatever is there (`rules`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,45 +47,51 @@ def one_device() -> Mesh:
     return make_mesh(ParallelConfig(), jax.local_devices()[:1])
 
 
+def mesh_text(sizes: dict[str, int]) -> str:
+    """"data=64 expert=8": the axes that split anything."""
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
+
+
 def check_divides(config: Config, mesh: Mesh) -> None:
-    """Raises UserError where an axis of `mesh` does not divide what it splits; names both and the nearest sizes that do."""
+    """Raises UserError where an axis of `mesh` does not divide what it splits; names both, and the nearest sizes that divide all it splits."""
     size, model, train = dict(mesh.shape), config.model, config.train
-    rows = train.batch_size // train.gradient_accumulation
+    rows, length = train.batch_size // train.gradient_accumulation, train.sequence_length
     if rows % (size["data"] * size["expert"]):
+        nearest = _nearest(size["data"] * size["expert"], range(1, rows + 1), lambda n: rows % n == 0)
         raise UserError(f"parallel.mesh: data × expert = {size['data']} × {size['expert']} does not divide the {rows} rows of "
-                        f"train.batch_size / train.gradient_accumulation; {_nearest(size['data'] * size['expert'], rows, 'their product')}")
+                        f"train.batch_size / train.gradient_accumulation; nearest valid sizes of their product: {nearest}")
     sparse = model.num_experts > 0 and (model.mtp_depth > 0 or any(sparse for _, sparse in model.layer_kinds))
     dense = not all(sparse for _, sparse in model.layer_kinds) or (model.mtp_depth > 0 and not model.num_experts)
-    if size["context"] > 1 and train.sequence_length % (2 * size["context"]):  # attention shares out half blocks
-        raise UserError(f"parallel.mesh.context = {size['context']}: twice that does not divide train.sequence_length = "
-                        f"{train.sequence_length}; {_nearest(size['context'], train.sequence_length // 2, 'context')}")
-    halo = model.linear_conv_kernel_dim - 1
-    if size["context"] > 1 and model.short_convolution and train.sequence_length // size["context"] < halo:
-        raise UserError(f"parallel.mesh.context = {size['context']} leaves {train.sequence_length // size['context']} tokens a device: "
-                        f"expected at least the {halo} that the convolution reads of its neighbour; use fewer")
-    split = [("tensor", "model.linear_num_key_heads", model.linear_num_key_heads),
-             ("tensor", "model.num_attention_heads", model.num_attention_heads)]
-    if sparse:
-        split += [("expert", "model.num_experts", model.num_experts),
-                  ("tensor", "model.moe_intermediate_size", model.moe_intermediate_size)]
-        if model.shared_expert_intermediate_size:
-            split.append(("tensor", "model.shared_expert_intermediate_size", model.shared_expert_intermediate_size))
-    elif size["expert"] > 1:
+    if size["expert"] > 1 and not sparse:
         raise UserError(f"parallel.mesh.expert = {size['expert']}, but the model has no experts (model.num_experts = 0): expected 1")
-    if dense:
-        split.append(("tensor", "model.intermediate_size", model.intermediate_size))
-    for axis, name, dimension in split:
-        if dimension % size[axis]:
-            raise UserError(f"parallel.mesh.{axis} = {size[axis]} does not divide {name} = {dimension}; "
-                            f"{_nearest(size[axis], dimension, axis)}")
-    heads = model.num_key_value_heads
-    if size["tensor"] % heads and heads % size["tensor"]:
-        raise UserError(f"parallel.mesh.tensor = {size['tensor']} neither divides model.num_key_value_heads = {heads} nor is a "
-                        f"multiple of it (each shard needs whole key/value heads)")
+    halo, key_value_heads = model.linear_conv_kernel_dim - 1, model.num_key_value_heads
+    widths = (["moe_intermediate_size"] + ["shared_expert_intermediate_size"] * (model.shared_expert_intermediate_size > 0)) * sparse
+    split = ["linear_num_key_heads", "num_attention_heads", *widths, *["intermediate_size"] * dense]
+
+    def divides(name: str) -> tuple[str, Callable[[int], bool]]:
+        dimension = getattr(model, name)
+        return f" does not divide model.{name} = {dimension}", lambda n: dimension % n == 0
+
+    # axis → [(complaint, whether a size is one of those that it is not about)]
+    rules = {
+        "context": [(f": twice that does not divide train.sequence_length = {length}",  # attention shares out half blocks
+                     lambda n: n == 1 or length % (2 * n) == 0),
+                    (f" leaves {length // size['context']} tokens a device: expected at least the {halo} that the convolution reads "
+                     "of its neighbour", lambda n: n == 1 or not model.short_convolution or length // n >= halo)],
+        "expert": [divides("num_experts")] * sparse,
+        "tensor": [*map(divides, split),
+                   (f" neither divides model.num_key_value_heads = {key_value_heads} nor is a multiple of it (each shard needs whole "
+                    "key/value heads)", lambda n: n % key_value_heads == 0 or key_value_heads % n == 0)],
+    }
+    largest = {"context": length // 2, "expert": model.num_experts, "tensor": model.num_attention_heads}
+    for axis, of_axis in rules.items():
+        for complaint, holds in of_axis:
+            if not holds(size[axis]):
+                nearest = _nearest(size[axis], range(1, largest[axis] + 1), lambda n: all(holds(n) for _, holds in of_axis))
+                raise UserError(f"parallel.mesh.{axis} = {size[axis]}{complaint}; nearest valid sizes of {axis}: {nearest}")
 
 
-def _nearest(size: int, dimension: int, what: str) -> str:
-    """'the nearest sizes that do: 4, 8' for the divisors of `dimension` around `size`."""
-    divisors = [d for d in range(1, dimension + 1) if dimension % d == 0]
-    around = [*[d for d in divisors if d < size][-1:], *[d for d in divisors if d > size][:1]]
-    return f"nearest valid sizes of {what}: {', '.join(map(str, around))}"
+def _nearest(size: int, sizes: Iterable[int], valid: Callable[[int], bool]) -> str:
+    """"4, 8": the valid ones of the ascending `sizes` around `size`."""
+    found = [n for n in sizes if valid(n)]
+    return ", ".join(str(n) for n in [*[n for n in found if n < size][-1:], *[n for n in found if n > size][:1]])
