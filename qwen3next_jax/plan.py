@@ -3,11 +3,12 @@
     python -m qwen3next_jax.plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8 --mesh=data=64,expert=8
         [--search] [--quick] [--json=plan.json]
 
-`--search` ranks meshes, remat policies and micro-batches by arithmetic and compiles the best five. `--json` also draws the
-memory by part beside the file. How to read the figures, and what they leave out: docs/planner.md.
+`--search` ranks meshes, remat policies and micro-batches by arithmetic and compiles the best five; axes that `--mesh` names stay
+as they are. `--json` also draws the memory by part beside the file. How to read the figures, and what they leave out: docs/planner.md.
 """
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import re
@@ -25,15 +26,19 @@ DOES_NOT_FIT = 1  # exit code
 
 
 def main() -> int:
-    config = with_mesh(_config(), _mesh.value)
+    named = read_mesh(_mesh.value)
+    config = _config()
+    if _mesh.value is not None:
+        config = with_mesh(config, named)
     if not _topology.value:
         raise UserError("--topology is missing: expected a slice such as --topology=v5p:8x8x8")
     out = pathlib.Path(_json.value) if _json.value else None
     for path in (out, out.with_suffix(".png")) if out else ():
         if path.exists():
             raise UserError(f"--json={out}: {path} exists: choose another name, or remove it")
-    if out:
-        _check_writable(out)
+    if out and importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"--json={out}: the plot of memory beside it needs matplotlib, which is not installed: use "
+                        "`uv run --extra plan …`, or run `pip install libtpu matplotlib`")
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # nothing runs; an accelerator of this machine is left alone
@@ -42,8 +47,10 @@ def main() -> int:
 
     level = "O1" if _quick.value else ""
     topology, console = describe(_topology.value), Console(highlight=False)
+    if out:
+        _check_writable(out)
     if _search.value:
-        plans = search(config, topology, level, console)
+        plans = search(config, topology, level, console, {axis: size for axis, size in named.items() if size != -1})
     else:
         plans = [make_plan_apart(config, topology, level)]
         show(plans[0], console)
@@ -66,30 +73,36 @@ def _check_writable(out: pathlib.Path) -> None:
         raise UserError(f"--json={out}: cannot be written ({error.strerror})") from error
 
 
-def with_mesh(config: Config, text: str | None) -> Config:
-    """`config` with the axes of `text`, such as "data=64,expert=8", the others 1; `data` takes what is left unless it is named."""
-    if not text:
-        return config
-    sizes = {}
-    for part in text.split(","):
+def read_mesh(text: str | None) -> dict[str, int]:
+    """The axes of `text`, such as "data=64,expert=8", with their sizes."""
+    sizes: dict[str, int] = {}
+    for part in [] if text is None else text.split(","):
         axis, _, size = part.partition("=")
         if axis not in MESH_AXES or not re.fullmatch("-?[0-9]+", size):
             raise UserError(f"--mesh={text}: {part!r} is not AXIS=SIZE with one of {', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}")
         if axis in sizes:
             raise UserError(f"--mesh={text}: {axis} stands there twice")
         sizes[axis] = int(size)
+    return sizes
+
+
+def with_mesh(config: Config, sizes: dict[str, int]) -> Config:
+    """`config` with a mesh of these axes, the others 1; `data` takes what is left unless it is named."""
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(**sizes)))
 
 
-def search(config: Config, topology, level: str, console: Console) -> list:
+def search(config: Config, topology, level: str, console: Console, fixed: dict[str, int]) -> list:
     """Compiles what the arithmetic ranks highest, fastest first in the result, and shows why the others are out."""
+    from qwen3next_jax.parallel.mesh import mesh_text
     from qwen3next_jax.training.plan_process import make_plan_apart
     from qwen3next_jax.training.plan_search import candidates
 
-    ranked = candidates(config, topology)
+    ranked = candidates(config, topology, fixed)
     chosen = [c for c in ranked if not c.reason][:COMPILED] or [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
-        raise UserError(f"no mesh of {len(topology.devices)} devices divides this model and batch; the first: {ranked[0].reason}")
+        wanted = f" with {mesh_text(fixed)}" if fixed else ""
+        reason = f"; the first: {ranked[0].reason}" if ranked else ""
+        raise UserError(f"no mesh of {len(topology.devices)} devices{wanted} divides this model and batch{reason}")
     plans = []
     for number, candidate in enumerate(chosen, 1):
         console.print(f"compiling {number} of {len(chosen)}: {candidate.label} (by arithmetic {candidate.seconds:.3g} s)", markup=False)
@@ -97,7 +110,7 @@ def search(config: Config, topology, level: str, console: Console) -> list:
     plans.sort(key=lambda p: (not p.fits, p.failed, p.estimate.seconds if p.fits else p.needs))
     table = Table("mesh", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU", "bound by", title=_title(plans[0]))
     for p in plans:
-        row = [_mesh_text(p.mesh), p.config.train.remat, str(p.config.train.gradient_accumulation)]
+        row = [mesh_text(p.mesh), p.config.train.remat, str(p.config.train.gradient_accumulation)]
         figures = ([f"{p.needs / 2**30:.1f}", f"{p.estimate.seconds:.4g}", f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}", p.binding]
                    if p.fits else [p.reason, "", "", "", p.verdict])
         table.add_row(*row, *figures)
@@ -113,11 +126,13 @@ def search(config: Config, topology, level: str, console: Console) -> list:
 
 def show(plan, console: Console) -> None:
     """The tables of one plan."""
+    from qwen3next_jax.parallel.mesh import mesh_text
     from qwen3next_jax.training.planning import traffic
 
     per = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     if not plan.fits:
-        console.print(f"{_title(plan)}\n{_mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile {plan.compile_seconds:.0f} s)", markup=False)
+        console.print(f"{_title(plan)}\n{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile {plan.compile_seconds:.0f} s)",
+                      markup=False)
         return
     e, usable = plan.estimate, plan.usable_hbm
     console.print(_title(plan), markup=False)
@@ -136,11 +151,12 @@ def show(plan, console: Console) -> None:
     console.print(table)
     if plan.optimization_level != "default":
         console.print(f"compiled at optimization level {plan.optimization_level}: the times are too long", markup=False)
-    console.print(f"{_mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Step {e.seconds:.4g} s, bound by "
-                  f"{plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}", markup=False)
-    console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, {e.hbm_bytes / 1e9:.4g} GB through HBM; "
-                  f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), {plan.compile_bytes / 2**30:.1f} GiB "
-                  "of memory taken", markup=False)
+    console.print(f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Step {e.seconds:.4g} s, "
+                  f"bound by {plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}", markup=False)
+    console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, "
+                  f"{e.hbm_bytes / 1e9:.4g} GB through HBM; lowered in {plan.lower_seconds:.0f} s, compiled in "
+                  f"{plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), "
+                  f"{plan.compile_bytes / 2**30:.1f} GiB of memory taken", markup=False)
     if plan.unstated_loops:
         console.print(f"counted once, as the program does not say how often they run: {len(plan.unstated_loops)} loops, such as "
                       f"{plan.unstated_loops[0]}. The experts' rounds are one under even load.", markup=False)
@@ -156,10 +172,12 @@ def draw(plans: list, path: pathlib.Path) -> None:
         return
     from matplotlib.figure import Figure
 
+    from qwen3next_jax.parallel.mesh import mesh_text
+
     figure = Figure(figsize=(9, 1.5 + 0.5 * len(plans)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(plans)
-    labels = [f"{_mesh_text(p.mesh)}\nremat {p.config.train.remat} × {p.config.train.gradient_accumulation}" for p in plans]
+    labels = [f"{mesh_text(p.mesh)}\nremat {p.config.train.remat} × {p.config.train.gradient_accumulation}" for p in plans]
     for part in plans[0].memory._fields[:-1]:
         sizes = [getattr(p.memory, part) / 2**30 for p in plans]
         axes.barh(labels, sizes, left=left, label=part)
@@ -177,13 +195,9 @@ def _title(plan) -> str:
     return f"{plan.config.name} on {t.name} ({devices}), {train.batch_size} × {train.sequence_length} tokens"
 
 
-def _mesh_text(sizes: dict[str, int]) -> str:
-    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
-
-
 _config = cli.define_config_flag()
 _topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8")
-_mesh = flags.DEFINE_string("mesh", None, "axes of the mesh, such as data=64,expert=8 (default: the config's)")
+_mesh = flags.DEFINE_string("mesh", None, "axes of the mesh, such as data=64,expert=8 (default: the config's; of a search: any)")
 _search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
 _quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1: for memory and network; times come out too long")
 _json = flags.DEFINE_string("json", None, "file to write; the plot of memory goes beside it as .png")

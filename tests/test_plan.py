@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import typing
 
 import jax
@@ -57,6 +58,35 @@ def test_unknown_topology_lists_the_known(name):
         topology.describe(name)
 
 
+@pytest.mark.parametrize("name, chips", [("v6e:32x32", "1,024"), ("v5e:32x16", "512"), ("v4:16x16x32", "8,192")])
+def test_a_slice_larger_than_a_pod(name, chips):
+    with pytest.raises(UserError, match=f"--topology={name}: {chips} chips, but the largest slice of {name[:3].strip(':')} has"):
+        topology.describe(name)
+
+
+@needs_compiler
+def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
+    monkeypatch.setattr(planning, "make_train_step", None)
+    with pytest.raises(UserError, match="expert = 16: beyond 8 needs ragged_all_to_all.*expected at most 8"):
+        planning.make_plan(Config(parallel=ParallelConfig(mesh=MeshConfig(data=2, expert=16))), topology.describe("v5e:4x8"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("slice_, message", [("v5p:3x5x7", "v5p:3x5x7: .*not divisible"), ("v5p:2x2x1", "needs matplotlib.*pip install libtpu matplotlib")])
+def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile(slice_, message, tmp_path, monkeypatch):
+    import qwen3next_jax.plan as command_module
+
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" and "2x2" in slice_ else there(name))
+    monkeypatch.setattr(plan_process, "make_plan_apart", None)
+    monkeypatch.setattr(command_module, "_config", config)
+    for flag, value in dict(_topology=slice_, _json=str(tmp_path / "new" / "plan.json"), _mesh=None, _search=False, _quick=False).items():
+        monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
+    with pytest.raises(UserError, match=message):
+        command_module.main()
+    assert not (tmp_path / "new").exists()
+
+
 @needs_compiler
 def test_grid_that_the_compiler_refuses():
     with pytest.raises(UserError, match=r"--topology=v5p:3x5x7: .*not divisible.*known: v4"):
@@ -65,23 +95,24 @@ def test_grid_that_the_compiler_refuses():
 
 def test_libtpu_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install libtpu"):
+    with pytest.raises(UserError, match="pip install libtpu matplotlib"):
         topology.describe("v5p:2x2x1")
 
 
 @pytest.mark.parametrize("text, message", [
     ("data=2,exprt=2", "'exprt=2' is not AXIS=SIZE.*did you mean 'expert'"),
+    ("", "--mesh=: '' is not AXIS=SIZE"),
     ("data=two", "'data=two' is not AXIS=SIZE"),
     ("data=--1", "'data=--1' is not AXIS=SIZE"),
     ("data=2,data=2", "data stands there twice"),
     ("data=0", "parallel.mesh.data = 0"),
 ])
 def test_mesh_flag(text, message):
-    from qwen3next_jax.plan import with_mesh
+    from qwen3next_jax.plan import read_mesh, with_mesh
 
     with pytest.raises(UserError, match=message):
-        with_mesh(config(), text)
-    assert with_mesh(config(), "expert=2,tensor=2").parallel.mesh == MeshConfig(data=-1, expert=2, tensor=2)
+        with_mesh(config(), read_mesh(text))
+    assert with_mesh(config(), read_mesh("expert=2,tensor=2")).parallel.mesh == MeshConfig(data=-1, expert=2, tensor=2)
 
 
 @needs_compiler
@@ -253,6 +284,13 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
     assert set(RECOMPUTED) == set(typing.get_args(typing.get_type_hints(TrainConfig)["remat"]))
     on_v5e = candidates(Config(train=TrainConfig(batch_size=256, sequence_length=4096)), topology.describe("v5e:16x16"))
     assert all("ragged_all_to_all" in c.reason for c in on_v5e if c.sizes["expert"] > 8 and "does not divide" not in c.reason)
+    # Axes that the user named stay; a row is split where it is long, or where rows are fewer than devices.
+    named = candidates(Config(train=TrainConfig(batch_size=256, sequence_length=4096)), topology.describe("v6e:16x16"), {"expert": 4})
+    assert all(c.sizes["expert"] == 4 for c in named) and {c.sizes["tensor"] for c in named} == {1, 2, 4, 8, 16}
+    for rows, length, sizes in ((8, 4096, (1, 8, 4, 16)), (16, 32_768, (2, 8, 32, 1)), (512, 262_144, (8, 8, 8, 1))):
+        few = candidates(Config(train=TrainConfig(batch_size=rows, sequence_length=length)), topology.describe("v5p:8x8x8"))
+        assert any(tuple(c.sizes.values()) == sizes and "divide" not in c.reason for c in few), sizes
+    assert all(c.sizes["context"] == 1 for c in found)
     # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
     assert all(c.config.train.remat != "none" for c in fitting[:3])
 
@@ -272,9 +310,11 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     monkeypatch.setattr(plan_process, "make_plan_apart", pretend)
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     released = Config(train=TrainConfig(batch_size=256, sequence_length=4096))
-    found = search(released, topology.describe("v6e:16x16"), "", console)
+    found = search(released, topology.describe("v6e:16x16"), "", console, {})
     text = console.export_text()
     assert len(compiled) == len(found) == 5 == len(set(compiled)) and [p.verdict for p in found] == 3 * ["fits"] + ["does not fit", "failed"]
     assert "needs 64.00 GiB of 31.24 GiB" in text and "the compiler aborted: Check failed: x" in text and "candidates do not fit" in text and f"{plan.mfu:.1%}" in text
     with pytest.raises(UserError, match="no mesh of 256 devices divides.*nearest valid sizes"):
-        search(Config(train=TrainConfig(batch_size=7)), topology.describe("v6e:16x16"), "", console)
+        search(Config(train=TrainConfig(batch_size=7, sequence_length=4097)), topology.describe("v6e:16x16"), "", console, {})
+    with pytest.raises(UserError, match="no mesh of 256 devices with data=3 expert=2 divides this model and batch$"):
+        search(Config(), topology.describe("v6e:16x16"), "", console, {"data": 3, "expert": 2})

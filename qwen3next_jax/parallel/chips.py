@@ -21,7 +21,8 @@ class Chip:
     torus: dimensions of the torus that links TPU chips; 0: the chips hang on a switch.
     link_bandwidth: bytes in one direction over one link. A torus has two links per dimension and chip; a switch one.
     clock: of the matrix unit, where static schedules are turned into time. die_bandwidth: between the two devices of a
-      chip. usable_hbm: what the TPU compiler (libtpu 0.0.50) lets one device's program take. 0: not needed or not known.
+      chip. largest_slice: chips of a whole pod. usable_hbm: what the TPU compiler (libtpu 0.0.50) lets one device's program
+      take. 0: not needed or not known.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Chip:
     clock: float = 0.0
     die_bandwidth: float = 0.0
     usable_hbm: float = 0.0
+    largest_slice: int = 0
 
     @property
     def device_flops(self) -> float:
@@ -43,16 +45,16 @@ class Chip:
 
 CHIPS = {chip.name: chip for chip in (
     Chip("v4", ("TPU v4",), 275 * TERA, 1228 * GB, torus=3, link_bandwidth=50 * GB, clock=1.05e9,
-         usable_hbm=30.75 * GIB),
+         usable_hbm=30.75 * GIB, largest_slice=4096),
     Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197 * TERA, 819 * GB, torus=2, link_bandwidth=50 * GB, clock=1.5e9,
-         usable_hbm=15.75 * GIB),
+         usable_hbm=15.75 * GIB, largest_slice=256),
     Chip("v5p", ("TPU v5", "TPU v5p"), 459 * TERA, 2765 * GB, torus=3, link_bandwidth=100 * GB, clock=1.75e9,
-         usable_hbm=95.73 * GIB),
+         usable_hbm=95.73 * GIB, largest_slice=8960),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918 * TERA, 1640 * GB, torus=2, link_bandwidth=100 * GB, clock=1.75e9,
-         usable_hbm=31.24 * GIB),
+         usable_hbm=31.24 * GIB, largest_slice=256),
     # Its two chiplets are joined by six times the bandwidth of a link.
     Chip("tpu7x", ("TPU7x",), 2307 * TERA, 7380 * GB, torus=3, link_bandwidth=100 * GB, devices_per_chip=2,
-         clock=2.2e9, die_bandwidth=600 * GB, usable_hbm=94.74 * GIB),
+         clock=2.2e9, die_bandwidth=600 * GB, usable_hbm=94.74 * GIB, largest_slice=9216),
     Chip("A100", ("NVIDIA A100-SXM4-80GB",), 312 * TERA, 2039 * GB, torus=0, link_bandwidth=300 * GB),
     Chip("H100", ("NVIDIA H100 80GB HBM3",), 989.4 * TERA, 3350 * GB, torus=0, link_bandwidth=450 * GB),
     Chip("H200", ("NVIDIA H200",), 989.4 * TERA, 4800 * GB, torus=0, link_bandwidth=450 * GB),

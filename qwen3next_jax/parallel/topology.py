@@ -42,8 +42,11 @@ def describe(name: str) -> Topology:
     known = "; ".join(f"{c}: {grids}" for c, grids in KNOWN.items())
     if chip not in KNOWN or not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)*", grid) or grid.count("x") + 1 != CHIPS[chip].torus:
         raise UserError(f"--topology={name}: unknown; expected CHIP:GRID, of {known}")
+    shape = tuple(int(n) for n in grid.split("x"))
+    if math.prod(shape) > CHIPS[chip].largest_slice:
+        raise UserError(f"--topology={name}: {math.prod(shape):,} chips, but the largest slice of {chip} has {CHIPS[chip].largest_slice:,}")
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip install libtpu`")
+        raise UserError("libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip install libtpu matplotlib`")
     # Read once, when libtpu is loaded. Without them it asks the cloud's metadata server which TPU it is on.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
                    "TPU_ACCELERATOR_TYPE": _ACCELERATOR_TYPES[chip]}
@@ -55,4 +58,4 @@ def describe(name: str) -> Topology:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].partition(": ")[2]
         raise UserError(f"--topology={name}: {reason}; known: {known}") from None
-    return Topology(name, CHIPS[chip], tuple(int(n) for n in grid.split("x")), tuple(devices))
+    return Topology(name, CHIPS[chip], shape, tuple(devices))

@@ -20,12 +20,12 @@ import jax
 from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.parallel.topology import Topology, describe
-from qwen3next_jax.training.planning import Plan, make_plan
+from qwen3next_jax.training.planning import Plan, cpu_seconds, make_plan
 
 
 def make_plan_apart(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
     """`make_plan` in a new process, which ends with this one. Where the compiler takes that down, the plan has `failed`."""
-    start, cpu_then = time.perf_counter(), _children_cpu_seconds()
+    start, cpu_then = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryFile() as answer:  # without a name: nothing is left of it however both end
         fd = answer.fileno()
         done = subprocess.run([sys.executable, "-m", "qwen3next_jax.training.plan_process", str(os.getpid()), str(fd)], pass_fds=(fd,),
@@ -40,7 +40,7 @@ def make_plan_apart(config: Config, topology: Topology, optimization_level: str 
     if found:
         return dataclasses.replace(found, topology=topology)
     return Plan(config, topology, config.parallel.mesh.sizes(len(topology.devices)), optimization_level or "default", 0.0,
-                time.perf_counter() - start, _children_cpu_seconds() - cpu_then, fits=False, failed=True,
+                time.perf_counter() - start, cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then, fits=False, failed=True,
                 reason=_last_words(done.returncode, done.stderr.decode(errors="replace")))
 
 
@@ -54,11 +54,6 @@ def _last_words(code: int, text: str) -> str:
             ": perhaps the machine ran out of memory" if code == -signal.SIGKILL else "")
     sys.stderr.write(text)
     return f"the planner crashed: {(text.strip().splitlines() or ['it said nothing'])[-1][:300]}"
-
-
-def _children_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _answer(planner: int, fd: int) -> None:

@@ -5,19 +5,21 @@ The arithmetic is rough (it leaves out what the compiler adds or saves) and only
 
 import dataclasses
 import itertools
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
 
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.model.expert_parallel import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
-from qwen3next_jax.parallel.mesh import check_divides
+from qwen3next_jax.parallel.mesh import check_divides, mesh_text
 from qwen3next_jax.parallel.topology import Topology
+from qwen3next_jax.training.planning import check_exchange
 
 MICRO_BATCHES = (1, 2, 4, 8)
-LONG_ROWS = 32_768  # tokens a device; rows are split over `context` only where they are longer than this
+LONG_ROWS = 32_768  # tokens a device; rows are split over `context` where they are longer than this, or fewer than devices
 # `train.remat` → share of the forward pass that the backward computes again.
 RECOMPUTED = {"none": 0.0, "dots": 0.6, "block": 1.0, "offload": 1.0}
 
@@ -33,15 +35,18 @@ class Candidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        mesh = " ".join(f"{axis}={n}" for axis, n in self.sizes.items() if n > 1) or "one device"
         k = self.config.train.gradient_accumulation
-        return f"{mesh}, remat {self.config.train.remat}, {k} micro-batch{'es' if k > 1 else ''}"
+        return f"{mesh_text(self.sizes)}, remat {self.config.train.remat}, {k} micro-batch{'es' if k > 1 else ''}"
 
 
-def candidates(config: Config, topology: Topology) -> list[Candidate]:
-    """Every mesh × remat policy × micro-batches: those that should fit first, fastest first, then the others, smallest first."""
+def candidates(config: Config, topology: Topology, fixed: Mapping[str, int] | None = None) -> list[Candidate]:
+    """Every mesh × remat policy × micro-batches: those that should fit first, fastest first, then the others, smallest first.
+
+    Args:
+      fixed: sizes of the axes that every mesh has alike. What `config` says of mesh, remat and micro-batches does not count.
+    """
     devices, found = len(topology.devices), []
-    for sizes in _meshes(config, devices):
+    for sizes in _meshes(config, devices, fixed or {}):
         for remat, k in itertools.product(RECOMPUTED, MICRO_BATCHES):
             if config.train.batch_size % k:
                 continue
@@ -52,24 +57,23 @@ def candidates(config: Config, topology: Topology) -> list[Candidate]:
     return sorted(found, key=lambda c: (bool(c.reason), c.seconds if not c.reason else c.bytes))
 
 
-def _meshes(config: Config, devices: int) -> list[dict[str, int]]:
+def _meshes(config: Config, devices: int, fixed: Mapping[str, int]) -> list[dict[str, int]]:
     """Axis sizes that multiply to `devices`. Other axes than `data` take powers of two: nothing else divides the heads."""
     powers = [2**i for i in range(devices.bit_length())]
-    longest = max(config.train.sequence_length // LONG_ROWS, 1)
-    return [dict(zip(MESH_AXES, (devices // (expert * context * tensor), expert, context, tensor)))
-            for expert, context, tensor in itertools.product(powers, powers, powers)
-            if devices % (expert * context * tensor) == 0 and context <= longest and expert <= max(config.model.num_experts, 1)
-            and tensor <= config.model.num_attention_heads]
+    longest = max(config.train.sequence_length // LONG_ROWS, -(-devices // config.train.batch_size))
+    most = {"expert": max(config.model.num_experts, 1), "context": 2 * longest - 1, "tensor": config.model.num_attention_heads}
+    sizes = [[fixed[axis]] if axis in fixed else [n for n in powers if n <= most[axis]] for axis in MESH_AXES[1:]]
+    meshes = [dict(zip(MESH_AXES, (devices // math.prod(rest), *rest))) for rest in itertools.product(*sizes)
+              if devices % math.prod(rest) == 0]
+    return [mesh for mesh in meshes if mesh["data"] == fixed.get("data", mesh["data"])]
 
 
 def _judge(config: Config, sizes: dict[str, int], topology: Topology) -> Candidate:
     try:
         check_divides(config, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+        check_exchange(sizes, topology)
     except UserError as error:
         return Candidate(config, sizes, float("inf"), float("inf"), str(error))
-    if topology.chip.name == "v5e" and topology.chips > 16 and sizes["expert"] > GATHERED_SHARDS:
-        reason = f"expert = {sizes['expert']}: beyond {GATHERED_SHARDS} needs ragged_all_to_all, which libtpu 0.0.50 lacks on v5e beyond 4x4"
-        return Candidate(config, sizes, float("inf"), float("inf"), reason)
     size, seconds = estimated_bytes(config, sizes), estimated_seconds(config, sizes, topology)
     usable = topology.chip.usable_hbm
     reason = f"about {size / 2**30:.0f} GiB of {usable / 2**30:.0f} GiB" if size > usable else ""

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from qwen3next_jax.config import Config
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.model.expert_parallel import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel import hlo
 from qwen3next_jax.parallel.compiled import Collective, Memory, collectives, memory, unknown_kernels
@@ -96,8 +98,8 @@ class Plan:
             "network": [{"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                         for (axes, kind), (size, count) in traffic(self.collectives).items()],
             "loops_of_unknown_length": list(self.unstated_loops), "kernels_of_unknown_cost": list(self.unknown_kernels),
-            "optimization_level": self.optimization_level, "lower_seconds": round(self.lower_seconds, 1), "compile_seconds": round(self.compile_seconds, 1),
-            "compile_cpu_seconds": round(self.compile_cpu_seconds, 1), "compile_memory_bytes": self.compile_bytes or None,
+            "optimization_level": self.optimization_level, "lower_seconds": round(self.lower_seconds, 1),
+            "compile_seconds": round(self.compile_seconds, 1), "compile_cpu_seconds": round(self.compile_cpu_seconds, 1), "compile_memory_bytes": self.compile_bytes or None,
             "versions": {"jax": jax.__version__, "libtpu": _libtpu_version()},
         }
 
@@ -111,6 +113,13 @@ def traffic(found: tuple[Collective, ...]) -> dict[tuple[tuple[str, ...], str], 
     return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
 
 
+def check_exchange(sizes: dict[str, int], topology: Topology) -> None:
+    """Raises UserError where the experts' exchange needs what the slice's compiler does not have."""
+    if topology.chip.name == "v5e" and topology.chips > 16 and sizes["expert"] > GATHERED_SHARDS:
+        raise UserError(f"parallel.mesh.expert = {sizes['expert']}: beyond {GATHERED_SHARDS} needs ragged_all_to_all, which libtpu 0.0.50 "
+                        f"lacks on v5e beyond 4x4: expected at most {GATHERED_SHARDS}")
+
+
 def make_plan(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
     """Compiles the train step of `config` for `topology`.
 
@@ -122,17 +131,18 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
       UserError: the mesh does not fit the devices or the model.
     """
     mesh = make_mesh(config.parallel, topology.devices)
+    check_exchange(dict(mesh.shape), topology)
     state, batch = abstract_train_state(config, mesh), abstract_batch(config, mesh)
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask the described chip for its memory
         lowered = make_train_step(config, mesh).lower(state, batch)
-    lowered_at, cpu_then = time.perf_counter(), _cpu_seconds()
+    lowered_at, cpu_then = time.perf_counter(), cpu_seconds()
     try:
         compiled, failure = lowered.compile({"optimization_level": optimization_level} if optimization_level else None), ""
     except jax.errors.JaxRuntimeError as error:
         compiled, failure = None, str(error)
     plan = functools.partial(Plan, config, topology, dict(mesh.shape), optimization_level or "default", lowered_at - start,
-                             time.perf_counter() - lowered_at, _cpu_seconds() - cpu_then,
+                             time.perf_counter() - lowered_at, cpu_seconds() - cpu_then,
                              compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
     if compiled is None and "RESOURCE_EXHAUSTED" not in failure:
         return plan(fits=False, failed=True, reason=f"the compiler's error: {failure.splitlines()[0][:300]}")
@@ -152,14 +162,16 @@ def _too_much(needs: float, usable: float) -> str:
     return f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+def cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
+    """Of all threads, in user and kernel mode; RUSAGE_CHILDREN: of the processes that this one has waited for."""
+    usage = resource.getrusage(who)
     return usage.ru_utime + usage.ru_stime
 
 
 def out_of_memory(message: str) -> tuple[float, float]:
     """(bytes needed, bytes there) of the compiler's complaint; 0 where it does not say."""
-    for pattern in (r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"):
+    for pattern in (r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
+                    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"):
         m = re.search(pattern, message)
         if m:
             return float(m.group(1)) * UNITS[m.group(2)], float(m.group(3)) * UNITS[m.group(4)]
