@@ -12,6 +12,8 @@ import pathlib
 import subprocess
 import sys
 
+from qwen3next_jax.parallel.mesh import mesh_text
+
 BATCH, LENGTH, QUICK = "--config.train.batch_size=", "--config.train.sequence_length=", "--quick"
 # Gated DeltaNet layers only: one kind to compile.
 EIGHT_LAYERS = ("--config.model.num_hidden_layers=8", "--config.model.full_attention_interval=16", "--config.model.mtp_depth=0", BATCH + "8")
@@ -37,7 +39,11 @@ def main():
     parser.add_argument("--scaling", type=pathlib.Path, help="PNG to draw from the plans of SCALING")
     parser.add_argument("--compile", default="", help="names of POINTS, or all")
     arguments = parser.parse_args()
-    for name in POINTS if arguments.compile == "all" else filter(None, arguments.compile.split(",")):
+    names = list(POINTS) if arguments.compile == "all" else [name for name in arguments.compile.split(",") if name]
+    unknown = [name for name in names if name not in POINTS]
+    if unknown:
+        parser.error(f"--compile={arguments.compile}: no point {', '.join(unknown)}; known: all, {', '.join(POINTS)}")
+    for name in names:
         make(name, arguments.plans / f"{name}.json")
     plans = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))}
     remat = [plans.pop(f"remat_{policy}") for policy in REMAT if f"remat_{policy}" in plans]
@@ -45,12 +51,12 @@ def main():
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         print("| " + " | ".join(row(p)) + " |")
-    print_parts(plans.values(), lambda p: f"{p['topology']} {mesh(p)}")
+    print_parts(plans.values(), lambda p: f"{p['topology']} {mesh_text(p['mesh'])}")
     print("\n| slice | seconds waited for | bytes sent a device, GB |\n|---|---|---|")
     for p in filter(fits, plans.values()):
         waits = ", ".join(f"{name} {seconds:.3f}" for name, seconds in p["bound_seconds"].items() if seconds >= 5e-4)
         sent = ", ".join(f"{'+'.join(n['axes'])} {n['collective']} {n['bytes'] / 1e9:.1f}" for n in p["network"][:5])
-        print(f"| {p['topology']} {mesh(p)} | {waits} | {sent} |")
+        print(f"| {p['topology']} {mesh_text(p['mesh'])} | {waits} | {sent} |")
     print_parts(remat, lambda p: p["remat"])
     print("\n| remat | TFLOP executed, of the model | GB through HBM | step s | MFU |\n|---|---|---|---|---|")
     for p in remat:
@@ -90,12 +96,8 @@ def make(name, path):
             sys.exit(1)
 
 
-def mesh(p):
-    return " ".join(f"{axis}={n}" for axis, n in p["mesh"].items() if n > 1)
-
-
 def row(p):
-    first = [p["topology"], str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""), mesh(p),
+    first = [p["topology"], str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""), mesh_text(p["mesh"]),
              f"{p['batch_size']} × {p['sequence_length']:,}", f"{p['remat']} × {p['gradient_accumulation']}"]
     memory = f", {p['compile_memory_bytes'] / 2**30:.1f} GiB" if p["compile_memory_bytes"] else ""
     last = f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f}){memory}, {p['optimization_level']}"
@@ -121,7 +123,7 @@ def draw(plans, path):
     names = [name for name in plans[-1]["bound_seconds"] if plans[-1]["bound_seconds"][name] >= 1e-3]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{p['chips']} chips\n{mesh(p)}" for p in plans]
+    labels = [f"{p['chips']} chips\n{mesh_text(p['mesh'])}" for p in plans]
     bottom = [0.0] * len(plans)
     for name in names:
         seconds = [p["bound_seconds"].get(name, 0.0) for p in plans]

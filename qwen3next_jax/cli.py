@@ -3,6 +3,7 @@
 import ctypes
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -48,7 +49,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
     except (flags.Error, UserError) as error:
         if "--help" in argv or "-h" in argv or "--helpfull" in argv:
             raise
-        sys.exit(_report(str(error).removeprefix("FATAL Flags parsing error: ")))
+        text = re.sub(r"invalid literal for int\(\) with base 10: .*", "expected a whole number", str(error))
+        sys.exit(_report(text.removeprefix("FATAL Flags parsing error: ")))
 
 
 def _check_config_file(argv: Sequence[str]) -> None:

@@ -52,6 +52,17 @@ def test_the_command_answers_a_mistake_in_one_line(tmp_path):
     assert "--topology=v5p:9: unknown; expected CHIP:GRID" in done.stderr and "v6e: 1x1" in done.stderr
 
 
+def test_a_size_that_is_no_number():
+    done = command("--config=configs/tiny.py", "--topology=v5p:2x2x1", "--config.parallel.mesh.data=abc")
+    assert done.returncode == 2 and done.stderr == "error: flag --config.parallel.mesh.data=abc: expected a whole number\n"
+
+
+def test_a_figure_that_does_not_exist():
+    done = subprocess.run([sys.executable, "benchmarks/planner_figures.py", "--compile=v6e_16x16,typo"], cwd=ROOT, capture_output=True,
+                          text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and "no point typo; known: all, v5p_8x8x8" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["v9:2x2x1", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb", "v5p:0x2x2"])
 def test_unknown_topology_lists_the_known(name):
     with pytest.raises(UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x"):

@@ -247,11 +247,16 @@ class BatchShare:
 
 
 def _code_digests() -> dict[str, str]:
-    """Name → text of what must be the same wherever the run computes: the package's files (digests), JAX and jaxlib."""
+    """Name → text of what must be the same wherever the run computes: the package's files (digests), and the
+    versions of the libraries that compute, of those that are installed."""
     package = pathlib.Path(__file__).parents[1]
     files = {f"code: qwen3next_jax/{path.relative_to(package)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
              for path in sorted(package.rglob("*.py"))}
-    return files | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    versions = {}
+    for name in ("jax", "jaxlib", "libtpu", "flax", "optax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return files | versions
 
 
 def _settings(config: Config) -> dict[str, str]:

@@ -21,6 +21,7 @@ from qwen3next_jax.parallel.compiled import Collective, Memory, collectives, mem
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.roofline import Estimate, estimate
 from qwen3next_jax.parallel.topology import Topology
+from qwen3next_jax.training.fingerprint import code_version
 from qwen3next_jax.training.step import abstract_batch, abstract_train_state, make_train_step
 
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -100,7 +101,7 @@ class Plan:
             "loops_of_unknown_length": list(self.unstated_loops), "kernels_of_unknown_cost": list(self.unknown_kernels),
             "optimization_level": self.optimization_level, "lower_seconds": round(self.lower_seconds, 1),
             "compile_seconds": round(self.compile_seconds, 1), "compile_cpu_seconds": round(self.compile_cpu_seconds, 1), "compile_memory_bytes": self.compile_bytes or None,
-            "versions": {"jax": jax.__version__, "libtpu": _libtpu_version()},
+            "versions": {"jax": jax.__version__, "libtpu": _libtpu_version(), "code": code_version()},
         }
 
 
