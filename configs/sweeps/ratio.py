@@ -24,8 +24,8 @@ def get_sweep():
             "ratio": ["0:1", "1:1", "3:1", "7:1", "1:0"],
             "task": {
                 "text": {"train.steps": 300, "eval.every": 300, "eval.suites": ("position",)},
-                "recall": {"data.source": "mqar", "data.synthetic.pairs": 8, "model.vocab_size": 64, "train.steps": 500,
-                           "train.batch_size": 64, "train.sequence_length": 64, "eval.every": 500, "eval.suites": ("mqar",)},
+                "recall": {"data.source": "mqar", "data.synthetic.pairs": 8, "model.vocab_size": 64, "train.steps": 600,
+                           "train.batch_size": 64, "train.sequence_length": 32, "eval.every": 600, "eval.suites": ("mqar",)},
             },
             "train.seed": [0, 1],
         },
