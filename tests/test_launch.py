@@ -1,8 +1,12 @@
-"""What this process's launcher told it, from the environment alone."""
+"""What this process's launcher told it, from the environment alone, and what processes must agree on before they start."""
+
+import json
+import types
 
 import pytest
 
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel import distributed
 from qwen3next_jax.parallel.launch import GKE, TPU_VM, Launch, find_launch, first_host, own_gpus, tasks_on_node
 
 # As `srun --nodes=2 --ntasks-per-node=4` sets them for the task 6; the batch script's own tasks are another number.
@@ -96,3 +100,15 @@ def test_a_machine_with_chips_asks_its_metadata():
 def test_mistakes_are_named(environment, flags, message):
     with pytest.raises(UserError, match=message):
         find_launch(environment, *flags)
+
+
+@pytest.mark.parametrize("name", ["code: qwen3next_jax/model/language_model.py", "optax", "libtpu"])
+def test_another_version_of_the_code_or_of_a_library_is_refused_by_name(monkeypatch, name):
+    digests = distributed._code_digests() | {"libtpu": "0.0.50"}
+    assert name in digests
+    said = [{"host": f"host{i}", "about": about} for i, about in enumerate((digests, digests | {name: "another"}))]
+    monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "_client", lambda: types.SimpleNamespace(
+        blocking_key_value_get=lambda key, _: json.dumps(said[int(key.rpartition("/")[2])])))
+    with pytest.raises(UserError, match=rf"disagree on {name}: process 0 on host0 has {digests[name]}, process 1 on host1 another;"):
+        distributed._judge("start", 1.0)
