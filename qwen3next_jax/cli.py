@@ -50,6 +50,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
         if "--help" in argv or "-h" in argv or "--helpfull" in argv:
             raise
         text = re.sub(r"invalid literal for int\(\) with base 10: .*", "expected a whole number", str(error))
+        text = re.sub(r"could not convert string to float: .*", "expected a number", text)
         sys.exit(_report(text.removeprefix("FATAL Flags parsing error: ")))
 
 

@@ -100,7 +100,7 @@ def search(config: Config, topology, level: str, console: Console, fixed: dict[s
     ranked = candidates(config, topology, fixed)
     chosen = [c for c in ranked if not c.reason][:COMPILED] or [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
-        wanted = f" with {mesh_text(fixed)}" if fixed else ""
+        wanted = " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
         reason = f"; the first: {ranked[0].reason}" if ranked else ""
         raise UserError(f"no mesh of {len(topology.devices)} devices{wanted} divides this model and batch{reason}")
     plans = []

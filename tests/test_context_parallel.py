@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 from qwen3next_jax.ops import attention, causal_conv1d, gated_delta_rule
+from qwen3next_jax.ops.delta_rule import chunked
 
 BAR = 1e-5  # relative L2 error in float32: a sum in another order
 B = 3
@@ -150,6 +151,15 @@ def test_delta_rule_in_every_form(settings):
     ids = jnp.asarray(layout(time))
     f, by_time, whole = delta_rule_case(time, **settings)
     one_device, *_ = delta_rule_case(time, **settings | dict(implementation="chunked"))
+    assert_equal(results(f, by_time, whole, 2, ids), results(one_device, by_time, whole, None, ids))
+
+
+def test_delta_rule_in_pieces(monkeypatch):
+    """With the chunks' inverses known, of which every piece takes its own."""
+    monkeypatch.setattr(chunked, "_CACHED", 1)  # a chunk a piece
+    ids = jnp.asarray(layout(160))
+    f, by_time, whole = delta_rule_case(160)
+    one_device, *_ = delta_rule_case(160, implementation="recurrent")
     assert_equal(results(f, by_time, whole, 2, ids), results(one_device, by_time, whole, None, ids))
 
 

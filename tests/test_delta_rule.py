@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # its record of races has no public name
 from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.ops import gated_delta_rule
@@ -134,12 +133,12 @@ def test_exact_in_float64(settings, implementation):
     check(inputs, cotangents, implementation, jnp.float64, *BARS[jnp.float64], segment_ids=ids, **settings)
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(erase=False)], ids=str)
-def test_pieces_of_a_long_sequence(settings, monkeypatch):
+@pytest.mark.parametrize("dtype, settings", [(jnp.float64, dict()), (jnp.float64, dict(erase=False)), (jnp.bfloat16, dict())], ids=str)
+def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 7)
     monkeypatch.setattr(chunked, "_CACHED", 2 * inputs["v"][:, :CHUNK].size)  # two pieces of two chunks, the last one padded
     ids = np.array([[1] * 60 + [2] * 68 + [3] * 7, [2] * 130 + [0] * 5])  # a document that starts with a piece, and one that goes on
-    check(inputs, cotangents, "chunked", jnp.float64, *BARS[jnp.float64], segment_ids=ids, **settings)
+    check(inputs, cotangents, "chunked", dtype, *BARS[dtype], segment_ids=ids, **settings)
 
 
 @pytest.mark.parametrize("settings", [dict(erase=False), dict(normalize_qk=False)], ids=str)
@@ -165,14 +164,13 @@ def test_kernel_with_many_heads(monkeypatch):
 def test_kernel_with_two_blocks_reads_nothing_unwritten_and_races_nowhere(monkeypatch):
     """Two rows, two blocks of heads, three chunks, documents, in the interpreter of TPU memory: every buffer starts as NaN."""
     call = tiling.Problem.call
-    interpreter = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    interpreter = pltpu.InterpretParams(detect_races=True, on_race="raise", uninitialized_memory="nan")
     monkeypatch.setattr(tiling.Problem, "call", lambda self, *arguments: call(self, *arguments[:-1], interpreter))
     monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (5 * 2**20, 1))
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 2, groups=2, heads=4)
     assert grid_and_block(inputs) == ((2, 2, 3), 2)
     ids = np.array([[1] * 20 + [3] + [4] * 44 + [6] * 60 + [0] * 5, [2] * 64 + [5] * 66])
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32], segment_ids=ids)
-    assert not interpret_pallas_call.races.races_found
 
 
 @pytest.mark.parametrize("implementation", FORMS)

@@ -11,9 +11,10 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.evals import perplexity, recall, suite
+from qwen3next_jax.evals import continuation, perplexity, recall, suite
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import sinks
+from qwen3next_jax.inference.decode import STOPPED
 from qwen3next_jax.model import Qwen3Next
 
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8).astype(np.int32)
@@ -51,6 +52,25 @@ def test_task_accuracy_is_the_share_of_right_answers():
     # Half of a copy's 31 targets lie in the last 16 places.
     late = knows(lambda t: np.arange(t.shape[1] - 1)[None] >= 47)
     assert recall.task_accuracy(late, "copy", 64, 64, rows=300) == pytest.approx(16 / 31)
+
+
+def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypatch):
+    said, steps = ["one\nmore and more and", "two; three", "ends", "ends"], []
+
+    def scripted(model, prompts, *, max_new_tokens, **options):
+        assert len(prompts) == 4  # three, filled up
+        for i in range(max_new_tokens):
+            steps.append(i)
+            yield np.array([ord(text[i]) if i < len(text) else STOPPED for text in said])
+    monkeypatch.setattr(continuation, "generate", scripted)
+    prompts = [np.array([1]), np.array([2, 2]), np.array([3])]
+
+    def texts(*stops):
+        steps.clear()
+        return continuation.continued(None, ByteTokenizer(), prompts, stops, rows=4, max_new_tokens=20)
+    assert texts(["\n", "n"], [";"], []) == ["o", "two", "ends"] and len(steps) == 7
+    assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"] and len(steps) == 15
+    assert texts([], [], []) == [said[0][:20], "two; three", "ends"] and len(steps) == 20
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3])

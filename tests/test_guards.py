@@ -88,8 +88,9 @@ def _same(a, b):
 def test_a_solved_tasks_losses_near_zero_are_no_spikes():
     config = GuardConfig(window=4)
     solved = guards.init_guards(config) | {"entries": jnp.int32(4)}  # four losses and gradient norms of 0
-    assert int(guards.judge(config, solved, jnp.float32(0.005), jnp.float32(0.005))[2]["verdict"]) == 0
-    assert int(guards.judge(config, solved, jnp.float32(0.05), jnp.float32(0.0))[2]["verdict"]) == guards.SPIKE
+    assert int(guards.judge(config, solved, jnp.float32(0.005), jnp.float32(5e-6))[2]["verdict"]) == 0
+    for loss, grad_norm in ((0.05, 0.0), (0.0, 5e-5)):
+        assert int(guards.judge(config, solved, jnp.float32(loss), jnp.float32(grad_norm))[2]["verdict"]) == guards.SPIKE
 
 
 def test_a_spike_is_a_jump_upwards_of_a_full_window():

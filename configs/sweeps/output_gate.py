@@ -10,8 +10,9 @@ docs/sweeps.md has what it gave.
 def get_sweep():
     return {
         "base": "configs/mqar.py",
-        "set": {"data.source": "backcopy", "model.num_hidden_layers": 3, "model.layer_types": ("full_attention",) * 3, "model.initializer_range": 0.1,
-                "train.log_every": 100, "eval.every": 1200, "eval.suites": ("sinks",), "checkpoint.every": 400, "telemetry.diagnostics_every": 0},
+        "set": {"data.source": "backcopy", "model.num_hidden_layers": 3, "model.layer_types": ("full_attention",) * 3,
+                "model.initializer_range": 0.1, "train.log_every": 100, "eval.every": 1200, "eval.suites": ("sinks",),
+                "checkpoint.every": 400, "telemetry.diagnostics_every": 0},
         "x": "gate",
         "axes": {
             "gate": {"without": {"model.attention_output_gate": False}, "with": {"model.attention_output_gate": True}},

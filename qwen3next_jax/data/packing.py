@@ -40,7 +40,7 @@ class Packer:
 
     def __init__(self, row_length: int, seed: int, buffered_tokens: int = _BUFFERED_TOKENS):
         self._row_length = row_length
-        self._random = np.random.default_rng(seed % 2**64)
+        self._random = np.random.default_rng(seed)
         self._capacity = max(buffered_tokens, 16 * row_length)
         self._pieces: list[Piece] = []
         self._buffered = 0

@@ -13,8 +13,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.evals.continuation import continued
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
-from qwen3next_jax.inference.decode import BLOCK, STOPPED, generate
 from qwen3next_jax.model import Qwen3Next
 
 _NEW_TOKENS = 256  # generated at most where a task does not say
@@ -90,31 +90,16 @@ class HarnessModel(TemplateLM):
         for (new, temperature), members in groups.items():
             prompts = [self._prompt(requests[i].args[0], self.max_length - new) for i in members]
             for batch in _batches([len(prompt) for prompt in prompts], self.batch_size):
-                until = [_stops(requests[members[i]].args[1]) for i in batch]
-                for i, text in zip(batch, self._continued([prompts[i] for i in batch], until, new, temperature)):
+                stops = [_stops(requests[members[i]].args[1]) for i in batch]
+                found = continued(self.model, self._tokenizer, [prompts[i] for i in batch], stops, rows=self.batch_size,
+                                  max_new_tokens=new, temperature=temperature, seed=members[batch[0]])  # samples differ between batches
+                for i, text in zip(batch, found):
                     texts[members[i]] = text
                     self.cache_hook.add_partial("generate_until", requests[members[i]].args, text)
         return texts
 
     def _prompt(self, context: str, longest: int) -> np.ndarray:
         return np.array((self.tok_encode(context) or [self.prefix_token_id])[-longest:], np.int32)
-
-    def _continued(self, prompts: list[np.ndarray], until: list[list[str]], new: int, temperature: float) -> list[str]:
-        """What follows each prompt, up to the first of its stop strings; ends when every row has met one."""
-        filled = prompts + prompts[-1:] * (self.batch_size - len(prompts))  # one compiled program for the last batch, too
-        steps: list[np.ndarray] = []
-
-        def texts() -> list[str]:
-            return [self._tokenizer.decode(row[row != STOPPED]) for row in np.array(steps, np.int32).reshape(-1, len(filled)).T[:len(prompts)]]
-
-        def ended() -> bool:
-            return all(token == STOPPED or any(stop in text for stop in stops) for token, text, stops in zip(steps[-1], texts(), until))
-
-        for tokens_B in generate(self.model, filled, max_new_tokens=new, temperature=temperature, stop_ids=(self.eot_token_id,)):
-            steps.append(tokens_B)
-            if len(steps) % BLOCK == 0 and ended():
-                break
-        return [min((text.split(stop)[0] for stop in stops), key=len, default=text) for text, stops in zip(texts(), until)]
 
 
 def _stops(options: dict) -> list[str]:

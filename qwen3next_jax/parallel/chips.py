@@ -3,7 +3,8 @@
 Sources. TPU: Google Cloud's documentation of each version (docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}): peak
 compute, HBM bandwidth, and the bidirectional interconnect bandwidth per chip, which is divided by the number
 of links and by two for one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM, H200 SXM and DGX
-B200, dense bf16. Clocks are the peak divided by the multiply-adds of the matrix units. All figures are peaks: what a program reaches lies below.
+B200, dense bf16. Clocks are the peak divided by the multiply-adds of the matrix units. All figures are peaks: what a program
+reaches lies below.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ class Chip:
     torus: dimensions of the torus that links TPU chips; 0: the chips hang on a switch.
     link_bandwidth: bytes in one direction over one link. A torus has two links per dimension and chip; a switch one.
     clock: of the matrix unit, where static schedules are turned into time. die_bandwidth: between the two devices of a
-      chip. largest_slice: chips of a whole pod. usable_hbm: what the TPU compiler (libtpu 0.0.50) lets one device's program
-      take. 0: not needed or not known.
+      chip. largest_slice: chips of the largest slice that is lent. usable_hbm: what the TPU compiler (libtpu 0.0.50) lets one
+      device's program take. 0: not needed or not known.
     """
 
     name: str
@@ -49,7 +50,7 @@ CHIPS = {chip.name: chip for chip in (
     Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197 * TERA, 819 * GB, torus=2, link_bandwidth=50 * GB, clock=1.5e9,
          usable_hbm=15.75 * GIB, largest_slice=256),
     Chip("v5p", ("TPU v5", "TPU v5p"), 459 * TERA, 2765 * GB, torus=3, link_bandwidth=100 * GB, clock=1.75e9,
-         usable_hbm=95.73 * GIB, largest_slice=8960),
+         usable_hbm=95.73 * GIB, largest_slice=6144),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918 * TERA, 1640 * GB, torus=2, link_bandwidth=100 * GB, clock=1.75e9,
          usable_hbm=31.24 * GIB, largest_slice=256),
     # Its two chiplets are joined by six times the bandwidth of a link.

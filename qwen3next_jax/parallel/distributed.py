@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import socket
 import sys
 import threading
@@ -252,11 +253,9 @@ def _code_digests() -> dict[str, str]:
     package = pathlib.Path(__file__).parents[1]
     files = {f"code: qwen3next_jax/{path.relative_to(package)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
              for path in sorted(package.rglob("*.py"))}
-    versions = {}
-    for name in ("jax", "jaxlib", "libtpu", "flax", "optax"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return files | versions
+    versions = {d.name: d.version for d in importlib.metadata.distributions()}
+    computing = re.compile("jax|jaxlib|libtpu|flax|optax|jax-cuda.*|nvidia-.*")
+    return files | {name: version for name, version in versions.items() if computing.fullmatch(name)}
 
 
 def _settings(config: Config) -> dict[str, str]:

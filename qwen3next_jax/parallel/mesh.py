@@ -53,7 +53,7 @@ def mesh_text(sizes: dict[str, int]) -> str:
 
 
 def check_divides(config: Config, mesh: Mesh) -> None:
-    """Raises UserError where an axis of `mesh` does not divide what it splits; names both, and the nearest sizes that do, for all it splits."""
+    """Raises UserError where an axis of `mesh` does not divide what it splits; names both, and the nearest sizes that divide all of it."""
     size, model, train = dict(mesh.shape), config.model, config.train
     rows, length = train.batch_size // train.gradient_accumulation, train.sequence_length
     if rows % (size["data"] * size["expert"]):

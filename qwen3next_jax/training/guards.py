@@ -15,9 +15,10 @@ from qwen3next_jax.config import GuardConfig
 
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a verdict
 
-# A window without spread would make a spike of any change: spread counts as at least this share of the median, and of 1, so
-# that a solved task, whose losses are near 0, has no spikes of a hundredth of a nat.
+# A window without spread would make a spike of any change: spread counts as at least this share of the median, and of what
+# follows, so that a solved task, whose losses and gradients are near 0, has no spikes of a hundredth of a nat.
 _LEAST_SPREAD = 1e-3
+_LEAST_LOSS, _LEAST_NORM = 1.0, 1e-3
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 
@@ -40,8 +41,8 @@ def judge(config: GuardConfig, guards: dict, loss: jax.Array, grad_norm: jax.Arr
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     armed = guards["entries"] >= config.window
-    loss_z = jnp.where(armed & finite, _robust_z(loss, guards["losses"]), 0.0)
-    grad_norm_z = jnp.where(armed & finite, _robust_z(grad_norm, guards["grad_norms"]), 0.0)
+    loss_z = jnp.where(armed & finite, _robust_z(loss, guards["losses"], _LEAST_LOSS), 0.0)
+    grad_norm_z = jnp.where(armed & finite, _robust_z(grad_norm, guards["grad_norms"], _LEAST_NORM), 0.0)
     spike = jnp.maximum(loss_z, grad_norm_z) > config.spike_z
 
     was_halted = guards["halted"] > 0
@@ -73,8 +74,8 @@ def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
     return jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
 
 
-def _robust_z(value: jax.Array, window_W: jax.Array) -> jax.Array:
+def _robust_z(value: jax.Array, window_W: jax.Array, least: float) -> jax.Array:
     """How many (robust) standard deviations `value` lies above the median of the window."""
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))
-    return (value - median) / jnp.maximum(spread, _LEAST_SPREAD * jnp.maximum(jnp.abs(median), 1.0))
+    return (value - median) / jnp.maximum(spread, _LEAST_SPREAD * jnp.maximum(jnp.abs(median), least))

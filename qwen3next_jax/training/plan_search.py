@@ -60,7 +60,7 @@ def candidates(config: Config, topology: Topology, fixed: Mapping[str, int] | No
 def _meshes(config: Config, devices: int, fixed: Mapping[str, int]) -> list[dict[str, int]]:
     """Axis sizes that multiply to `devices`. Other axes than `data` take powers of two: nothing else divides the heads."""
     powers = [2**i for i in range(devices.bit_length())]
-    longest = max(config.train.sequence_length // LONG_ROWS, -(-devices // config.train.batch_size))
+    longest = max(-(-config.train.sequence_length // LONG_ROWS), -(-devices // config.train.batch_size))
     most = {"expert": max(config.model.num_experts, 1), "context": 2 * longest - 1, "tensor": config.model.num_attention_heads}
     sizes = [[fixed[axis]] if axis in fixed else [n for n in powers if n <= most[axis]] for axis in MESH_AXES[1:]]
     meshes = [dict(zip(MESH_AXES, (devices // math.prod(rest), *rest))) for rest in itertools.product(*sizes)

@@ -100,7 +100,8 @@ class Plan:
                         for (axes, kind), (size, count) in traffic(self.collectives).items()],
             "loops_of_unknown_length": list(self.unstated_loops), "kernels_of_unknown_cost": list(self.unknown_kernels),
             "optimization_level": self.optimization_level, "lower_seconds": round(self.lower_seconds, 1),
-            "compile_seconds": round(self.compile_seconds, 1), "compile_cpu_seconds": round(self.compile_cpu_seconds, 1), "compile_memory_bytes": self.compile_bytes or None,
+            "compile_seconds": round(self.compile_seconds, 1), "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
+            "compile_memory_bytes": self.compile_bytes or None,
             "versions": {"jax": jax.__version__, "libtpu": _libtpu_version(), "code": code_version()},
         }
 

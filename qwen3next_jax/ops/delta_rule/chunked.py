@@ -5,7 +5,8 @@ inputs, the state at the start of every chunk (in the inputs' dtype) and the chu
 plus one state per chunk. Everything else is recomputed.
 
 The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine maps (`associative`). On CPU
-`in_pieces` takes a long sequence a few chunks at a time, so that what is made inside the chunks stays in the caches.
+`forward_in_pieces` and `backward_in_pieces` take a long sequence a few chunks at a time, so that what is made inside the chunks
+stays in the caches.
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
@@ -220,15 +221,15 @@ def backward(
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
-def forward_in_pieces(q, k, v, g, beta, initial_state, segments, inverses, *, size: int, parallel: bool, **settings):
+def forward_in_pieces(q, k, v, g, beta, initial_state, segments, inverses, *, size: int, **settings):
     """`forward`, a few chunks at a time."""
     count, chunks = _pieces(q, v, size)
-    if count == 1 or parallel:
-        return forward(q, k, v, g, beta, initial_state, segments, inverses, size=size, parallel=parallel, **settings)
+    if count == 1:
+        return forward(q, k, v, g, beta, initial_state, segments, inverses, size=size, parallel=False, **settings)
 
     def piece(state, inputs):
         continues, inverses, *inputs = inputs
-        state = _kept(continues, state)
+        state = kept(continues, state)
         o, state, states, inverses = forward(*inputs[:5], state, inputs[5], inverses, size=size, parallel=False, **settings)
         return state, (o, states, inverses)
 
@@ -239,16 +240,16 @@ def forward_in_pieces(q, k, v, g, beta, initial_state, segments, inverses, *, si
     return _merged(o, 1, v.shape[1]), final, *_merged(saved, 0, -(-v.shape[1] // size))
 
 
-def backward_in_pieces(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, parallel: bool, **settings):
+def backward_in_pieces(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, **settings):
     """`backward`, a few chunks at a time."""
     (count, chunks), time = _pieces(q, v, size), v.shape[1]
-    if count == 1 or parallel:
-        return backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, size=size, parallel=parallel, **settings)
+    if count == 1:
+        return backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, size=size, parallel=False, **settings)
 
     def piece(dstate, inputs):
         continues, *inputs = inputs
         *gradients, dstate = backward(*inputs, dstate, size=size, parallel=False, **settings)
-        return _kept(continues, dstate), gradients
+        return kept(continues, dstate), gradients
 
     segments, continues = _documents(segments, count, chunks * size)
     q, k, v, g, beta, do = _split((q, k, v, g, beta, do), 1, count, chunks * size)
@@ -293,7 +294,8 @@ def _documents(segments_BT, count: int, length: int):
     return pieces, jnp.concatenate([jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]])
 
 
-def _kept(continues_B, state_BHKV):
+def kept(continues_B, state_BHKV):
+    """The state, but zero where a row's document does not go on."""
     return state_BHKV if continues_B is None else jnp.where(continues_B[:, None, None, None], state_BHKV, 0)
 
 

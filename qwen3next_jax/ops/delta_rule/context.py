@@ -60,11 +60,7 @@ def _recurrent(options, axis_name, q, k, v, g, beta, initial_state, segments, co
 
 def _entering(axis_name, continues, m_BHKK, u_BHKV):
     """The state entering this shard from the ones before, [B, H, K, V]; zero where this shard starts a document."""
-    return _where(continues, _composed(axis_name, _where(continues, m_BHKK), u_BHKV, reverse=False))
-
-
-def _where(continues_B, x_BHKV):
-    return x_BHKV if continues_B is None else jnp.where(continues_B[:, None, None, None], x_BHKV, 0)
+    return chunked.kept(continues, _composed(axis_name, chunked.kept(continues, m_BHKK), u_BHKV, reverse=False))
 
 
 def _composed(axis_name, m_BHKK, u_BHKV, reverse: bool):
@@ -109,8 +105,8 @@ def _forward(options, axis_name, save: bool, q, k, v, g, beta, initial_state, se
 def _operator_backward(options, axis_name, residuals, cotangents):
     q, k, v, g, beta, initial_state, segments, continues, states, inverses, r, m = residuals
     do, dfinal = cotangents
-    transposed = jnp.swapaxes(_where(continues, m), -1, -2)
-    du = _where(continues, chunked.map_gradient(r, do).astype(m.dtype)) + Products(m.dtype).nn(transposed, dfinal)
+    transposed = jnp.swapaxes(chunked.kept(continues, m), -1, -2)
+    du = chunked.kept(continues, chunked.map_gradient(r, do).astype(m.dtype)) + Products(m.dtype).nn(transposed, dfinal)
     dleaving = dfinal + _composed(axis_name, transposed, du, reverse=True)
     size = dispatch.chunk_size(q, v)
     gradients = dispatch.backward(options, size, q, k, v, g, beta, segments, states, inverses, do, dleaving)

@@ -21,7 +21,8 @@ class Options:
 
 def forward(options: Options, size: int, save: bool, *arguments):
     """`chunked.forward` or its like, in chunks of `size` tokens."""
-    return _run(options, chunked.forward, chunked.forward_in_pieces, pallas_tpu.forward, dict(size=size, save=save), *arguments)
+    xla = (chunked.forward, chunked.forward if _parallel(options) else chunked.forward_in_pieces)
+    return _run(options, *xla, pallas_tpu.forward, dict(size=size, save=save), *arguments)
 
 
 def affine_map(options: Options, size: int, *arguments):
@@ -31,23 +32,30 @@ def affine_map(options: Options, size: int, *arguments):
 
 def backward(options: Options, size: int, *arguments):
     """`chunked.backward` or its like."""
-    return _run(options, chunked.backward, chunked.backward_in_pieces, pallas_tpu.backward, dict(size=size), *arguments)
+    xla = (chunked.backward, chunked.backward if _parallel(options) else chunked.backward_in_pieces)
+    return _run(options, *xla, pallas_tpu.backward, dict(size=size), *arguments)
 
 
 def _run(options: Options, xla, xla_cpu, kernel, settings, *arguments):
     settings = settings | dict(normalize_qk=options.normalize_qk, erase=options.erase)
-    xla, xla_cpu = (functools.partial(f, parallel=options.implementation == "associative", **settings) for f in (xla, xla_cpu))
+    platforms = {"default": functools.partial(xla, parallel=_parallel(options), **settings)}
+    if xla_cpu is not xla:
+        platforms["cpu"] = functools.partial(xla_cpu, **settings)
     compiled = functools.partial(kernel, interpret=False, **settings)
     interpreted = functools.partial(kernel, interpret=True, **settings)
     if options.implementation == "pallas_tpu":
         return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
     if options.implementation is None and _kernel_takes(settings["size"], *arguments[:6]):
-        return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=xla_cpu, default=xla)
-    return jax.lax.platform_dependent(*arguments, cpu=xla_cpu, default=xla)
+        platforms["tpu"] = compiled
+    return jax.lax.platform_dependent(*arguments, **platforms)
+
+
+def _parallel(options: Options) -> bool:
+    return options.implementation == "associative"
 
 
 def _kernel_takes(size: int, q, k, v, *others) -> bool:
-    """Of shapes and dtypes alone, so that every pass over a problem decides alike: the kernels' inverses are not XLA's."""
+    """Of shapes, dtypes and the chip alone, so that every pass over a problem decides alike: the kernels' inverses are not XLA's."""
     return not any(x.dtype == jnp.float64 for x in (q, k, v, *others) if x is not None) and tiling.fits(q, v, size)
 
 

@@ -5,7 +5,6 @@ result. Block elimination never forms those powers: (I + L)^{-1} of a 2m block f
 diagonal m blocks as X21 = -X22 (L21 X11).
 """
 
-import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule.chunk_math import Products, indices
