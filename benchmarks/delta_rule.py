@@ -25,6 +25,7 @@ from qwen3next_jax import cli
 from qwen3next_jax.ops import gated_delta_rule
 
 NAMES = ("q", "k", "v", "g", "beta")
+_PAUSE = 0.5  # seconds between turns: OpenMP's threads (torch's) keep a core busy for a while after their work
 
 
 def inputs(batch, length, groups, heads, width):
@@ -108,7 +109,9 @@ def main():
         ours, theirs = [], []
         for _ in range(a.blocks):
             ours += seconds(forms["chunked"], x, 5)
+            time.sleep(_PAUSE)
             theirs += peer.seconds(6)[1:]
+            time.sleep(_PAUSE)
         peer.process.stdin.close()
         peer.process.wait()
         for name, times in (("chunked", ours), ("transformers", theirs)):

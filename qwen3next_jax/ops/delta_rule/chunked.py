@@ -20,7 +20,9 @@ from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Products, Scaled
 
 
-_CACHED = 1 << 17  # numbers in one array of a piece: 0.5 MB in float32, of which a core's caches hold a few
+# Numbers in one [B, H, C, width] array from which a chunk is a piece of its own, whose state pass is no loop; of smaller chunks
+# a piece takes as many as make 0.5 MB in float32, of which a core's caches hold a few: a piece has a cost of its own, too.
+_ALONE, _CACHED = 1 << 15, 1 << 17
 
 
 class Chunks(typing.NamedTuple):
@@ -263,7 +265,7 @@ def _pieces(q, v, size: int) -> tuple[int, int]:
     """(pieces, chunks in each) of a sequence; the last may be padded."""
     chunks = -(-v.shape[1] // size)
     numbers = v.shape[0] * size * v.shape[2] * max(q.shape[3], v.shape[3])
-    count = -(-chunks // max(1, _CACHED // numbers))
+    count = -(-chunks // (1 if numbers >= _ALONE else max(1, _CACHED // numbers)))
     return count, -(-chunks // count)
 
 
