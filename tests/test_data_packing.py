@@ -19,7 +19,7 @@ def pack(lengths, row_length, buffered_tokens, seed=0):
 
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 90), max_size=120), row_length=st.integers(1, 33),
-       buffered=st.sampled_from([1, 300, 10**6]), seed=st.integers(-5, 5))
+       buffered=st.sampled_from([1, 300, 10**6]), seed=st.integers(0, 5))
 def test_nothing_is_lost_or_doubled_and_rows_are_full(lengths, row_length, buffered, seed):
     rows, packer = pack(lengths, row_length, buffered, seed)
     pieces = [piece for row in rows for piece in row]

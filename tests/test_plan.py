@@ -328,5 +328,5 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
         assert part in text
     with pytest.raises(UserError, match="no mesh of 256 devices divides.*nearest valid sizes"):
         search(Config(train=TrainConfig(batch_size=7, sequence_length=4097)), topology.describe("v6e:16x16"), "", console, {})
-    with pytest.raises(UserError, match="no mesh of 256 devices with data=3 expert=2 divides this model and batch$"):
+    with pytest.raises(UserError, match="no mesh of 256 devices with data=3, expert=2 divides this model and batch$"):
         search(Config(), topology.describe("v6e:16x16"), "", console, {"data": 3, "expert": 2})
