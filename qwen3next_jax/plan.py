@@ -42,8 +42,8 @@ def main() -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # nothing runs; an accelerator of this machine is left alone
-    from qwen3next_jax.parallel.topology import describe
-    from qwen3next_jax.training.plan_process import make_plan_apart
+    from qwen3next_jax.planner.topology import describe
+    from qwen3next_jax.planner.process import make_plan_apart
 
     level = "O1" if _quick.value else ""
     topology, console = describe(_topology.value), Console(highlight=False)
@@ -94,8 +94,8 @@ def with_mesh(config: Config, sizes: dict[str, int]) -> Config:
 def search(config: Config, topology, level: str, console: Console, fixed: dict[str, int]) -> list:
     """Compiles what the arithmetic ranks highest, fastest first in the result, and shows why the others are out."""
     from qwen3next_jax.parallel.mesh import mesh_text
-    from qwen3next_jax.training.plan_process import make_plan_apart
-    from qwen3next_jax.training.plan_search import candidates
+    from qwen3next_jax.planner.process import make_plan_apart
+    from qwen3next_jax.planner.search import candidates
 
     ranked = candidates(config, topology, fixed)
     chosen = [c for c in ranked if not c.reason][:COMPILED] or [c for c in ranked if c.bytes < float("inf")][:1]
@@ -127,7 +127,7 @@ def search(config: Config, topology, level: str, console: Console, fixed: dict[s
 def show(plan, console: Console) -> None:
     """The tables of one plan."""
     from qwen3next_jax.parallel.mesh import mesh_text
-    from qwen3next_jax.training.planning import traffic
+    from qwen3next_jax.planner.planning import traffic
 
     per = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     if not plan.fits:

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qwen3next_jax.parallel import hlo
-from qwen3next_jax.parallel.compiled import collectives, flops, hbm_bytes, memory, replica_groups, shard_bytes
+from qwen3next_jax.planner import hlo
+from qwen3next_jax.planner.compiled import collectives, flops, hbm_bytes, memory, replica_groups, shard_bytes
 
 AXES = ("data", "expert", "tensor")
 TRIPS, M, N = 5, 64, 32

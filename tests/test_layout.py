@@ -22,6 +22,7 @@ ARROWS = {
     "reporting": {"errors"},
     "sweeps": {"reporting", "data", "evals", "inference", "model", "config", "errors"},
     "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config", "errors"},
+    "planner": {"training", "model", "ops", "parallel", "config", "errors"},
 }
 LIBRARIES_OF_OPS = {"jax", "numpy", "tokamax"}
 # Present on every machine that trains, but not on every one that only loads a model.

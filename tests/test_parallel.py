@@ -18,7 +18,7 @@ from qwen3next_jax.model import expert_parallel, moe
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.parallel.mesh import check_divides, make_mesh, one_device
 from qwen3next_jax.parallel.rules import PARAMETERS, local, path_string, rule_for, shardings, storage_spec
-from qwen3next_jax.parallel.topology import describe
+from qwen3next_jax.planner.topology import describe
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.step import abstract_train_state
 

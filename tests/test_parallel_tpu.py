@@ -22,7 +22,7 @@ from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.model.expert_parallel import split_experts
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import local
-from qwen3next_jax.parallel.topology import describe
+from qwen3next_jax.planner.topology import describe
 
 mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=16)), describe("v5e:4x4").devices)
 rows, experts = P(("data", "expert")), P("expert")
@@ -44,7 +44,7 @@ STEP = """
 import sys
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.topology import describe
+from qwen3next_jax.planner.topology import describe
 from qwen3next_jax.training.step import abstract_batch, abstract_train_state, make_train_step
 
 topology, axes = sys.argv[1], dict(pair.split("=") for pair in sys.argv[2].split(","))

@@ -22,11 +22,11 @@ import pytest
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.parallel import topology
+from qwen3next_jax.planner import topology
 from qwen3next_jax.parallel.chips import CHIPS
-from qwen3next_jax.training import plan_process, planning
-from qwen3next_jax.training.plan_process import make_plan_apart
-from qwen3next_jax.training.plan_search import RECOMPUTED, candidates
+from qwen3next_jax.planner import planning, process
+from qwen3next_jax.planner.process import make_plan_apart
+from qwen3next_jax.planner.search import RECOMPUTED, candidates
 
 ROOT = pathlib.Path(__file__).parents[1]
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -89,7 +89,7 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
 
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" and "2x2" in slice_ else there(name))
-    monkeypatch.setattr(plan_process, "make_plan_apart", None)
+    monkeypatch.setattr(process, "make_plan_apart", None)
     monkeypatch.setattr(command_module, "_config", config)
     for flag, value in dict(_topology=slice_, _json=str(tmp_path / "new" / "plan.json"), _mesh=None, _search=False, _quick=False).items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
@@ -274,7 +274,7 @@ def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
 def test_a_planner_killed_early_leaves_no_compiler():
     """Killed before its child asks to end with it. The child would then wait for standard input, and compile."""
     program = ("import os, signal, subprocess, sys\n"
-               "subprocess.Popen([sys.executable, '-m', 'qwen3next_jax.training.plan_process', str(os.getpid()), '1'])\n"
+               "subprocess.Popen([sys.executable, '-m', 'qwen3next_jax.planner.process', str(os.getpid()), '1'])\n"
                "os.kill(os.getpid(), signal.SIGKILL)")
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           stderr=subprocess.DEVNULL) as planner:
@@ -318,7 +318,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
         compiled.append(config)
         other = {1: {}, 2: dict(failed=True, reason="the compiler aborted: Check failed: x"), 3: dict(needs=2**36, reason="needs 64.00 GiB of 31.24 GiB")}
         return dataclasses.replace(plan, fits=False, **other[len(compiled)]) if other.get(len(compiled)) else plan
-    monkeypatch.setattr(plan_process, "make_plan_apart", pretend)
+    monkeypatch.setattr(process, "make_plan_apart", pretend)
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     released = Config(train=TrainConfig(batch_size=256, sequence_length=4096))
     found = search(released, topology.describe("v6e:16x16"), "", console, {})

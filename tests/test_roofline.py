@@ -9,10 +9,10 @@ import pytest
 
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.ops import attention, gated_delta_rule
-from qwen3next_jax.parallel import compiled, hlo, topology
+from qwen3next_jax.planner import compiled, hlo, topology
 from qwen3next_jax.parallel.chips import CHIPS
 from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.roofline import Network, _kernel_seconds, estimate
+from qwen3next_jax.planner.roofline import Network, _kernel_seconds, estimate
 
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 GB = 1e9

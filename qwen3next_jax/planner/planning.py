@@ -16,11 +16,11 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model.expert_parallel import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.parallel import hlo
-from qwen3next_jax.parallel.compiled import Collective, Memory, collectives, memory, unknown_kernels
+from qwen3next_jax.planner import hlo
+from qwen3next_jax.planner.compiled import Collective, Memory, collectives, memory, unknown_kernels
 from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.roofline import Estimate, estimate
-from qwen3next_jax.parallel.topology import Topology
+from qwen3next_jax.planner.roofline import Estimate, estimate
+from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.training.fingerprint import code_version
 from qwen3next_jax.training.step import abstract_batch, abstract_train_state, make_train_step
 

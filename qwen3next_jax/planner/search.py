@@ -15,8 +15,8 @@ from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.parallel.mesh import check_divides, mesh_text
-from qwen3next_jax.parallel.topology import Topology
-from qwen3next_jax.training.planning import check_exchange
+from qwen3next_jax.planner.topology import Topology
+from qwen3next_jax.planner.planning import check_exchange
 
 MICRO_BATCHES = (1, 2, 4, 8)
 LONG_ROWS = 32_768  # tokens a device; rows are split over `context` where they are longer than this, or fewer than devices

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from qwen3next_jax.parallel.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
+from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
                "collective-broadcast")

@@ -24,9 +24,9 @@ import jax
 import numpy as np
 
 from qwen3next_jax.parallel.chips import Chip
-from qwen3next_jax.parallel.compiled import (Collective, collective_kind, delta_rule_call, flops, fused_collective, hbm_bytes,
+from qwen3next_jax.planner.compiled import (Collective, collective_kind, delta_rule_call, flops, fused_collective, hbm_bytes,
                                              permuted_pairs, read_collective)
-from qwen3next_jax.parallel.hlo import Computation, Instruction, Program
+from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 
 COMPUTE, HBM = "compute", "hbm"
 

@@ -19,8 +19,8 @@ import jax
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.parallel.topology import Topology, describe
-from qwen3next_jax.training.planning import Plan, cpu_seconds, make_plan
+from qwen3next_jax.planner.topology import Topology, describe
+from qwen3next_jax.planner.planning import Plan, cpu_seconds, make_plan
 
 
 def make_plan_apart(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
@@ -28,7 +28,7 @@ def make_plan_apart(config: Config, topology: Topology, optimization_level: str 
     start, cpu_then = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryFile() as answer:  # without a name: nothing is left of it however both end
         fd = answer.fileno()
-        done = subprocess.run([sys.executable, "-m", "qwen3next_jax.training.plan_process", str(os.getpid()), str(fd)], pass_fds=(fd,),
+        done = subprocess.run([sys.executable, "-m", "qwen3next_jax.planner.process", str(os.getpid()), str(fd)], pass_fds=(fd,),
                               stderr=subprocess.PIPE, input=pickle.dumps((config, topology.name, optimization_level)))
         answer.seek(0)
         try:
