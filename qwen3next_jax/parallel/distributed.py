@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed as _jax_distributed  # the key-value store has no public name; Orbax takes it from here, too
 
 from qwen3next_jax import digests
 from qwen3next_jax.config import Config, ParallelConfig, to_dict
@@ -43,10 +42,11 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
     `ExitCode.UNREACHABLE`: the runtime itself would abort it with a stack trace.
 
     Raises:
-      UserError: the coordinator's port is taken, or a TPU slice of several hosts cannot be joined.
+      UserError: the coordinator's port is taken, a TPU slice of several hosts cannot be joined, or JAX's store is not to be found.
     """
     if launch is None or launch.processes == 1:
         return
+    _client()  # missing, it is told before anyone waits
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would catch SIGTERM from here on, and only that; the loop catches it and SIGINT, and `StopVote` spreads the word.
     jax.config.update("jax_enable_preemption_service", False)
@@ -302,7 +302,18 @@ def _new_key() -> str:
 
 
 def _client() -> Any:
-    return _jax_distributed.global_state.client
+    """The key-value store of `jax.distributed`, which has no public name: it was here in JAX 0.11.2 and 0.12.0, and Orbax takes it
+    from here, too. None before the processes have met.
+
+    Raises:
+      UserError: this JAX has it elsewhere.
+    """
+    try:
+        from jax._src import distributed
+        return distributed.global_state.client
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"JAX {jax.__version__} has no jax._src.distributed.global_state.client ({error}), which runs in several "
+                        "processes need: install a JAX that has it, such as 0.12.0") from error
 
 
 def _milliseconds(seconds: float) -> int:

@@ -39,8 +39,9 @@ def make_plan_apart(config: Config, topology: Topology, optimization_level: str 
         raise found
     if found:
         return dataclasses.replace(found, topology=topology)
-    return Plan(config, topology, config.parallel.mesh.sizes(len(topology.devices)), optimization_level or "default", 0.0,
-                time.perf_counter() - start, cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then, fits=False, failed=True,
+    return Plan(config, topology, mesh=config.parallel.mesh.sizes(len(topology.devices)), lower_seconds=0.0,
+                optimization_level=optimization_level or "default", compile_seconds=time.perf_counter() - start,
+                compile_cpu_seconds=cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then, fits=False, failed=True,
                 reason=_last_words(done.returncode, done.stderr.decode(errors="replace")))
 
 

@@ -77,7 +77,7 @@ class Runner:
     """`tell(line)` gets a line about every start and end; `after({failed point: why})` is called when a point has ended and
     at the end, always under the folder's lock."""
 
-    def __init__(self, sweep: Sweep, workdir: pathlib.Path, workers: int, retries: int, tell: Callable[[str], None],
+    def __init__(self, sweep: Sweep, workdir: pathlib.Path, *, workers: int, retries: int, tell: Callable[[str], None],
                  after: Callable[[dict[str, str]], None]):
         self.sweep, self.workdir, self.workers, self.retries = sweep, workdir, workers, retries
         self.tell, self.after = tell, after
