@@ -127,7 +127,7 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
 
     Args:
       optimization_level: "O1" partitions and plans memory as always, but keeps no arrays in VMEM between fusions and spends
-        less on the code of each: memory and network hold, times are too long. "": the compiler's default, which training uses.
+        less on the code of each: memory and network hold, times are others. "": the compiler's default, which training uses.
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
