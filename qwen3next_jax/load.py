@@ -43,6 +43,7 @@ def load_model(path: str | pathlib.Path, step: int | None = None) -> LoadedModel
             raise UserError(f"{path}: a Hugging Face directory holds one model, so --step={step} means nothing here")
         tokenizer = folder / "tokenizer.json"
         model = load_hf(folder)
-        return LoadedModel(model, load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None, None)
+        found = load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None
+        return LoadedModel(model, found, step=None)
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")

@@ -191,7 +191,9 @@ def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
     monkeypatch.setattr(runner, "_POLL", 0.01)
     runner.open_sweep(sweep, tmp_path / "w")
     told, after = [], []
-    return runner.Runner(sweep, tmp_path / "w", 1, retries, told.append, lambda failed: after.append(dict(failed))), told, after
+    found = runner.Runner(sweep, tmp_path / "w", workers=1, retries=retries, tell=told.append,
+                          after=lambda failed: after.append(dict(failed)))
+    return found, told, after
 
 
 @pytest.mark.parametrize("code, starts", [(ExitCode.CRASHED, 3), (ExitCode.HANG, 3), (ExitCode.USER_ERROR, 1), (ExitCode.DIVERGED, 1),

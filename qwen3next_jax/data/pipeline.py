@@ -5,13 +5,13 @@ from is therefore one integer, the step, whatever the number of processes that s
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 
 import grain
 import numpy as np
 
+from qwen3next_jax import digests
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import preparation, sources, synthetic
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
@@ -66,7 +66,7 @@ class TrainData:
         self._stream = _endless(self._prepared, self._weights, config.seed)
         self._heldout_order = _heldout_order(self._prepared, config.seed)
         parts = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
-        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+        self.fingerprint = digests.of(json.dumps(parts))[:20]
 
     def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
         """Endless batches from `start_step` on, read ahead by background threads.
@@ -126,7 +126,7 @@ class SyntheticData:
         self._rows, self._heldout = make
         self._task = config.source
         parts = [config.source, dataclasses.asdict(config.synthetic), sequence_length, vocab_size, config.seed]
-        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+        self.fingerprint = digests.of(json.dumps(parts))[:20]
 
     def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
         """As `TrainData.batches`."""
@@ -181,7 +181,7 @@ def _endless(prepared: list[Prepared], weights: tuple[float, ...], seed: int) ->
 
 def _shuffle_seed(seed: int, source: int) -> int:
     # grain adds the epoch to the seed, so neighbouring seeds would replay each other's epochs; a hash keeps them apart.
-    return int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:4], "big")
+    return int(digests.of(f"{seed} {source}")[:8], 16)
 
 
 def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:

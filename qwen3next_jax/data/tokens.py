@@ -5,7 +5,6 @@ that preparation, evaluation (bits per byte), generation (streamed text) and exp
 """
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -14,6 +13,7 @@ import numpy as np
 import tokenizers
 from etils import epath
 
+from qwen3next_jax import digests
 from qwen3next_jax.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -116,7 +116,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
-    fingerprint = hashlib.sha256(b"bytes, 256 = end of document").hexdigest()
+    fingerprint = digests.of("bytes, 256 = end of document")
 
     def __init__(self):
         self.token_bytes = np.array([1] * 256 + [0], np.int32)
@@ -154,7 +154,7 @@ class TaskTokens:
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self.token_bytes = np.zeros(vocab_size, np.int32)
-        self.fingerprint = hashlib.sha256(f"{vocab_size} ids of a synthetic task".encode()).hexdigest()
+        self.fingerprint = digests.of(f"{vocab_size} ids of a synthetic task")
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -197,7 +197,7 @@ class HuggingFaceTokenizer:
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._json = self._tokenizer.to_str()
-        self.fingerprint = hashlib.sha256(f"{self._json}\0{self.eos_id}".encode()).hexdigest()
+        self.fingerprint = digests.of(f"{self._json}\0{self.eos_id}")
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:

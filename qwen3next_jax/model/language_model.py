@@ -26,7 +26,8 @@ from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, tar
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
-from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, gather_local, local, path_string, storage_spec
+from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, gather_local, local, storage_spec
+from qwen3next_jax.trees import path_string
 
 
 class Features(NamedTuple):

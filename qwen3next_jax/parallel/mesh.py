@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh
 from qwen3next_jax.config import MESH_AXES, Config, ParallelConfig
 from qwen3next_jax.errors import UserError
 
+DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
+
 
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config.mesh` over `devices` (None: all of this run; virtual and described ones serve too).

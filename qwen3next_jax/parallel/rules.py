@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.errors import did_you_mean
+from qwen3next_jax.trees import path_string
 
 FSDP = ("data", "expert", "context")
 STORED = ("tensor",)  # by parameters that compute whole on every `tensor` shard
@@ -162,12 +163,6 @@ def _gather_backward(dtype, stages, own_dtype, _, dy):
 
 
 _gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
-
-
-def path_string(path: tuple, prefix: str = "") -> str:
-    """"layers/0/mixer/q_proj" of a key path of nested dicts, lists or nnx states."""
-    parts = [str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))) for key in path]
-    return "/".join(([prefix] if prefix else []) + [part for part in parts if part != "value"])
 
 
 def shardings(tree: Any, declared: Mapping[str, Declared], mesh: Mesh) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 
 from qwen3next_jax.reporting.charts import Line, heatmap, line_chart, short, stacked_columns, table
 from qwen3next_jax.reporting.runs import (
-    POINTS, USES, TRAINING, Run, differences, faults, flat, goodput, load_run, wall_time, wall_time_columns)
+    POINTS, USES, TRAINING, Run, differences, faults, goodput, load_run, wall_time, wall_time_columns)
+from qwen3next_jax.trees import flat
 
 FEW_LAYERS = 8  # more are drawn as a heatmap of layers over steps
 SAMPLES = 12  # shown; the rest is in metrics.jsonl

@@ -76,8 +76,8 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
     for event, following in zip(events, events[1:]):
         if following["event"] != "start":
             seconds += following["time"] - event["time"]
-    return Result(point, train[-1]["step"] if train else 0, _measured(events, point.config),
-                  statistics.median(speeds) if speeds else math.nan, seconds, failed)
+    return Result(point, step=train[-1]["step"] if train else 0, measured=_measured(events, point.config),
+                  tokens_per_second=statistics.median(speeds) if speeds else math.nan, seconds=seconds, failed=failed)
 
 
 _REPEATED = (("position", "loss"), ("position", "bits_per_byte"))

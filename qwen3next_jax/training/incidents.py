@@ -136,4 +136,5 @@ def read_dump(folder: pathlib.Path) -> Dump:
     config = from_dict(Config, record["config"])
     state = read_arrays(folder.absolute() / "state", abstract_train_state(config, one_device()))
     batch = dict(np.load(folder / "batch.npz"))
-    return Dump(config, jax.device_put(jax.device_get(state)), batch, record["step"], record["reason"], record["documents"])
+    return Dump(config, state=jax.device_put(jax.device_get(state)), batch=batch, step=record["step"], reason=record["reason"],
+                documents=record["documents"])

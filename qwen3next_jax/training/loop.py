@@ -83,7 +83,8 @@ def train(config: Config, workdir: pathlib.Path) -> int:
                 open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
-            run = _Run(config, mesh, data, checkpoints, metrics, display, profiler, watchdog, Throughput(config, bits_per_nat))
+            run = _Run(config, mesh, data, checkpoints=checkpoints, metrics=metrics, display=display, profiler=profiler,
+                       watchdog=watchdog, throughput=Throughput(config, bits_per_nat))
             if changes:
                 metrics.write("changed", first_step, changes=[[*change] for change in changes])
                 display.say("\n".join(f"changed since the run before: {change}" for change in changes))
@@ -118,7 +119,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 class _Run:
     """The loop with what it reads and writes."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: TrainData | SyntheticData, checkpoints: Checkpoints,
+    def __init__(self, config: Config, mesh: Mesh, data: TrainData | SyntheticData, *, checkpoints: Checkpoints,
                  metrics: MetricsFile, display: Display, profiler: Profiler, watchdog: Watchdog, throughput: Throughput):
         self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
         self.profiler, self.watchdog, self.throughput = profiler, watchdog, throughput

@@ -5,7 +5,7 @@ import optax
 
 from qwen3next_jax.config import Config, ModelConfig, OptimizerConfig
 from qwen3next_jax.model import declared
-from qwen3next_jax.parallel.rules import path_string
+from qwen3next_jax.trees import path_string
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
