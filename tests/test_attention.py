@@ -97,7 +97,7 @@ def test_packed_documents_are_separate_documents():
 def test_padding_gives_nothing_to_other_rows():
     q, k, v, do = inputs(1, 150, 2, 1, 8)
     segment_ids = np.repeat((1, 2, 0), (40, 60, 50))[None]
-    f = lambda *x: attention(*x, segment_ids=segment_ids)  # noqa: E731
+    f = lambda *x: attention(*x, segment_ids=segment_ids)
     padded = output_and_gradients(f, q, k, v, do)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in padded)
     silent = output_and_gradients(f, q, k, v, do.at[:, 100:].set(0))
@@ -131,7 +131,7 @@ def test_decoding_one_token_does_not_copy_the_cache():
 def test_a_query_without_any_key_gives_zeros_and_no_gradient():
     q, k, v, do = inputs(1, 3, 2, 1, 8, s=80)
     kv_segment_ids = np.repeat((1, 0), (70, 10))[None]
-    f = lambda *x: attention(*x, segment_ids=np.array([[1, 2, 2]]), kv_segment_ids=kv_segment_ids,  # noqa: E731
+    f = lambda *x: attention(*x, segment_ids=np.array([[1, 2, 2]]), kv_segment_ids=kv_segment_ids,
                              q_positions=np.array([[60, 61, 62]]))
     o, dq, dk, dv = output_and_gradients(f, q, k, v, do)
     mask = np.zeros((1, 3, 80), bool)

@@ -368,7 +368,7 @@ def test_the_kernel_refuses_float64():
 def test_values_are_checked_where_nans_are_debugged(change, message):
     inputs, _ = problem(time=4)
     arguments = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()} | dict(segment_ids=np.array([[1, 1, 2, 0]])) | change
-    run = lambda: jax.block_until_ready(jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments))  # noqa: E731
+    run = lambda: jax.block_until_ready(jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments))
     run()  # says nothing otherwise
     with jax.debug_nans(True):
         if message is None:

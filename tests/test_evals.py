@@ -148,6 +148,7 @@ def test_what_cannot_run_is_refused_before_anything_is_computed():
 
 
 def test_loss_by_position_counts_a_tasks_targets_alone():
-    batch = {"tokens": np.zeros((1, 4), np.int32), "segment_ids": np.ones((1, 4), np.int32), "target_mask": np.array([[False, False, True, False]])}
+    batch = {"tokens": np.zeros((1, 4), np.int32), "segment_ids": np.ones((1, 4), np.int32),
+             "target_mask": np.array([[False, False, True, False]])}
     values = perplexity.loss_by_position(knows(lambda t: t[:, 1:] == 0), [batch], np.zeros(1, np.int32))
     assert values["loss"] == 1.5 and values["targets"] == 1

@@ -25,7 +25,7 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
     "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config"},
     "planner": {"training", "model", "ops", "parallel", "config"},
 }
-LIBRARIES_OF_OPS = {"jax", "numpy", "tokamax"}
+LIBRARIES_OF_OPS = {"jax", "numpy"}
 # Present on every machine that trains, but not on every one that only loads a model.
 ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": {"qwen3next_jax/cli.py"},
            "lm_eval": {"qwen3next_jax/evals/harness.py", "qwen3next_jax/harness.py"}}

@@ -85,7 +85,8 @@ def test_axes_that_do_not_multiply_to_the_devices(mesh, message):
 
 
 @pytest.mark.parametrize("mesh, model, train, message", [
-    ({"data": 8}, {}, {"batch_size": 12}, "data × expert = 8 × 1 does not divide the 12 rows .* nearest valid sizes of their product: 6, 12"),
+    ({"data": 8}, {}, {"batch_size": 12},
+     "data × expert = 8 × 1 does not divide the 12 rows .* nearest valid sizes of their product: 6, 12"),
     ({"expert": 8}, {"num_experts": 12}, {}, "parallel.mesh.expert = 8 does not divide model.num_experts = 12; .* 6, 12"),
     ({"tensor": 4}, {}, {}, "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2; nearest valid sizes of tensor: 2"),
     ({"context": 8}, {}, {"sequence_length": 40}, "context = 8: twice that does not divide train.sequence_length = 40; .* 5, 10"),

@@ -54,7 +54,8 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
 def _screen(width: int) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=50, color_system=None)
     display = Display("tiny: 2,652,024 parameters on cpu · 681 documents, 11,524,470 tokens · new run", 500, 0, console=console)
-    for event in (TRAIN, HELDOUT, {"event": "checkpoint", "step": 125}, {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
+    for event in (TRAIN, HELDOUT, {"event": "checkpoint", "step": 125},
+                  {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
                   {"event": "sample", "step": 125, "text": "def f(x):\n    return [bold]x[/]\n"}):
         display(event)
     console.print(display._render())
@@ -138,7 +139,8 @@ def test_scalars_leave_out_what_is_no_number():
     assert scalars({"event": "stop", "step": 1, "time": 1.0, "reason": "hang", "code": 3, "ok": True, "x": None}) == {"stop/code": 3}
 
 
-@pytest.mark.parametrize("change", [{"steps": "10"}, {"steps": "13:10"}, {"steps": "0:3"}, {"steps": "a:b"}, {"steps": ":3"}, {"memory": True}])
+@pytest.mark.parametrize("change", [
+    {"steps": "10"}, {"steps": "13:10"}, {"steps": "0:3"}, {"steps": "a:b"}, {"steps": ":3"}, {"memory": True}])
 def test_profile_ranges_are_checked(change):
     with pytest.raises(UserError, match="profile."):
         ProfileConfig(**change)

@@ -150,7 +150,8 @@ class EvalConfig:
         for name in ("suites", "suite_lengths", "suite_pairs"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("suite_lengths", "suite_pairs"):
-            require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1, f"eval.{name} = {getattr(self, name)}: expected positive numbers")
+            require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1,
+                    f"eval.{name} = {getattr(self, name)}: expected positive numbers")
         for name in ("every", "rows", "suite_rows"):
             require(getattr(self, name) >= 1, f"eval.{name} = {getattr(self, name)}: expected at least 1")
         require(self.sample_tokens >= 0, f"eval.sample_tokens = {self.sample_tokens}: expected 0 or more")

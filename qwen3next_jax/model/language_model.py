@@ -159,7 +159,8 @@ class Qwen3Next(nnx.Module):
         """[D, V], of the parameters' dtype."""
         return self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
 
-    def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array,
+                      mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens are split over all devices.
 
         Args:

@@ -149,7 +149,8 @@ class Display:
             return [("compiling the train step", "…")]
         cells = [("loss", _number(v["loss"], ".4f")), ("bits/byte", _number(v["bits_per_byte"], ".3f")) if "bits_per_byte" in v
                  else ("accuracy", _number(v["top1"], ".1%"))]
-        cells += [(f"mtp loss {name.rpartition('/')[2]}", _number(value, ".3f")) for name, value in v.items() if name.startswith("mtp_loss/")]
+        cells += [(f"mtp loss {name.rpartition('/')[2]}", _number(value, ".3f")) for name, value in v.items()
+                  if name.startswith("mtp_loss/")]
         if "balance_loss" in v:
             cells += [("balance", _number(v["balance_loss"], ".3f")), ("busiest expert", f"×{_number(v['busiest_expert'], '.2f')}")]
         tokens_per_step = v["tokens_seen"] / v["step"]

@@ -77,7 +77,8 @@ class RunLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{self._workdir}: another process is training in it: wait for it, end it, or give another --workdir") from error
+            raise UserError(f"{self._workdir}: another process is training in it: wait for it, end it, or give another "
+                            "--workdir") from error
         except OSError:
             pass  # a file system without locks
 

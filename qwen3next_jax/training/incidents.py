@@ -97,7 +97,8 @@ class Dump:
     documents: list[list[str]]  # of every row
 
 
-def write_dump(workdir: pathlib.Path, config: Config, data: TrainData | SyntheticData, halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
+def write_dump(workdir: pathlib.Path, config: Config, data: TrainData | SyntheticData,
+               halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
     """Saves what the halted step met under WORKDIR/dumps/STEP. → (the folder, the documents of every row).
 
     All processes write the state, process 0 the rest."""

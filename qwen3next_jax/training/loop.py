@@ -203,7 +203,8 @@ class _Run:
             return None
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
         jax.tree.map(lambda leaf: leaf.delete(), halt.state)  # a device may not have room for two states
-        state = self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step else start_state(self.config, self.mesh)
+        state = (self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step
+                 else start_state(self.config, self.mesh))
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
         self.metrics.rewind(step)
@@ -218,9 +219,10 @@ class _Run:
         self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder),
                            documents=documents)
         names = sorted({name for row in documents for name in row})
-        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Saved for a look: "
-              f"uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. A lower optimizer.learning_rate (now "
-              f"{self.config.optimizer.learning_rate}) in a new --workdir may help, or guards.on_spike", file=sys.stderr)
+        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
+              f"{', …' if len(names) > 8 else ''}. Saved for a look: uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. "
+              f"A lower optimizer.learning_rate (now {self.config.optimizer.learning_rate}) in a new --workdir may help, or "
+              "guards.on_spike", file=sys.stderr)
         return ExitCode.DIVERGED
 
     def _diagnose(self, step: int, state: State, batch: dict[str, jax.Array], values: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ class Throughput:
         flops = speed * self._flops_per_token
         used, limit = memory()
         bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
-        return bits | {"tokens_seen": step * self._tokens, "tokens_per_second": speed, "steps": steps, 
+        return bits | {"tokens_seen": step * self._tokens, "tokens_per_second": speed, "steps": steps,
                 "seconds": seconds, "data_wait": waited / seconds, "model_flops_per_second": flops,
                 "mfu": flops / self._peak if self._peak else None, "memory_bytes": used, "memory_limit": limit}
 
