@@ -112,8 +112,8 @@ class Qwen3Next(nnx.Module):
         diagnostics = (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
         return Features(hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics)
 
-    def decode(self, tokens: jax.Array, positions: jax.Array, cache: list,
-               segment_ids: jax.Array | None = None) -> tuple[jax.Array, list]:
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache: list, segment_ids: jax.Array | None = None,
+               mesh: Mesh | None = None) -> tuple[jax.Array, list]:
         """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T] → (final-normed states [B, T, D], cache).
 
         `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding changes no cache entry that
@@ -152,14 +152,14 @@ class Qwen3Next(nnx.Module):
         """[D, V], of the parameters' dtype."""
         return self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
 
-    def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens are split over all devices.
 
         Args:
           hidden: [B, T, D]; targets: [B, T] int32; weights: [B, T] float32, 0 where there is no target.
 
         Returns:
-          (sum, correct [B, T] bool, argmax [B, T] int32).
+          (sum, correct [B, T] bool, argmax [B, T] int32, cross-entropy [B, T] float32 without gradient).
         """
         tied = self.config.tie_word_embeddings
         path, table = ("embedding", self.embedding[...]) if tied else ("head", self.head[...])
@@ -175,7 +175,7 @@ class Qwen3Next(nnx.Module):
                                               weights_BT.reshape(-1))
             if mesh is not None:
                 loss = jax.lax.psum(loss, axes)
-            return loss, rows.correct.reshape(targets_BT.shape), rows.argmax.reshape(targets_BT.shape)
+            return loss, *(x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll))
 
         hidden = constrain(hidden, mesh, "batch", "time", None)  # what splits the loss further stays out of the layers
         divides = mesh is not None and hidden.shape[1] % (mesh.shape["context"] * mesh.shape["tensor"]) == 0
@@ -183,7 +183,7 @@ class Qwen3Next(nnx.Module):
         axes = ("data", "expert", "context", "tensor") if divides else ("data", "expert", "context")
         tokens = activation_spec("batch", time)
         stored = None if mesh is None else storage_spec(path, shape, mesh)
-        return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens))(
+        return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens, tokens))(
             hidden, table, targets, weights)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
