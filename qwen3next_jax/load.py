@@ -1,11 +1,13 @@
 """Finding a model by path: the folder of a run, or a Hugging Face directory."""
 
+import dataclasses
 import pathlib
 from typing import NamedTuple
 
 from etils import epath
 
-from qwen3next_jax.data.tokens import TaskTokens, Tokenizer, load_tokenizer
+from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
@@ -30,13 +32,12 @@ def load_model(path: str | pathlib.Path, step: int | None = None) -> LoadedModel
     folder = epath.Path(path)
     if (folder / "run.json").exists():
         model, config, step = load_trained(folder, step)
-        if config.data.source != "text":
-            return LoadedModel(model, TaskTokens(config.model.vocab_size), step)
         own = folder / "tokenizer"
-        tokenizer = load_tokenizer(str(own) if own.exists() else config.data.tokenizer, config.model.vocab_size)
+        data = dataclasses.replace(config.data, tokenizer=str(own)) if own.exists() else config.data
+        tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
         if tokenizer.fingerprint != read_run(folder)["tokenizer"]:
-            raise UserError(f"{own if own.exists() else config.data.tokenizer}: not the tokenizer that {path} was trained with "
-                            "(its fingerprint differs from that in run.json): damaged, or another; restore it")
+            raise UserError(f"{data.tokenizer}: not the tokenizer that {path} was trained with (its fingerprint differs from that in "
+                            "run.json): damaged, or another; restore it")
         return LoadedModel(model, tokenizer, step)
     if (folder / "config.json").exists():
         if step is not None:

@@ -14,17 +14,16 @@ from jax.sharding import NamedSharding
 
 from qwen3next_jax.config import FULL, LINEAR, Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.mixers import MIXERS
-from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.layout import check_hf_form
-from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
-from qwen3next_jax.training.step import abstract_train_state, batch_sharding, init_state, make_train_step
+from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
 BASE = ModelConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -18,7 +18,7 @@ from qwen3next_jax.model import expert_parallel, moe
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.parallel.mesh import check_divides, make_mesh, one_device
+from qwen3next_jax.parallel.mesh import check_divides, make_mesh
 from qwen3next_jax.parallel.rules import AXES, local, shardings, storage_spec
 from qwen3next_jax.trees import path_string
 from qwen3next_jax.planner.topology import describe

@@ -89,6 +89,6 @@ def test_the_report_and_tensorboard_are_there(run):
     workdir, _, _ = run
     page = (workdir / "report.html").read_text()
     assert "from step 10; 10 steps taken again" in page and "Decay half-life by layer" in page
-    assert "nothing recorded" not in page and "sinks: first token share" in page
+    assert "nothing recorded" not in page and "sinks: attention on the first token" in page
     assert len(list((workdir / "tensorboard").iterdir())) == 2
     assert not (workdir / "report.tmp").exists() and json.loads((workdir / "run.json").read_text())["config"]["name"] == "watched"

@@ -31,8 +31,10 @@ class Tokenizer(Protocol):
       eos_id: the id that ends every document.
       token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
+      reads_text: whether the ids stand for text; those of a synthetic task do not.
     """
 
+    reads_text: bool
     vocab_size: int
     eos_id: int
     token_bytes: np.ndarray
@@ -114,6 +116,7 @@ class DecodeStream:
 class ByteTokenizer:
     """Ids 0 … 255 are the bytes of the UTF-8 text, 256 ends a document."""
 
+    reads_text = True
     vocab_size = 257
     eos_id = 256
     fingerprint = digests.of("bytes, 256 = end of document")
@@ -149,6 +152,7 @@ class ByteTokenizer:
 class TaskTokens:
     """The ids of a synthetic task, which stand for no text; written as numbers."""
 
+    reads_text = False
     eos_id = -1
 
     def __init__(self, vocab_size: int):
@@ -181,6 +185,8 @@ class HuggingFaceTokenizer:
     The end-of-document token is `eos_token` of the `tokenizer_config.json` beside it, else the first usual one that the
     vocabulary has.
     """
+
+    reads_text = True
 
     def __init__(self, spec: str):
         path = epath.Path(spec)

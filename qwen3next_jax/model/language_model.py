@@ -160,14 +160,14 @@ class Qwen3Next(nnx.Module):
         return self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
 
     def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array,
-                      mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+                      mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens are split over all devices.
 
         Args:
           hidden: [B, T, D]; targets: [B, T] int32; weights: [B, T] float32, 0 where there is no target.
 
         Returns:
-          (sum, correct [B, T] bool, argmax [B, T] int32).
+          (sum, correct [B, T] bool, argmax [B, T] int32, cross-entropy [B, T] float32 without gradient).
         """
         tied = self.config.tie_word_embeddings
         parameter = self.embedding if tied else self.head
@@ -184,7 +184,7 @@ class Qwen3Next(nnx.Module):
                                               weights_BT.reshape(-1))
             if mesh is not None:
                 loss = jax.lax.psum(loss, axes)
-            return loss, rows.correct.reshape(targets_BT.shape), rows.argmax.reshape(targets_BT.shape)
+            return loss, *(x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll))
 
         hidden = constrain(hidden, mesh, "batch", "time", None)  # what splits the loss further stays out of the layers
         divides = mesh is not None and hidden.shape[1] % (mesh.shape["context"] * mesh.shape["tensor"]) == 0
@@ -192,7 +192,7 @@ class Qwen3Next(nnx.Module):
         axes = ("data", "expert", "context", "tensor") if divides else ("data", "expert", "context")
         tokens = activation_spec("batch", time)
         stored = None if mesh is None else storage_spec(declared, shape, mesh)
-        return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens))(
+        return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens, tokens))(
             hidden, table, targets, weights)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

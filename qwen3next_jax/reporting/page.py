@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.reporting.charts import Line, heatmap, line_chart, short, stacked_columns, table
+from qwen3next_jax.reporting.figures import Value, evaluation, recorded
 from qwen3next_jax.reporting.runs import (
     POINTS, USES, TRAINING, Run, differences, faults, goodput, load_run, wall_time, wall_time_columns)
 from qwen3next_jax.trees import flat
@@ -178,20 +179,22 @@ def _loss(runs: Sequence[Run], marks) -> list[str]:
 
 
 def _evaluations(runs: Sequence[Run], marks) -> list[str]:
-    """A chart for each evaluation of `eval.suites` and each kind of number in it."""
-    charts: dict[tuple[str, str], list[str]] = {}
+    """A chart for each evaluation of `eval.suites` and each of its figures, but for mere counts."""
+    charts: dict[tuple[str, str], dict[str, Value]] = {}
     for run in runs:
         for event in run.events.get("suite", ()):
-            for name, value in event.items():
-                kind, slash, _ = name.partition("/")
-                if slash and isinstance(value, (int, float)) and kind != "targets":
-                    names = charts.setdefault((event["suite"], kind), [])
-                    names.extend([name] if name not in names else [])
-    split = [Run(run.name, run.config, run.log, {f"suite {suite}": [e for e in run.events.get("suite", ()) if e["suite"] == suite]
+            for value in recorded(event):
+                if value.figure.unit != "count":
+                    charts.setdefault((evaluation(event), value.kind), {})[value.name] = value
+    split = [Run(run.name, run.config, run.log, {f"suite {suite}": [e for e in run.events.get("suite", ()) if evaluation(e) == suite]
                                                  for suite, _ in charts}) for run in runs]
-    return _only(_over_steps(f"{suite}: {kind.replace('_', ' ')}", split,
-                             [(name.partition("/")[2], f"suite {suite}", name) for name in names], marks,
-                             from_zero=kind == "accuracy") for (suite, kind), names in charts.items())
+    found = []
+    for (suite, _), values in charts.items():
+        figure = next(reversed(values.values())).figure
+        parts = [(value.place or "all" * (len(values) > 1), f"suite {suite}", name) for name, value in values.items()]
+        found.append(_over_steps(f"{suite}: {figure.title}", split, parts, marks, from_zero=figure.unit == "share",
+                                 note=f"{figure.better.capitalize()} is better." if figure.better else ""))
+    return _only(found)
 
 
 def _optimisation(runs: Sequence[Run], marks) -> list[str]:
