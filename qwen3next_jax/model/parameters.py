@@ -137,4 +137,4 @@ def check_declared(model: nnx.Module) -> None:
 
 def declared_tree(params: nnx.State) -> dict:
     """Nested plain dicts like `nnx.to_pure_dict(params)`, with each parameter's `Declared` in its place."""
-    return nnx.to_pure_dict(jax.tree.map(lambda variable: variable.declared, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return nnx.to_pure_dict(jax.tree.map(lambda variable: variable.declared, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
