@@ -1,8 +1,6 @@
 """What holds of every mixer of the table, and of the one that docs/extending.md adds to it."""
 
 import dataclasses
-import pathlib
-import re
 import sys
 
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from page import example, line
 
 from qwen3next_jax.config import FULL, LINEAR, Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.mixers import MIXERS
@@ -30,20 +29,17 @@ BASE = ModelConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_atten
                    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
                    num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8, max_position_embeddings=64,
                    mtp_depth=0, dtype="float32", initializer_range=0.2)
-PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 SEGMENTS = jnp.asarray(np.repeat(range(1, len(CUTS)), np.diff(CUTS))[None].repeat(2, axis=0), jnp.int32)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def retention(tmp_path_factory):
     """The page's mixer as one file and one line; the tests below take it for one of the table's."""
-    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "my_mixer.py" in block)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 30
     folder = tmp_path_factory.mktemp("mixer")
-    (folder / "my_mixer.py").write_text(code)
+    assert len(list(filter(str.strip, example("my_mixer.py", folder).splitlines()))) <= 30
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        patch.setitem(MIXERS, "retention", "my_mixer:Retention")
+        patch.setitem(MIXERS, *line("MIXERS"))
         yield
     sys.modules.pop("my_mixer", None)
 
@@ -99,6 +95,17 @@ def test_a_mesh_gives_what_one_device_gives(mixer, axes):
     if "tensor" in axes:  # heads are really apart: by construction every matrix is stored in parts
         large = [leaf for leaf in jax.tree.leaves(placed) if leaf.ndim > 1 and leaf.size > 64]
         assert large and all(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in large)
+
+
+def test_every_implementation_of_the_delta_rule_can_be_trained_with():
+    def gradient(name):
+        layer = mixer_class("gated_deltanet")(dataclasses.replace(BASE, delta_rule=name), Make(BASE, nnx.Rngs(0)), (0,))
+        graph, params = nnx.split(layer)
+        context = Context(document_positions(SEGMENTS), SEGMENTS)
+        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(_run(graph, p, X, context)[0]))))(params)
+    expected = gradient("recurrent")
+    for name in ("auto", "chunked", "associative", "pallas_tpu"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=name), gradient(name), expected)
 
 
 def test_flops_and_counts_are_those_of_the_shapes(mixer):
