@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from qwen3next_jax.config.model import ModelConfig
+from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.sources import DATA_SOURCES
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
@@ -83,9 +84,25 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (decoupled weight decay) with warm-up."""
+class MuonConfig:
+    """Of Muon alone; it shares everything else with AdamW, which updates what is no matrix."""
 
+    momentum: float = 0.95
+    steps: int = 5  # Newton–Schulz iterations
+    dtype: Literal["float32", "bfloat16"] = "float32"  # that they are taken in
+    per_head: bool = False  # orthogonalises each head's rows or columns alone, not a projection's of all heads together
+
+    def __post_init__(self):
+        require(0 <= self.momentum < 1, f"optimizer.muon.momentum = {self.momentum}: expected 0 ≤ momentum < 1")
+        require(self.steps >= 1, f"optimizer.muon.steps = {self.steps}: expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer (decoupled weight decay, clipping) and its learning rate with warm-up."""
+
+    name: str = "adamw"  # a line of config/optimizers.py; a group of that name, below, has settings that are its alone
+    muon: MuonConfig = MuonConfig()
     learning_rate: float = 4e-4
     schedule: Literal["cosine", "warmup_stable_decay"] = "cosine"
     warmup_steps: int = 100  # at most train.steps of them
@@ -99,6 +116,12 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping
 
     def __post_init__(self):
+        check_name(OPTIMIZERS, self.name, "optimizer.name")
+        for field in dataclasses.fields(self):
+            if field.name in OPTIMIZERS and field.name != self.name:
+                require(getattr(self, field.name) == field.default,
+                         f"optimizer.{field.name} is set, but optimizer.name = {self.name!r} does not read it: "
+                         f"set optimizer.name = {field.name!r}, or leave it out")
         for name in ("learning_rate", "eps"):
             require(getattr(self, name) > 0, f"optimizer.{name} = {getattr(self, name)}: expected a positive number")
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps = {self.warmup_steps}: expected 0 or more")
