@@ -42,6 +42,9 @@ def test_a_new_source_is_read_by_index_and_its_mistakes_are_one_line():
     tokens = batch["tokens"]
     assert tokens.shape == (4, 16) and np.ptp((np.diff(tokens, axis=1) % 32), axis=1).max() == 0 and batch["target_mask"][:, 2:].all()
     np.testing.assert_array_equal(tokens[2], data.row(7 * 4 + 2)["tokens"])
+    heldout = next(data.heldout(3))
+    assert heldout["segment_ids"].sum(axis=1).tolist() == [16, 16, 16, 0] and (heldout["tokens"] != tokens).any()
+    assert data.document_names(3)[0] == ["counting:12"] and data.describe()["bits_per_nat"] is None and not data.tokenizer.reads_text
     assert data.fingerprint != open_data(DataConfig(source="copy"), 16, 4, 32).fingerprint
     with pytest.raises(UserError, match=r"data.source = 'countin': expected one of .* \(did you mean 'counting'\?\)"):
         DataConfig(source="countin")

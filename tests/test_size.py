@@ -1,7 +1,7 @@
 """How long the core is: what a reader needs to follow the main job, from the settings to the trained weights.
 
-Not in it: one file per mixer and per optimizer beside AdamW, kernels (Pallas, splash attention, the ring), and the rooms that nobody has to enter for that: planner,
-sweeps, reporting, evaluations, inference, exchange with other formats, checkpoints, guards.
+Not in it: one file per mixer and per optimizer beside AdamW, kernels (Pallas, splash attention, the ring), and the rooms that nobody
+has to enter for that: planner, sweeps, reporting, evaluations, inference, exchange with other formats, checkpoints, guards.
 """
 
 import fnmatch
