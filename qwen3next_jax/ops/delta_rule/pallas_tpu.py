@@ -19,29 +19,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.ops.delta_rule import chunk_math, inverse, twins
+from qwen3next_jax.ops.delta_rule import chunk_math, twins
+from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 from qwen3next_jax.ops.delta_rule.tiling import Problem
 
 
-def forward(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
-    segments,
-    inverses,
-    *,
-    size: int,
-    normalize_qk: bool,
-    erase: bool,
-    save: bool,
-    interpret: bool,
-):
+def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, interpret: bool):
     """As `chunked.forward`; without `save` the last two results are None and never exist."""
-    p = Problem(q, v, size)
-    inputs = p.inputs(q, k, v, g, beta, segments)
+    p, v = Problem(x.q, x.v, size), x.v
+    inputs = p.inputs(*x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     if inverses is not None:
         inputs["inverses"] = p.pad_twins(inverses)
@@ -57,18 +43,16 @@ def forward(
     return o, p.cut_state(out["final"]), states, known if save else None
 
 
-def affine_map(
-    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, interpret: bool
-):
+def affine_map(x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
     """As `chunked.affine_map`."""
-    p = Problem(q, v, size)
-    inputs = p.inputs(q, k, v, g, beta, segments)
+    p = Problem(x.q, x.v, size)
+    inputs = p.inputs(*x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     heads = p.state_shape[:2]
     shapes = dict(
         final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
         m=jax.ShapeDtypeStruct((*heads, p.key, p.key), jnp.float32),
-        reads=jax.ShapeDtypeStruct((p.chunks, *heads, size, p.key), v.dtype),
+        reads=jax.ShapeDtypeStruct((p.chunks, *heads, size, p.key), x.v.dtype),
     )
     if erase:
         shapes["inverses"] = p.inverses_shape
@@ -77,12 +61,11 @@ def affine_map(
     return p.cut_state(out["final"]), m, reads, p.cut_twins(out["inverses"]) if erase else None
 
 
-def backward(
-    q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool
-):
+def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
     """As `chunked.backward`."""
+    q, k, v, *_ = x
     p = Problem(q, v, size)
-    inputs = p.inputs(q, k, v, g, beta, segments)
+    inputs = p.inputs(*x)
     inputs |= dict(do=p.flatten(do.astype(v.dtype), p.value_heads), states=p.pad_state(states))
     inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
     if erase:
@@ -242,7 +225,7 @@ def _start(p: Problem, ref, initial_ref):
 
 
 def _inverse(c: _Block):
-    return inverse.twin_inverse(c.kk * c.kk_scale * c.pair * c.beta, c.dots)
+    return twins.twin_inverse(c.kk * c.kk_scale * c.pair * c.beta, c.dots)
 
 
 def _next_state(c: _Block, state, errors):
