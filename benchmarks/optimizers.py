@@ -50,7 +50,7 @@ def _figures(folder: pathlib.Path, steps: int) -> dict | None:
     """Of the last step; None where it was not reached."""
     events = read_events(folder / "metrics.jsonl")
     if any(event["event"] == "stop" for event in events):
-        return {"loss": math.inf}
+        return {"loss": math.inf, "bits_per_byte": math.inf, "tokens_per_second": math.nan}
     heldout = [event for event in events if event["event"] == "heldout" and event["step"] == steps]
     if not heldout:
         return None
