@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from page import example, line
 from flax import nnx
 
 from qwen3next_jax import evaluate
@@ -147,38 +148,12 @@ def test_what_cannot_run_is_refused_before_anything_is_computed(names, options, 
         evaluation.check(names, options, config, tokens)
 
 
-REPETITION = """
-import numpy as np
-
-from qwen3next_jax.evals.evaluation import Evaluation
-from qwen3next_jax.reporting.figures import Figure
-
-
-class Repetition(Evaluation):
-    \"\"\"Rows that say one token over and over: how often the model's best guess is that token.\"\"\"
-
-    figures = {"accuracy": Figure("accuracy", "share", "higher", main=True)}
-
-    @classmethod
-    def context(cls, options):
-        return max(options.lengths)
-
-    def run(self, params):
-        score, rng, values = self.subject.scorer(params), np.random.default_rng(0), {}
-        for length in self.subject.options.lengths:
-            said = rng.integers(0, self.subject.config.vocab_size, (self.subject.options.rows or 32, 1))
-            tokens = np.repeat(said, length, axis=1).astype(np.int32)
-            _, guess = score(tokens)
-            values[f"accuracy/{length} tokens"] = float((guess == tokens[:, 1:]).mean())
-        return values
-"""
-
-
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
     """It is refused, run, printed, reported and compared by its declaration alone; what it does not declare is shown plainly."""
-    (tmp_path / "repetition.py").write_text(REPETITION.replace("return values", "return values | {'rows_read': 32}"))
+    code = example("my_evaluation.py", tmp_path)
+    (tmp_path / "my_evaluation.py").write_text(code.replace("return values", "return values | {'rows_read': 32}"))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(EVALUATIONS, "repetition", "repetition:Repetition")
+    monkeypatch.setitem(EVALUATIONS, *line("EVALUATIONS"))
     config, options = ModelConfig(max_position_embeddings=64), evaluation.Options(lengths=(8, 16))
     with pytest.raises(UserError, match="suite repetition needs a context of 256 tokens, the model's is 64"):
         evaluation.check(("repetition",), evaluation.Options(), config, IDS)

@@ -15,7 +15,7 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
     "config": set(),
     "ops": set(),
     "model": {"ops", "parallel", "config"},
-    "parallel": {"config"},
+    "parallel": {"ops", "config"},
     "data": {"config"},
     "interop": {"model", "config"},
     "inference": {"model", "parallel", "ops", "config"},

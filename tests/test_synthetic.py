@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.config import DataConfig, SyntheticConfig
-from qwen3next_jax.config.sources import DATA_SOURCES
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.synthetic import SEPARATOR, TaskRows
 from qwen3next_jax.errors import UserError
@@ -79,42 +78,3 @@ def test_batches_resume_by_step_and_are_shared_by_hosts():
 def test_rows_too_small_for_the_task_are_refused(length, vocab, message):
     with pytest.raises(UserError, match=message):
         open_data(DataConfig(source="mqar"), length, 4, vocab)
-
-
-COUNTING = """
-import numpy as np
-
-from qwen3next_jax.data.pipeline import SyntheticData
-from qwen3next_jax.data.synthetic import TaskRow
-
-
-class Counting(SyntheticData):
-    \"\"\"Rows that count upwards from a random id; after the last id comes 0.\"\"\"
-
-    @staticmethod
-    def task_rows(config, length, vocab_size, split):
-        return CountingRows(length, vocab_size, [config.seed, split])
-
-
-class CountingRows:
-    def __init__(self, length, vocab_size, key):
-        self.length, self.vocab_size, self.key = length, vocab_size, key
-
-    def __getitem__(self, index):
-        start = np.random.default_rng([*self.key, index]).integers(self.vocab_size)
-        tokens = (start + np.arange(self.length)) % self.vocab_size
-        return TaskRow(tokens.astype(np.int32), np.arange(self.length) > 0)
-"""
-
-
-def test_a_new_source_is_one_file_and_one_line(tmp_path, monkeypatch):
-    (tmp_path / "counting.py").write_text(COUNTING)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="data.source = 'coppy': expected one of .* .did you mean 'copy'"):
-        DataConfig(source="coppy")
-    monkeypatch.setitem(DATA_SOURCES, "counting", "counting:Counting")
-    data = open_data(DataConfig(source="counting"), 8, 4, 16)
-    first, heldout = next(data.batches(3)), next(data.heldout(3))
-    assert (np.diff(first["tokens"], axis=1) % 16 == 1).all() and (first["tokens"] != heldout["tokens"]).any()
-    assert heldout["segment_ids"].sum(axis=1).tolist() == [8, 8, 8, 0] and first["target_mask"].sum() == 4 * 7
-    assert data.document_names(3)[0] == ["counting:12"] and data.describe()["bits_per_nat"] is None and not data.tokenizer.reads_text
