@@ -57,7 +57,7 @@ class TrainData:
         self.batch_size, self.sequence_length = batch_size, sequence_length
         recipe = Recipe(sequence_length, config.heldout_fraction, config.seed)
         # All globs are looked up before any is prepared: a mistake in the last is told at once.
-        found = [sources.resolve(glob, config.text_field) for glob in config.globs or ("",)]
+        found = [sources.resolve(glob, config.text_field, config.on_bad_text) for glob in config.globs or ("",)]
         self._prepared = [preparation.prepare(source, self.tokenizer, recipe, config.prepared_dir, progress)
                           for source in found]
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)

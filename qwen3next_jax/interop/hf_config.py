@@ -1,10 +1,11 @@
 """config.json of `qwen3_next` ↔ `ModelConfig`."""
 
 import dataclasses
+import math
 from typing import Any
 
 from qwen3next_jax.config import ModelConfig, from_dict
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, short
 
 # Fields of the same name and meaning on both sides.
 _SHARED = (
@@ -45,6 +46,27 @@ def parse_hf_config(fields: dict[str, Any], has_mtp: bool, where: str) -> ModelC
         return from_dict(ModelConfig, values, path="model")
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+
+
+def check_sizes(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], where: str) -> None:
+    """Refuses a config.json that calls for far more than the tensors beside it (name → shape) hold, before anything is built
+    from it: a billion layers would otherwise be listed one by one."""
+    layers = len({name.split(".")[2] for name in shapes if name.startswith("model.layers.")})
+    widest = max((max(shape, default=0) for shape in shapes.values()), default=0)
+
+    def size(name: str) -> int:
+        value = fields.get(name)
+        return len(value) if isinstance(value, list) else value if type(value) is int else 0
+    for name in ("num_hidden_layers", "layer_types", "mlp_only_layers"):
+        if size(name) > layers:
+            raise UserError(f"{where}: {name}: {short(size(name))} layers, the weights have {layers}")
+    # A width that is not used may be larger than those there are, but not by so much that a table of it hurts.
+    most = max(widest, 4096)
+    for names in (("num_experts",), ("num_attention_heads", "head_dim"), ("num_key_value_heads", "head_dim"),
+                  ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"),
+                  ("linear_conv_kernel_dim",), ("mtp_depth",)):
+        if math.prod(map(size, names)) > most:
+            raise UserError(f"{where}: {' × '.join(f'{name} = {short(size(name))}' for name in names)}: the widest of the weights has {widest}")
 
 
 def _refuse_unsupported(fields: dict[str, Any], where: str) -> None:

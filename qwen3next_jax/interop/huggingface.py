@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from qwen3next_jax import jsonfile
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
+from qwen3next_jax.errors import UserError, short
+from qwen3next_jax.interop.hf_config import check_sizes, format_hf_config, parse_hf_config
 from qwen3next_jax.interop.layout import Entry, Parameter, Slice, parameters
 from qwen3next_jax.interop.weights import Weights, name_some, read_json, weight_files, write_weights
 from qwen3next_jax.model import Qwen3Next
@@ -76,7 +77,9 @@ def _directory(path: str | os.PathLike) -> pathlib.Path:
 def _read_config(directory: pathlib.Path, weights: Weights) -> ModelConfig:
     has_mtp = any(name.startswith("mtp.") for name in weights.names)
     file = directory / "config.json"
-    return parse_hf_config(read_json(file), has_mtp, str(file))
+    fields = read_json(file)
+    check_sizes(fields, {name: weights.shape(name) for name in weights.names}, str(file))
+    return parse_hf_config(fields, has_mtp, str(file))
 
 
 def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
@@ -221,10 +224,17 @@ def _check_digests(directory: pathlib.Path) -> None:
 def verify_hf(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
     """`(file, what is wrong with it or None)` of every file that SHA256SUMS names and of every weight file; nothing
     where there is no SHA256SUMS. Files are digested on all cores."""
-    if not (directory / _DIGESTS).is_file():
+    if not (directory / _DIGESTS).exists():
         return
-    lines = [line.split(maxsplit=1) for line in (directory / _DIGESTS).read_text(errors="replace").splitlines()]
+    try:
+        with jsonfile.open_regular(directory / _DIGESTS) as file:
+            lines = [line.split(maxsplit=1) for line in file.read().decode(errors="replace").splitlines()]
+    except OSError as error:
+        raise UserError(f"{directory / _DIGESTS}: cannot be read ({error.strerror})") from error
     recorded = {words[1].lstrip("*"): words[0] for words in lines if len(words) == 2}
+    for name in [name for name in recorded if pathlib.PurePath(name).is_absolute() or ".." in pathlib.PurePath(name).parts]:
+        del recorded[name]
+        yield _DIGESTS, f"it names {short(name)}, which is outside this folder"
     for file in weight_files(directory):
         if file.name not in recorded:
             yield file.name, f"{_DIGESTS} does not name it"
