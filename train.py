@@ -12,8 +12,12 @@ def main() -> int:
     config, launch = get_config(), get_launch()
     if get_max_restarts():
         return supervisor.supervise(get_workdir(config.name), get_max_restarts())
+    if config.data.source == "text":
+        from qwen3next_jax.data.check import check_text  # each import comes when its turn does: a mistake should not wait for JAX
+
+        check_text(config.data, config.model.vocab_size)
     cli.enable_compilation_cache()
-    from qwen3next_jax.parallel import distributed  # after the flags: a mistyped flag should not wait for JAX
+    from qwen3next_jax.parallel import distributed
     with distributed.joined(launch, config):
         from qwen3next_jax.training.loop import train
 

@@ -11,22 +11,23 @@ PACKAGE = ROOT / "qwen3next_jax"
 # part → the parts it may import. Commands at the top of the package may import everything below them.
 ARROWS = {
     "errors": set(),
+    "jsonfile": set(),
     "config": {"errors"},
     "ops": set(),
     "model": {"ops", "parallel", "config", "errors"},
     "parallel": {"config", "errors"},
-    "data": {"config", "errors"},
-    "interop": {"model", "config", "errors"},
+    "data": {"config", "errors", "jsonfile"},
+    "interop": {"model", "config", "errors", "jsonfile"},
     "inference": {"model", "ops", "config", "errors"},
     "evals": {"inference", "model", "ops", "config", "errors", "data"},
-    "reporting": {"errors"},
-    "sweeps": {"reporting", "data", "evals", "inference", "model", "config", "errors"},
-    "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config", "errors"},
+    "reporting": {"errors", "jsonfile"},
+    "sweeps": {"reporting", "data", "evals", "inference", "model", "config", "errors", "jsonfile"},
+    "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config", "errors", "jsonfile"},
     "planner": {"training", "model", "ops", "parallel", "config", "errors"},
 }
 LIBRARIES_OF_OPS = {"jax", "numpy", "tokamax"}
 # Present on every machine that trains, but not on every one that only loads a model.
-ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": {"qwen3next_jax/cli.py"},
+ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": set(),
            "lm_eval": {"qwen3next_jax/evals/harness.py", "qwen3next_jax/harness.py"}}
 
 

@@ -28,7 +28,7 @@ def _wait_for(path, process, seconds=20):
 BLOCKED = """
 import ctypes, pathlib, sys, threading, time
 from qwen3next_jax.training.watchdog import Signals
-with Signals() as signals:
+with Signals(lambda line: None) as signals:
     def report():
         while not signals.caught: time.sleep(0.01)
         pathlib.Path(sys.argv[2]).touch()

@@ -79,8 +79,19 @@ def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
         return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, explicit=False, on_bad_text=on_bad_text)
     files = sorted(_remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label)
     if not files:
-        raise UserError(f"data.path {path!r} matches no file{_nearest_hint(path)}")
+        raise _no_file(path)
     return Source(path, tuple(files), text_field, explicit=len(files) == 1 and not _WILDCARD.search(path), on_bad_text=on_bad_text)
+
+
+def check_path(path: str) -> None:
+    """Refuses a local glob that matches nothing, as `resolve`, at the first match instead of after the last."""
+    expanded = os.path.expanduser(path)
+    if not is_remote(path) and not os.path.lexists(expanded) and not next(local_glob.iglob(expanded, recursive=True), None):
+        raise _no_file(path)
+
+
+def _no_file(path: str) -> UserError:
+    return UserError(f"data.path {path!r} matches no file{_nearest_hint(path)}")
 
 
 def documents(source: Source) -> Iterator[Document]:

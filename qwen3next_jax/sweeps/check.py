@@ -1,9 +1,8 @@
 """What a point needs beyond a valid configuration: its evaluations and its data must be able to run. Checked for all points
 before the first starts; nothing is computed."""
 
-from qwen3next_jax.data.sources import resolve
+from qwen3next_jax.data.check import check_text
 from qwen3next_jax.data.synthetic import TRAIN_SPLIT, TaskRows
-from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import suite
 from qwen3next_jax.evals.recall import check_needle_lengths
@@ -18,11 +17,9 @@ def check_points(sweep: Sweep) -> None:
             text = config.data.source == "text"
             suite.check(config.eval.suites, suite.options_of(config.eval), config.model, text)
             if text:
-                tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size)
+                tokenizer = check_text(config.data, config.model.vocab_size)
                 if "niah" in config.eval.suites:
                     check_needle_lengths(tokenizer, config.eval.suite_lengths)
-                for path in config.data.globs or ("",):
-                    resolve(path, config.data.text_field)
             else:
                 TaskRows(config.data.source, config.train.sequence_length, config.model.vocab_size, config.data.synthetic,
                          config.data.seed, TRAIN_SPLIT)

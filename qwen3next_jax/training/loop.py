@@ -80,7 +80,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         corpus = data.describe()
         bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2) if corpus["bytes"] else None
         with Display(_title(config, mesh, state, corpus, first_step), config.train.steps, first_step, first) as display, \
-                open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
+                open_metrics(config, workdir, first_step, display) as metrics, Signals(display.say) as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
             run = _Run(config, mesh, data, checkpoints, metrics, display, profiler, watchdog, Throughput(config, bits_per_nat))
