@@ -91,9 +91,9 @@ def load_run(workdir: pathlib.Path) -> Run:
         raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
         config = jsonfile.read(path)["config"]
-        sizes = [config.get("model", {}).get("num_hidden_layers", 0), config.get("train", {}).get("steps", 0)]
-        if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
-            raise ValueError("wrong types")
+        layers, steps = config.get("model", {}).get("num_hidden_layers", 0), config.get("train", {}).get("steps", 0)
+        if not (type(layers) is int and 0 <= layers < 10**5 and type(steps) is int and 0 <= steps < 2**63):
+            raise ValueError("no numbers of layers and steps")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, AttributeError) as error:
