@@ -186,6 +186,10 @@ def check_model(flag: str, path: str | pathlib.Path) -> None:
     if not (folder / "run.json").exists() and not (folder / "config.json").exists():
         reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
         raise UserError(f"--{flag}={path}: not the folder of a run, nor a Hugging Face directory ({reason})")
+    if not (folder / "run.json").exists():
+        from qwen3next_jax.interop.hf_config import read_hf_config
+
+        read_hf_config(path)
 
 
 def check_writable(flag: str, path: str) -> None:

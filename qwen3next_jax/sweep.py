@@ -16,7 +16,6 @@ from typing import Any
 from absl import flags
 
 from qwen3next_jax import cli
-from qwen3next_jax.config.files import call_file
 from qwen3next_jax.errors import ExitCode, UserError
 
 
@@ -25,17 +24,17 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{len(arguments)} sweep files given: expected one, such as python -m qwen3next_jax.sweep configs/sweeps/ratio.py")
     path = arguments[0]
     changes = _changes(_set.value)
-    call_file(pathlib.Path(path), "get_sweep")  # what is wrong with the file is told before JAX loads
-    # Imported here, so that a mistyped flag is answered at once.
+    # Imported here, so that a mistyped flag, and a mistake in the file, is answered at once.
+    from qwen3next_jax.sweeps.points import load_sweep
+
+    sweep = load_sweep(path, changes)
     from rich.console import Console
 
     from qwen3next_jax.sweeps import runner
     from qwen3next_jax.sweeps.check import check_points
-    from qwen3next_jax.sweeps.points import load_sweep
     from qwen3next_jax.sweeps.report import write_report
     from qwen3next_jax.sweeps.results import read_result
 
-    sweep = load_sweep(path, changes)
     check_points(sweep)
     workdir = pathlib.Path(_workdir.value or pathlib.Path("runs") / "sweeps" / pathlib.Path(path).stem)
     runner.open_sweep(sweep, workdir)

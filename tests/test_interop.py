@@ -5,6 +5,8 @@ import json
 import os
 import pathlib
 import shutil
+import signal
+import time
 
 import jax
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
+from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop import read_hf_config, weights
+from qwen3next_jax.interop import weights
+from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
@@ -228,6 +231,17 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path):
             raise OSError("disk full")
     with pytest.raises(OSError, match="disk full"):
         save_hf(new_model(), tmp_path / "other", BrokenTokenizer())
+
+    class Interrupted:
+        def save(self, directory):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+    before = signal.signal(signal.SIGTERM, export._interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save_hf(new_model(), tmp_path / "other", Interrupted())
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert [f.name for f in tmp_path.rglob("*")] == ["out", "notes.txt"]
 
 

@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+import os
+import pathlib
 from typing import Any
 
 from qwen3next_jax.config import ModelConfig, from_dict
 from qwen3next_jax.errors import UserError, short
+from qwen3next_jax.interop.weights import Weights, read_json
 
 # Fields of the same name and meaning on both sides.
 _SHARED = (
@@ -18,6 +21,29 @@ _SHARED = (
 # What transformers takes where the file is silent, as far as it differs from the released model.
 _ABSENT = {"intermediate_size": 5632, "max_position_embeddings": 32_768}
 _ABSENT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+
+
+def read_hf_config(path: str | os.PathLike) -> ModelConfig:
+    """The architecture of a Hugging Face directory, without reading its weights (their names and shapes only), nor JAX.
+
+    Raises:
+      UserError: see `huggingface.load_hf`.
+    """
+    directory = model_directory(path)
+    weights, file = Weights(directory), directory / "config.json"
+    fields = read_json(file)
+    _refuse_unsupported(fields, str(file))
+    check_sizes(fields, {name: weights.shape(name) for name in weights.names}, str(file))
+    return parse_hf_config(fields, any(name.startswith("mtp.") for name in weights.names), str(file))
+
+
+def model_directory(path: str | os.PathLike) -> pathlib.Path:
+    """`path`, if it is a directory."""
+    directory = pathlib.Path(path)
+    if directory.is_dir():
+        return directory
+    found = "is a file" if directory.exists() else "does not exist"
+    raise UserError(f"{directory} {found}: expected a Hugging Face model directory (config.json and *.safetensors)")
 
 
 def parse_hf_config(fields: dict[str, Any], has_mtp: bool, where: str) -> ModelConfig:

@@ -19,9 +19,9 @@ from flax import nnx
 from qwen3next_jax import jsonfile
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.errors import UserError, short
-from qwen3next_jax.interop.hf_config import check_sizes, format_hf_config, parse_hf_config
+from qwen3next_jax.interop.hf_config import format_hf_config, model_directory, read_hf_config
 from qwen3next_jax.interop.layout import Entry, Parameter, Slice, parameters
-from qwen3next_jax.interop.weights import Weights, name_some, read_json, weight_files, write_weights
+from qwen3next_jax.interop.weights import Weights, name_some, weight_files, write_weights
 from qwen3next_jax.model import Qwen3Next
 
 _DIGESTS = "SHA256SUMS"
@@ -56,32 +56,6 @@ def _dotted(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
-def read_hf_config(path: str | os.PathLike) -> ModelConfig:
-    """The architecture of a Hugging Face directory, without reading its weights (their names only).
-
-    Raises:
-      UserError: see `load_hf`.
-    """
-    directory = _directory(path)
-    return _read_config(directory, Weights(directory))
-
-
-def _directory(path: str | os.PathLike) -> pathlib.Path:
-    directory = pathlib.Path(path)
-    if directory.is_dir():
-        return directory
-    found = "is a file" if directory.exists() else "does not exist"
-    raise UserError(f"{directory} {found}: expected a Hugging Face model directory (config.json and *.safetensors)")
-
-
-def _read_config(directory: pathlib.Path, weights: Weights) -> ModelConfig:
-    has_mtp = any(name.startswith("mtp.") for name in weights.names)
-    file = directory / "config.json"
-    fields = read_json(file)
-    check_sizes(fields, {name: weights.shape(name) for name in weights.names}, str(file))
-    return parse_hf_config(fields, has_mtp, str(file))
-
-
 def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
     """The model in a Hugging Face directory.
 
@@ -109,7 +83,7 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
     One (stacked) parameter is in memory at a time; everything is checked before the first is read. `dtype` and errors
     are those of `load_hf`.
     """
-    directory = _directory(path)
+    directory = model_directory(path)
     weights = Weights(directory)
     _check_digests(directory)
     wanted = list(parameters(config))

@@ -24,7 +24,6 @@ from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
 from qwen3next_jax.config.files import call_file, load_config_file
 from qwen3next_jax.data.tokens import fill_from_tokenizer
 from qwen3next_jax.errors import UserError, did_you_mean
-from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
@@ -207,6 +206,8 @@ def _copy(tree: Any) -> Any:
 
 def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str, int]:
     """The MLP width (setting and value) with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
+    from qwen3next_jax.model.flops import flops_per_token, parameter_counts  # which loads JAX; a mistake should not wait for it
+
     name = "moe_intermediate_size" if any(sparse for _, sparse in config.model.layer_kinds) else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
