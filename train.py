@@ -12,10 +12,9 @@ def main() -> int:
     config, launch = get_config(), get_launch()
     if get_max_restarts():
         return supervisor.supervise(get_workdir(config.name), get_max_restarts())
-    if config.data.source == "text":
-        from qwen3next_jax.data.check import check_text  # each import comes when its turn does: a mistake should not wait for JAX
+    from qwen3next_jax.data.pipeline import source_of  # each import when its turn comes: a mistake should not wait for JAX
 
-        check_text(config.data, config.model.vocab_size)
+    source_of(config.data).check(config.data, config.train.sequence_length, config.model.vocab_size)
     cli.enable_compilation_cache()
     from qwen3next_jax.parallel import distributed
     with distributed.joined(launch, config):

@@ -40,10 +40,12 @@ def _run(*command, **environment):
     (["train.py", TINY, "--config.name=../../evil"], "name = '../../evil': expected the name of a folder, without '/'"),
     (["eval.py"], "--workdir is missing"),
     (["eval.py", "--workdir=docs", "--config.data.path=x"], "--config is missing (--config.data.path changes a setting of it)"),
+    (["eval.py", "--workdir=docs", "--suite=heldut"], "--suite = 'heldut': expected one of "),
     (["eval.py", "--workdir=docs"], "--workdir=docs: not the folder of a run, nor a Hugging Face directory (it has neither"),
     ([*GENERATE, "--model=nowhere"], "--model=nowhere: not the folder of a run, nor a Hugging Face directory (no such folder)"),
     ([*GENERATE, "--model=nowhere", "--max_new_tokens=0"], "--max_new_tokens=0: 0 is not a positive integer"),
     ([*GENERATE, "--model=nowhere", "--temperature=nan"], "--temperature=nan: expected a finite number"),
+    (["-m", "qwen3next_jax.sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"], "train.stesp"),
     (["-m", "qwen3next_jax.report", "nowhere"], "nowhere: not the folder of a run"),
     (["-m", "qwen3next_jax.export", "--workdir=nowhere", "--out=x"], "--workdir=nowhere: not the folder of a run"),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else "")

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from qwen3next_jax.model.gated_attention import GatedAttention
+from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
 from qwen3next_jax.parallel.mesh import make_mesh, one_device
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
@@ -34,8 +35,8 @@ def measured():
     return graphdef, params, step, jax.device_get(step(params, BATCH))
 
 
-def test_the_first_token_share_is_that_of_the_explicit_probabilities():
-    layer = GatedAttention(MODEL, rngs=nnx.Rngs(0))
+def test_attention_is_measured_as_the_explicit_scores_say():
+    layer = GatedAttention(MODEL, Make(MODEL, nnx.Rngs(0)), (0,))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32, 16)), jnp.float32)
     segments = BATCH["segment_ids"]
     context = Context(document_positions(segments), segments, segments > 0, diagnose=True)
@@ -48,13 +49,17 @@ def test_the_first_token_share_is_that_of_the_explicit_probabilities():
         query, key = (rotate(rms_norm(a, jnp.zeros(8), MODEL), context.positions, MODEL.rotary_dim, MODEL.rope_theta) for a in (query, key))
         scores = jnp.einsum("btnk,bsnk->bnts", query, jnp.repeat(key, 2, axis=2)) * 8**-0.5
         seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((32, 32), bool))
-        return jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30)), jax.nn.sigmoid(gate)
-    probability, gate = jax.device_get(explicit(x))
+        scores = jnp.where(seen[:, None], scores, -1e30)
+        return jax.nn.softmax(scores), jax.nn.sigmoid(gate), scores
+    probability, gate, scores = jax.device_get(explicit(x))
     positions = np.asarray(context.positions)
     shares = [probability[b, :, t, t - positions[b, t]]
               for b in range(4) for t in range(32) if segments[b, t] > 0 and positions[b, t] > 0]
     np.testing.assert_allclose(diagnostics["first_token_share"], np.mean(shares, axis=0), rtol=1e-5)
     assert 0.05 < np.mean(shares) < 0.95
+    counted = np.where(np.asarray(segments > 0)[:, None, :, None], scores, -np.inf)
+    np.testing.assert_allclose(diagnostics["logit_max"], counted.max(axis=(0, 2, 3)), rtol=1e-3)
+    assert (scores.max(axis=(0, 2, 3)) > 1.01 * counted.max(axis=(0, 2, 3))).any()  # padding's would be larger
     open_gates = gate[np.asarray(segments) > 0]
     np.testing.assert_allclose(diagnostics["gate_mean"], open_gates.mean(), rtol=1e-5)
     np.testing.assert_allclose(diagnostics["gate_closed"], (open_gates < 0.1).mean(), rtol=1e-5)
@@ -78,8 +83,8 @@ def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     record = summarise(CONFIG, result, result["param_norms"], load)
     assert record["dead_experts"] == [1, 0, 3, 0, 0] and record["load_max_violation"] == [1, 0, 3, 0, 0]
-    kinds = [name for name, _ in MODEL.layer_kinds] + ["full_attention"]  # the MTP module's
-    for name, owner in (("beta", "linear_attention"), ("gate_mean", "full_attention")):
+    kinds = [name for name, _ in MODEL.layer_kinds]
+    for name, owner in (("beta", "gated_deltanet"), ("gate_mean", "gated_attention")):
         assert [value is not None for value in record[name]] == [kind == owner for kind in kinds]
     assert set(record["groups"]) == {"embedding", "final_norm", "head"}
 

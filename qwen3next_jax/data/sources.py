@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import glob as local_glob
 import gzip
-import hashlib
 import os
 import pathlib
 import re
@@ -21,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 from etils import epath
 
-from qwen3next_jax import jsonfile
+from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.errors import UserError, did_you_mean, warn
 
 STANDARD_LIBRARY = "Python standard library"
@@ -79,19 +78,8 @@ def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
         return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, explicit=False, on_bad_text=on_bad_text)
     files = sorted(_remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label)
     if not files:
-        raise _no_file(path)
+        raise UserError(f"data.path {path!r} matches no file{_nearest_hint(path)}")
     return Source(path, tuple(files), text_field, explicit=len(files) == 1 and not _WILDCARD.search(path), on_bad_text=on_bad_text)
-
-
-def check_path(path: str) -> None:
-    """Refuses a local glob that matches nothing, as `resolve`, at the first match instead of after the last."""
-    expanded = os.path.expanduser(path)
-    if not is_remote(path) and not os.path.lexists(expanded) and not next(local_glob.iglob(expanded, recursive=True), None):
-        raise _no_file(path)
-
-
-def _no_file(path: str) -> UserError:
-    return UserError(f"data.path {path!r} matches no file{_nearest_hint(path)}")
 
 
 def documents(source: Source) -> Iterator[Document]:
@@ -131,10 +119,9 @@ def describe(source: Source, file: int, record: int) -> str:
 def content_digest(file: SourceFile) -> str:
     """SHA-256 of a local file's bytes; of size and checksum for a remote object, which is not downloaded."""
     if is_remote(os.fspath(file.path)):
-        return hashlib.sha256(f"{file.size} {file.version}".encode()).hexdigest()
+        return digests.of(f"{file.size} {file.version}")
     try:
-        with file.path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return digests.of_file(file.path)
     except OSError as error:
         raise UserError(f"{file.path}: cannot be read ({error})") from error
 

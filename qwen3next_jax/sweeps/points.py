@@ -24,6 +24,7 @@ from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
 from qwen3next_jax.config.files import call_file, load_config_file
 from qwen3next_jax.data.tokens import fill_from_tokenizer
 from qwen3next_jax.errors import UserError, did_you_mean
+from qwen3next_jax.trees import flat
 
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
@@ -208,7 +209,7 @@ def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str
     """The MLP width (setting and value) with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
     from qwen3next_jax.model.flops import flops_per_token, parameter_counts  # which loads JAX; a mistake should not wait for it
 
-    name = "moe_intermediate_size" if any(sparse for _, sparse in config.model.layer_kinds) else "intermediate_size"
+    name = "moe_intermediate_size" if config.model.has_experts else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
         return parameter_counts(model).total if match == "parameters" else flops_per_token(model, config.train.sequence_length)
@@ -227,12 +228,7 @@ def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which model.layer_types is what came out."""
-    def flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-        settings = {}
-        for key, value in tree.items():
-            settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: _jsonable(value)}
-        return settings
-    settings = flat(dataclasses.asdict(config), "")
+    settings = flat(_jsonable(dataclasses.asdict(config))) | {"model.layer_types": list(config.model.pattern)}
     del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
     return settings
 

@@ -1,13 +1,14 @@
-"""AdamW through optax: schedules, clipping, and which parameters decay."""
+"""What all optimizers share: clipping, weight decay, the schedule of the learning rate."""
 
 import jax
 import optax
+from jax.sharding import Mesh
 
-from qwen3next_jax.config import OptimizerConfig
-
-# Parameters by the last part of their path. Decay rates start from a distribution that weight decay would erase.
-NEVER_DECAYED = ("a_log", "dt_bias")
-NORM_WEIGHTS = ("mixer_norm", "mlp_norm", "final_norm", "q_norm", "k_norm", "norm", "embedding_norm", "hidden_norm")
+from qwen3next_jax.config import Config, OptimizerConfig
+from qwen3next_jax.config.optimizers import OPTIMIZERS
+from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.model import declared
+from qwen3next_jax.trees import path_string
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -27,15 +28,22 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.join_schedules((rising, optax.constant_schedule(peak), fall), (warmup, stable_until))
 
 
-def decay_mask(params: dict, decay_norm_weights: bool) -> dict:
-    """Tree of bools: which parameters take weight decay."""
-    excluded = NEVER_DECAYED if decay_norm_weights else NEVER_DECAYED + NORM_WEIGHTS
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in excluded, params)
+def make_optimizer(config: Config, mesh: Mesh | None = None) -> optax.GradientTransformation:
+    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate.
 
+    An optimizer is `direction(config.optimizer, declared, mesh)` → the transformation between clipping and weight decay. `declared`:
+    of every parameter, by its path; `mesh`: over which it may divide its work, None for one device. What it keeps of a parameter
+    has that parameter's path and shape, so that it lies on the mesh as the parameter does.
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    adamw = optax.adamw(learning_rate_schedule(config, steps), b1=config.beta1, b2=config.beta2, eps=config.eps,
-                        weight_decay=config.weight_decay,
-                        mask=lambda params: decay_mask(params, config.decay_norm_weights))
-    return optax.chain(clip, adamw)
+    Raises:
+      UserError: no such optimizer, or its line of `config.optimizers` cannot be imported.
+    """
+    c, parameters = config.optimizer, declared(config.model)
+
+    def decays(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: parameters[path_string(path)].decays(c.decay_norm_weights), params)
+    clip = optax.clip_by_global_norm(c.clip_norm) if c.clip_norm else optax.identity()
+    direction = resolve(OPTIMIZERS, c.name, "optimizer.name")(c, parameters, mesh)
+    # The inner chain is that of optax.adamw, whose state the checkpoints hold.
+    return optax.chain(clip, optax.chain(direction, optax.add_decayed_weights(c.weight_decay, decays),
+                                         optax.scale_by_learning_rate(learning_rate_schedule(c, config.train.steps))))
