@@ -25,8 +25,8 @@ def main() -> int:
     workdir = get_workdir(config.name if config else None)
     for name in _suite.value:
         check_name(EVALUATIONS, name, "--suite")
-    cli.check_model("workdir", workdir)
     cli.check_writable("json", _json.value)
+    cli.check_model("workdir", workdir)
     lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
     cli.enable_compilation_cache()
