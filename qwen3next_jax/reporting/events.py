@@ -48,9 +48,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers (NaN and infinity are text), text, nothing, or a list of them."""
+    """Numbers (NaN and infinity are text), text, nothing, or lists and objects of them: what a reader can draw or leave out."""
     return (value is None or isinstance(value, (str, bool, float)) or _is_number(value)
-            or isinstance(value, list) and all(map(_is_plain, value)))
+            or isinstance(value, (list, dict)) and all(map(_is_plain, value.values() if isinstance(value, dict) else value)))
 
 
 def _is_matrix(value: Any) -> bool:
