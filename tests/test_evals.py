@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from page import example, line
 from flax import nnx
 
 from qwen3next_jax import evaluate
@@ -19,7 +20,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import sinks
-from qwen3next_jax.inference.decode import STOPPED
+from qwen3next_jax.inference.decode import STOPPED, complete
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.reporting.figures import named, record
@@ -155,38 +156,12 @@ def test_what_cannot_run_is_refused_before_anything_is_computed(names, options, 
         evaluation.check(names, options, config, tokens)
 
 
-REPETITION = """
-import numpy as np
-
-from qwen3next_jax.evals.evaluation import Evaluation
-from qwen3next_jax.reporting.figures import Figure
-
-
-class Repetition(Evaluation):
-    \"\"\"Rows that say one token over and over: how often the model's best guess is that token.\"\"\"
-
-    figures = {"accuracy": Figure("accuracy", "share", "higher", main=True)}
-
-    @classmethod
-    def context(cls, options):
-        return max(options.lengths)
-
-    def run(self, params):
-        score, rng, values = self.subject.scorer(params), np.random.default_rng(0), {}
-        for length in self.subject.options.lengths:
-            said = rng.integers(0, self.subject.config.vocab_size, (self.subject.options.rows or 32, 1))
-            tokens = np.repeat(said, length, axis=1).astype(np.int32)
-            _, guess = score(tokens)
-            values[f"accuracy/{length} tokens"] = float((guess == tokens[:, 1:]).mean())
-        return values
-"""
-
-
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
     """It is refused, run, printed, reported and compared by its declaration alone; what it does not declare is shown plainly."""
-    (tmp_path / "repetition.py").write_text(REPETITION.replace("return values", "return values | {'rows_read': 32}"))
+    code = example("my_evaluation.py", tmp_path)
+    (tmp_path / "my_evaluation.py").write_text(code.replace("return values", "return values | {'rows_read': 32}"))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(EVALUATIONS, "repetition", "repetition:Repetition")
+    monkeypatch.setitem(EVALUATIONS, *line("EVALUATIONS"))
     config, options = ModelConfig(max_position_embeddings=64), evaluation.Options(lengths=(8, 16))
     with pytest.raises(UserError, match="suite repetition needs a context of 256 tokens, the model's is 64"):
         evaluation.check(("repetition",), evaluation.Options(), config, IDS)
@@ -226,15 +201,19 @@ NANO = Config(
     data=DataConfig(source="backcopy"), train=TrainConfig(batch_size=4, sequence_length=32), eval=EvalConfig(sample_tokens=0))
 
 
-def test_on_a_mesh_every_evaluation_gives_what_it_gives_on_one_device():
+def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
     data = open_data(NANO.data, 32, 4, 32)
     graphdef, _ = abstract_model(NANO)
-    found = []
+    found, said = [], []
     for axes in ({"data": 1}, {"data": 2, "context": 2, "tensor": 2}):
         mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:math.prod(axes.values())])
         options = evaluation.Options(rows=3, pairs=(3,))  # rows that do not divide
         subject = evaluation.Subject(NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh))
         params = init_state(NANO, mesh)["params"]
-        evaluations = evaluation.make(("heldout", "position", "mqar", "sinks"), subject)
+        evaluations = evaluation.make(("heldout", "mqar", "sinks"), subject)
         found.append({f"{name} {kind}": value for name, one in evaluations.items() for kind, value in one.run(params).items()})
-    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1 and len(found[0]) > 20
+        said.append([complete(nnx.merge(graphdef, params), [np.arange(1, n) for n in (6, 20, 2)], max_new_tokens=8, seed=3,
+                              temperature=temperature, mesh=compute_mesh(mesh)) for temperature in (0.0, 1.0)])
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1 and len(found[0]) > 10
+    np.testing.assert_array_equal(said[1], said[0])
+    assert len(np.unique(said[0])) > 8

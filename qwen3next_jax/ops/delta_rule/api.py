@@ -13,20 +13,8 @@ from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, referenc
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu")
 
 
-def gated_delta_rule(
-    q,
-    k,
-    v,
-    *,
-    g,
-    beta,
-    initial_state=None,
-    segment_ids=None,
-    normalize_qk: bool = True,
-    erase: bool = True,
-    implementation: str | None = None,
-    axis_name: str | None = None,
-):
+def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, normalize_qk: bool = True, erase: bool = True,
+                     implementation: str | None = None, axis_name: str | None = None):
     """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
 
     Per value head, with S the state [K, V], decay first, then the write, then the read:
@@ -101,9 +89,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: expected at least one of every axis")
     if v.shape[2] % q.shape[2] != 0:
-        raise ValueError(
-            f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads"
-        )
+        raise ValueError(f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads")
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
@@ -115,9 +101,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
             f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to interpret it; use 'chunked'"
         )
     if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
-        raise NotImplementedError(
-            "implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'"
-        )
+        raise NotImplementedError("implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'")
     state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     if initial_state is not None and initial_state.shape != state_shape:
         raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, H, K, V] = {state_shape}")

@@ -81,10 +81,7 @@ def _chunks(
     heads = v.shape[2]
     narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
     scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
-    q_, k_ = (
-        _scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size)
-        for x, y in zip((q, k), scales)
-    )
+    q_, k_ = (_scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size) for x, y in zip((q, k), scales))
     v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
     documents = None
     if segments is not None:
@@ -127,22 +124,8 @@ def _state_pass(c: Chunks, initial_state, dots: Products, exact: Products, paral
     return states, written, final
 
 
-def forward(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
-    segments,
-    inverses,
-    *,
-    size: int,
-    normalize_qk: bool,
-    erase: bool,
-    save: bool,
-    parallel: bool,
-):
+def forward(q, k, v, g, beta, initial_state, segments, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool,
+            parallel: bool):
     """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
     [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without `save` the last two are None.
     `inverses`: those of an earlier pass over the same k, g and beta, or None."""
@@ -153,9 +136,7 @@ def forward(
     return (o, final, states.astype(v.dtype), _to_twins(c.inverse)) if save else (o, final, None, None)
 
 
-def affine_map(
-    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, parallel: bool
-):
+def affine_map(q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
     """What these tokens do to any state S that enters beside `initial_state`: U and M of the final state U + M S, the reads r
     of o + r S, and the inverses A.
 
@@ -176,23 +157,8 @@ def map_gradient(r, do):
     return jnp.sum(Products(r.dtype).tn(r, _cut(do.astype(r.dtype), r.shape[3])), axis=0)
 
 
-def backward(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    segments,
-    states,
-    inverses,
-    do,
-    dfinal,
-    *,
-    size: int,
-    normalize_qk: bool,
-    erase: bool,
-    parallel: bool,
-):
+def backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, parallel:
+             bool):
     """Gradients of q, k, v, g, beta and the initial state, from those of o and the final state."""
     c, dots, exact = _chunks(q, k, v, g, beta, segments, inverses, size, normalize_qk, erase)
     states = states.astype(exact.operand)
@@ -213,9 +179,7 @@ def backward(
     else:
         needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
         dinitial, (dstates, dr, x) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
-    d = chunk_math.chunk_gradients(
-        c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, states, dstates, do, erase, dots
-    )
+    d = chunk_math.chunk_gradients(c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, states, dstates, do, erase, dots)
     dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :]))
     if segments is not None:
         dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
@@ -315,8 +279,5 @@ def _prepare_backward(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
     dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))
     dq = dq * width**-0.5
     if normalize:
-        dq, dk = (
-            chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x))
-            for dy, x in ((dq, q_BTGK), (dk, k_BTGK))
-        )
+        dq, dk = (chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x)) for dy, x in ((dq, q_BTGK), (dk, k_BTGK)))
     return dq, dk

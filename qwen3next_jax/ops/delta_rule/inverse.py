@@ -41,10 +41,8 @@ def unit_lower_inverse(l_CC, exact: Products):
             corner = l_CC[..., start + m : start + 2 * m, start : start + m]
             corner = -exact.nn(bottom, exact.nn(corner, top))
             merged.append(
-                jnp.concatenate(
-                    [jnp.concatenate([top, jnp.zeros_like(top)], axis=-1), jnp.concatenate([corner, bottom], axis=-1)],
-                    axis=-2,
-                )
+                jnp.concatenate([jnp.concatenate([top, jnp.zeros_like(top)], axis=-1), jnp.concatenate([corner, bottom], axis=-1)],
+                                axis=-2)
             )
         inverses, m = merged, 2 * m
     return inverses[0]
