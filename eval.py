@@ -16,7 +16,8 @@ get_workdir = cli.define_workdir_flag(default_from_config=True)
 _suite = flags.DEFINE_list("suite", ["heldout"], f"evaluations, comma-separated: {', '.join(EVALUATIONS)}")
 _lengths = flags.DEFINE_list("lengths", ["256"], "row lengths in tokens of induction, copy and niah")
 _pairs = flags.DEFINE_list("pairs", ["4", "8", "16"], "numbers of pairs of mqar")
-_rows = flags.DEFINE_integer("rows", None, "rows of each evaluation (default: all of heldout and position, 128 or 32 of the others)", lower_bound=1)
+_rows = flags.DEFINE_integer("rows", None, "rows of each evaluation (default: all of heldout and position, 128 or 32 of the others)",
+                              lower_bound=1)
 _json = flags.DEFINE_string("json", "", "a file that gets all results, too")
 
 

@@ -195,7 +195,8 @@ def check_model(flag: str, path: str | pathlib.Path) -> None:
 def check_writable(flag: str, path: str) -> None:
     """Refuses a file for results whose folder is not there, before they are computed."""
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
-        raise UserError(f"--{flag}={path}: " + ("a folder: expected the name of a file" if pathlib.Path(path).is_dir() else "there is no such folder"))
+        reason = "a folder: expected the name of a file" if pathlib.Path(path).is_dir() else "there is no such folder"
+        raise UserError(f"--{flag}={path}: {reason}")
 
 
 def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:

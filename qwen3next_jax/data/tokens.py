@@ -75,7 +75,8 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
     tokenizer = ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only {vocab_size}: "
-                        f"set model.vocab_size to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose another data.tokenizer")
+                        f"set model.vocab_size to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose "
+                        "another data.tokenizer")
     return tokenizer
 
 
@@ -218,8 +219,8 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         if self.vocab_size > _LARGEST_GAP + len(ids):
-            raise UserError(f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a vocabulary of {len(ids)} tokens: "
-                            "damaged; copy or download it again")
+            raise UserError(f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a vocabulary of {len(ids)} "
+                            "tokens: damaged; copy or download it again")
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._eos_token = _eos_token(path, self._tokenizer)

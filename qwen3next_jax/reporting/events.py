@@ -26,7 +26,8 @@ def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 event = jsonfile.parse(line)
             except ValueError:
                 continue
-            if _REQUIRED <= event.keys() and (event["event"] != "suite" or "suite" in event) and all(_FIELDS.get(name, _is_plain)(value) for name, value in event.items()):
+            whole = _REQUIRED <= event.keys() and (event["event"] != "suite" or "suite" in event)
+            if whole and all(_FIELDS.get(name, _is_plain)(value) for name, value in event.items()):
                 yield line, event
 
 
