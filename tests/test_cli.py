@@ -11,8 +11,7 @@ import pytest
 
 from qwen3next_jax import sweep
 from qwen3next_jax.config import Config, default_config, from_dict
-from qwen3next_jax.config.files import apply_overrides, load_config_file
-from qwen3next_jax.data.tokens import fill_from_tokenizer
+from qwen3next_jax.config_files import apply_overrides, fill_from_tokenizer, load_config_file
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.sweeps.points import load_sweep
 

@@ -7,7 +7,7 @@ that preparation, evaluation (bits per byte), generation (streamed text) and exp
 import functools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -78,19 +78,6 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
                         f"set model.vocab_size to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose "
                         "another data.tokenizer")
     return tokenizer
-
-
-def fill_from_tokenizer(values: dict[str, Any]) -> None:
-    """Where the settings `values` (nested dicts of a `Config`) leave `model.vocab_size` at 0, sets it, and the end token,
-    from `data.tokenizer`.
-
-    Raises:
-      UserError: the tokenizer cannot be used.
-    """
-    model, data = values.get("model", {}), values.get("data", {})
-    if model.get("vocab_size") == 0 and data.get("source", "text") == "text":
-        tokenizer = load_tokenizer(data.get("tokenizer", "bytes"))
-        model["vocab_size"], model["eos_token_id"] = tokenizer.vocab_size, tokenizer.eos_id
 
 
 class DecodeStream:
