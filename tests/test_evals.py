@@ -21,8 +21,7 @@ from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import sinks
 from qwen3next_jax.inference.decode import STOPPED, complete
-from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.parallel.mesh import make_mesh, one_device
 from qwen3next_jax.reporting.figures import named, record
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sweeps.points import Point
@@ -33,6 +32,14 @@ BYTES, IDS = ByteTokenizer(), TaskTokens(257)
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8).astype(np.int32)
 
 
+NANO = Config(
+    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
+                      num_key_value_heads=1, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+                      linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=1, dtype="float32",
+                      initializer_range=0.3, decay_init="log_uniform"),
+    data=DataConfig(source="backcopy"), train=TrainConfig(batch_size=4, sequence_length=32), eval=EvalConfig(sample_tokens=0))
+
+
 def knows(known):
     """A scorer that guesses right wherever `known(tokens [B, T])` [B, T-1] is true, with the loss 0.5 of token 1, 1.5 of 2, …"""
     def score(tokens, segment_ids=None):
@@ -40,21 +47,6 @@ def knows(known):
         wrong = np.where(known(tokens), 0, 1)
         return np.broadcast_to(np.arange(t - 1) + 0.5, (b, t - 1)), tokens[:, 1:] + wrong
     return score
-
-
-def test_scores_are_the_models_log_probabilities():
-    config = ModelConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
-                         linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32")
-    model = Qwen3Next(config, rngs=nnx.Rngs(0))
-    tokens = np.random.default_rng(0).integers(0, 31, (2, 12)).astype(np.int32)
-    segments = np.repeat([[1, 2]], 6, axis=1).repeat(2, axis=0).astype(np.int32)
-    graphdef, params = nnx.split(model, nnx.Param)
-    nll, guess = make_scorer(make_score_step(graphdef), nnx.to_pure_dict(params))(tokens, segments)
-    logits = model(jnp.asarray(tokens), jnp.asarray(segments)).logits[:, :-1]
-    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(nll, expected, rtol=1e-5)
-    np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))
 
 
 def test_task_accuracy_is_the_share_of_right_answers():
@@ -193,14 +185,6 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
         "repetition accuracy/8 tokens", "repetition accuracy/16 tokens"]
 
 
-NANO = Config(
-    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
-                      num_key_value_heads=1, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-                      linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=1, dtype="float32",
-                      initializer_range=0.3, decay_init="log_uniform"),
-    data=DataConfig(source="backcopy"), train=TrainConfig(batch_size=4, sequence_length=32), eval=EvalConfig(sample_tokens=0))
-
-
 def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
     data = open_data(NANO.data, 32, 4, 32)
     graphdef, _ = abstract_model(NANO)
@@ -217,3 +201,15 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
     assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1 and len(found[0]) > 10
     np.testing.assert_array_equal(said[1], said[0])
     assert len(np.unique(said[0])) > 8
+
+
+def test_scores_are_the_models_log_probabilities():
+    graphdef, _ = abstract_model(NANO)
+    params = init_state(NANO, one_device())["params"]
+    tokens = np.random.default_rng(0).integers(0, 32, (3, 64)).astype(np.int32)  # the shape of the program above
+    segments = np.repeat([[1, 2]], 32, axis=1).repeat(3, axis=0).astype(np.int32)
+    nll, guess = make_scorer(make_score_step(graphdef), params)(tokens, segments)
+    logits = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens, segments).logits)(params)[:, :-1]
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(nll, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))

@@ -16,7 +16,7 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
     "config_files": {"config", "data"},
     "ops": set(),
     "model": {"ops", "parallel", "config"},
-    "parallel": {"config"},
+    "parallel": {"ops", "config"},
     "data": {"config"},
     "interop": {"model", "config"},
     "inference": {"model", "parallel", "ops", "config"},

@@ -68,11 +68,12 @@ def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, 
         live = segments[:, :, None] > 0  # a padding row neither decays nor writes
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
     options = dispatch.Options(implementation, normalize_qk, erase)
+    x = chunk_math.Inputs(q, k, v, g, beta, segments)
     if axis_name is not None:
-        return context.across(options, axis_name, q, k, v, g, beta, initial_state, segments, before)
+        return context.across(options, axis_name, x, initial_state, before)
     if implementation == "recurrent":
-        return reference.recurrent(q, k, v, g, beta, initial_state, segments, normalize_qk=normalize_qk, erase=erase)
-    return _operator(options, q, k, v, g, beta, initial_state, segments)
+        return reference.recurrent(x, initial_state, normalize_qk=normalize_qk, erase=erase)
+    return _operator(options, x, initial_state)
 
 
 def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
@@ -131,20 +132,19 @@ def _check_values(g, segment_ids):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(options: dispatch.Options, q, k, v, g, beta, initial_state, segments):
-    return dispatch.forward(options, dispatch.chunk_size(q, v), False, q, k, v, g, beta, initial_state, segments, None)[:2]
+def _operator(options: dispatch.Options, x: chunk_math.Inputs, initial_state):
+    return dispatch.forward(options, x, initial_state, inverses=None, save=False)[:2]
 
 
-def _operator_forward(options, q, k, v, g, beta, initial_state, segments):
-    arguments = q, k, v, g, beta, initial_state, segments, None
-    o, final, *saved = dispatch.forward(options, dispatch.chunk_size(q, v), True, *arguments)
-    return (o, final), (q, k, v, g, beta, initial_state[:0], segments, saved)
+def _operator_forward(options, x, initial_state):
+    o, final, *saved = dispatch.forward(options, x, initial_state, inverses=None, save=True)
+    return (o, final), (x, initial_state[:0], saved)
 
 
 def _operator_backward(options, residuals, cotangents):
-    q, k, v, g, beta, initial_state, segments, saved = residuals
-    gradients = dispatch.backward(options, dispatch.chunk_size(q, v), q, k, v, g, beta, segments, *saved, *cotangents)
-    return (*(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v, g, beta, initial_state))), None)
+    x, initial_state, saved = residuals
+    *gradients, dinitial = dispatch.backward(options, x, *saved, *cotangents)
+    return x.cast(gradients), dinitial.astype(initial_state.dtype)
 
 
 _operator.defvjp(_operator_forward, _operator_backward)

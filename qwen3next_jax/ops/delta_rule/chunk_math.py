@@ -136,6 +136,21 @@ def lower_mask(size: int, strict: bool = False):
 # ---- inputs -----------------------------------------------------------------------------------------------
 
 
+class Inputs(typing.NamedTuple):
+    """The arrays of one call by token, which every pass over it takes."""
+
+    q: jax.Array  # [B, T, G, K]
+    k: jax.Array  # [B, T, G, K]
+    v: jax.Array  # [B, T, H, V]
+    g: jax.Array  # [B, T, H]
+    beta: jax.Array  # [B, T, H]
+    segments: jax.Array | None = None  # [B, T], see `encode_segments`
+
+    def cast(self, gradients) -> "Inputs":
+        """The gradients of q, k, v, g and beta in their dtypes; ids have none."""
+        return Inputs(*(dx.astype(x.dtype) for dx, x in zip(gradients, self)))
+
+
 def encode_segments(segment_ids, before=None):
     """[B, T] ids (0 = padding at the end) to signed ids: a padding row carries minus the last document's id.
 
