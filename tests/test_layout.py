@@ -9,10 +9,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "qwen3next_jax"
 
 # Small modules of the standard library's kind, which every part but `ops` may import.
-FLOOR = {"children", "digests", "errors", "trees"}
+FLOOR = {"children", "digests", "errors", "jsonfile", "trees"}
 # part → the other parts it may import. Commands at the top of the package may import everything below them.
 ARROWS = dict.fromkeys(FLOOR, set()) | {
     "config": set(),
+    "config_files": {"config", "data"},
     "ops": set(),
     "model": {"ops", "parallel", "config"},
     "parallel": {"ops", "config"},
@@ -21,13 +22,13 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
     "inference": {"model", "parallel", "ops", "config"},
     "evals": {"reporting", "inference", "model", "parallel", "config", "data"},
     "reporting": set(),
-    "sweeps": {"reporting", "data", "evals", "inference", "model", "config"},
+    "sweeps": {"config_files", "reporting", "data", "evals", "inference", "model", "config"},
     "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config"},
     "planner": {"training", "model", "ops", "parallel", "config"},
 }
 LIBRARIES_OF_OPS = {"jax", "numpy"}
 # Present on every machine that trains, but not on every one that only loads a model.
-ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": {"qwen3next_jax/cli.py"},
+ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": set(),
            "lm_eval": {"qwen3next_jax/evals/harness.py", "qwen3next_jax/harness.py"}}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
 from qwen3next_jax.config.model import ModelConfig
@@ -31,9 +32,10 @@ class DataConfig:
 
     source: str = "text"  # the files of `path`, or a name of `config.sources`, such as a task made from the seed
     synthetic: SyntheticConfig = SyntheticConfig()
-    path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet; "": Python's standard library
+    path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet, or folders; "": Python's standard library
     weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`; () = in proportion to their size
     text_field: str = "text"  # field of .jsonl records and column of .parquet files that holds the text
+    on_bad_text: Literal["stop", "skip", "replace"] = "stop"  # documents that are not UTF-8: left out, or U+FFFD for each such byte
     tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
     heldout_fraction: float = 0.02  # share of documents (by hash of their text) kept for evaluation
     prepared_dir: str = "runs/prepared"  # where the tokenized, packed rows are kept, by fingerprint
@@ -75,6 +77,7 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
             require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: expected at least 1")
+        require(0 <= self.seed < 2**32, f"train.seed = {self.seed}: expected 0 … 2^32 - 1")
         require(self.sequence_length >= 2, f"train.sequence_length = {self.sequence_length}: expected at least 2")
         require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
@@ -274,6 +277,8 @@ class Config:
     profile: ProfileConfig = ProfileConfig()
 
     def __post_init__(self):
+        require(bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
+                 f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir defaults to runs/<name>")
         require(self.train.sequence_length <= self.model.max_position_embeddings,
                  f"train.sequence_length = {self.train.sequence_length}: expected at most "
                  f"model.max_position_embeddings = {self.model.max_position_embeddings}")

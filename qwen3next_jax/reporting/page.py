@@ -160,7 +160,7 @@ def _over_steps(title: str, runs: Sequence[Run], parts: Sequence[tuple[str, str,
 
 
 def _loss(runs: Sequence[Run], marks) -> list[str]:
-    depths = sorted({name.partition("/")[2] for run in runs for name in run.names("train", "mtp_loss/")}, key=int)
+    depths = sorted({name.partition("/")[2] for run in runs for name in run.names("train", "mtp_loss/") if name[9:].isdecimal()}, key=int)
     accepted = [(f"depth {d}", "heldout", f"mtp_acceptance/{d}") for d in depths]
     return _only((
         _over_steps("Loss (nats per token)", runs, [("training", "train", "loss"), ("held-out", "heldout", "loss")], marks, late=True),

@@ -78,7 +78,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         # Loop
         corpus = data.describe()
         with Display(_title(config, mesh, state, corpus["title"], first_step), config.train.steps, first_step, first) as display, \
-                open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
+                open_metrics(config, workdir, first_step, display) as metrics, Signals(display.say) as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
             run = _Run(config, mesh, data, checkpoints=checkpoints, metrics=metrics, display=display, profiler=profiler,
