@@ -126,7 +126,13 @@ def _micro_batch_tokens(config: Config) -> float:
 
 def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
     """Parameters that one device gathers in a pass: experts stay split over `expert`, everything over `tensor`."""
-    return sum(p.size / (mesh.expert if p.experts > 1 else 1) for p in declared(m).values()) / mesh.tensor
+    experts = _expert_weights(m)
+    return (_counts(m).total - experts + experts / mesh.expert) / mesh.tensor
+
+
+@functools.cache
+def _expert_weights(m: ModelConfig) -> int:
+    return sum(p.size for p in declared(m).values() if p.experts > 1)
 
 
 def _layer_bytes(m: ModelConfig, experts: bool = True) -> float:
