@@ -73,7 +73,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
     rows = {name: compared(name, options.steps) for name in options.optimizers or OPTIMIZERS}
-    print("\n| optimizer | learning rate | held-out loss, by seed | mean | bits per byte | tokens/s | search (seed 0) |\n|---|---|---|---|---|---|---|")
+    print("\n| optimizer | learning rate | held-out loss, by seed | mean | bits per byte | tokens/s | search (seed 0) |")
+    print("|---|---|---|---|---|---|---|")
     for name, (tried, runs) in rows.items():
         mean = {figure: statistics.fmean(r[figure] for r in runs) for figure in ("loss", "bits_per_byte", "tokens_per_second")}
         print(f"| {name} | {runs[0]['learning_rate']:g} | {' '.join(f'{r["loss"]:.4f}' for r in runs)} | {mean['loss']:.4f} | "

@@ -16,7 +16,8 @@ import pytest
 from absl import flags
 from flax import nnx
 
-from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict
+from qwen3next_jax.config import (
+    CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict)
 from qwen3next_jax import export
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
@@ -25,7 +26,7 @@ from qwen3next_jax.load import load_model
 from qwen3next_jax.model import declared
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.training.fingerprint import MAY_CHANGE, open_run, read_run, write_run
+from qwen3next_jax.training.fingerprint import open_run, read_run, write_run
 from qwen3next_jax.training.loop import keep_tokenizer, start_state, train
 from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.step import abstract_train_state, init_state, make_train_step

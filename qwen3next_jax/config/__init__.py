@@ -7,5 +7,5 @@ from qwen3next_jax.config.run import (
     ProfileConfig, SyntheticConfig, TelemetryConfig, TrainConfig)
 
 __all__ = ["FULL", "LINEAR", "MESH_AXES", "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "GuardConfig", "MeshConfig",
-           "ModelConfig", "MuonConfig", "OptimizerConfig", "ParallelConfig", "ProfileConfig", "SyntheticConfig", "TelemetryConfig", "TrainConfig",
-           "default_config", "from_dict", "to_dict"]
+           "ModelConfig", "MuonConfig", "OptimizerConfig", "ParallelConfig", "ProfileConfig", "SyntheticConfig", "TelemetryConfig",
+           "TrainConfig", "default_config", "from_dict", "to_dict"]

@@ -133,10 +133,10 @@ def check_declared(model: nnx.Module) -> None:
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param) and "declared" not in value.get_metadata():
-                raise ValueError(f"parameter {'/'.join(map(str, (*path, name)))} of {type(module).__module__}:{type(module).__name__} is not "
-                                 "declared: make it with model.parameters.Make, so that its shape, axes and kind are decided")
+                raise ValueError(f"parameter {'/'.join(map(str, (*path, name)))} of {type(module).__module__}:{type(module).__name__} is "
+                                 "not declared: make it with model.parameters.Make, so that its shape, axes and kind are decided")
 
 
 def declared_tree(params: nnx.State) -> dict:
     """Nested plain dicts like `nnx.to_pure_dict(params)`, with each parameter's `Declared` in its place."""
-    return nnx.to_pure_dict(jax.tree.map(lambda variable: variable.declared, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return nnx.to_pure_dict(jax.tree.map(lambda p: p.declared, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.evals.sinks import SINK_HEAD
 from qwen3next_jax.model import declared
-from qwen3next_jax.parallel.rules import path_string
+from qwen3next_jax.trees import path_string
 
 
 def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
@@ -39,9 +39,9 @@ def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
 def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
     """[L]: the largest |w| among the layer's norm weights; those of most norms start at 0, and act as 1 + w."""
     def largest(group, prefix, axes_kept):
-        leaves = jax.tree_util.tree_leaves_with_path(group)
-        return jnp.stack([jnp.max(jnp.abs(leaf), axis=tuple(range(axes_kept, leaf.ndim))) for path, leaf in leaves
-                          if declared(model)[path_string(path, prefix)].kind == "norm"]).max(axis=0)
+        leaves = {f"{prefix}/{path_string(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(group)}
+        return jnp.stack([jnp.max(jnp.abs(leaf), axis=tuple(range(axes_kept, leaf.ndim))) for name, leaf in leaves.items()
+                          if declared(model)[name].kind == "norm"]).max(axis=0)
     layers = _in_order(model, [largest(params["layers"][j], f"layers/{j}", 1) for j in sorted(params["layers"])])
     return jnp.concatenate([layers, largest(params["mtp"], "mtp", 0)[None]]) if "mtp" in params else layers
 

@@ -8,7 +8,7 @@ from qwen3next_jax.config import Config, OptimizerConfig
 from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.tables import resolve
 from qwen3next_jax.model import declared
-from qwen3next_jax.parallel.rules import path_string
+from qwen3next_jax.trees import path_string
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
