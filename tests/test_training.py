@@ -199,8 +199,8 @@ def test_the_folder_of_a_run_on_other_data_is_refused(config, finished):
 
 
 def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_path):
-    """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, …"""
-    long = dataclasses.replace(config, model=dataclasses.replace(
+    """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, … Muon's state holds AdamW's, too."""
+    long = dataclasses.replace(config, optimizer=OptimizerConfig(name="muon"), model=dataclasses.replace(
         MODEL, num_hidden_layers=12, layer_types=(), full_attention_interval=0, mlp_only_layers=(0, 2, 5, 11), mtp_depth=0))
     assert len(long.model.stacks) == 12
     rng = np.random.default_rng(0)
