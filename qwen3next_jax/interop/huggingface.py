@@ -49,7 +49,7 @@ def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndar
             raise ValueError(f"parameter {parameter.path}: expected shape {parameter.shape} by the config, found {found}")
         for prefix, layer in parameter.layers(np.asarray(leaves[parameter.path])):
             for part in parameter.entry.slices:
-                yield prefix + part.name, parameter.entry.to_tensor(layer, part)
+                yield prefix + part.name, parameter.to_tensor(layer, part)
 
 
 
@@ -92,7 +92,7 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
         array = np.empty(parameter.shape, np.float32 if small else jnp.dtype(dtype))
         for prefix, layer in parameter.layers(array):
             for part in _stored(parameter.entry, prefix, weights.names):
-                parameter.entry.from_tensor(weights.read(prefix + part.name), part, layer)
+                parameter.from_tensor(weights.read(prefix + part.name), part, layer)
         yield parameter.path, array
 
 

@@ -1,7 +1,7 @@
 """How a layer's parameters are stored in Hugging Face checkpoints. Each layer's file holds its own entries; `interop` reads them.
 
 Parameters here are [in…, out…] and stacked; Hugging Face tensors are [out, in] and one per layer (and expert). An entry is data: the
-axes that lead to a tensor, its name and shape. Reading and writing are the two directions over the same entries.
+axes that lead to a tensor, its name and shape (read and written by `interop.layout`).
 """
 
 from typing import NamedTuple
@@ -32,18 +32,6 @@ class Entry(NamedTuple):
     slices: tuple[Slice, ...]
     fused: Slice | None = None
     row_order: np.ndarray | None = None
-
-    def to_tensor(self, parameter: np.ndarray, part: Slice) -> np.ndarray:
-        """The tensor `part` of one layer's `parameter`, contiguous."""
-        tensor = np.ascontiguousarray(parameter.transpose(self.axes)[part.index]).reshape(part.shape)
-        return tensor if self.row_order is None else tensor[self.row_order]
-
-    def from_tensor(self, tensor: np.ndarray, part: Slice, parameter: np.ndarray) -> None:
-        """Writes the tensor `part` into its place in one layer's `parameter`."""
-        if self.row_order is not None:
-            tensor = tensor[np.argsort(self.row_order)]
-        target = parameter.transpose(self.axes)  # a view
-        target[part.index] = tensor.reshape(target[part.index].shape)
 
 
 def one(path: str, name: str, axes: tuple[int, ...], tensor_shape: tuple[int, ...], row_order: np.ndarray | None = None) -> Entry:
