@@ -47,8 +47,8 @@ def poisoned(monkeypatch):
     loss, batches = step_module.total_loss, TrainData.batches
     marks: dict[int, int] = {}
 
-    def spoiled(model, batch, *rest):
-        total, parts = loss(model, batch, *rest)
+    def spoiled(model, batch, *rest, **named):
+        total, parts = loss(model, batch, *rest, **named)
         mark = jnp.max(batch["segment_ids"])
         factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
         return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
