@@ -102,6 +102,9 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
     holder = flags.DEFINE_string("workdir", None, text)
 
     def get(name: str | None = None) -> pathlib.Path:
+        if holder.value and "://" in holder.value:
+            raise UserError(f"--workdir={holder.value}: expected a local folder, or one of a file system that is mounted; data.path alone "
+                            "may be remote")
         if holder.value:
             return pathlib.Path(holder.value)
         if name is None:

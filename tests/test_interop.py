@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop import read_hf_config, weights
+from qwen3next_jax.interop import weights
+from qwen3next_jax.interop.huggingface import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"

@@ -141,9 +141,30 @@ def _local_files(path: str) -> list[SourceFile]:
         raise UserError(f"data.path {path!r} is a directory; name the files in it, for example "
                         f"{path.rstrip('/')}/**/*.txt")
     # A file whose name contains glob characters is still found when it is named exactly.
-    found = [expanded] if os.path.exists(expanded) else local_glob.glob(expanded, recursive=True)
+    found = [expanded] if os.path.exists(expanded) else _glob(expanded)
     root = _fixed_part(expanded) or ("/" if expanded.startswith("/") else ".")
-    return [_local_file(f, root) for f in found if os.path.isfile(f)]
+    once: dict[str, str] = {}  # a file that links name as well is taken once, by its shortest name
+    for name in sorted(found, key=lambda name: (name.count("/"), name)):
+        once.setdefault(os.path.realpath(name), name)
+    return [_local_file(name, root) for name in once.values() if os.path.isfile(name)]
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """As `glob.glob(pattern, recursive=True)`, but that `**` enters no folder twice: links may lead in circles."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from local_glob.glob(pattern)
+        return
+    first = parts.index("**")
+    head, tail = "/".join(parts[:first]), "/".join(parts[first + 1:]) or "*"
+    entered: set[str] = set()
+    for root in local_glob.glob(head) if head else ["/" if pattern.startswith("/") else "."]:
+        for folder, inner, _ in os.walk(root, followlinks=True):
+            new = os.path.realpath(folder) not in entered
+            entered.add(os.path.realpath(folder))
+            inner[:] = sorted(name for name in inner if new and not name.startswith("."))
+            if new:
+                yield from _glob(os.path.join(local_glob.escape(folder), tail))
 
 
 def _local_file(path: str, root: str) -> SourceFile:
@@ -261,7 +282,7 @@ def _checked_text(text: object, where: str) -> str:
 def _read_parquet(file: SourceFile, text_field: str) -> Iterator[tuple[int, str, int]]:
     with file.path.open("rb") as stream:
         try:
-            table = pyarrow.parquet.ParquetFile(stream)
+            table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
             schema = table.schema_arrow
             if text_field not in schema.names:
                 raise UserError(f"{file.path}: no column {text_field!r}{did_you_mean(text_field, schema.names)}; it has "

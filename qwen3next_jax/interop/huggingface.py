@@ -56,13 +56,16 @@ def _dotted(path: tuple) -> str:
 
 
 def read_hf_config(path: str | os.PathLike) -> ModelConfig:
-    """The architecture of a Hugging Face directory, without reading its weights (their names only).
+    """The architecture of a Hugging Face directory, whose tensors are compared with it, without reading them (headers only).
 
     Raises:
       UserError: see `load_hf`.
     """
     directory = _directory(path)
-    return _read_config(directory, Weights(directory))
+    weights = Weights(directory)
+    config = _read_config(directory, weights)
+    _check_tensors(weights, list(parameters(config)), config)
+    return config
 
 
 def _directory(path: str | os.PathLike) -> pathlib.Path:
@@ -117,7 +120,11 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
         array = np.empty(parameter.shape, np.float32 if small else jnp.dtype(dtype))
         for prefix, layer in parameter.layers(array):
             for part in _stored(parameter.entry, prefix, weights.names):
-                parameter.entry.from_tensor(weights.read(prefix + part.name), part, layer)
+                tensor = weights.read(prefix + part.name)
+                if not np.isfinite(tensor).all():
+                    raise UserError(f"{directory}: tensor {prefix + part.name} holds values that are not finite (NaN or infinity): "
+                                    "the model diverged or was damaged; take an earlier one")
+                parameter.entry.from_tensor(tensor, part, layer)
         yield parameter.path, array
 
 

@@ -2,8 +2,10 @@
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from qwen3next_jax.errors import ExitCode
 
 
 def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -24,3 +26,13 @@ def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     """Every event in `path`."""
     return [event for _, event in each_event(path)]
+
+
+def ended_badly(events: Iterable[dict[str, Any]], step: int) -> str:
+    """Why the run of these `events` is no good although it reached `step`, its last: what its "stop" event says that came after
+    the last evaluation there. "" where there is none."""
+    reason = ""
+    for event in events:
+        if event["step"] == step and event["event"] in ("heldout", "stop"):
+            reason = str(event.get("reason")) if event["event"] == "stop" and event.get("exit_code") == ExitCode.DIVERGED else ""
+    return reason

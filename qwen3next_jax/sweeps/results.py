@@ -16,7 +16,7 @@ from typing import Any
 from qwen3next_jax.config import Config
 from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
-from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.reporting.events import ended_badly, read_events
 from qwen3next_jax.sweeps.points import Point, Sweep
 
 _CACHE_LENGTH = 1024  # the attention cache grows linearly; this length tells by how much
@@ -84,11 +84,13 @@ _REPEATED = (("position", "loss"), ("position", "bits_per_byte"))
 
 
 def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, float]:
-    """The figures of the last step, {} unless all its evaluations are there: "heldout loss", "mqar accuracy/8 pairs"."""
+    """The figures of the last step, {} unless all its evaluations are there and the run has not diverged: "heldout loss", "mqar accuracy/8 pairs"."""
     last = [e for e in events if e["step"] == config.train.steps]
     heldout = [e for e in last if e["event"] == "heldout"]
     suites = [e for e in last if e["event"] == "suite"]
     if not heldout or set(config.eval.suites) - {e["suite"] for e in suites}:
+        return {}
+    if not isinstance(heldout[-1]["loss"], (int, float)) or ended_badly(events, config.train.steps):  # "nan"; see the run's exit code
         return {}
     names = ("bits_per_byte", "loss") if "bits_per_byte" in heldout[-1] else ("accuracy", "loss")
     values = {f"heldout {name}": heldout[-1][name] for name in names}

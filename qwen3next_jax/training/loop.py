@@ -3,6 +3,7 @@
 import math
 import pathlib
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -20,15 +21,18 @@ from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.evals import suite
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
 from qwen3next_jax.inference.decode import check_request, complete
-from qwen3next_jax.interop.huggingface import load_hf
+from qwen3next_jax.interop.huggingface import load_hf, read_hf_config
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import (
     BatchShare, StopVote, barrier, check_shared, is_leader, leader_first, leader_says, together)
 from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.reporting.events import ended_badly, each_event
+from qwen3next_jax.training import preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display, PreparationProgress, heldout_figure
-from qwen3next_jax.training.fingerprint import RunLock, open_run
+from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, saved_steps, write_run
+from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.profiling import Profiler
 from qwen3next_jax.training.step import (
@@ -42,15 +46,16 @@ NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_p
 MAX_REWINDS = 3  # to one checkpoint
 
 
-def train(config: Config, workdir: pathlib.Path) -> int:
-    """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
+def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
+    """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code.
+
+    `restart`: what is in `workdir` is moved into a folder in it, and training starts anew."""
     begun = time.time()
     # Devices
     first = is_leader()  # the process that records and shows the run
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
-
-    suite.check(config.eval.suites, suite.options_of(config.eval), config.model, config.data.source == "text")
+    together(lambda: check_start(config, workdir, restart))
 
     # Data
     with PreparationProgress() as progress:
@@ -60,18 +65,21 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
         check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
     lock = RunLock(workdir)
-    changes = leader_says(lambda: lock.held(lambda: open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)))
+
+    def open_folder():
+        if restart:
+            move_aside(workdir)
+        return open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)
+    record, changes = leader_says(lambda: lock.held(open_folder))
     check_shared(workdir, config.parallel.start_timeout)
-    if first:
-        keep_tokenizer(data.tokenizer, workdir)
 
     with lock, Checkpoints(workdir, config.checkpoint) as checkpoints:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
-            if first:
-                print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
-            return 0
+            return _nothing_to_do(config, workdir, first_step)
+        checkpoints.begin(first_step)
+        check_shared(checkpoints.directory, config.parallel.start_timeout)
         if first:  # either can take minutes, and the display needs the state
             print(f"{workdir}: restoring step {first_step}" if first_step else f"{workdir}: making the first state", flush=True)
         state = checkpoints.restore(first_step, abstract_state) if first_step else start_state(config, mesh)
@@ -83,6 +91,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
                 open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
+            leader_says(lambda: seal(workdir, record, data.tokenizer, new=not first_step))
             run = _Run(config, mesh, data, checkpoints, metrics, display, profiler, watchdog, Throughput(config, bits_per_nat))
             if changes:
                 metrics.write("changed", first_step, changes=[[*change] for change in changes])
@@ -100,10 +109,13 @@ def train(config: Config, workdir: pathlib.Path) -> int:
             checkpoints.wait()
             run.incidents.tell(checkpoints)
             saved = leader_says(lambda: step in checkpoints.steps())
+            if run.trouble:
+                metrics.write("stop", step, reason=run.trouble, exit_code=int(ExitCode.DIVERGED))
 
     # End
     if not first:
-        return ExitCode.NOT_SAVED if not saved else ExitCode.INTERRUPTED if step < config.train.steps else ExitCode.DONE
+        return (ExitCode.NOT_SAVED if not saved else ExitCode.INTERRUPTED if step < config.train.steps
+                else ExitCode.DIVERGED if run.trouble else ExitCode.DONE)
     if not saved:
         print(f"error: step {step} could not be saved in {workdir} (see above): the same command goes on from the checkpoint "
               "before; make room first", file=sys.stderr)
@@ -111,8 +123,27 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     if step < config.train.steps:
         print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
         return ExitCode.INTERRUPTED
+    if run.trouble:
+        return _diverged(config, workdir, step, run.trouble)
     print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir)}")
     return 0
+
+
+def _nothing_to_do(config: Config, workdir: pathlib.Path, step: int) -> int:
+    """Ends a start in the folder of a run that has reached its last step. Nothing has been written."""
+    reason = leader_says(lambda: ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), step))
+    if reason:
+        return _diverged(config, workdir, step, reason)
+    if is_leader():
+        print(f"{workdir}: already trained to step {step} of {config.train.steps}. {_what_next(config, workdir)}")
+    return ExitCode.DONE
+
+
+def _diverged(config: Config, workdir: pathlib.Path, step: int, reason: str) -> int:
+    if is_leader():
+        print(f"error: {workdir}: diverged by step {step}, its last: {reason}. A lower optimizer.learning_rate (now "
+              f"{config.optimizer.learning_rate}) in a new --workdir may help", file=sys.stderr)
+    return ExitCode.DIVERGED
 
 
 class _Run:
@@ -130,7 +161,8 @@ class _Run:
         self.mesh, self.share, self.votes = mesh, BatchShare(batch_sharding(mesh), config.train.batch_size), StopVote()
         self.incidents = Incidents(config.guards, metrics)
         self.diagnostics_step = make_diagnostics_step(config, self.graphdef, compute_mesh(mesh))
-        self.heldout_figure = ""
+        self.heldout_figure, self.heldout_loss = "", 0.0
+        self.trouble = ""  # why the last step is no good end
         self.rewinds: dict[int, int] = {}  # how often to which step
 
     def loop(self, state: State, first_step: int, signals: Signals) -> tuple[int, str]:
@@ -181,7 +213,14 @@ class _Run:
             since += time.perf_counter() - begun
             if stop:
                 return step, self.heldout_figure
+        self.trouble = self._trouble(values, state)
         return config.train.steps, self.heldout_figure
+
+    def _trouble(self, values: dict[str, Any], state: State) -> str:
+        """Whether the run diverged when the guards had too few steps left to end it; `values` are of the last step."""
+        if int(values["verdict"]) & NON_FINITE:
+            return f"the last {int(state['guards']['skipped_in_a_row'])} updates were skipped, as loss or gradient were not finite"
+        return "" if math.isfinite(self.heldout_loss) else f"the held-out loss is {self.heldout_loss}"
 
     def _log(self, step: int, values: dict[str, Any], seconds: float, waited: float, steps: int) -> None:
         load = values.get("expert_load")
@@ -203,6 +242,7 @@ class _Run:
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
         jax.tree.map(lambda leaf: leaf.delete(), halt.state)  # a device may not have room for two states
         state = self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step else start_state(self.config, self.mesh)
+        self.checkpoints.begin(step)
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
         self.metrics.rewind(step)
@@ -229,7 +269,7 @@ class _Run:
     def _evaluate(self, step: int, state: State) -> None:
         values = evaluate_heldout(self.heldout_step, state["params"], self._heldout_batches(),
                                   self.data.tokenizer.token_bytes)
-        self.heldout_figure = heldout_figure(values)
+        self.heldout_figure, self.heldout_loss = heldout_figure(values), values["loss"]
         self.metrics.write("heldout", step, **values)
         if not (self.config.eval.sample_tokens or self.config.eval.suites):
             return
@@ -262,8 +302,34 @@ def on_one_device(params: dict, mesh: Mesh) -> dict | None:
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), everywhere)
 
 
-def keep_tokenizer(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
-    """Copies a tokenizer that came from a file into the run, which can then be used wherever it or the file goes."""
+def check_start(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
+    """Raises UserError for all that can be told before data are prepared: suites, `init_from`, and what `preflight` looks at."""
+    preflight.check(config, workdir, restart)
+    suite.check(config.eval.suites, suite.options_of(config.eval), config.model, config.data.source == "text")
+    if config.train.init_from and (restart or not saved_steps(workdir)):
+        _check_structure(config)
+
+
+def _check_structure(config: Config) -> None:
+    found_config = read_hf_config(config.train.init_from)
+    dense = not all(sparse for _, sparse in config.model.layer_kinds)
+    for name in sorted(set(vars(found_config)) - NOT_STRUCTURE - (set() if dense else {"intermediate_size"})):
+        wanted, found = getattr(config.model, name), getattr(found_config, name)
+        if wanted != found:
+            raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
+                            "set the one in the config to the other")
+    if config.model.mtp_depth and not found_config.mtp_depth:
+        raise UserError(f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set model.mtp_depth = 0")
+
+
+def seal(workdir: pathlib.Path, record: dict[str, Any], tokenizer: Tokenizer, new: bool) -> None:
+    """Writes down what the run is, before its first step: `record` as run.json (if it is not empty), and a copy of a tokenizer
+    that came from a file, with which the run can be used wherever it or the file goes. `new`: one that is there is of a start
+    that came to nothing."""
+    if record:
+        write_run(workdir, record)
+    if new:
+        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
     if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
         partial = workdir / "tokenizer.partial"
         partial.mkdir(exist_ok=True)
@@ -275,16 +341,9 @@ def start_state(config: Config, mesh: Mesh) -> State:
     """The state before the first step: random weights, or those of the Hugging Face directory `train.init_from`."""
     if not config.train.init_from:
         return init_state(config, mesh)
+    _check_structure(config)
     model = load_hf(config.train.init_from)
-    dense = not all(sparse for _, sparse in config.model.layer_kinds)
-    for name in sorted(set(vars(model.config)) - NOT_STRUCTURE - (set() if dense else {"intermediate_size"})):
-        wanted, found = getattr(config.model, name), getattr(model.config, name)
-        if wanted != found:
-            raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
-                            "set the one in the config to the other")
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    if config.model.mtp_depth and "mtp" not in params:
-        raise UserError(f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set model.mtp_depth = 0")
     if not config.model.mtp_depth:
         params.pop("mtp", None)
     return init_state(config, mesh, params)
