@@ -80,7 +80,8 @@ ROWS = (
     Row(21, "diverged in the last steps; weights that are not finite", [*_times(provenance.diverged_at_the_end, 3, start=1),
                                                                         Unit(provenance.weights_that_are_not_finite)]),
     Row(22, "tokens outside the vocabulary through the Python API", [Unit(provenance.tokens_outside)]),
-    Row(23, "a mistake corrected in the same folder; texts moved; nothing to do", [Unit(provenance.corrected_mistakes)]),
+    Row(23, "a mistake corrected in the same folder; texts moved; nothing to do",
+        [Unit(provenance.corrected_mistakes), Unit(provenance.killed_before_a_step)]),
     Row(24, "of 2 processes one sees another file system", [Unit(runs.other_file_systems)]),
 )
 
