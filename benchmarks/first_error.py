@@ -36,7 +36,7 @@ def mistakes(folder: pathlib.Path) -> list[list[str]]:
     (folder / "lost" / "checkpoints" / "10").mkdir(parents=True)
     (folder / "other").mkdir()
     (folder / "other" / "run.json").write_text("{}")
-    (folder / "other" / "metrics.jsonl").write_text(json.dumps({"event": "train", "step": 1}) + "\n")
+    (folder / "other" / "metrics.jsonl").write_text(json.dumps({"event": "train", "step": 1, "time": 1.0}) + "\n")
     train = ["train.py", TINY]
     return [
         ["train.py"], ["train.py", "--config=configs/tiy.py"], [*train, "--config.train.stesp=5"], [*train, "--config.trian.steps=5"],

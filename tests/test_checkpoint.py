@@ -146,9 +146,9 @@ def _open(workdir, config, data="data", tokens="tokens"):
 
 def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
     config = Config(model=SMALL)
-    (tmp_path / "metrics.jsonl").write_text('{"event": "start", "step": 0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"event": "start", "step": 0, "time": 1.0}\n')
     assert _open(tmp_path, dataclasses.replace(config, name="mistyped"), "other") == [] == _open(tmp_path, config)  # nothing trained yet
-    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 10}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 10, "time": 1.0}\n')
     moved = dataclasses.replace(config, train=TrainConfig(steps=2000), data=DataConfig(path="moved/*.txt"))
     assert _open(tmp_path, moved) == ["config.data.path: '' → 'moved/*.txt'", "config.train.steps: 1000 → 2000"]
     assert read_run(tmp_path)["changes"][1] == ["config.train.steps", 1000, 2000]

@@ -167,8 +167,9 @@ def _read_trained(workdir: pathlib.Path) -> dict[str, Any] | None:
     """
     record = (workdir / "run.json").exists()
     if not is_trained(workdir):
-        if record and not (workdir / "metrics.jsonl").exists() and read_run(workdir).get("format"):
-            raise UserError(f"{workdir}: it holds the run.json of a run without its metrics.jsonl and checkpoints: put them back, "
+        # The "start" event is written before run.json.
+        if record and not any(event["event"] == "start" for _, event in each_event(workdir / "metrics.jsonl")) and read_run(workdir).get("format"):
+            raise UserError(f"{workdir}: it holds the run.json of a run, but neither its checkpoints nor its metrics.jsonl: put them back, "
                             f"give another --workdir, or {_RESTART}")
         return None
     if not record:

@@ -57,8 +57,11 @@ def lost_parts(lab: Lab, _: int) -> list[Trial]:
         _started(lab, without("run.json", "metrics.jsonl"), "not the run.json", "run.json and metrics gone"),
         _started(lab, without("run.json", "checkpoints"), "not the run.json", "run.json and checkpoints gone"),
         _started(lab, without("checkpoints"), "every checkpoint is gone", "checkpoints gone"),
-        _started(lab, without("checkpoints", "metrics.jsonl"), "without its metrics.jsonl", "checkpoints and metrics gone"),
+        _started(lab, without("checkpoints", "metrics.jsonl"), "neither its checkpoints nor", "checkpoints and metrics gone"),
     ]
+    workdir = without("checkpoints")
+    (workdir / "metrics.jsonl").write_bytes((workdir / "metrics.jsonl").read_bytes().replace(b'"step"', b'"stfp"'))
+    trials.append(_started(lab, workdir, "neither its checkpoints nor", "checkpoints gone, metrics damaged"))
     workdir = without("metrics.jsonl")
     code = lab.run(workdir, longer)
     trials.append(Trial(told=code == 0 and "metrics.jsonl is missing" in lab.log(workdir), note="metrics gone"))
