@@ -31,7 +31,8 @@ def main() -> int:
 
     manager = TaskManager(include_path=_task_dir.value)
     if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:
-        raise UserError(f"--tasks: no task named {unknown[0]!r}" + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER"))
+        raise UserError(f"--tasks: no task named {unknown[0]!r}"
+                        + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER"))
     model, tokenizer, _ = load_model(_model.value)
     if tokenizer is None:
         raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from qwen3next_jax import cli
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.trees import path_string
 
 
 def main(arguments: list[str]) -> int:
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
                   title_justify="left")
     for (path, value), gradient in zip(jax.tree_util.tree_leaves_with_path(jax.device_get(dump.state["params"])),
                                        jax.tree.leaves(gradients), strict=True):
-        table.add_row(jax.tree_util.keystr(path, simple=True, separator="."), *_summary(np.asarray(value)),
+        table.add_row(path_string(path, "."), *_summary(np.asarray(value)),
                       *_summary(np.asarray(gradient)), f"{np.max(np.abs(gradient)):.3g}")
     Console(highlight=False).print(table)
 

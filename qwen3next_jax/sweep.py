@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
 
     tell(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
-    code = runner.Runner(sweep, workdir, _workers.value, _retries.value, tell, after).run()
+    code = runner.Runner(sweep, workdir, workers=_workers.value, retries=_retries.value, tell=tell, after=after).run()
     tell(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 

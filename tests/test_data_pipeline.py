@@ -227,7 +227,7 @@ def test_digests_of_large_corpora_are_kept_until_a_file_changes(config, tmp_path
     source = sources.resolve(config.path, "text")
     for file in source.files:
         os.utime(file.path, (1, 1))
-    key = lambda: content_digests(sources.resolve(config.path, "text"), tmp_path)  # noqa: E731
+    key = lambda: content_digests(sources.resolve(config.path, "text"), tmp_path)
     read = []
     original = sources.content_digest
     monkeypatch.setattr(sources, "content_digest", lambda file: read.append(file.label) or original(file))

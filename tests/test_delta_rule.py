@@ -123,8 +123,9 @@ def test_strong_decay_costs_no_more_than_the_docstring_says(implementation):
     check(inputs, cotangents, implementation, jnp.float32, total * 3e-7, total * 3e-7)
 
 
-@pytest.mark.parametrize("implementation", ("chunked", "associative"))
-@pytest.mark.parametrize("settings", [dict(), dict(erase=False), dict(normalize_qk=False)], ids=str)
+@pytest.mark.parametrize("implementation, settings", [
+    ("chunked", dict()), ("chunked", dict(erase=False)), ("chunked", dict(normalize_qk=False)), ("associative", dict()),
+    ("associative", dict(erase=False))], ids=str)  # the norms lie outside the state's pass, in which these two differ
 def test_exact_in_float64(settings, implementation):
     inputs, cotangents = problem(batch=2, groups=2, heads=6)
     if settings.get("normalize_qk") is False:
@@ -179,8 +180,7 @@ def test_lengths_around_a_chunk(time, implementation):
     check(*problem(time=time), implementation, jnp.float32, *BARS[jnp.float32])
 
 
-@pytest.mark.parametrize("implementation", FORMS)
-@pytest.mark.parametrize("groups, heads", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("groups, heads, implementation", [*((1, 3, form) for form in FORMS), (2, 2, "pallas_tpu")])
 def test_head_groups(groups, heads, implementation):
     check(*problem(time=CHUNK + 5, groups=groups, heads=heads), implementation, jnp.float32, *BARS[jnp.float32])
 
@@ -206,9 +206,9 @@ def test_documents(ids, implementation):
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_packed_documents_equal_separate_ones(implementation):
-    lengths = (30, 64, 1)
-    inputs, cotangents = problem(time=110)
-    ids = np.array([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * 15])
+    lengths = (15, CHUNK, 1)  # lengths that other tests compile, and so is the row's
+    inputs, cotangents = problem(time=100)
+    ids = np.array([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * (100 - sum(lengths))])
     packed = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation, segment_ids=ids)
     start = 0
     for i, length in enumerate(lengths):
@@ -231,13 +231,11 @@ def test_packed_documents_equal_separate_ones(implementation):
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_two_halves_chained_by_the_state_are_the_whole(implementation):
-    inputs, cotangents = problem(time=CHUNK + 36)
+    inputs, cotangents = problem(time=CHUNK + 1)
+    whole = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation)
     arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-    do, dfinal = (jnp.asarray(c, jnp.float32) for c in cotangents)
 
-    def whole(p):
-        return gated_delta_rule(**p, implementation=implementation)
-
+    @jax.jit
     def halves(p):
         cut = lambda rows: {n: x[:, rows] for n, x in p.items() if n != "initial_state"}
         first, state = gated_delta_rule(
@@ -246,17 +244,15 @@ def test_two_halves_chained_by_the_state_are_the_whole(implementation):
         second, state = gated_delta_rule(**cut(slice(40, None)), initial_state=state, implementation=implementation)
         return jnp.concatenate([first, second], axis=1), state
 
-    results = []
-    for f in (whole, halves):
-        out, pullback = jax.vjp(jax.jit(f), arrays)
-        results.append(jax.tree.leaves((out, pullback((do, dfinal)))))
-    for x, y in zip(*results):
-        assert error(np.asarray(y), np.asarray(x)) < 2e-5
+    (o, final), pullback = jax.vjp(halves, arrays)
+    (gradients,) = pullback(tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
+    for name, x in (dict(o=o, final=final) | {f"d{n}": x for n, x in gradients.items()}).items():
+        assert error(np.asarray(x), whole[name]) < 2e-5, name
 
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementation):
-    inputs, cotangents = problem(time=CHUNK + 20)
+    inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)  # a shape that other tests compile
     run = lambda p: outputs_and_gradients(p, cotangents, jnp.bfloat16, implementation=implementation)
     before = run(inputs)
     for name, x in run(inputs).items():
@@ -267,11 +263,11 @@ def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementatio
     np.testing.assert_array_equal(run(changed)["o"][:, :30], before["o"][:, :30])
 
 
-@pytest.mark.parametrize("implementation", (*FORMS, None))
+@pytest.mark.parametrize("implementation", (*FORMS[1:], None))  # None is the chunked form here
 def test_x64_changes_nothing_for_float32(implementation):
     inputs, _ = problem(time=20)
     arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-    f = jax.value_and_grad(lambda p: gated_delta_rule(**p, implementation=implementation)[0].sum())
+    f = jax.jit(jax.value_and_grad(lambda p: gated_delta_rule(**p, implementation=implementation)[0].sum()))
     want = f(arrays)
     with jax.enable_x64(True):
         got = f(arrays)
@@ -372,7 +368,7 @@ def test_the_kernel_refuses_float64():
 def test_values_are_checked_where_nans_are_debugged(change, message):
     inputs, _ = problem(time=4)
     arguments = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()} | dict(segment_ids=np.array([[1, 1, 2, 0]])) | change
-    run = lambda: jax.block_until_ready(jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments))  # noqa: E731
+    run = lambda: jax.block_until_ready(jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments))
     run()  # says nothing otherwise
     with jax.debug_nans(True):
         if message is None:

@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -197,7 +196,8 @@ def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
     data = Processes(*by_gke(2), arguments(corpus, tmp_path / "run", "--config.data.path=text.txt"), folders=[tmp_path, other])
     for run, field in ((config, "config.optimizer.learning_rate"), (data, "data fingerprint")):
         for code, _, err in run.wait():
-            assert code == 2 and re.search(rf"^error: processes disagree on {field}: process 0 on \S+ has \S+, process 1 on \S+ \S+; start", err), err
+            line = rf"^error: processes disagree on {field}: process 0 on \S+ has \S+, process 1 on \S+ \S+; start"
+            assert code == 2 and re.search(line, err), err
     assert not (tmp_path / "run").exists()
 
 

@@ -109,7 +109,8 @@ def test_differences_name_what_differs(folder):
                      "name", "train.steps"]
 
 
-@pytest.mark.parametrize("content, message", [(None, "not the folder of a run"), ("{", "damaged or foreign"), ('{"config": {}}', "nothing has been recorded")])
+@pytest.mark.parametrize("content, message", [
+    (None, "not the folder of a run"), ("{", "damaged or foreign"), ('{"config": {}}', "nothing has been recorded")])
 def test_a_folder_without_a_run_is_one_line(tmp_path, content, message):
     if content is not None:
         (tmp_path / "run.json").write_text(content)

@@ -5,6 +5,8 @@ import math
 from typing import Literal
 
 from qwen3next_jax.config.model import ModelConfig
+from qwen3next_jax.config.sources import DATA_SOURCES
+from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
 
 MESH_AXES = ("data", "expert", "context", "tensor")
@@ -26,7 +28,7 @@ class SyntheticConfig:
 class DataConfig:
     """What is trained on, and how it becomes rows of `train.sequence_length` tokens."""
 
-    source: Literal["text", "mqar", "induction", "copy", "backcopy"] = "text"  # the files of `path`, or a task made from the seed
+    source: str = "text"  # the files of `path`, or a name of `config.sources`, such as a task made from the seed
     synthetic: SyntheticConfig = SyntheticConfig()
     path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet; "": Python's standard library
     weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`; () = in proportion to their size
@@ -38,6 +40,7 @@ class DataConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
+        check_name(DATA_SOURCES, self.source, "data.source")
         require(0 <= self.seed < 2**32, f"data.seed = {self.seed}: expected 0 … 2^32 - 1")
         require(0 < self.heldout_fraction < 1, f"data.heldout_fraction = {self.heldout_fraction}: expected between 0 and 1")
         require("://" not in self.prepared_dir, f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are read "
@@ -143,7 +146,7 @@ class EvalConfig:
     rows: int = 64  # held-out rows per evaluation during training; eval.py uses all
     sample_prompt: str = "def "
     sample_tokens: int = 96  # generated at every evaluation; 0: none
-    suites: tuple[str, ...] = ()  # further evaluations at the same steps: mqar, niah, position, … (evals/suite.py)
+    suites: tuple[str, ...] = ()  # further evaluations at the same steps: names of `config.evaluations`
     suite_rows: int = 64  # rows of each
     suite_lengths: tuple[int, ...] = (256,)  # tokens per row of induction, copy and niah
     suite_pairs: tuple[int, ...] = (4, 8, 16)  # of mqar
@@ -152,7 +155,8 @@ class EvalConfig:
         for name in ("suites", "suite_lengths", "suite_pairs"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("suite_lengths", "suite_pairs"):
-            require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1, f"eval.{name} = {getattr(self, name)}: expected positive numbers")
+            require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1,
+                    f"eval.{name} = {getattr(self, name)}: expected positive numbers")
         for name in ("every", "rows", "suite_rows"):
             require(getattr(self, name) >= 1, f"eval.{name} = {getattr(self, name)}: expected at least 1")
         require(self.sample_tokens >= 0, f"eval.sample_tokens = {self.sample_tokens}: expected 0 or more")
@@ -254,5 +258,3 @@ class Config:
                  f"model.max_position_embeddings = {self.model.max_position_embeddings}")
         require(self.train.sequence_length > self.model.mtp_depth + 1,
                  f"train.sequence_length = {self.train.sequence_length}: expected more than model.mtp_depth + 1")
-        require(self.data.source == "text" or not self.eval.sample_tokens,
-                 f"eval.sample_tokens = {self.eval.sample_tokens}: data.source = {self.data.source!r} has no text to sample; set it to 0")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from qwen3next_jax import digests
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.packing import Packer, Row
 from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
@@ -82,24 +83,24 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
       UserError: unreadable input, too little text, or prepared rows that are damaged.
     """
     parent = pathlib.Path(prepared_dir).expanduser()
-    digests = content_digests(source, parent)
-    key = fingerprint(source, digests, tokenizer, recipe)
+    contents = content_digests(source, parent)
+    key = fingerprint(source, contents, tokenizer, recipe)
     directory = parent / key
     if not directory.exists():
-        _prepare(source, digests, tokenizer, recipe, directory, progress or (lambda *_: None))
+        _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
     return _open(source, key, directory)
 
 
-def fingerprint(source: Source, digests: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
-    """Digest (20 hexadecimal digits) of all that decides the rows: files and their contents' `digests`, tokenizer, recipe, format."""
+def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
+    """Digest (20 hexadecimal digits) of all that decides the rows: files and the digests of their `contents`, tokenizer, recipe, format."""
     parts = {
         "format": _FORMAT,
-        "files": [(file.label, file.size, digest) for file, digest in zip(source.files, digests, strict=True)],
+        "files": [(file.label, file.size, digest) for file, digest in zip(source.files, contents, strict=True)],
         "text_field": source.text_field,
         "tokenizer": tokenizer.fingerprint,
         **dataclasses.asdict(recipe),
     }
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+    return digests.of(json.dumps(parts))[:20]
 
 
 def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[str, Document]]:
@@ -150,7 +151,7 @@ def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -
 # ---- writing
 
 
-def _prepare(source: Source, digests: list[str], tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path, progress: Progress) -> None:
+def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path, progress: Progress) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
@@ -160,8 +161,8 @@ def _prepare(source: Source, digests: list[str], tokenizer: Tokenizer, recipe: R
         raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
     try:
         content = _write_rows(source, tokenizer, recipe, temporary, progress)
-        _check_unchanged(source, digests, directory.parent)
-        (temporary / _METADATA).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1) + "\n")
+        _check_unchanged(source, contents, directory.parent)
+        (temporary / _METADATA).write_text(json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n")
         temporary.rename(directory)
     except OSError as error:
         if not (directory / _METADATA).exists():  # else another process was faster, with the same rows
@@ -170,11 +171,11 @@ def _prepare(source: Source, digests: list[str], tokenizer: Tokenizer, recipe: R
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_unchanged(source: Source, digests: list[str], prepared_dir: pathlib.Path) -> None:
+def _check_unchanged(source: Source, contents: list[str], prepared_dir: pathlib.Path) -> None:
     """Raises UserError where a file is not what it was when its digest was taken: rows were made of something else."""
     now = sources.resolve(source.name, source.text_field).files if sources.is_remote(source.name) else source.files
     after = {file.label: sources.content_digest(file) for file in now}
-    for file, digest in zip(source.files, digests, strict=True):
+    for file, digest in zip(source.files, contents, strict=True):
         if after.get(file.label) != digest:
             (prepared_dir / _DIGESTS).unlink(missing_ok=True)  # it may be what is wrong: a file may keep its size and its time
             raise UserError(f"{file.path}: changed while it was being prepared; nothing of it is kept: start again when it stays as it is")
@@ -273,7 +274,7 @@ def _read_metadata(directory: pathlib.Path) -> dict:
     path = directory / _METADATA
     try:
         content = json.loads(path.read_text())
-        intact = content.pop("digest") == _digest(content)
+        intact = content.pop("digest") == digests.of_json(content)
     except (OSError, ValueError, KeyError, AttributeError):
         intact = False
     if not intact:
@@ -290,10 +291,6 @@ def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
     return Prepared(source, key, directory, statistics, rows)
 
 
-def _digest(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
     """Digest of every file's content; a large corpus's unchanged files (size, modification time) are not read again."""
     cache_path = prepared_dir / _DIGESTS
@@ -303,11 +300,11 @@ def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
         cache = json.loads(cache_path.read_text())
     except (OSError, ValueError):
         cache = {}
-    digests, new = [], {}
+    found, new = [], {}
     for file in source.files:
         entry = f"{os.path.abspath(file.path)}\0{file.size}\0{file.version}"
         digest = cache.get(entry) or sources.content_digest(file)
-        digests.append(digest)
+        found.append(digest)
         # A file changed a moment ago may change again without its modification time showing it.
         if entry not in cache and time.time_ns() - int(file.version) > 2_000_000_000:
             new[entry] = digest
@@ -316,4 +313,4 @@ def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
         temporary = cache_path.with_name(f".{cache_path.name}.{uuid.uuid4().hex[:8]}")
         temporary.write_text(json.dumps(cache | new))
         temporary.replace(cache_path)
-    return digests
+    return found

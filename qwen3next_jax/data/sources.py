@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import glob as local_glob
 import gzip
-import hashlib
 import json
 import os
 import pathlib
@@ -22,6 +21,7 @@ import pyarrow
 import pyarrow.parquet
 from etils import epath
 
+from qwen3next_jax import digests
 from qwen3next_jax.errors import UserError, did_you_mean
 
 STANDARD_LIBRARY = "Python standard library"
@@ -113,10 +113,9 @@ def describe(source: Source, file: int, record: int) -> str:
 def content_digest(file: SourceFile) -> str:
     """SHA-256 of a local file's bytes; of size and checksum for a remote object, which is not downloaded."""
     if is_remote(os.fspath(file.path)):
-        return hashlib.sha256(f"{file.size} {file.version}".encode()).hexdigest()
+        return digests.of(f"{file.size} {file.version}")
     try:
-        with file.path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return digests.of_file(file.path)
     except OSError as error:
         raise UserError(f"{file.path}: cannot be read ({error})") from error
 

@@ -5,7 +5,6 @@ that preparation, evaluation (bits per byte), generation (streamed text) and exp
 """
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -14,6 +13,7 @@ import numpy as np
 import tokenizers
 from etils import epath
 
+from qwen3next_jax import digests
 from qwen3next_jax.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -31,8 +31,10 @@ class Tokenizer(Protocol):
       eos_id: the id that ends every document.
       token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
+      reads_text: whether the ids stand for text; those of a synthetic task do not.
     """
 
+    reads_text: bool
     vocab_size: int
     eos_id: int
     token_bytes: np.ndarray
@@ -114,9 +116,10 @@ class DecodeStream:
 class ByteTokenizer:
     """Ids 0 … 255 are the bytes of the UTF-8 text, 256 ends a document."""
 
+    reads_text = True
     vocab_size = 257
     eos_id = 256
-    fingerprint = hashlib.sha256(b"bytes, 256 = end of document").hexdigest()
+    fingerprint = digests.of("bytes, 256 = end of document")
 
     def __init__(self):
         self.token_bytes = np.array([1] * 256 + [0], np.int32)
@@ -149,12 +152,13 @@ class ByteTokenizer:
 class TaskTokens:
     """The ids of a synthetic task, which stand for no text; written as numbers."""
 
+    reads_text = False
     eos_id = -1
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self.token_bytes = np.zeros(vocab_size, np.int32)
-        self.fingerprint = hashlib.sha256(f"{vocab_size} ids of a synthetic task".encode()).hexdigest()
+        self.fingerprint = digests.of(f"{vocab_size} ids of a synthetic task")
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -182,6 +186,8 @@ class HuggingFaceTokenizer:
     vocabulary has.
     """
 
+    reads_text = True
+
     def __init__(self, spec: str):
         path = epath.Path(spec)
         path = path / "tokenizer.json" if path.is_dir() else path
@@ -197,7 +203,7 @@ class HuggingFaceTokenizer:
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._json = self._tokenizer.to_str()
-        self.fingerprint = hashlib.sha256(f"{self._json}\0{self.eos_id}".encode()).hexdigest()
+        self.fingerprint = digests.of(f"{self._json}\0{self.eos_id}")
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:

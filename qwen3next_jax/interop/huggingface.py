@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -16,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from qwen3next_jax import digests
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
-from qwen3next_jax.interop.layout import Entry, Parameter, Slice, parameters
+from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
 from qwen3next_jax.interop.weights import Weights, name_some, read_json, weight_files, write_weights
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.hf_entries import Entry, Slice
+from qwen3next_jax.trees import path_string
 
 _DIGESTS = "SHA256SUMS"
 
@@ -40,7 +42,7 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    leaves = {_dotted(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = {path_string(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     for parameter in parameters(config):
         if parameter.path not in leaves or leaves[parameter.path].shape != parameter.shape:
             found = leaves[parameter.path].shape if parameter.path in leaves else "nothing"
@@ -48,11 +50,6 @@ def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndar
         for prefix, layer in parameter.layers(np.asarray(leaves[parameter.path])):
             for part in parameter.entry.slices:
                 yield prefix + part.name, parameter.entry.to_tensor(layer, part)
-
-
-def _dotted(path: tuple) -> str:
-    """The name of a leaf: 'layers.0.mixer.q_proj', for an nnx.State (whose leaves sit in a Param) and for dicts alike."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 def read_hf_config(path: str | os.PathLike) -> ModelConfig:
@@ -99,7 +96,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     arrays = {name: jnp.asarray(array) for name, array in iter_hf_params(path, config, dtype)}
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[_dotted(leaf)], shapes))
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], shapes))
 
 
 def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
@@ -116,7 +113,7 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
     _check_tensors(weights, wanted, config)
     for parameter in wanted:
         # One-dimensional parameters and the router steer everything else and weigh nothing.
-        small = len(parameter.entry.shape) == 1 or parameter.path.endswith(".router")
+        small = len(parameter.declared.shape) == 1 or parameter.declared.kind == "router"
         array = np.empty(parameter.shape, np.float32 if small else jnp.dtype(dtype))
         for prefix, layer in parameter.layers(array):
             for part in _stored(parameter.entry, prefix, weights.names):
@@ -167,9 +164,7 @@ def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None)
     Raises:
       UserError: `out_dir` is there and not empty, or the model lacks a part that transformers' has.
     """
-    if model.config.ablated:
-        raise UserError(f"model.{model.config.ablated[0]} = False: transformers' Qwen3Next always has it, so this model has no "
-                        "Hugging Face form")
+    check_hf_form(model.config)
     out = pathlib.Path(out_dir)
     require_new(out)
     try:
@@ -194,7 +189,7 @@ def require_new(out: pathlib.Path) -> None:
 
 def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any) -> None:
     config, params = model.config, nnx.state(model, nnx.Param)
-    itemsize = {_dotted(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    itemsize = {path_string(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     sizes = {prefix + part.name: int(np.prod(part.shape)) * itemsize[parameter.path] for parameter in parameters(config)
              for prefix in parameter.prefixes for part in parameter.entry.slices}
     write_weights(_iter_tensors(params, config), sizes, directory)
@@ -205,16 +200,11 @@ def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any) -> None:
     if tokenizer is not None:
         tokenizer.save(directory)
     files = sorted(f for f in directory.rglob("*") if f.is_file())
-    (directory / _DIGESTS).write_text("".join(f"{_digest(f)}  {f.relative_to(directory).as_posix()}\n" for f in files))
+    (directory / _DIGESTS).write_text("".join(f"{digests.of_file(f)}  {f.relative_to(directory).as_posix()}\n" for f in files))
 
 
 def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _digest(file: pathlib.Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _check_digests(directory: pathlib.Path) -> None:
@@ -237,8 +227,8 @@ def verify_hf(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
             yield file.name, f"{_DIGESTS} does not name it"
     files = {name: directory / name for name in recorded}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = pool.map(lambda file: _digest(file) if file.is_file() else None, files.values())
-        for name, digest in zip(files, digests, strict=True):
+        found = pool.map(lambda file: digests.of_file(file) if file.is_file() else None, files.values())
+        for name, digest in zip(files, found, strict=True):
             if digest is None:
                 yield name, f"missing, although {_DIGESTS} names it"
             else:

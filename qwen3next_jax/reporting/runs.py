@@ -13,6 +13,7 @@ import numpy as np
 
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.reporting.events import each_event
+from qwen3next_jax.trees import flat
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
 FAULTS = ("skip", "spike", "rewind", "damaged", "save_failed", "stop")
@@ -201,14 +202,6 @@ def faults(run: Run) -> list[Fault]:
             lost = f"; {event['lost_steps']} steps taken again" if event.get("lost_steps") else ""
             found.append(Fault(event["step"], event["time"], "restart", f"from step {event.get('first_step', event['step'])}{lost}"))
     return sorted(found, key=lambda fault: fault.time)
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
-    result = {}
-    for name, value in config.items():
-        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return result
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:

@@ -24,6 +24,7 @@ from typing import Any
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
 from qwen3next_jax.errors import UserError, did_you_mean
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+from qwen3next_jax.trees import flat
 
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
@@ -232,7 +233,7 @@ def _copy(tree: Any) -> Any:
 
 def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str, int]:
     """The MLP width (setting and value) with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
-    name = "moe_intermediate_size" if any(sparse for _, sparse in config.model.layer_kinds) else "intermediate_size"
+    name = "moe_intermediate_size" if config.model.has_experts else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
         return parameter_counts(model).total if match == "parameters" else flops_per_token(model, config.train.sequence_length)
@@ -251,12 +252,7 @@ def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which model.layer_types is what came out."""
-    def flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-        settings = {}
-        for key, value in tree.items():
-            settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: _jsonable(value)}
-        return settings
-    settings = flat(dataclasses.asdict(config), "")
+    settings = flat(_jsonable(dataclasses.asdict(config))) | {"model.layer_types": list(config.model.pattern)}
     del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
     return settings
 

@@ -1,12 +1,12 @@
 """The training run, as a story: data, state, resume, loop, end."""
 
+import dataclasses
 import math
 import pathlib
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,22 +15,22 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.config import Config
-from qwen3next_jax.data.pipeline import SyntheticData, TrainData, open_data
+from qwen3next_jax.data.pipeline import Data, open_data, source_of
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 from qwen3next_jax.errors import ExitCode, UserError
-from qwen3next_jax.evals import suite
-from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
+from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf, read_hf_config
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import (
     BatchShare, StopVote, barrier, check_shared, is_leader, leader_first, leader_says, together)
 from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.reporting.events import ended_badly, each_event
+from qwen3next_jax.reporting.events import each_event, ended_badly
+from qwen3next_jax.reporting.figures import main_values, named, record
 from qwen3next_jax.training import preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.display import Display, PreparationProgress, heldout_figure
+from qwen3next_jax.training.display import Display, PreparationProgress
 from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, saved_steps, write_run
 from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
@@ -42,7 +42,7 @@ from qwen3next_jax.training.watchdog import Signals, Watchdog
 
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
-                 "full_attention_interval", "full_attention_placement", "bos_token_id", "eos_token_id"}
+                 "delta_rule", "bos_token_id", "eos_token_id"}
 MAX_REWINDS = 3  # to one checkpoint
 
 
@@ -70,14 +70,14 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
         if restart:
             move_aside(workdir)
         return open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)
-    record, changes = leader_says(lambda: lock.held(open_folder))
+    description, changes = leader_says(lambda: lock.held(open_folder))
     check_shared(workdir, config.parallel.start_timeout)
 
     with lock, Checkpoints(workdir, config.checkpoint) as checkpoints:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
-            return _nothing_to_do(config, workdir, first_step)
+            return _nothing_to_do(config, workdir, first_step, data)
         checkpoints.begin(first_step)
         check_shared(checkpoints.directory, config.parallel.start_timeout)
         if first:  # either can take minutes, and the display needs the state
@@ -86,13 +86,13 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
 
         # Loop
         corpus = data.describe()
-        bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2) if corpus["bytes"] else None
-        with Display(_title(config, mesh, state, corpus, first_step), config.train.steps, first_step, first) as display, \
+        with Display(_title(config, mesh, state, corpus["title"], first_step), config.train.steps, first_step, first) as display, \
                 open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
-            leader_says(lambda: seal(workdir, record, data.tokenizer, new=not first_step))
-            run = _Run(config, mesh, data, checkpoints, metrics, display, profiler, watchdog, Throughput(config, bits_per_nat))
+            leader_says(lambda: seal(workdir, description, data.tokenizer, new=not first_step))
+            run = _Run(config, mesh, data, checkpoints=checkpoints, metrics=metrics, display=display, profiler=profiler,
+                       watchdog=watchdog, throughput=Throughput(config, corpus["bits_per_nat"]))
             if changes:
                 metrics.write("changed", first_step, changes=[[*change] for change in changes])
                 display.say("\n".join(f"changed since the run before: {change}" for change in changes))
@@ -125,17 +125,17 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
         return ExitCode.INTERRUPTED
     if run.trouble:
         return _diverged(config, workdir, step, run.trouble)
-    print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir)}")
+    print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir, data)}")
     return 0
 
 
-def _nothing_to_do(config: Config, workdir: pathlib.Path, step: int) -> int:
+def _nothing_to_do(config: Config, workdir: pathlib.Path, step: int, data: Data) -> int:
     """Ends a start in the folder of a run that has reached its last step. Nothing has been written."""
     reason = leader_says(lambda: ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), step))
     if reason:
         return _diverged(config, workdir, step, reason)
     if is_leader():
-        print(f"{workdir}: already trained to step {step} of {config.train.steps}. {_what_next(config, workdir)}")
+        print(f"{workdir}: already trained to step {step} of {config.train.steps}. {_what_next(config, workdir, data)}")
     return ExitCode.DONE
 
 
@@ -149,15 +149,16 @@ def _diverged(config: Config, workdir: pathlib.Path, step: int, reason: str) -> 
 class _Run:
     """The loop with what it reads and writes."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: TrainData | SyntheticData, checkpoints: Checkpoints,
+    def __init__(self, config: Config, mesh: Mesh, data: Data, *, checkpoints: Checkpoints,
                  metrics: MetricsFile, display: Display, profiler: Profiler, watchdog: Watchdog, throughput: Throughput):
         self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
         self.profiler, self.watchdog, self.throughput = profiler, watchdog, throughput
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config, mesh)
-        self.heldout_step = make_heldout_step(self.graphdef, compute_mesh(mesh))
-        self.suites = suite.Suites(config.eval.suites, suite.options_of(config.eval), self.graphdef, config.model, data.tokenizer,
-                                   lambda: data)
+        subject = evaluation.Subject(config.model, self.graphdef, data.tokenizer, lambda: data, evaluation.Options(config.eval.rows),
+                                     compute_mesh(mesh))
+        self.heldout = evaluation.make(("heldout",), subject)["heldout"]
+        self.suites = evaluation.make(config.eval.suites, dataclasses.replace(subject, options=evaluation.options_of(config.eval)))
         self.mesh, self.share, self.votes = mesh, BatchShare(batch_sharding(mesh), config.train.batch_size), StopVote()
         self.incidents = Incidents(config.guards, metrics)
         self.diagnostics_step = make_diagnostics_step(config, self.graphdef, compute_mesh(mesh))
@@ -241,7 +242,8 @@ class _Run:
             return None
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
         jax.tree.map(lambda leaf: leaf.delete(), halt.state)  # a device may not have room for two states
-        state = self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step else start_state(self.config, self.mesh)
+        state = (self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step
+                 else start_state(self.config, self.mesh))
         self.checkpoints.begin(step)
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
@@ -257,9 +259,10 @@ class _Run:
         self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder),
                            documents=documents)
         names = sorted({name for row in documents for name in row})
-        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Saved for a look: "
-              f"uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. A lower optimizer.learning_rate (now "
-              f"{self.config.optimizer.learning_rate}) in a new --workdir may help, or guards.on_spike", file=sys.stderr)
+        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
+              f"{', …' if len(names) > 8 else ''}. Saved for a look: uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. "
+              f"A lower optimizer.learning_rate (now {self.config.optimizer.learning_rate}) in a new --workdir may help, or "
+              "guards.on_spike", file=sys.stderr)
         return ExitCode.DIVERGED
 
     def _diagnose(self, step: int, state: State, batch: dict[str, jax.Array], values: dict[str, Any]) -> None:
@@ -267,25 +270,16 @@ class _Run:
         self.metrics.write("diagnostics", step, **summarise(self.config, *measured))
 
     def _evaluate(self, step: int, state: State) -> None:
-        values = evaluate_heldout(self.heldout_step, state["params"], self._heldout_batches(),
-                                  self.data.tokenizer.token_bytes)
-        self.heldout_figure, self.heldout_loss = heldout_figure(values), values["loss"]
-        self.metrics.write("heldout", step, **values)
-        if not (self.config.eval.sample_tokens or self.config.eval.suites):
-            return
-        params = on_one_device(state["params"], self.mesh)
-        if params is None and step <= self.config.eval.every:
-            self.display.say("no samples and no suites: the parameters of the whole model do not fit on one device")
-        if params is None or not is_leader():
-            return
+        values = self.heldout.run(state["params"])
+        self.heldout_loss = values["loss"]
+        self.heldout_figure = "  ".join(f"{value.label} {value}" for value in main_values(named(values, self.heldout.figures))[:1])
+        self.metrics.write("heldout", step, **record(values, self.heldout.figures))
+        for name, suite in self.suites.items():
+            self.metrics.write("suite", step, suite=name, **record(suite.run(state["params"]), suite.figures))
         if self.config.eval.sample_tokens:
-            text = _sample(nnx.merge(self.graphdef, params), self.data.tokenizer, self.config)
-            self.metrics.write("sample", step, text=text)
-        for name, values in self.suites.run(params):
-            self.metrics.write("suite", step, suite=name, **values)
-
-    def _heldout_batches(self) -> Iterator[dict[str, jax.Array]]:
-        return map(self.share.spread, self.data.heldout(self.config.eval.rows, self.share.rows))
+            params = on_one_device(state["params"], self.mesh)
+            if params is not None and is_leader():
+                self.metrics.write("sample", step, text=_sample(nnx.merge(self.graphdef, params), self.data.tokenizer, self.config))
 
 
 def on_one_device(params: dict, mesh: Mesh) -> dict | None:
@@ -305,29 +299,29 @@ def on_one_device(params: dict, mesh: Mesh) -> dict | None:
 def check_start(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
     """Raises UserError for all that can be told before data are prepared: suites, `init_from`, and what `preflight` looks at."""
     preflight.check(config, workdir, restart)
-    suite.check(config.eval.suites, suite.options_of(config.eval), config.model, config.data.source == "text")
+    evaluation.check(config.eval.suites, evaluation.options_of(config.eval), config.model,
+                     source_of(config.data).tokenizer_of(config.data, config.model.vocab_size))
     if config.train.init_from and (restart or not saved_steps(workdir)):
         _check_structure(config)
 
 
 def _check_structure(config: Config) -> None:
     found_config = read_hf_config(config.train.init_from)
-    dense = not all(sparse for _, sparse in config.model.layer_kinds)
-    for name in sorted(set(vars(found_config)) - NOT_STRUCTURE - (set() if dense else {"intermediate_size"})):
-        wanted, found = getattr(config.model, name), getattr(found_config, name)
-        if wanted != found:
+    for name in config.model.differs(found_config):
+        if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps):
+            wanted, found = (c.mixers if name == "layer_types" else getattr(c, name) for c in (config.model, found_config))
             raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
                             "set the one in the config to the other")
     if config.model.mtp_depth and not found_config.mtp_depth:
         raise UserError(f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set model.mtp_depth = 0")
 
 
-def seal(workdir: pathlib.Path, record: dict[str, Any], tokenizer: Tokenizer, new: bool) -> None:
-    """Writes down what the run is, before its first step: `record` as run.json (if it is not empty), and a copy of a tokenizer
+def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Tokenizer, new: bool) -> None:
+    """Writes down what the run is, before its first step: `description` as run.json (if it is not empty), and a copy of a tokenizer
     that came from a file, with which the run can be used wherever it or the file goes. `new`: one that is there is of a start
     that came to nothing."""
-    if record:
-        write_run(workdir, record)
+    if description:
+        write_run(workdir, description)
     if new:
         shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
     if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
@@ -356,17 +350,11 @@ def _sample(model: Qwen3Next, tokenizer: Tokenizer, config: Config) -> str:
     return config.eval.sample_prompt + tokenizer.decode(new)
 
 
-def _title(config: Config, mesh: Mesh, state: State, corpus: dict[str, Any], first_step: int) -> str:
+def _title(config: Config, mesh: Mesh, state: State, corpus: str, first_step: int) -> str:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     start = f"resumed after step {first_step}" if first_step else "new run"
     return (f"{config.name}: {parameters:,} parameters on {_describe(mesh)} · "
-            f"{_corpus(corpus)} · {start}")
-
-
-def _corpus(corpus: dict[str, Any]) -> str:
-    if not corpus["bytes"]:
-        return f"synthetic task {corpus['sources'][0]['source']}"
-    return f"{corpus['documents']:,} documents, {corpus['tokens']:,} tokens"
+            f"{corpus} · {start}")
 
 
 def _describe(mesh: Mesh) -> str:
@@ -376,8 +364,8 @@ def _describe(mesh: Mesh) -> str:
     return f"{mesh.size} × {kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1)})"
 
 
-def _what_next(config: Config, workdir: pathlib.Path) -> str:
+def _what_next(config: Config, workdir: pathlib.Path, data: Data) -> str:
     folder = shlex.quote(str(workdir))
     generate = f", or uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}"
     return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}"
-            + (generate if config.data.source == "text" else ""))
+            + (generate if data.tokenizer.reads_text else ""))

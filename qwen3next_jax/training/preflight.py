@@ -6,14 +6,13 @@ train.py asks this first where there is one process; `train` asks it again, of a
 import pathlib
 
 from qwen3next_jax.config import Config
-from qwen3next_jax.data import sources
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.training.fingerprint import check_settings, saved_steps
 
 
 def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
-    """Looks at the folder of the run, the tokenizer, the globs of `data.path` and whether `train.init_from` is there.
+    """Looks at the folder of the run, the source of its data (a tokenizer, the globs of `data.path`) and whether `train.init_from` is there.
 
     Raises:
       UserError: one of them is not as it should be.
@@ -25,7 +24,4 @@ def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
         if not (directory / "config.json").is_file():
             reason = "it has no config.json" if directory.is_dir() else "no such folder"
             raise UserError(f"train.init_from = {directory}: {reason}: expected a Hugging Face model directory (config.json and *.safetensors)")
-    if config.data.source == "text":
-        load_tokenizer(config.data.tokenizer, config.model.vocab_size)
-        for glob in config.data.globs or ("",):
-            sources.resolve(glob, config.data.text_field)
+    source_of(config.data).check(config.data, config.train.sequence_length, config.model.vocab_size)

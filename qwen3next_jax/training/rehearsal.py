@@ -7,8 +7,7 @@ import numpy as np
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.data import sources
-from qwen3next_jax.data.pipeline import SyntheticData
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.model.flops import flops_per_token
@@ -45,7 +44,7 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
           + f": {_mega(sum(sizes.values()))}" + (f" of {_mega(limit)}" if limit else "")
           + ". Left out: activations and what the program needs besides (qwen3next_jax.plan compiles the real step)")
     print(f"Data: {data}")
-    print(f"Tokens: {train.batch_size} × {train.sequence_length} = {tokens:,} a step, {tokens * train.steps:.4g} in {train.steps:,} steps")
+    print(f"Tokens: {train.batch_size} × {train.sequence_length} = {tokens:,} a step, {tokens * train.steps:,} in {train.steps:,} steps")
     print(f"FLOPs of the model, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, {flops * tokens * train.steps:.4g} in all")
     begin = f"after step {step}" if step else f"from {train.init_from}" if train.init_from else f"from random weights (train.seed = {train.seed})"
     print(f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. Nothing has been written")
@@ -54,13 +53,11 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
 
 def _data(config: Config) -> str:
     """What there is to train on."""
-    train, vocab_size = config.train, config.model.vocab_size
-    if config.data.source != "text":
-        SyntheticData(config.data, train.sequence_length, train.batch_size, vocab_size)
-        return f"synthetic task {config.data.source}"
-    tokenizer = load_tokenizer(config.data.tokenizer, vocab_size)
+    tokenizer = source_of(config.data).tokenizer_of(config.data, config.model.vocab_size)
     if config.eval.sample_tokens:
         check_request(config.model, [tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
+    if config.data.source != "text":
+        return f"{config.data.source}, made as it is read"
     found = [sources.resolve(glob, config.data.text_field) for glob in config.data.globs or ("",)]
     for source in found:
         next(sources.documents(source))

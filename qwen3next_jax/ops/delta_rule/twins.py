@@ -102,7 +102,7 @@ def fit(spread_ICX, width: int):
 
 def row_sums(*xs_ICX):
     """[E, 2C] each: the sums of every row, the two heads of a twin in one row."""
-    count, size = xs_ICX[0].shape[0] // 2, xs_ICX[0].shape[1]
+    size = xs_ICX[0].shape[1]
     sums = [x for x_ICX in xs_ICX for x in jnp.concatenate(apart(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)]  # [2C, 1]
     width = -(-len(sums) // LANES) * LANES
     lane = indices(2 * size, width)[1]
