@@ -22,7 +22,7 @@ def main() -> int:
 
         preflight.check(config, workdir, _restart.value)
     cli.enable_compilation_cache()
-    from qwen3next_jax.parallel import distributed  # after the flags: a mistyped flag should not wait for JAX
+    from qwen3next_jax.parallel import distributed
     with distributed.joined(launch, config):
         if _dry_run.value:
             from qwen3next_jax.training.rehearsal import rehearse

@@ -1,81 +1,93 @@
-"""How long a mistake takes to be told: `uv run python benchmarks/first_error.py [--repeats=3]`.
+"""Seconds from a command's start to its first error, for mistakes that users make, and what is said.
 
-Every command ends with one line and exit code 2. Seconds are of the whole process, the best of the repeats; CPU is what it took
-of them, of all threads. "jax" says whether JAX was imported by then.
+    uv run python benchmarks/first_error.py [--repeats=3] [--over=2]
+
+Real commands in processes of their own; the best of the repeats counts, since other processes only ever add. A mistake that is no
+single line with exit code 2, or that takes longer than `--over` seconds, is marked, and the exit code is then 1.
 """
 
 import argparse
 import json
 import os
 import pathlib
-import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
-TINY = "--config=configs/tiny.py"
-# train.py and the others as they are run, but that the last line tells whether JAX was imported.
-PROGRAM = """
-import atexit, runpy, sys
-atexit.register(lambda: print("jax" in sys.modules))
-sys.argv = sys.argv[1:]
-sys.path.insert(0, ".")
-if sys.argv[0].endswith(".py"):
-    runpy.run_path(sys.argv[0], run_name="__main__")
-else:
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
+TRAIN, EVAL, MODULE = ["train.py", "--config=configs/tiny.py"], ["eval.py"], ["-m"]
+GENERATE = ["-m", "qwen3next_jax.generate", "--prompt=x"]
 
 
-def mistakes(folder: pathlib.Path) -> list[list[str]]:
-    """Commands with a mistake each; `folder` gets what they need."""
-    (folder / "broken.json").write_text("{")
-    (folder / "empty").mkdir()
+def mistakes(folder: pathlib.Path) -> dict[str, list[str]]:
+    """Name → arguments after `python`. Files that a mistake needs are written to `folder`."""
+    config = folder / "mine.py"
+    config.write_text("from configs.tiny import get_config as tiny\n\n\ndef get_config():\n    config = tiny()\n    config.train.steps = 10 / 0\n    return config\n")
+    (folder / "nothing.py").write_text("def get_config():\n    pass\n")
+    (folder / "sweep.py").write_text("def get_sweep():\n    return [1]\n")
+    (folder / "not_utf8.py").write_bytes(b"x = '\xff'\n")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    shutil.copy(ROOT / "tests" / "fixtures" / "qwen3_next_tiny" / "model.safetensors", folder / "foreign")
     (folder / "lost" / "checkpoints" / "10").mkdir(parents=True)
-    (folder / "other").mkdir()
-    (folder / "other" / "run.json").write_text("{}")
-    (folder / "other" / "metrics.jsonl").write_text(json.dumps({"event": "train", "step": 1, "time": 1.0}) + "\n")
-    train = ["train.py", TINY]
-    return [
-        ["train.py"], ["train.py", "--config=configs/tiy.py"], [*train, "--config.train.stesp=5"], [*train, "--config.trian.steps=5"],
-        [*train, "--config.train.steps=many"], [*train, "--config.train.steps=0"], [*train, "--workdri=x"], [*train, "steps=5"],
-        [*train, "--config.model.num_experts_per_tok=9"], [*train, "--config.train.sequence_length=1000000"],
-        [*train, "--workdir=gs://bucket/run"], [*train, f"--workdir={folder / 'lost'}"], [*train, f"--workdir={folder / 'other'}"],
-        [*train, "--config.data.path=texst/*.txt"], [*train, "--config.data.prepared_dir=gs://bucket/rows"],
-        [*train, f"--config.data.tokenizer={folder / 'nowhere'}"], [*train, f"--config.data.tokenizer={folder / 'broken.json'}"],
-        [*train, "--config.model.vocab_size=100"], [*train, f"--config.train.init_from={folder / 'nowhere'}"],
-        [*train, f"--config.train.init_from={folder / 'empty'}"], [*train, "--process=1"], ["eval.py"],
-        ["qwen3next_jax.export", "--workdir=gs://bucket/run", "--out=x"], ["qwen3next_jax.generate", "--prompt=x"]]
+    return {
+        "no config": ["train.py"],
+        "a config that is not there": ["train.py", "--config=configs/tinny.py"],
+        "a config with an error": ["train.py", f"--config={config}"],
+        "a config that returns nothing": ["train.py", f"--config={folder / 'nothing.py'}"],
+        "a config that is no text": ["train.py", f"--config={folder / 'not_utf8.py'}"],
+        "a misspelled flag": [*TRAIN, "--wrokdir=x"],
+        "a misspelled setting": [*TRAIN, "--config.train.stpes=5"],
+        "a setting of another type": [*TRAIN, "--config.train.steps=many"],
+        "settings that contradict": [*TRAIN, "--config.model.num_key_value_heads=3"],
+        "a name that is a path": [*TRAIN, "--config.name=../../elsewhere"],
+        "data that are not there": [*TRAIN, f"--config.data.path={folder}/texts/*.txt"],
+        "a tokenizer that is none": [*TRAIN, f"--config.data.tokenizer={folder / 'tokenizer.json'}"],
+        "a vocabulary that is too small": [*TRAIN, "--config.model.vocab_size=100"],
+        "a workdir that is remote": [*TRAIN, "--workdir=gs://bucket/run"],
+        "a workdir whose run.json is gone": [*TRAIN, f"--workdir={folder / 'lost'}"],
+        "init_from that is not there": [*TRAIN, f"--config.train.init_from={folder / 'nowhere'}"],
+        "init_from of another architecture": [*TRAIN, f"--config.train.init_from={folder / 'foreign'}"],
+        "eval of no run": [*EVAL, f"--workdir={folder}"],
+        "eval with results to nowhere": [*EVAL, f"--workdir={folder / 'foreign'}", "--json=/nowhere/results.json"],
+        "generate without a model": [*GENERATE, "--model=runs/nowhere"],
+        "generate at a wrong temperature": [*GENERATE, "--model=runs/nowhere", "--temperature=hot"],
+        "export of no run": ["-m", "qwen3next_jax.export", "--workdir=runs/nowhere", f"--out={folder / 'out'}"],
+        "a sweep file that returns a list": ["-m", "qwen3next_jax.sweep", str(folder / "sweep.py")],
+        "a model of another architecture": [*GENERATE, f"--model={folder / 'foreign'}"],
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def first_error(arguments: list[str]) -> tuple[float, int, list[str]]:
+    """→ (seconds to the first line on standard error, exit code, all its lines)."""
+    begun = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True)
+    first = process.stderr.readline()
+    seconds = time.perf_counter() - begun
+    lines = [first, *process.stderr.readlines()]
+    return seconds, process.wait(), [line.strip() for line in lines if line.strip()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
-    worst = 0.0
-    print("seconds   CPU  jax  command and what it says")
+    parser.add_argument("--over", type=float, default=2.0, help="seconds from which a mistake is marked")
+    arguments = parser.parse_args()
+    slow, wrong = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for command in mistakes(pathlib.Path(folder)):
-            best = min((_measure(command) for _ in range(repeats)), key=lambda measured: measured[0])
-            seconds, cpu, jax, said = best
-            worst = max(worst, seconds)
-            print(f"{seconds:7.2f} {cpu:5.2f}  {'yes' if jax else 'no ':3}  {' '.join(command).replace(folder, '…')[:70]}: {said.replace(folder, '…')[:110]}")
-    print(f"the slowest: {worst:.2f} s")
-
-
-def _measure(command: list[str]) -> tuple[float, float, bool, str]:
-    """(wall seconds, CPU seconds, whether JAX was imported, the one line)."""
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, *command], cwd=ROOT, capture_output=True, text=True,
-                           env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    lines = ended.stderr.strip().splitlines()
-    assert ended.returncode == 2 and len(lines) == 1, (command, ended)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, cpu, ended.stdout.strip().endswith("True"), lines[0]
+        for name, command in mistakes(pathlib.Path(folder)).items():
+            seconds, code, lines = min((first_error(command) for _ in range(arguments.repeats)), key=lambda found: found[0])
+            right = code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
+            slow, wrong = slow + [name] * (seconds > arguments.over), wrong + [name] * (not right)
+            print(f"{seconds:6.2f} s  {'  ' if right and seconds <= arguments.over else '! '}{name}: {lines[-1][:160] if lines else 'nothing was said'}", flush=True)
+    print(f"{len(slow)} took more than {arguments.over:g} s{': ' + ', '.join(slow) if slow else ''}; "
+          f"{len(wrong)} were no single line{': ' + ', '.join(wrong) if wrong else ''}")
+    return int(bool(slow or wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

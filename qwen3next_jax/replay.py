@@ -16,6 +16,8 @@ from qwen3next_jax.trees import path_string
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         raise UserError("expected one folder: python -m qwen3next_jax.replay WORKDIR/dumps/STEP")
+    if not pathlib.Path(arguments[0], "dump.json").is_file():  # before JAX loads
+        raise UserError(f"{arguments[0]}: not a dump of a step (it has no dump.json): expected a folder such as WORKDIR/dumps/STEP")
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     import jax

@@ -1,7 +1,8 @@
 """The kernels through the real TPU compiler, for described chips: no TPU is needed.
 
 The released model's shape, one a chip, and small problems that take other ways through the kernels; `-m slow` adds the forward pass
-alone, head widths 64 and 256, longer sequences and more of the small ones. One process a chip, because the compiler reads its environment once:
+alone, head widths 64 and 256, longer sequences and more of the small ones. One process a chip, for the compiler reads its environment
+once:
 
     python -m tests.test_delta_rule_tpu v6e float32 x64    # names of CASES: prints the number of kernels in each program
 """

@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "qwen3next_jax"
 
 # Small modules of the standard library's kind, which every part but `ops` may import.
-FLOOR = {"children", "digests", "errors", "trees"}
+FLOOR = {"children", "digests", "errors", "jsonfile", "trees"}
 # part → the other parts it may import. Commands at the top of the package may import everything below them.
 ARROWS = dict.fromkeys(FLOOR, set()) | {
     "config": set(),
@@ -27,7 +27,7 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
 }
 LIBRARIES_OF_OPS = {"jax", "numpy"}
 # Present on every machine that trains, but not on every one that only loads a model.
-ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": {"qwen3next_jax/cli.py"},
+ONLY_IN = {"grain": {"qwen3next_jax/data/pipeline.py"}, "ml_collections": set(),
            "lm_eval": {"qwen3next_jax/evals/harness.py", "qwen3next_jax/harness.py"}}
 
 

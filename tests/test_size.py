@@ -27,4 +27,4 @@ def test_the_core_stays_short():
                        if not any(fnmatch.fnmatch(path.stem, kernel) for kernel in KERNELS)) for room, patterns in CORE.items()}
     assert all(lines.values()), f"a room of the core is empty: {lines}"
     total = sum(lines.values())
-    assert total <= MOST, f"the core has {total} lines, {total - MOST} more than {MOST}: {lines}; shorten it, rather than moving code out of it"
+    assert total <= MOST, f"the core has {total} lines, {total - MOST} more than {MOST}: {lines}; shorten it, do not move code out of it"

@@ -255,7 +255,8 @@ def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
                                              "axes": {"train.seed": [0]}}))
     point, path = sweep.points[0], tmp_path / "metrics.jsonl"
     last = {"step": 4, "time": 0.0}
-    figures = {"bits_per_byte": {"title": "bits", "unit": "bits", "a field of later versions": 1}, "targets": {"title": "n", "unit": "count"}}
+    figures = {"bits_per_byte": {"title": "bits", "unit": "bits", "a field of later versions": 1},
+               "targets": {"title": "n", "unit": "count"}}
     for event, done in (({"event": "heldout", "loss": 1.0, "accuracy": 0.5}, False),
                         ({"event": "suite", "suite": "position", "loss": 1.0, "bits_per_byte": 2.0, "bits_per_byte/1-1": 3.0,
                           "targets/1-1": 9, "figures": figures}, False),
@@ -264,7 +265,8 @@ def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
             file.write(json.dumps(event | last) + "\n")
         assert is_done(tmp_path, point.config) == done
     assert {name: value.value for name, value in read_result(point, tmp_path).measured.items()} == {
-        "heldout loss": 1.0, "heldout accuracy": 0.5, "position loss": 1.0, "position bits_per_byte": 2.0, "position bits_per_byte/1-1": 3.0,
+        "heldout loss": 1.0, "heldout accuracy": 0.5, "position loss": 1.0, "position bits_per_byte": 2.0,
+        "position bits_per_byte/1-1": 3.0,
         "mqar accuracy/2 pairs": 0.25}
 
 

@@ -19,7 +19,8 @@ TRAIN = {"event": "train", "step": 120, "time": 1.0, "loss": 2.0123, "bits_per_b
          "balance_loss": 1.02, "busiest_expert": 2.5, "idle_experts": 0, "grad_norm": 0.871, "learning_rate": 3e-3,
          "tokens_seen": 245_760, "tokens_per_second": 4567.8, "steps": 10, "seconds": 4.48, "data_wait": 0.01,
          "model_flops_per_second": 4.3e10, "mfu": None, "memory_bytes": 2_345_678_901, "memory_limit": None}
-HELDOUT = {"event": "heldout", "step": 125, "time": 2.0, **record({"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.figures)}
+HELDOUT = {"event": "heldout", "step": 125, "time": 2.0,
+           **record({"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.figures)}
 
 
 def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):

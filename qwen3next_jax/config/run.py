@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
 from qwen3next_jax.config.model import ModelConfig
+from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.sources import DATA_SOURCES
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
@@ -30,9 +32,10 @@ class DataConfig:
 
     source: str = "text"  # the files of `path`, or a name of `config.sources`, such as a task made from the seed
     synthetic: SyntheticConfig = SyntheticConfig()
-    path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet; "": Python's standard library
+    path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet, or folders; "": Python's standard library
     weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`; () = in proportion to their size
     text_field: str = "text"  # field of .jsonl records and column of .parquet files that holds the text
+    on_bad_text: Literal["stop", "skip", "replace"] = "stop"  # documents that are not UTF-8: left out, or U+FFFD for each such byte
     tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
     heldout_fraction: float = 0.02  # share of documents (by hash of their text) kept for evaluation
     prepared_dir: str = "runs/prepared"  # where the tokenized, packed rows are kept, by fingerprint
@@ -76,6 +79,7 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
             require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: expected at least 1")
+        require(0 <= self.seed < 2**32, f"train.seed = {self.seed}: expected 0 … 2^32 - 1")
         require(self.sequence_length >= 2, f"train.sequence_length = {self.sequence_length}: expected at least 2")
         require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
@@ -85,9 +89,25 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (decoupled weight decay) with warm-up."""
+class MuonConfig:
+    """Of Muon alone; it shares everything else with AdamW, which updates what is no matrix."""
 
+    momentum: float = 0.95
+    steps: int = 5  # Newton–Schulz iterations
+    dtype: Literal["float32", "bfloat16"] = "float32"  # that they are taken in
+    per_head: bool = False  # orthogonalises each head's rows or columns alone, not a projection's of all heads together
+
+    def __post_init__(self):
+        require(0 <= self.momentum < 1, f"optimizer.muon.momentum = {self.momentum}: expected 0 ≤ momentum < 1")
+        require(self.steps >= 1, f"optimizer.muon.steps = {self.steps}: expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer (decoupled weight decay, clipping) and its learning rate with warm-up."""
+
+    name: str = "adamw"  # a line of config/optimizers.py; a group of that name, below, has settings that are its alone
+    muon: MuonConfig = MuonConfig()
     learning_rate: float = 4e-4
     schedule: Literal["cosine", "warmup_stable_decay"] = "cosine"
     warmup_steps: int = 100  # at most train.steps of them
@@ -101,6 +121,12 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping
 
     def __post_init__(self):
+        check_name(OPTIMIZERS, self.name, "optimizer.name")
+        for field in dataclasses.fields(self):
+            if field.name in OPTIMIZERS and field.name != self.name:
+                require(getattr(self, field.name) == field.default,
+                         f"optimizer.{field.name} is set, but optimizer.name = {self.name!r} does not read it: "
+                         f"set optimizer.name = {field.name!r}, or leave it out")
         for name in ("learning_rate", "eps"):
             require(getattr(self, name) > 0, f"optimizer.{name} = {getattr(self, name)}: expected a positive number")
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps = {self.warmup_steps}: expected 0 or more")
@@ -253,6 +279,8 @@ class Config:
     profile: ProfileConfig = ProfileConfig()
 
     def __post_init__(self):
+        require(bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
+                 f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir defaults to runs/<name>")
         require(self.train.sequence_length <= self.model.max_position_embeddings,
                  f"train.sequence_length = {self.train.sequence_length}: expected at most "
                  f"model.max_position_embeddings = {self.model.max_position_embeddings}")

@@ -231,7 +231,7 @@ class SyntheticData(Data):
 
 def _files(config: DataConfig) -> list[sources.Source]:
     """All globs are looked up before any is prepared: a mistake in the last is told at once."""
-    return [sources.resolve(glob, config.text_field) for glob in config.globs or ("",)]
+    return [sources.resolve(glob, config.text_field, config.on_bad_text) for glob in config.globs or ("",)]
 
 
 def _task_row(row: synthetic.TaskRow) -> Batch:

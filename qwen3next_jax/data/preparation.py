@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from qwen3next_jax import digests
+from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.packing import Packer, Row
 from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
@@ -97,6 +97,7 @@ def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recip
         "format": _FORMAT,
         "files": [(file.label, file.size, digest) for file, digest in zip(source.files, contents, strict=True)],
         "text_field": source.text_field,
+        **({} if source.on_bad_text == "stop" else {"on_bad_text": source.on_bad_text}),
         "tokenizer": tokenizer.fingerprint,
         **dataclasses.asdict(recipe),
     }
@@ -273,9 +274,9 @@ def verify_prepared(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]
 def _read_metadata(directory: pathlib.Path) -> dict:
     path = directory / _METADATA
     try:
-        content = json.loads(path.read_text())
+        content = jsonfile.read(path)
         intact = content.pop("digest") == digests.of_json(content)
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError):
         intact = False
     if not intact:
         raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
@@ -297,7 +298,7 @@ def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
     if source.size < _REREAD_SIZE or sources.is_remote(source.name):
         return [sources.content_digest(file) for file in source.files]
     try:
-        cache = json.loads(cache_path.read_text())
+        cache = jsonfile.read(cache_path)
     except (OSError, ValueError):
         cache = {}
     found, new = [], {}

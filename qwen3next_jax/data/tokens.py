@@ -7,20 +7,21 @@ that preparation, evaluation (bits per byte), generation (streamed text) and exp
 import functools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 from etils import epath
 
-from qwen3next_jax import digests
-from qwen3next_jax.errors import UserError
+from qwen3next_jax import digests, jsonfile
+from qwen3next_jax.errors import UserError, short
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
 # Longer documents are tokenized in parts cut at line ends: the library handles one text on one core, and keeps about a
 # hundred bytes per byte of it.
 _LONGEST_TEXT = 1 << 17
+_LARGEST_GAP = 1 << 20  # ids that stand for no token; more are a mistake that would cost gigabytes
 
 
 class Tokenizer(Protocol):
@@ -76,6 +77,19 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
         raise UserError(f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only {vocab_size}: "
                         f"set model.vocab_size to at least {tokenizer.vocab_size} or choose another data.tokenizer")
     return tokenizer
+
+
+def fill_from_tokenizer(values: dict[str, Any]) -> None:
+    """Where the settings `values` (nested dicts of a `Config`) leave `model.vocab_size` at 0, sets it, and the end token,
+    from `data.tokenizer`.
+
+    Raises:
+      UserError: the tokenizer cannot be used.
+    """
+    model, data = values.get("model", {}), values.get("data", {})
+    if model.get("vocab_size") == 0 and data.get("source", "text") == "text":
+        tokenizer = load_tokenizer(data.get("tokenizer", "bytes"))
+        model["vocab_size"], model["eos_token_id"] = tokenizer.vocab_size, tokenizer.eos_id
 
 
 class DecodeStream:
@@ -194,14 +208,22 @@ class HuggingFaceTokenizer:
         if not path.exists():
             raise UserError(f"tokenizer {path}: no such file; expected 'bytes' or the path of a Hugging Face tokenizer.json")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+            with jsonfile.open_regular(path) as file:
+                self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(jsonfile.MAX_BYTES))
+        except OSError as error:
+            raise UserError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
         except ValueError as error:
             raise UserError(f"tokenizer {path}: not a Hugging Face tokenizer.json ({_one_line(error)})") from error
+        # The library lists every id that is left out, and a table of all ids is made here, too.
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(ids.values(), default=-1)
+        if self.vocab_size > _LARGEST_GAP + len(ids):
+            raise UserError(f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a vocabulary of {len(ids)} tokens: "
+                            "damaged; copy or download it again")
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._eos_token = _eos_token(path, self._tokenizer)
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._json = self._tokenizer.to_str()
         self.fingerprint = digests.of(f"{self._json}\0{self.eos_id}")
 
@@ -249,13 +271,15 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     config_path = path.parent / "tokenizer_config.json"
     if config_path.exists():
         try:
-            token = json.loads(config_path.read_text()).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{config_path}: expected a JSON object ({_one_line(error)})") from error
+            token = jsonfile.read(config_path).get("eos_token")
+        except OSError as error:
+            raise UserError(f"{config_path}: cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise UserError(f"{config_path}: {error}") from error
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            if tokenizer.token_to_id(token) is None:
-                raise UserError(f"{config_path}: eos_token {token!r} is not in the vocabulary of {path}")
+            if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
+                raise UserError(f"{config_path}: eos_token {short(token)} is not in the vocabulary of {path}: expected one of its tokens")
             return token
     for token in _COMMON_EOS:
         if tokenizer.token_to_id(token) is not None:

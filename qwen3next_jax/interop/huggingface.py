@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qwen3next_jax import digests
+from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
+from qwen3next_jax.errors import UserError, short
+from qwen3next_jax.interop.hf_config import format_hf_config, model_directory, read_hf_config
 from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
-from qwen3next_jax.interop.weights import Weights, name_some, read_json, weight_files, write_weights
+from qwen3next_jax.interop.weights import Weights, name_some, weight_files, write_weights
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.hf_entries import Entry, Slice
 from qwen3next_jax.trees import path_string
@@ -52,31 +52,17 @@ def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndar
                 yield prefix + part.name, parameter.entry.to_tensor(layer, part)
 
 
-def read_hf_config(path: str | os.PathLike) -> ModelConfig:
+def check_hf(path: str | os.PathLike) -> ModelConfig:
     """The architecture of a Hugging Face directory, whose tensors are compared with it, without reading them (headers only).
 
     Raises:
       UserError: see `load_hf`.
     """
-    directory = _directory(path)
-    weights = Weights(directory)
-    config = _read_config(directory, weights)
-    _check_tensors(weights, list(parameters(config)), config)
+    config = read_hf_config(path)
+    _check_tensors(Weights(model_directory(path)), list(parameters(config)), config)
     return config
 
 
-def _directory(path: str | os.PathLike) -> pathlib.Path:
-    directory = pathlib.Path(path)
-    if directory.is_dir():
-        return directory
-    found = "is a file" if directory.exists() else "does not exist"
-    raise UserError(f"{directory} {found}: expected a Hugging Face model directory (config.json and *.safetensors)")
-
-
-def _read_config(directory: pathlib.Path, weights: Weights) -> ModelConfig:
-    has_mtp = any(name.startswith("mtp.") for name in weights.names)
-    file = directory / "config.json"
-    return parse_hf_config(read_json(file), has_mtp, str(file))
 
 
 def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
@@ -106,7 +92,7 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
     One (stacked) parameter is in memory at a time; everything is checked before the first is read. `dtype` and errors
     are those of `load_hf`.
     """
-    directory = _directory(path)
+    directory = model_directory(path)
     weights = Weights(directory)
     _check_digests(directory)
     wanted = list(parameters(config))
@@ -218,10 +204,17 @@ def _check_digests(directory: pathlib.Path) -> None:
 def verify_hf(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
     """`(file, what is wrong with it or None)` of every file that SHA256SUMS names and of every weight file; nothing
     where there is no SHA256SUMS. Files are digested on all cores."""
-    if not (directory / _DIGESTS).is_file():
+    if not (directory / _DIGESTS).exists():
         return
-    lines = [line.split(maxsplit=1) for line in (directory / _DIGESTS).read_text(errors="replace").splitlines()]
+    try:
+        with jsonfile.open_regular(directory / _DIGESTS) as file:
+            lines = [line.split(maxsplit=1) for line in file.read().decode(errors="replace").splitlines()]
+    except OSError as error:
+        raise UserError(f"{directory / _DIGESTS}: cannot be read ({error.strerror})") from error
     recorded = {words[1].lstrip("*"): words[0] for words in lines if len(words) == 2}
+    for name in [name for name in recorded if pathlib.PurePath(name).is_absolute() or ".." in pathlib.PurePath(name).parts]:
+        del recorded[name]
+        yield _DIGESTS, f"it names {short(name)}, which is outside this folder"
     for file in weight_files(directory):
         if file.name not in recorded:
             yield file.name, f"{_DIGESTS} does not name it"

@@ -179,6 +179,6 @@ def shardings(tree: Any, declared: Mapping[str, Declared], mesh: Mesh) -> Any:
         *groups, _ = names = path_string(path).split("/")
         followed = next((declared[name] for i in range(len(names)) if (name := "/".join(names[i:])) in declared), None)
         if followed is None and leaf.ndim and groups[0] != "guards":
-            raise ValueError(f"{path_string(path)}: follows no declared parameter: what an optimizer keeps per parameter must have its path")
+            raise ValueError(f"{path_string(path)}: follows no declared parameter: what an optimizer keeps for one must have its path")
         return NamedSharding(mesh, P() if followed is None else storage_spec(followed, leaf.shape, mesh))
     return jax.tree_util.tree_map_with_path(one, tree)

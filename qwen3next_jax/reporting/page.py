@@ -160,7 +160,7 @@ def _over_steps(title: str, runs: Sequence[Run], parts: Sequence[tuple[str, str,
 
 
 def _loss(runs: Sequence[Run], marks) -> list[str]:
-    depths = sorted({name.partition("/")[2] for run in runs for name in run.names("train", "mtp_loss/")}, key=int)
+    depths = sorted({name.partition("/")[2] for run in runs for name in run.names("train", "mtp_loss/") if name[9:].isdecimal()}, key=int)
     accepted = [(f"depth {d}", "heldout", f"mtp_acceptance/{d}") for d in depths]
     return _only((
         _over_steps("Loss (nats per token)", runs, [("training", "train", "loss"), ("held-out", "heldout", "loss")], marks, late=True),
@@ -325,6 +325,7 @@ def _attention(runs: Sequence[Run]) -> list[str]:
                   note="Mean over heads and over the queries after it."),
         _by_layer("Heads with more than 0.3 on the first token", runs, "first_token_heads", from_zero=True,
                   note="Share of the layer's heads."),
+        _by_layer("Largest attention logit by layer", runs, "logit_max", note="Over heads and pairs of query and key."),
         _by_layer("Output gate of attention, mean", runs, "gate_mean", from_zero=True),
         _by_layer("Output gate of attention below 0.1", runs, "gate_closed", from_zero=True, note="Share of the gate's entries."),
         _by_layer("Largest activation by layer", runs, "activation_max", log=True, references=ACTIVATIONS, note="max |x| after the layer."),

@@ -118,8 +118,8 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
 
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
     measured = main_figures(results)  # the rest is in results.csv
-    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "state", "step", *(shown(name, figure) for name, figure in measured.items()), "tokens/s", *COUNTED.values(),
-            "seconds"]
+    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "state", "step", *(shown(name, figure) for name, figure in measured.items()),
+            "tokens/s", *COUNTED.values(), "seconds"]
     rows = [[*r.point.values.values(), "done" if r.done else f"failed: {r.failed}" if r.failed else "not done yet",
              f"{r.step:,} of {r.point.config.train.steps:,}",
              *(f"{r.measured[name].value:.4g}" if name in r.measured else "–" for name in measured),

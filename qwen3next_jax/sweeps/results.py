@@ -100,8 +100,8 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
     writer.writerow(["point", *sweep.axes, "steps", "steps_done", *measured, "tokens_per_second", *counted, "seconds", "command"])
     for r in results:
         writer.writerow([r.point.name, *r.point.values.values(), r.point.config.train.steps, r.step,
-                         *(r.measured[name].value if name in r.measured else "" for name in measured), round(r.tokens_per_second, 1) if r.step else "",
-                         *r.counted.values(), round(r.seconds, 1), commands[r.point.name]])
+                         *(r.measured[name].value if name in r.measured else "" for name in measured),
+                         round(r.tokens_per_second, 1) if r.step else "", *r.counted.values(), round(r.seconds, 1), commands[r.point.name]])
     return out.getvalue()
 
 

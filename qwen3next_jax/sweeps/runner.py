@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from qwen3next_jax import jsonfile
 from qwen3next_jax.children import end_with
 from qwen3next_jax.errors import RESTARTED, ExitCode, UserError
 from qwen3next_jax.sweeps.points import Point, Sweep, check_unchanged, manifest
@@ -59,8 +60,8 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
     path = workdir / "sweep.json"
     if path.exists():
         try:
-            before = {point["name"]: dict(point["config"]) for point in json.loads(path.read_text())["points"]}
-        except (ValueError, KeyError, TypeError) as error:
+            before = {point["name"]: dict(point["config"]) for point in jsonfile.read(path)["points"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: damaged or foreign: give another --workdir") from error
         check_unchanged(sweep, before, workdir)
         return

@@ -98,7 +98,8 @@ def _layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
     row["activation_ratio"] = row["activation_max"] / max(float(row.pop("activation_median")), 1e-12)
     if "first_token_share" in layer:
         share_N = layer["first_token_share"]
-        row |= {"first_token_share": np.mean(share_N), "first_token_heads": np.mean(share_N > SINK_HEAD)}
+        row |= {"first_token_share": np.mean(share_N), "first_token_heads": np.mean(share_N > SINK_HEAD),
+                "logit_max": np.max(layer["logit_max"])}
     if "half_life" in layer:
         half_life_H = layer["half_life"]
         row |= {"half_life": math.exp(np.mean(np.log(half_life_H))), "half_life_min": np.min(half_life_H),

@@ -5,6 +5,7 @@ Both are drawn from the events of metrics.jsonl, so that what is shown is what i
 
 import contextlib
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.text import Text
 from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
 
 CELL_WIDTH = 24  # the widest name and value beside each other
+XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure
 
 class PreparationProgress:
     """Shows how far the tokenizing of each source is: a bar on a terminal, one line elsewhere. A context manager."""
@@ -63,19 +65,26 @@ class Display:
                                       TaskProgressColumn(), TimeElapsedColumn(), console=self._console)
             self._task = self._progress.add_task("train", total=steps, completed=first_step)
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render)
+        self._compiling = threading.Timer(XLA_BANNER - 10, self.say, (
+            "still compiling the train step, which takes minutes for a large model. XLA asks \"Very slow compile?\" on standard error: "
+            "nothing is wrong",))
+        self._compiling.daemon = True
 
     def __enter__(self):
         if self._live:
             self._live.start()
         else:
             self.say(self._title)
+        self._compiling.start()
         return self
 
     def __exit__(self, *exception):
+        self._compiling.cancel()
         if self._live:
             self._live.stop()
 
     def step(self, step: int) -> None:
+        self._compiling.cancel()
         if self._live:
             self._progress.update(self._task, completed=step)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from qwen3next_jax import digests
+from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.errors import UserError, warn
 from qwen3next_jax.reporting.events import each_event
@@ -228,9 +228,11 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
-        record = json.loads(path.read_text())
+        record = jsonfile.read(path)
         intact = record.pop("digest") == digests.of_json(record)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): restore it, or give another --workdir") from error
+    except (ValueError, KeyError):
         intact = False
     if not intact:
         raise UserError(f"{path}: damaged, or changed by hand: what it says of the run cannot be relied on; restore it, or give "

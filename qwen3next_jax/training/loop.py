@@ -20,7 +20,7 @@ from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
-from qwen3next_jax.interop.huggingface import load_hf, read_hf_config
+from qwen3next_jax.interop.huggingface import check_hf, load_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import (
     BatchShare, StopVote, barrier, check_shared, is_leader, leader_first, leader_says, together)
@@ -40,9 +40,6 @@ from qwen3next_jax.training.step import (
 from qwen3next_jax.training.telemetry import MetricsFile, Throughput, open_metrics, surroundings
 from qwen3next_jax.training.watchdog import Signals, Watchdog
 
-# Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
-NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
-                 "delta_rule", "bos_token_id", "eos_token_id"}
 MAX_REWINDS = 3  # to one checkpoint
 
 
@@ -87,7 +84,7 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
         # Loop
         corpus = data.describe()
         with Display(_title(config, mesh, state, corpus["title"], first_step), config.train.steps, first_step, first) as display, \
-                open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
+                open_metrics(config, workdir, first_step, display) as metrics, Signals(display.say) as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
             leader_says(lambda: seal(workdir, description, data.tokenizer, new=not first_step))
@@ -297,23 +294,12 @@ def on_one_device(params: dict, mesh: Mesh) -> dict | None:
 
 
 def check_start(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
-    """Raises UserError for all that can be told before data are prepared: suites, `init_from`, and what `preflight` looks at."""
+    """Raises UserError for all that can be told before data are prepared: what `preflight` looks at, suites, the tensors of `init_from`."""
     preflight.check(config, workdir, restart)
     evaluation.check(config.eval.suites, evaluation.options_of(config.eval), config.model,
                      source_of(config.data).tokenizer_of(config.data, config.model.vocab_size))
     if config.train.init_from and (restart or not saved_steps(workdir)):
-        _check_structure(config)
-
-
-def _check_structure(config: Config) -> None:
-    found_config = read_hf_config(config.train.init_from)
-    for name in config.model.differs(found_config):
-        if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps):
-            wanted, found = (c.mixers if name == "layer_types" else getattr(c, name) for c in (config.model, found_config))
-            raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
-                            "set the one in the config to the other")
-    if config.model.mtp_depth and not found_config.mtp_depth:
-        raise UserError(f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set model.mtp_depth = 0")
+        check_hf(config.train.init_from)
 
 
 def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Tokenizer, new: bool) -> None:
@@ -335,7 +321,7 @@ def start_state(config: Config, mesh: Mesh) -> State:
     """The state before the first step: random weights, or those of the Hugging Face directory `train.init_from`."""
     if not config.train.init_from:
         return init_state(config, mesh)
-    _check_structure(config)
+    preflight.check_structure(config)
     model = load_hf(config.train.init_from)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     if not config.model.mtp_depth:

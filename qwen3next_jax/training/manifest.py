@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 
-from qwen3next_jax import digests
+from qwen3next_jax import digests, jsonfile
 
 NAME = "manifest.json"
 PIECE = 1 << 25  # bytes
@@ -48,7 +48,7 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool) -> str | None:
     if not path.exists():
         return f"it has no {NAME}: it is being written, or the run died before it was complete"
     try:
-        record = json.loads(path.read_text())
+        record = jsonfile.read(path)
         piece = int(record["piece"])
         sizes = {name: int(size) for name, (size, _) in record["files"].items()}
         expected = [digest for _, of_pieces in record["files"].values() for digest in of_pieces]

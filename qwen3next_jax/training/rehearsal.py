@@ -58,7 +58,7 @@ def _data(config: Config) -> str:
         check_request(config.model, [tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
     if config.data.source != "text":
         return f"{config.data.source}, made as it is read"
-    found = [sources.resolve(glob, config.data.text_field) for glob in config.data.globs or ("",)]
+    found = [sources.resolve(glob, config.data.text_field, config.data.on_bad_text) for glob in config.data.globs or ("",)]
     for source in found:
         next(sources.documents(source))
     return (f"{sum(len(source.files) for source in found):,} files, {_mega(sum(source.size for source in found))}, tokenizer of "

@@ -80,7 +80,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tupl
     `balance_loss_weight` is 0); this costs up to a third of a step and makes k micro-batches equal to one batch.
     """
     gradients = make_gradients(config, mesh)
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(config, compute_mesh(mesh))
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh))
 

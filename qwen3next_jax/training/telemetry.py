@@ -170,8 +170,8 @@ class ReportWriter:
     def _write(self) -> None:
         try:
             write_report([self._workdir], self._workdir / "report.html")
-        except (OSError, UserError) as error:  # the run is worth more than its picture
-            warn(f"{self._workdir / 'report.html'} was not written: {error}")
+        except Exception as error:  # the run is worth more than its picture, whatever is wrong with that
+            warn(f"{self._workdir / 'report.html'} was not written: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 def open_metrics(config: Config, workdir: pathlib.Path, first_step: int, display: Listener) -> MetricsFile:

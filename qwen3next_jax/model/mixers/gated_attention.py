@@ -17,12 +17,15 @@ from qwen3next_jax.ops import attention
 from qwen3next_jax.parallel.rules import activation_spec, constrain, local
 
 
+SHARPENED = 1024.0  # a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
+
+
 class GatedAttention(Mixer):
     """Query, key and value projections → per-head norms and partial RoPE → attention → gate → projection.
 
     Diagnostics, over the counted tokens: first_token_share [N]: attention probability on the first token of the document,
     mean over the other tokens' queries; gate_mean [], gate_closed []: mean of the output gate, share of it below 0.1 (where
-    there is a gate).
+    there is a gate); logit_max [N]: the largest scaled score of a query and a key that it sees.
     """
 
     settings = ("attention_output_gate", "qk_norm")
@@ -99,10 +102,15 @@ def _diagnostics(q_BTNK, k_BTMK, open_BTNK, context: Context) -> dict[str, jax.A
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
     share_BTN = _attend(q_BTNK, k_BTMK, indicator_BTMK, context)[..., 0]
     counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
-    share = {"first_token_share": token_mean(share_BTN, counted_BT)}
+    # Of sharpened probabilities nothing but the largest is left: with the keys as values, attention returns each query's best one.
+    best_BTNK = _attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK, context)
+    logit_BTN = jnp.einsum("btnk,btnk->btn", q_BTNK, best_BTNK, preferred_element_type=jnp.float32) * q_BTNK.shape[-1] ** -0.5
+    if context.counted is not None:
+        logit_BTN = jnp.where(context.counted[..., None], logit_BTN, -jnp.inf)
+    measured = {"first_token_share": token_mean(share_BTN, counted_BT), "logit_max": jnp.max(logit_BTN, axis=(0, 1))}
     if open_BTNK is None:
-        return share
-    return share | {"gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
+        return measured
+    return measured | {"gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
                     "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 
 
