@@ -16,7 +16,8 @@ get_workdir = cli.define_workdir_flag(default_from_config=True)
 _suite = flags.DEFINE_list("suite", ["heldout"], f"evaluations, comma-separated: {', '.join(EVALUATIONS)}")
 _lengths = flags.DEFINE_list("lengths", ["256"], "row lengths in tokens of induction, copy and niah")
 _pairs = flags.DEFINE_list("pairs", ["4", "8", "16"], "numbers of pairs of mqar")
-_rows = flags.DEFINE_integer("rows", None, "rows of each evaluation (default: all of heldout and position, 128 or 32 of the others)", lower_bound=1)
+_rows = flags.DEFINE_integer("rows", None, "rows of each evaluation (default: all of heldout and position, 128 or 32 of the others)",
+                              lower_bound=1)
 _json = flags.DEFINE_string("json", "", "a file that gets all results, too")
 
 
@@ -25,8 +26,8 @@ def main() -> int:
     workdir = get_workdir(config.name if config else None)
     for name in _suite.value:
         check_name(EVALUATIONS, name, "--suite")
-    cli.check_model("workdir", workdir)
     cli.check_writable("json", _json.value)
+    cli.check_model("workdir", workdir)
     lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
     cli.enable_compilation_cache()

@@ -24,7 +24,8 @@ GENERATE = ["-m", "qwen3next_jax.generate", "--prompt=x"]
 def mistakes(folder: pathlib.Path) -> dict[str, list[str]]:
     """Name → arguments after `python`. Files that a mistake needs are written to `folder`."""
     config = folder / "mine.py"
-    config.write_text("from configs.tiny import get_config as tiny\n\n\ndef get_config():\n    config = tiny()\n    config.train.steps = 10 / 0\n    return config\n")
+    config.write_text("from configs.tiny import get_config as tiny\n\n\ndef get_config():\n    config = tiny()\n"
+                      "    config.train.steps = 10 / 0\n    return config\n")
     (folder / "nothing.py").write_text("def get_config():\n    pass\n")
     (folder / "sweep.py").write_text("def get_sweep():\n    return [1]\n")
     (folder / "not_utf8.py").write_bytes(b"x = '\xff'\n")
@@ -83,7 +84,8 @@ def main() -> int:
             seconds, code, lines = min((first_error(command) for _ in range(arguments.repeats)), key=lambda found: found[0])
             right = code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
             slow, wrong = slow + [name] * (seconds > arguments.over), wrong + [name] * (not right)
-            print(f"{seconds:6.2f} s  {'  ' if right and seconds <= arguments.over else '! '}{name}: {lines[-1][:160] if lines else 'nothing was said'}", flush=True)
+            mark = " " if right and seconds <= arguments.over else "!"
+            print(f"{seconds:6.2f} s {mark} {name}: {lines[-1][:160] if lines else 'nothing was said'}", flush=True)
     print(f"{len(slow)} took more than {arguments.over:g} s{': ' + ', '.join(slow) if slow else ''}; "
           f"{len(wrong)} were no single line{': ' + ', '.join(wrong) if wrong else ''}")
     return int(bool(slow or wrong))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from absl import app, flags, logging
 
 from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.config.files import apply_overrides, load_config_file, setting
+from qwen3next_jax.config_files import apply_overrides, fill_from_tokenizer, load_config_file, setting
 from qwen3next_jax.errors import ExitCode, UserError, did_you_mean
 from qwen3next_jax.parallel.launch import Launch, find_launch
 
@@ -142,10 +142,7 @@ def define_config_flag() -> Callable[..., Config | None]:
             return None
         values = load_config_file(pathlib.Path(holder.value))
         apply_overrides(values, _overrides)
-        if values.get("model", {}).get("vocab_size") == 0:
-            from qwen3next_jax.data.tokens import fill_from_tokenizer  # which takes its time to load
-
-            fill_from_tokenizer(values)
+        fill_from_tokenizer(values)
         return from_dict(Config, values)
     return get
 
@@ -202,7 +199,8 @@ def check_model(flag: str, path: str | pathlib.Path) -> None:
 def check_writable(flag: str, path: str) -> None:
     """Refuses a file for results whose folder is not there, before they are computed."""
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
-        raise UserError(f"--{flag}={path}: " + ("a folder: expected the name of a file" if pathlib.Path(path).is_dir() else "there is no such folder"))
+        reason = "a folder: expected the name of a file" if pathlib.Path(path).is_dir() else "there is no such folder"
+        raise UserError(f"--{flag}={path}: {reason}")
 
 
 def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:

@@ -150,7 +150,7 @@ def show(plan, console: Console) -> None:
         table.add_row(name, f"{seconds:.4g}", f"{seconds / e.seconds:.0%}")
     console.print(table)
     if plan.optimization_level != "default":
-        console.print(f"compiled at optimization level {plan.optimization_level}: times at the default level, which training uses, are others",
+        console.print(f"compiled at optimization level {plan.optimization_level}: at the default level, which training uses, times differ",
                       markup=False)
     console.print(f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Step {e.seconds:.4g} s, "
                   f"bound by {plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}", markup=False)

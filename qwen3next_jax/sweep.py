@@ -1,6 +1,7 @@
 """Runs an ablation sweep and writes its report.
 
-    python -m qwen3next_jax.sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2] [--set optimizer.learning_rate=1e-3] [--emit]
+    python -m qwen3next_jax.sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2] [--emit]
+        [--set optimizer.learning_rate=1e-3]
 
 The same command after an interruption goes on where it was; finished points are not run again. report.html and results.csv
 in the workdir are rewritten whenever a point ends. With --emit the points run elsewhere, each by the command printed for it;

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from page import example, line
 from flax import nnx
 
 from qwen3next_jax import evaluate
@@ -19,9 +20,8 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import sinks
-from qwen3next_jax.inference.decode import STOPPED
-from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.inference.decode import STOPPED, complete
+from qwen3next_jax.parallel.mesh import make_mesh, one_device
 from qwen3next_jax.reporting.figures import named, record
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sweeps.points import Point
@@ -32,6 +32,14 @@ BYTES, IDS = ByteTokenizer(), TaskTokens(257)
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8).astype(np.int32)
 
 
+NANO = Config(
+    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
+                      num_key_value_heads=1, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+                      linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=1, dtype="float32",
+                      initializer_range=0.3, decay_init="log_uniform"),
+    data=DataConfig(source="backcopy"), train=TrainConfig(batch_size=4, sequence_length=32), eval=EvalConfig(sample_tokens=0))
+
+
 def knows(known):
     """A scorer that guesses right wherever `known(tokens [B, T])` [B, T-1] is true, with the loss 0.5 of token 1, 1.5 of 2, …"""
     def score(tokens, segment_ids=None):
@@ -39,21 +47,6 @@ def knows(known):
         wrong = np.where(known(tokens), 0, 1)
         return np.broadcast_to(np.arange(t - 1) + 0.5, (b, t - 1)), tokens[:, 1:] + wrong
     return score
-
-
-def test_scores_are_the_models_log_probabilities():
-    config = ModelConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
-                         linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32")
-    model = Qwen3Next(config, rngs=nnx.Rngs(0))
-    tokens = np.random.default_rng(0).integers(0, 31, (2, 12)).astype(np.int32)
-    segments = np.repeat([[1, 2]], 6, axis=1).repeat(2, axis=0).astype(np.int32)
-    graphdef, params = nnx.split(model, nnx.Param)
-    nll, guess = make_scorer(make_score_step(graphdef), nnx.to_pure_dict(params))(tokens, segments)
-    logits = model(jnp.asarray(tokens), jnp.asarray(segments)).logits[:, :-1]
-    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(nll, expected, rtol=1e-5)
-    np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))
 
 
 def test_task_accuracy_is_the_share_of_right_answers():
@@ -155,38 +148,12 @@ def test_what_cannot_run_is_refused_before_anything_is_computed(names, options, 
         evaluation.check(names, options, config, tokens)
 
 
-REPETITION = """
-import numpy as np
-
-from qwen3next_jax.evals.evaluation import Evaluation
-from qwen3next_jax.reporting.figures import Figure
-
-
-class Repetition(Evaluation):
-    \"\"\"Rows that say one token over and over: how often the model's best guess is that token.\"\"\"
-
-    figures = {"accuracy": Figure("accuracy", "share", "higher", main=True)}
-
-    @classmethod
-    def context(cls, options):
-        return max(options.lengths)
-
-    def run(self, params):
-        score, rng, values = self.subject.scorer(params), np.random.default_rng(0), {}
-        for length in self.subject.options.lengths:
-            said = rng.integers(0, self.subject.config.vocab_size, (self.subject.options.rows or 32, 1))
-            tokens = np.repeat(said, length, axis=1).astype(np.int32)
-            _, guess = score(tokens)
-            values[f"accuracy/{length} tokens"] = float((guess == tokens[:, 1:]).mean())
-        return values
-"""
-
-
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
     """It is refused, run, printed, reported and compared by its declaration alone; what it does not declare is shown plainly."""
-    (tmp_path / "repetition.py").write_text(REPETITION.replace("return values", "return values | {'rows_read': 32}"))
+    code = example("my_evaluation.py", tmp_path)
+    (tmp_path / "my_evaluation.py").write_text(code.replace("return values", "return values | {'rows_read': 32}"))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(EVALUATIONS, "repetition", "repetition:Repetition")
+    monkeypatch.setitem(EVALUATIONS, *line("EVALUATIONS"))
     config, options = ModelConfig(max_position_embeddings=64), evaluation.Options(lengths=(8, 16))
     with pytest.raises(UserError, match="suite repetition needs a context of 256 tokens, the model's is 64"):
         evaluation.check(("repetition",), evaluation.Options(), config, IDS)
@@ -218,23 +185,31 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
         "repetition accuracy/8 tokens", "repetition accuracy/16 tokens"]
 
 
-NANO = Config(
-    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
-                      num_key_value_heads=1, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-                      linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=1, dtype="float32",
-                      initializer_range=0.3, decay_init="log_uniform"),
-    data=DataConfig(source="backcopy"), train=TrainConfig(batch_size=4, sequence_length=32), eval=EvalConfig(sample_tokens=0))
-
-
-def test_on_a_mesh_every_evaluation_gives_what_it_gives_on_one_device():
+def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
     data = open_data(NANO.data, 32, 4, 32)
     graphdef, _ = abstract_model(NANO)
-    found = []
+    found, said = [], []
     for axes in ({"data": 1}, {"data": 2, "context": 2, "tensor": 2}):
         mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:math.prod(axes.values())])
         options = evaluation.Options(rows=3, pairs=(3,))  # rows that do not divide
         subject = evaluation.Subject(NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh))
         params = init_state(NANO, mesh)["params"]
-        evaluations = evaluation.make(("heldout", "position", "mqar", "sinks"), subject)
+        evaluations = evaluation.make(("heldout", "mqar", "sinks"), subject)
         found.append({f"{name} {kind}": value for name, one in evaluations.items() for kind, value in one.run(params).items()})
-    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1 and len(found[0]) > 20
+        said.append([complete(nnx.merge(graphdef, params), [np.arange(1, n) for n in (6, 20, 2)], max_new_tokens=8, seed=3,
+                              temperature=temperature, mesh=compute_mesh(mesh)) for temperature in (0.0, 1.0)])
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1 and len(found[0]) > 10
+    np.testing.assert_array_equal(said[1], said[0])
+    assert len(np.unique(said[0])) > 8
+
+
+def test_scores_are_the_models_log_probabilities():
+    graphdef, _ = abstract_model(NANO)
+    params = init_state(NANO, one_device())["params"]
+    tokens = np.random.default_rng(0).integers(0, 32, (3, 64)).astype(np.int32)  # the shape of the program above
+    segments = np.repeat([[1, 2]], 32, axis=1).repeat(3, axis=0).astype(np.int32)
+    nll, guess = make_scorer(make_score_step(graphdef), params)(tokens, segments)
+    logits = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens, segments).logits)(params)[:, :-1]
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(nll, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))

@@ -13,15 +13,16 @@ FLOOR = {"children", "digests", "errors", "jsonfile", "trees"}
 # part → the other parts it may import. Commands at the top of the package may import everything below them.
 ARROWS = dict.fromkeys(FLOOR, set()) | {
     "config": set(),
+    "config_files": {"config", "data"},
     "ops": set(),
     "model": {"ops", "parallel", "config"},
-    "parallel": {"config"},
+    "parallel": {"ops", "config"},
     "data": {"config"},
     "interop": {"model", "config"},
     "inference": {"model", "parallel", "ops", "config"},
     "evals": {"reporting", "inference", "model", "parallel", "config", "data"},
     "reporting": set(),
-    "sweeps": {"reporting", "data", "evals", "inference", "model", "config"},
+    "sweeps": {"config_files", "reporting", "data", "evals", "inference", "model", "config"},
     "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config"},
     "planner": {"training", "model", "ops", "parallel", "config"},
 }

@@ -104,9 +104,14 @@ def test_eight_devices_divide_the_products_and_get_what_one_gets():
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, expert=2, tensor=2)), jax.devices()[:8])
     tree = {name: random(*one.stack, *one.shape) for name, one in declared.items()}
     lies = shardings(tree, declared, mesh)
-    one = jax.jit(lambda tree: orthogonalised(tree, declared, MUON, None)).lower(tree).compile()
-    eight = jax.jit(lambda tree: orthogonalised(tree, declared, MUON, mesh), in_shardings=(lies,), out_shardings=lies).lower(tree).compile()
+
+    def done(mesh):
+        return lambda tree: [orthogonalised(tree, declared, dataclasses.replace(MUON, muon=MuonConfig(per_head=per_head)), mesh)
+                             for per_head in (False, True)]
+    one = jax.jit(done(None)).lower(tree).compile()
+    eight = jax.jit(done(mesh), in_shardings=(lies,), out_shardings=[lies, lies]).lower(tree).compile()
     found = jax.device_get(eight(jax.device_put(tree, lies)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, one(tree))
-    # 1/8 each, and what stacks are padded with to a multiple of 8.
+    # 1/8 each, and what stacks are padded with to a multiple of 8; whole matrices, none of whose products is summed over devices.
     assert eight.cost_analysis()["flops"] < one.cost_analysis()["flops"] / 8 * 1.5
+    assert "all-to-all(" in eight.as_text() and "all-reduce(" not in eight.as_text()

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 import types
 
 import pytest
@@ -12,6 +13,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.reporting.events import read_events
 from qwen3next_jax.reporting.figures import record
+from qwen3next_jax.training import display as display_module
 from qwen3next_jax.training.display import Display
 from qwen3next_jax.training.telemetry import MetricsFile, TensorBoard, WeightsAndBiases, scalars
 
@@ -52,6 +54,17 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
         metrics.rewind(0)
         display(TRAIN)
     assert capsys.readouterr().out == ""
+
+
+def test_a_long_compilation_is_said_to_be_one_before_xla_complains(monkeypatch, capsys):
+    monkeypatch.setattr(display_module, "XLA_BANNER", 10.05)  # said 10 s before
+    with Display("title", 10, 0) as display:
+        time.sleep(0.3)
+    assert "nothing is wrong" in capsys.readouterr().out
+    with Display("title", 10, 0) as display:
+        display.step(0)  # the first step has been handed over: it is compiled
+        time.sleep(0.3)
+    assert "nothing is wrong" not in capsys.readouterr().out
 
 
 def _screen(width: int) -> str:

@@ -158,7 +158,8 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(config, finished, t
     moved = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(tmp_path / "tokenizer.json")))
     shutil.copytree(finished, tmp_path / "run")
     tokenizer = load_tokenizer(moved.data.tokenizer)
-    seal(tmp_path / "run", read_run(tmp_path / "run") | {"config": to_dict(moved), "tokenizer": tokenizer.fingerprint}, tokenizer, new=False)
+    seal(tmp_path / "run", read_run(tmp_path / "run") | {"config": to_dict(moved), "tokenizer": tokenizer.fingerprint}, tokenizer,
+         new=False)
     (tmp_path / "tokenizer.json").unlink()
     assert load_model(tmp_path / "run").tokenizer.eos_id == 256
     monkeypatch.setattr(sys, "argv", ["export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"])
@@ -189,8 +190,8 @@ def test_the_folder_of_another_run_is_refused(config, finished, section, change,
 
 
 def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_path):
-    """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, …"""
-    long = dataclasses.replace(config, model=dataclasses.replace(
+    """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, … Muon's state holds AdamW's, too."""
+    long = dataclasses.replace(config, optimizer=OptimizerConfig(name="muon"), model=dataclasses.replace(
         MODEL, num_hidden_layers=12, layer_types=(), full_attention_interval=0, mlp_only_layers=(0, 2, 5, 11), mtp_depth=0))
     assert len(long.model.stacks) == 12
     rng = np.random.default_rng(0)

@@ -2,8 +2,8 @@
 
 DATA_SOURCES = {
     "text": "qwen3next_jax.data.pipeline:TrainData",
-    "mqar": "qwen3next_jax.data.pipeline:SyntheticData",
-    "induction": "qwen3next_jax.data.pipeline:SyntheticData",
-    "copy": "qwen3next_jax.data.pipeline:SyntheticData",
-    "backcopy": "qwen3next_jax.data.pipeline:SyntheticData",
+    "mqar": "qwen3next_jax.data.synthetic:SyntheticData",
+    "induction": "qwen3next_jax.data.synthetic:SyntheticData",
+    "copy": "qwen3next_jax.data.synthetic:SyntheticData",
+    "backcopy": "qwen3next_jax.data.synthetic:SyntheticData",
 }

@@ -4,7 +4,6 @@ Row i of the endless training stream is a pure function of i, and step s takes r
 from is therefore one integer, the step, whatever the number of processes that share a batch.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -16,10 +15,10 @@ from qwen3next_jax import digests
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.config.sources import DATA_SOURCES
 from qwen3next_jax.config.tables import resolve
-from qwen3next_jax.data import preparation, sources, synthetic
+from qwen3next_jax.data import preparation, sources
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
-from qwen3next_jax.data.tokens import TaskTokens, Tokenizer, load_tokenizer
+from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import grain  # which a machine that only loads a model need not have
@@ -184,58 +183,9 @@ class TrainData(Data):
                 "fingerprint": self.fingerprint, "sequence_length": self.sequence_length, **total, "sources": parts}
 
 
-class SyntheticData(Data):
-    """The rows of a task, made on the fly.
-
-    Raises:
-      UserError: rows or vocabulary are too small for the task.
-    """
-
-    kinds = Data.kinds | {"target_mask": bool}
-    heldout_rows = 1024  # where nobody asks for more: a task does not end
-
-    def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int,
-                 progress: Progress | None = None):
-        self.tokenizer, self.task = self.tokenizer_of(config, vocab_size), config.source
-        self.batch_size, self.sequence_length = batch_size, sequence_length
-        self._rows, self._heldout = (self.task_rows(config, sequence_length, vocab_size, split)
-                                     for split in (synthetic.TRAIN_SPLIT, synthetic.HELDOUT_SPLIT))
-        parts = [config.source, dataclasses.asdict(config.synthetic), sequence_length, vocab_size, config.seed]
-        self.fingerprint = digests.of(json.dumps(parts))[:20]
-
-    @staticmethod
-    def tokenizer_of(config: DataConfig, vocab_size: int) -> Tokenizer:
-        return TaskTokens(vocab_size)
-
-    @classmethod
-    def check(cls, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-        cls.task_rows(config, sequence_length, vocab_size, synthetic.TRAIN_SPLIT)
-
-    @staticmethod
-    def task_rows(config: DataConfig, length: int, vocab_size: int, split: int) -> Any:
-        """Of one split, what gives the `synthetic.TaskRow` of every index."""
-        return synthetic.TaskRows(config.source, length, vocab_size, config.synthetic, config.seed, split)
-
-    def row(self, index: int) -> Batch:
-        return _task_row(self._rows[index])
-
-    def heldout_row(self, index: int) -> Batch:
-        return _task_row(self._heldout[index])
-
-    def names(self, index: int) -> list[str]:
-        return [f"{self.task}:{index}"]
-
-    def describe(self) -> dict[str, Any]:
-        return {"title": f"synthetic task {self.task}", "bits_per_nat": None}
-
-
 def _files(config: DataConfig) -> list[sources.Source]:
     """All globs are looked up before any is prepared: a mistake in the last is told at once."""
     return [sources.resolve(glob, config.text_field, config.on_bad_text) for glob in config.globs or ("",)]
-
-
-def _task_row(row: synthetic.TaskRow) -> Batch:
-    return {"tokens": row.tokens, "segment_ids": np.ones_like(row.tokens), "target_mask": row.targets}
 
 
 def _text_row(row: PackedRow) -> Batch:

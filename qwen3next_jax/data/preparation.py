@@ -152,7 +152,8 @@ def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -
 # ---- writing
 
 
-def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path, progress: Progress) -> None:
+def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path,
+             progress: Progress) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)

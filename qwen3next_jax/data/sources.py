@@ -32,8 +32,8 @@ _REMOTE_SCHEMES = ("gs", "s3", "az", "hf")
 _REMOTE_VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "mtime", "updated", "LastModified", "last_modified", "created")
 _WILDCARD = re.compile(r"[*?\[]")
 # What is read of a folder that is named without a pattern.
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet", ".py", ".rst", ".tex", ".org", ".html", ".c", ".h", ".cc", ".cpp", ".hpp",
-                 ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".jl", ".hs", ".scala", ".kt", ".swift", ".lua", ".sql")
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet", ".py", ".rst", ".tex", ".org", ".html", ".c", ".h", ".cc", ".cpp",
+                 ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".jl", ".hs", ".scala", ".kt", ".swift", ".lua", ".sql")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +145,8 @@ def _local_files(path: str) -> list[SourceFile]:
     if os.path.isdir(expanded):
         every = _files(_glob(os.path.join(local_glob.escape(expanded), "**", "*")), expanded)
         if not (files := [file for file in every if file.label.lower().endswith(TEXT_SUFFIXES)]):
-            raise UserError(f"data.path {path!r}: a folder without text files: expected names that end in {', '.join(TEXT_SUFFIXES[:6])}, …; "
-                            f"others are taken where a pattern names them, such as {path.rstrip('/')}/**/*.log")
+            raise UserError(f"data.path {path!r}: a folder without text files: expected names that end in "
+                            f"{', '.join(TEXT_SUFFIXES[:6])}, …; a pattern takes any, such as {path.rstrip('/')}/**/*.log")
         return files
     # A file whose name contains glob characters is still found when it is named exactly.
     found = [expanded] if os.path.exists(expanded) else _glob(expanded)
@@ -320,7 +320,8 @@ def _read_parquet(file: SourceFile, text_field: str, bad: BadText) -> Iterator[t
             schema = table.schema_arrow
             if schema.names.count(text_field) != 1:
                 which = "two columns" if text_field in schema.names else "no column"
-                raise UserError(f"{file.path}: {which} {text_field!r}{did_you_mean(text_field, schema.names) if which[0] == 'n' else ''}; it has "
+                hint = "" if text_field in schema.names else did_you_mean(text_field, schema.names)
+                raise UserError(f"{file.path}: {which} {text_field!r}{hint}; it has "
                                 f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field")
             kind = schema.field(text_field).type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):

@@ -7,7 +7,7 @@ that preparation, evaluation (bits per byte), generation (streamed text) and exp
 import functools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -75,21 +75,9 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
     tokenizer = ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only {vocab_size}: "
-                        f"set model.vocab_size to at least {tokenizer.vocab_size} or choose another data.tokenizer")
+                        f"set model.vocab_size to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose "
+                        "another data.tokenizer")
     return tokenizer
-
-
-def fill_from_tokenizer(values: dict[str, Any]) -> None:
-    """Where the settings `values` (nested dicts of a `Config`) leave `model.vocab_size` at 0, sets it, and the end token,
-    from `data.tokenizer`.
-
-    Raises:
-      UserError: the tokenizer cannot be used.
-    """
-    model, data = values.get("model", {}), values.get("data", {})
-    if model.get("vocab_size") == 0 and data.get("source", "text") == "text":
-        tokenizer = load_tokenizer(data.get("tokenizer", "bytes"))
-        model["vocab_size"], model["eos_token_id"] = tokenizer.vocab_size, tokenizer.eos_id
 
 
 class DecodeStream:
@@ -218,8 +206,8 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         if self.vocab_size > _LARGEST_GAP + len(ids):
-            raise UserError(f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a vocabulary of {len(ids)} tokens: "
-                            "damaged; copy or download it again")
+            raise UserError(f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a vocabulary of {len(ids)} "
+                            "tokens: damaged; copy or download it again")
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._eos_token = _eos_token(path, self._tokenizer)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import BatchShare
-from qwen3next_jax.parallel.rules import activation_spec
+from qwen3next_jax.parallel.rules import CONTEXT, ROWS, activation_spec, shards
 
 # tokens [B, T], segment_ids [B, T] or None → (nll [B, T-1] in nats, guess [B, T-1]) of tokens 1 … T-1, each given those before
 # it in its document.
@@ -49,9 +49,9 @@ def place(batch: dict[str, np.ndarray], mesh: Mesh | None) -> dict[str, jax.Arra
     if mesh is None:
         return batch
     rows, length = next(iter(batch.values())).shape
-    context = mesh.shape["context"]
+    context = shards(mesh, CONTEXT)
     # 16 tokens on every device are more than a convolution reads of its neighbour, and divide into attention's half blocks.
-    more = -rows % (mesh.shape["data"] * mesh.shape["expert"]), -length % (16 * context if context > 1 else 1)
+    more = -rows % shards(mesh, *ROWS), -length % (16 * context if context > 1 else 1)
     batch = {name: np.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
     share = _share(mesh, rows + more[0])
     return share.spread({name: x[share.rows] for name, x in batch.items()})

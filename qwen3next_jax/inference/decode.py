@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference.cache import rounded_length
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.parallel.rules import activation_spec
+from qwen3next_jax.parallel.rules import ROWS, activation_spec, shards
 
 CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory
 BLOCK = 8  # most tokens per row that one decode call emits: a call costs as much as a step of a small model
@@ -137,7 +137,7 @@ def _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids, mesh)
     run = programs(graphdef, temperature == 0, mesh)
     wanted = len(prompts)
     if mesh is not None:  # as many rows as its axes divide
-        prompts = prompts + [prompts[-1]] * (-wanted % (mesh.shape["data"] * mesh.shape["expert"]))
+        prompts = prompts + [prompts[-1]] * (-wanted % shards(mesh, *ROWS))
     rows = start_rows(run, params, prompts, _empty_cache(model, len(prompts), cache_length(prompts, max_new_tokens), mesh), mesh)
     stop_ids = np.asarray(stop_ids, np.int32)
     size = 1  # the first token comes at once; later ones in blocks

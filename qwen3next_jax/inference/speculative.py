@@ -82,6 +82,9 @@ def speculative_generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max
     prompts = check_request(model.config, prompts, max_new_tokens, temperature=0.0)
     if not model.config.mtp_depth:
         raise UserError("speculative decoding needs a multi-token prediction module: expected model.mtp_depth ≥ 1")
+    if mixer_class(model.config.full_mixer).cache_kind != "slots":  # positions run again, which a state cannot undo
+        raise UserError(f"speculative decoding with model.full_mixer = {model.config.full_mixer!r}: expected a mixer whose cache has a "
+                        "slot for every token, such as gated_attention")
     graphdef, params = nnx.split(model)
     state = start(model, prompts, max_new_tokens)
     depth = model.config.mtp_depth

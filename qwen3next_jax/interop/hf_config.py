@@ -95,7 +95,8 @@ def check_sizes(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], wher
                   ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"),
                   ("linear_conv_kernel_dim",), ("mtp_depth",)):
         if math.prod(map(size, names)) > most:
-            raise UserError(f"{where}: {' × '.join(f'{name} = {short(size(name))}' for name in names)}: the widest of the weights has {widest}")
+            product = " × ".join(f"{name} = {short(size(name))}" for name in names)
+            raise UserError(f"{where}: {product}: the widest of the weights has {widest}")
 
 
 def _refuse_unsupported(fields: dict[str, Any], where: str) -> None:

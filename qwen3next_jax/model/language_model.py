@@ -26,7 +26,8 @@ from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, tar
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
-from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, gather_local, local, storage_spec
+from qwen3next_jax.parallel.rules import (
+    CONTEXT, TENSOR, TOKENS, activation_spec, constrain, gather, gather_local, local, shards, storage_spec)
 from qwen3next_jax.trees import path_string
 
 
@@ -152,10 +153,10 @@ class Qwen3Next(nnx.Module):
             table_VD = gather_local(table_VD, declared, shape, mesh)
             if table_VD.shape[0] == shape[0]:
                 return table_VD[tokens_BT].astype(self.config.dtype)
-            index_BT = tokens_BT - jax.lax.axis_index("tensor") * table_VD.shape[0]
+            index_BT = tokens_BT - jax.lax.axis_index(TENSOR) * table_VD.shape[0]
             inside_BT = (index_BT >= 0) & (index_BT < table_VD.shape[0])
             rows_BTD = table_VD[jnp.where(inside_BT, index_BT, 0)].astype(self.config.dtype)
-            return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), "tensor")
+            return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), TENSOR)
 
         in_specs = (storage_spec(declared, shape, mesh), activation_spec("batch", time))
         return local(look_up, mesh, in_specs, activation_spec("batch", time, None))(self.embedding[...], tokens)
@@ -192,9 +193,9 @@ class Qwen3Next(nnx.Module):
             return loss, *(x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll))
 
         hidden = constrain(hidden, mesh, "batch", "time", None)  # what splits the loss further stays out of the layers
-        divides = mesh is not None and hidden.shape[1] % (mesh.shape["context"] * mesh.shape["tensor"]) == 0
+        divides = mesh is not None and hidden.shape[1] % shards(mesh, CONTEXT, TENSOR) == 0
         time = "time_rows" if divides else "time"
-        axes = ("data", "expert", "context", "tensor") if divides else ("data", "expert", "context")
+        axes = (*TOKENS, TENSOR) if divides else TOKENS
         tokens = activation_spec("batch", time)
         stored = None if mesh is None else storage_spec(declared, shape, mesh)
         return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens, tokens))(

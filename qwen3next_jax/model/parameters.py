@@ -133,8 +133,8 @@ def check_declared(model: nnx.Module) -> None:
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param) and "declared" not in value.get_metadata():
-                raise ValueError(f"parameter {'/'.join(map(str, (*path, name)))} of {type(module).__module__}:{type(module).__name__} is not "
-                                 "declared: make it with model.parameters.Make, so that its shape, axes and kind are decided")
+                raise ValueError(f"parameter {'/'.join(map(str, (*path, name)))} of {type(module).__module__}:{type(module).__name__} is "
+                                 "not declared: make it with model.parameters.Make, so that its shape, axes and kind are decided")
 
 
 def declared_tree(params: nnx.State) -> dict:

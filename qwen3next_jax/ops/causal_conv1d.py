@@ -78,9 +78,7 @@ def _check(x, kernel, activation, initial_state, segment_ids):
         raise ValueError(f"kernel has shape {kernel.shape}: expected [width, *channels] with channels {x.shape[2:]}")
     state_shape = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
     if initial_state is not None and initial_state.shape != state_shape:
-        raise ValueError(
-            f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}"
-        )
+        raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}")
     if segment_ids is not None and segment_ids.shape != x.shape[:2]:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
 
@@ -143,9 +141,7 @@ def _convolve_backward(activation, residuals, dy):
     dz = padded[:, width - 1 : width - 1 + time]
     # One pass for all taps, over the batch first: on CPU six times faster than a sum per tap, which materialises its term.
     add = lambda a, b: tuple(map(jnp.add, a, b))
-    sums = jax.lax.reduce(
-        tuple(_terms(_shifted(x, width), [dz] * width, same)), (jnp.zeros((), wide),) * width, add, (0,)
-    )
+    sums = jax.lax.reduce(tuple(_terms(_shifted(x, width), [dz] * width, same)), (jnp.zeros((), wide),) * width, add, (0,))
     dkernel = jnp.stack([jnp.sum(x_TD, axis=0) for x_TD in sums])
     # Input s meets output s - w through tap w.
     if same is not None:

@@ -14,7 +14,7 @@ import jax
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.model.expert_parallel import GATHERED_SHARDS
+from qwen3next_jax.parallel.experts import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.compiled import Collective, Memory, collectives, memory, unknown_kernels

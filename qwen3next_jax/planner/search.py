@@ -4,6 +4,7 @@ The arithmetic is rough (it leaves out what the compiler adds or saves) and only
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 LONG_ROWS = 32_768  # tokens a device; rows are split over `context` where they are longer than this, or fewer than devices
 # `train.remat` → share of the forward pass that the backward computes again.
 RECOMPUTED = {"none": 0.0, "dots": 0.6, "block": 1.0, "offload": 1.0}
+_counts = functools.cache(parameter_counts)  # of one model for hundreds of candidates
 
 
 class Candidate(NamedTuple):
@@ -90,7 +92,7 @@ def estimated_bytes(config: Config) -> float:
     m, train, mesh = config.model, config.train, config.parallel.mesh
     devices, tokens = _devices(mesh), _micro_batch_tokens(config)
     # Float32: parameter, two moments, gradient; a second one where micro-batches add up.
-    state = (16 + 4 * (train.gradient_accumulation > 1)) * parameter_counts(m).total / devices
+    state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
     ends = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)  # float32, split over `tensor`; bfloat16, whole
     per_layer = {"none": _layer_bytes(m), "dots": _layer_bytes(m, experts=False), "block": 2 * m.hidden_size, "offload": 0}
     saved = per_layer[train.remat] * m.num_hidden_layers * tokens
@@ -124,7 +126,13 @@ def _micro_batch_tokens(config: Config) -> float:
 
 def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
     """Parameters that one device gathers in a pass: experts stay split over `expert`, everything over `tensor`."""
-    return sum(p.size / (mesh.expert if p.experts > 1 else 1) for p in declared(m).values()) / mesh.tensor
+    experts = _expert_weights(m)
+    return (_counts(m).total - experts + experts / mesh.expert) / mesh.tensor
+
+
+@functools.cache
+def _expert_weights(m: ModelConfig) -> int:
+    return sum(p.size for p in declared(m).values() if p.experts > 1)
 
 
 def _layer_bytes(m: ModelConfig, experts: bool = True) -> float:

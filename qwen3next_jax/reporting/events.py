@@ -27,7 +27,8 @@ def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 event = jsonfile.parse(line)
             except ValueError:
                 continue
-            if _REQUIRED <= event.keys() and (event["event"] != "suite" or "suite" in event) and all(_FIELDS.get(name, _is_plain)(value) for name, value in event.items()):
+            whole = _REQUIRED <= event.keys() and (event["event"] != "suite" or "suite" in event)
+            if whole and all(_FIELDS.get(name, _is_plain)(value) for name, value in event.items()):
                 yield line, event
 
 
@@ -59,9 +60,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers (NaN and infinity are text), text, nothing, or a list of them."""
+    """Numbers (NaN and infinity are text), text, nothing, or lists and objects of them: what a reader can draw or leave out."""
     return (value is None or isinstance(value, (str, bool, float)) or _is_number(value)
-            or isinstance(value, list) and all(map(_is_plain, value)))
+            or isinstance(value, (list, dict)) and all(map(_is_plain, value.values() if isinstance(value, dict) else value)))
 
 
 def _is_matrix(value: Any) -> bool:

@@ -21,8 +21,7 @@ import re
 from typing import Any
 
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
-from qwen3next_jax.config.files import call_file, load_config_file
-from qwen3next_jax.data.tokens import fill_from_tokenizer
+from qwen3next_jax.config_files import call_file, fill_from_tokenizer, load_config_file
 from qwen3next_jax.errors import UserError, did_you_mean
 from qwen3next_jax.trees import flat
 

@@ -112,7 +112,8 @@ def may_change(name: str) -> bool:
     return any(name == allowed or name.startswith(allowed + ".") for allowed in MAY_CHANGE)
 
 
-def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, tokenizer_fingerprint: str) -> tuple[dict[str, Any], list[Change]]:
+def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str,
+             tokenizer_fingerprint: str) -> tuple[dict[str, Any], list[Change]]:
     """Whether this run may start, or go on, in `workdir`; writes nothing. → (what run.json is to hold, or {} where it stays as
     it is; the allowed changes since the run before).
 
@@ -131,7 +132,9 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, token
     changes = _checked_changes(workdir, before, now)
     if not (workdir / "metrics.jsonl").exists():
         warn(f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step from which the run goes on")
-    return now | {"changes": before.get("changes", []) + [[*change] for change in changes]} if changes or "format" not in before else {}, changes
+    if not changes and "format" in before:
+        return {}, []
+    return now | {"changes": before.get("changes", []) + [[*change] for change in changes]}, changes
 
 
 def check_settings(workdir: pathlib.Path, config: Config) -> None:
@@ -169,8 +172,8 @@ def _read_trained(workdir: pathlib.Path) -> dict[str, Any] | None:
     """
     record = (workdir / "run.json").exists()
     if not is_trained(workdir):
-        # The "start" event is written before run.json.
-        if record and not any(event["event"] == "start" for _, event in each_event(workdir / "metrics.jsonl")) and read_run(workdir).get("format"):
+        started = any(event["event"] == "start" for _, event in each_event(workdir / "metrics.jsonl"))  # written before run.json
+        if record and not started and read_run(workdir).get("format"):
             raise UserError(f"{workdir}: it holds the run.json of a run, but neither its checkpoints nor its metrics.jsonl: put them back, "
                             f"give another --workdir, or {_RESTART}")
         return None

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data, open_data, source_of
@@ -21,9 +21,8 @@ from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import check_hf, load_hf
-from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import (
-    BatchShare, StopVote, barrier, check_shared, is_leader, leader_first, leader_says, together)
+    BatchShare, StopVote, check_shared, is_leader, leader_first, leader_says, together)
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.reporting.events import each_event, ended_badly
 from qwen3next_jax.reporting.figures import main_values, named, record
@@ -205,7 +204,6 @@ class _Run:
                 self._diagnose(step, state, batch, values)
             if step % config.eval.every == 0 or step == config.train.steps:
                 self._evaluate(step, state)
-                barrier()  # process 0 alone samples; the others' watchdogs should not count that as a step
             if saves:
                 self.checkpoints.save(step, state)
             since += time.perf_counter() - begun
@@ -274,23 +272,13 @@ class _Run:
         for name, suite in self.suites.items():
             self.metrics.write("suite", step, suite=name, **record(suite.run(state["params"]), suite.figures))
         if self.config.eval.sample_tokens:
-            params = on_one_device(state["params"], self.mesh)
-            if params is not None and is_leader():
-                self.metrics.write("sample", step, text=_sample(nnx.merge(self.graphdef, params), self.data.tokenizer, self.config))
+            self.metrics.write("sample", step, text=self._sample(state["params"]))
 
-
-def on_one_device(params: dict, mesh: Mesh) -> dict | None:
-    """`params` whole on this process's first device; None where they do not fit beside what is there."""
-    if mesh.size == 1:
-        return params
-    def fits() -> bool:
-        stats = mesh.local_devices[0].memory_stats()
-        free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else math.inf  # the host's own memory tells nothing
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) <= free / 2
-    if not leader_says(fits):
-        return None
-    everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), everywhere)
+    def _sample(self, params: dict) -> str:
+        config, tokenizer = self.config.eval, self.data.tokenizer
+        new = complete(nnx.merge(self.graphdef, params), [tokenizer.encode(config.sample_prompt)], max_new_tokens=config.sample_tokens,
+                       temperature=0.7, stop_ids=(tokenizer.eos_id,), mesh=compute_mesh(self.mesh))[0]
+        return config.sample_prompt + tokenizer.decode(new)
 
 
 def check_start(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
@@ -327,13 +315,6 @@ def start_state(config: Config, mesh: Mesh) -> State:
     if not config.model.mtp_depth:
         params.pop("mtp", None)
     return init_state(config, mesh, params)
-
-
-def _sample(model: Qwen3Next, tokenizer: Tokenizer, config: Config) -> str:
-    prompt = tokenizer.encode(config.eval.sample_prompt)
-    new = complete(model, [prompt], max_new_tokens=config.eval.sample_tokens, temperature=0.7,
-                   stop_ids=(tokenizer.eos_id,))[0]
-    return config.eval.sample_prompt + tokenizer.decode(new)
 
 
 def _title(config: Config, mesh: Mesh, state: State, corpus: str, first_step: int) -> str:

@@ -2,8 +2,9 @@
 
     FOLDER/manifest.json    {"step": N, "piece": bytes, "files": {relative path: [bytes, [SHA-256 of each piece]]}}
 
-A checkpoint's names its step, so that a folder that was renamed or copied is not taken for another step's. It is written last and atomically, when everything it names is on the disk. Files are digested in pieces, so that the
-cores share the largest one, too, and nothing but a piece's buffer is in memory.
+A checkpoint's names its step, so that a folder that was renamed or copied is not taken for another step's. It is written last
+and atomically, when everything it names is on the disk. Files are digested in pieces, so that the cores share the largest one,
+too, and nothing but a piece's buffer is in memory.
 """
 
 import concurrent.futures
@@ -53,7 +54,8 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool) -> str | None:
         sizes = {name: int(size) for name, (size, _) in record["files"].items()}
         expected = [digest for _, of_pieces in record["files"].values() for digest in of_pieces]
         # One digest for each piece: fewer would leave bytes unread.
-        whole = record.keys() - {"step"} == {"piece", "files"} and piece > 0 and all(len(d) == len(_pieces(size, piece)) for size, d in record["files"].values())
+        whole = record.keys() - {"step"} == {"piece", "files"} and piece > 0
+        whole = whole and all(len(d) == len(_pieces(size, piece)) for size, d in record["files"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:

@@ -45,8 +45,9 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
           + ". Left out: activations and what the program needs besides (qwen3next_jax.plan compiles the real step)")
     print(f"Data: {data}")
     print(f"Tokens: {train.batch_size} × {train.sequence_length} = {tokens:,} a step, {tokens * train.steps:,} in {train.steps:,} steps")
-    print(f"FLOPs of the model, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, {flops * tokens * train.steps:.4g} in all")
-    begin = f"after step {step}" if step else f"from {train.init_from}" if train.init_from else f"from random weights (train.seed = {train.seed})"
+    print(f"FLOPs of the model, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, "
+          f"{flops * tokens * train.steps:.4g} in all")
+    begin = f"after step {step}" if step else f"from {train.init_from or f'random weights (train.seed = {train.seed})'}"
     print(f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. Nothing has been written")
     return ExitCode.DONE
 

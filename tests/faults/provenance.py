@@ -95,7 +95,8 @@ def other_steps(lab: Lab, _: int) -> list[Trial]:
     folder = workdir / "checkpoints" / str(last - EVERY)
     _forget_step(folder)
     folder.rename(workdir / "checkpoints" / str(last))
-    trials.append(_started(lab, workdir, f"it holds the state after step {last - EVERY}", "renamed, of an older manifest", further, untouched=False))
+    trials.append(_started(lab, workdir, f"it holds the state after step {last - EVERY}", "renamed, of an older manifest", further,
+                           untouched=False))
     return trials
 
 
@@ -120,7 +121,8 @@ def older_folders(lab: Lab, _: int) -> list[Trial]:
     shutil.rmtree(workdir / "checkpoints" / str(lab.config.train.steps))
     whole = all(damage is None for _, damage in verify(workdir))
     code = lab.run(workdir)
-    return [Trial(told=False, harmless=whole and code == 0, recovered=code == 0, bitwise=lab.same(workdir, lab.reference()), note="older folder")]
+    return [Trial(told=False, harmless=whole and code == 0, recovered=code == 0, bitwise=lab.same(workdir, lab.reference()),
+                  note="older folder")]
 
 
 # ---- 20: sources

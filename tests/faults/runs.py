@@ -194,7 +194,7 @@ def other_file_systems(lab: Lab, _: int) -> list[Trial]:
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.training.checkpoint import load_trained
 
-    trials = []
+    trials, longer = [], lab.with_(parallel={"start_timeout": 60}, train={"steps": lab.config.train.steps + 1})
     for what in ("the workdir of process 1", "the workdir of process 0", "checkpoints", "data.path", "train.init_from"):
         hosts = [lab.new_folder(), lab.new_folder()]
         workdir, config = lab.new_folder() / "run", lab.with_(parallel={"start_timeout": 60})
@@ -203,14 +203,14 @@ def other_file_systems(lab: Lab, _: int) -> list[Trial]:
             workdir = pathlib.Path("run-" + hosts[0].name)  # relative: each process has its own
             there = hosts[1 - int(what[-1])] / workdir
             shutil.copytree(lab.reference(), there)
-            config, says = lab.with_(parallel={"start_timeout": 60}, train={"steps": lab.config.train.steps + 1}), "does not see what process 0 wrote"
+            config, says = longer, "does not see what process 0 wrote"
         elif what == "checkpoints":
             there = workdir
             shutil.copytree(lab.reference(), workdir)
             (workdir / "checkpoints").rename(hosts[0] / "mounted")
             (hosts[1] / "mounted").mkdir()
             (workdir / "checkpoints").symlink_to("/proc/self/cwd/mounted")
-            config, says = lab.with_(parallel={"start_timeout": 60}, train={"steps": lab.config.train.steps + 1}), "does not see what process 0 wrote"
+            config, says = longer, "does not see what process 0 wrote"
         elif what == "data.path":
             shutil.copytree(lab.folder / "texts", hosts[0] / "texts")
             config = lab.with_(parallel={"start_timeout": 60}, data={"path": "texts/*.txt", "prepared_dir": "prepared"})

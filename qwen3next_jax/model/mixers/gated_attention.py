@@ -14,7 +14,7 @@ from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
-from qwen3next_jax.parallel.rules import activation_spec, constrain, local
+from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
 
 
 SHARPENED = 1024.0  # a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
@@ -119,11 +119,11 @@ def _attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Co
     """Attention with the heads split over `tensor`; with `q_positions`, to the slots of a cache. Where there are fewer key/value
     heads than shards, every shard holds all of them and takes the one that its query heads read."""
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
-    shared = mesh is not None and m % mesh.shape["tensor"] != 0
+    shared = m % shards(mesh, TENSOR) != 0
 
     def attend(q, k, v, segment_ids, q_positions):
         if shared:
-            head = jax.lax.axis_index("tensor") * q.shape[2] // (n // m)
+            head = jax.lax.axis_index(TENSOR) * q.shape[2] // (n // m)
             k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
         if q_positions is not None:
             return attention(q, k, v, q_positions=q_positions)

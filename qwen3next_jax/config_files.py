@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qwen3next_jax.config.reading import default_config
+from qwen3next_jax.config import default_config
 from qwen3next_jax.errors import UserError, did_you_mean, short
 
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -89,6 +89,21 @@ def setting(name: str) -> Any:
     if isinstance(settings, Mapping):
         raise UserError(f"--config.{name}: a group of settings: name one of {', '.join(settings)}")
     return settings
+
+
+def fill_from_tokenizer(values: dict[str, Any]) -> None:
+    """Where the nested dict `values` leaves `model.vocab_size` at 0 and trains on text, sets it, and the end token, to those of
+    `data.tokenizer`.
+
+    Raises:
+      UserError: the tokenizer cannot be used.
+    """
+    model, data = values.get("model", {}), values.get("data", {})
+    if model.get("vocab_size") == 0 and data.get("source", "text") == "text":
+        from qwen3next_jax.data.tokens import load_tokenizer  # which takes its time to load
+
+        tokenizer = load_tokenizer(data.get("tokenizer", "bytes"))
+        model["vocab_size"], model["eos_token_id"] = tokenizer.vocab_size, tokenizer.eos_id
 
 
 def _value(text: str, default: Any, where: str) -> Any:
