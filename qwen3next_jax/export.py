@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import pathlib
 import signal
 
 from absl import flags

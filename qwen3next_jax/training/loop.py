@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data, open_data, source_of
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
-from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import check_hf, load_hf
