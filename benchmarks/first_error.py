@@ -1,4 +1,4 @@
-"""Seconds from a command's start to its first error, for 20 mistakes a user makes, and what is said.
+"""Seconds from a command's start to its first error, for mistakes that users make, and what is said.
 
     uv run python benchmarks/first_error.py [--repeats=3] [--over=2]
 
@@ -33,6 +33,7 @@ def mistakes(folder: pathlib.Path) -> dict[str, list[str]]:
     (folder / "foreign").mkdir()
     (folder / "foreign" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     shutil.copy(ROOT / "tests" / "fixtures" / "qwen3_next_tiny" / "model.safetensors", folder / "foreign")
+    (folder / "lost" / "checkpoints" / "10").mkdir(parents=True)
     return {
         "no config": ["train.py"],
         "a config that is not there": ["train.py", "--config=configs/tinny.py"],
@@ -47,6 +48,10 @@ def mistakes(folder: pathlib.Path) -> dict[str, list[str]]:
         "data that are not there": [*TRAIN, f"--config.data.path={folder}/texts/*.txt"],
         "a tokenizer that is none": [*TRAIN, f"--config.data.tokenizer={folder / 'tokenizer.json'}"],
         "a vocabulary that is too small": [*TRAIN, "--config.model.vocab_size=100"],
+        "a workdir that is remote": [*TRAIN, "--workdir=gs://bucket/run"],
+        "a workdir whose run.json is gone": [*TRAIN, f"--workdir={folder / 'lost'}"],
+        "init_from that is not there": [*TRAIN, f"--config.train.init_from={folder / 'nowhere'}"],
+        "init_from of another architecture": [*TRAIN, f"--config.train.init_from={folder / 'foreign'}"],
         "eval of no run": [*EVAL, f"--workdir={folder}"],
         "eval with results to nowhere": [*EVAL, f"--workdir={folder / 'foreign'}", "--json=/nowhere/results.json"],
         "generate without a model": [*GENERATE, "--model=runs/nowhere"],

@@ -154,11 +154,18 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
 
     def get(name: str | None = None) -> pathlib.Path:
         if holder.value:
-            return pathlib.Path(holder.value)
+            return local_folder("workdir", holder.value)
         if name is None:
             raise UserError("--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny")
         return pathlib.Path("runs") / name
     return get
+
+
+def local_folder(flag: str, value: str) -> pathlib.Path:
+    """The path that `--flag=value` names; as a path gs://bucket would be the local folder gs:/bucket."""
+    if "://" in value:
+        raise UserError(f"--{flag}={value}: expected a local folder, or one of a file system that is mounted; only data.path may be remote")
+    return pathlib.Path(value)
 
 
 def define_launch_flags() -> Callable[[], Launch | None]:

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import pathlib
 import signal
 
 from absl import flags
@@ -17,6 +16,7 @@ def main() -> int:
     workdir = _workdir()
     if not _out.value:
         raise UserError("--out is missing: expected the folder to write, such as --out=exported")
+    out = cli.local_folder("out", _out.value)
     cli.check_model("workdir", workdir)
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: what was written so far goes again
     cli.enable_compilation_cache()
@@ -24,12 +24,12 @@ def main() -> int:
     from qwen3next_jax.interop.huggingface import require_new, save_hf
     from qwen3next_jax.load import load_model
 
-    require_new(pathlib.Path(_out.value))
+    require_new(out)
     model, tokenizer, step = load_model(workdir, _step.value)
     if step is not None:  # a run ends its documents with its tokenizer's token, whatever the config's number says
         model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-    save_hf(model, _out.value, tokenizer)
-    files = sorted(f for f in pathlib.Path(_out.value).rglob("*") if f.is_file())
+    save_hf(model, out, tokenizer)
+    files = sorted(f for f in out.rglob("*") if f.is_file())
     size = sum(f.stat().st_size for f in files)
     print(f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB" + ("" if step is None else f", the model after step {step}")
           + f"; next: uv run python -m qwen3next_jax.generate --model={_out.value} --prompt='def '")

@@ -33,6 +33,7 @@ def define_flag() -> Callable[[], int]:
 
 def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] = ()) -> int:
     """Runs `command` (default: this very one, unsupervised) until it ends for good. → exit code."""
+    own = [] if command else ["--norestart"]  # train.py's --restart is for the first start only
     command = list(command) or [sys.executable, *sys.argv, "--max-restarts=0"]
     stop, child, early = threading.Event(), None, None
     with_us = functools.partial(end_with, os.getpid(), signal.SIGTERM)  # the signal after which a run saves
@@ -66,6 +67,7 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
                 _say(f"{_how(code)}; gives up: {why}. Last good step: {reached}")
                 return ExitCode.GAVE_UP
             restarts += 1
+            command, own = command + own, []
             pause = min(FIRST_PAUSE * 2**fruitless, LONGEST_PAUSE)
             _say(f"{_how(code)}; restart {restarts} of {max_restarts} in {pause:g} s, from step {reached}")
             if stop.wait(pause):

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     from qwen3next_jax.sweeps.results import read_result
 
     check_points(sweep)
-    workdir = pathlib.Path(_workdir.value or pathlib.Path("runs") / "sweeps" / pathlib.Path(path).stem)
+    workdir = cli.local_folder("workdir", _workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}")
     runner.open_sweep(sweep, workdir)
     commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
     if _emit.value:

@@ -43,7 +43,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
     Raises:
       UserError: it is nothing that this project writes, or an export that carries no digests.
     """
-    if (path / "run.json").exists():
+    if (path / "run.json").exists() or (path / "checkpoints").is_dir():
         return _verify_run(path)
     if (path / "config.json").exists():
         return _verify_export(path)

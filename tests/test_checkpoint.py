@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen3next_jax.config import CheckpointConfig, Config, ModelConfig, TrainConfig
+from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.training import checkpoint as checkpoint_module
 from qwen3next_jax.training import manifest
@@ -25,6 +25,7 @@ def _save(workdir, steps, **keep):
     """Saves at `steps`, one process after another. → the events told."""
     told = []
     with Checkpoints(workdir, CheckpointConfig(**keep)) as checkpoints:
+        checkpoints.begin(max(checkpoints.steps(), default=0))
         for step in steps:
             checkpoints.save(step, STATE)
             checkpoints.wait()
@@ -62,10 +63,10 @@ def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys)
     _save(tmp_path, [10], keep_last=2)
     seal = manifest.seal
 
-    def full(directory):
+    def full(directory, step):
         if directory.name == "20":
             raise OSError(28, "No space left on device")
-        return seal(directory)
+        return seal(directory, step)
     monkeypatch.setattr(checkpoint_module.manifest, "seal", full)
     told = _save(tmp_path, [20, 30], keep_last=2)
     assert [(event, step) for event, step, _ in told] == [("save_failed", 20), ("checkpoint", 30)]
@@ -95,6 +96,7 @@ def test_what_a_killed_save_or_deletion_left_is_removed(tmp_path):
         (tmp_path / "checkpoints" / name).mkdir()
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
         assert checkpoints.newest_good_step() == 10
+        checkpoints.begin(10)
     assert _steps(tmp_path) == [10]
 
 
@@ -119,7 +121,7 @@ def _verify(*paths):
 
 def test_verify_names_the_damaged_checkpoint(tmp_path):
     _save(tmp_path, [10, 20], keep_last=2)
-    open_run(tmp_path, Config(model=SMALL), "data", "tokens")
+    write_run(tmp_path, open_run(tmp_path / "new", Config(model=SMALL), "data", "tokens")[0])
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
     result = _verify(tmp_path)
@@ -134,21 +136,32 @@ def test_verify_names_the_damaged_checkpoint(tmp_path):
 SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval=0)
 
 
+def _open(workdir, config, data="data", tokens="tokens"):
+    """→ the changes, written down as a run does before its first step."""
+    record, changes = open_run(workdir, config, data, tokens)
+    if record:
+        write_run(workdir, record)
+    return [str(change) for change in changes]
+
+
 def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
     config = Config(model=SMALL)
-    assert open_run(tmp_path, config, "data", "tokens") == []
-    longer = dataclasses.replace(config, train=TrainConfig(steps=2000))
-    assert [str(change) for change in open_run(tmp_path, longer, "data", "tokens")] == ["config.train.steps: 1000 → 2000"]
-    assert read_run(tmp_path)["changes"] == [["config.train.steps", 1000, 2000]]
-    assert open_run(tmp_path, longer, "data", "tokens") == []
+    (tmp_path / "metrics.jsonl").write_text('{"event": "start", "step": 0, "time": 1.0}\n')
+    assert _open(tmp_path, dataclasses.replace(config, name="mistyped"), "other") == [] == _open(tmp_path, config)  # nothing trained yet
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 10, "time": 1.0}\n')
+    moved = dataclasses.replace(config, train=TrainConfig(steps=2000), data=DataConfig(path="moved/*.txt"))
+    assert _open(tmp_path, moved) == ["config.data.path: '' → 'moved/*.txt'", "config.train.steps: 1000 → 2000"]
+    assert read_run(tmp_path)["changes"][1] == ["config.train.steps", 1000, 2000]
+    assert _open(tmp_path, moved) == []
     record = read_run(tmp_path)
-    del record["config"]["guards"]  # as written by code that had none
+    del record["config"]["guards"], record["format"]  # as written by code that had none
     write_run(tmp_path, record)
-    assert open_run(tmp_path, longer, "data", "tokens") == []
+    assert _open(tmp_path, moved) == []
     before = (tmp_path / "run.json").read_bytes()
-    for other, message in ((dataclasses.replace(longer, train=TrainConfig(steps=2000, seed=1)), "train.seed = 0, not 1"),):
+    for change, message in (({"config": dataclasses.replace(moved, train=TrainConfig(steps=2000, seed=1))}, "train.seed = 0, not 1"),
+                            ({"data": "0" * 20}, "run on other data"), ({"tokens": "0" * 20}, "run on other tokens")):
         with pytest.raises(UserError, match=message):
-            open_run(tmp_path, other, "data", "tokens")
+            _open(tmp_path, **{"config": moved} | change)
     assert (tmp_path / "run.json").read_bytes() == before
 
 
@@ -176,4 +189,5 @@ def test_what_is_moved_aside_does_not_fill_the_disk(tmp_path):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)  # killed before they were sealed
     with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
         assert checkpoints.newest_good_step() is None
+        checkpoints.begin(0)
     assert sorted(p.name.partition("-")[0] for p in (tmp_path / "damaged").iterdir()) == ["10", "11"]

@@ -15,7 +15,7 @@ import pytest
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import preparation, rows, sources
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Recipe, prepare, split_documents
+from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Recipe, content_digests, prepare, split_documents
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
 
@@ -206,7 +206,7 @@ def test_fingerprint_changes_with_all_that_decides_the_rows_and_nothing_else(con
         settings = DataConfig(**(vars(config) | changes))
         source = sources.resolve(settings.path, settings.text_field)
         recipe = Recipe(length, settings.heldout_fraction, settings.seed)
-        return preparation.fingerprint(source, change or load_tokenizer("bytes"), recipe, tmp_path)
+        return preparation.fingerprint(source, content_digests(source, tmp_path), change or load_tokenizer("bytes"), recipe)
 
     base = key()
     assert key() == base
@@ -227,8 +227,7 @@ def test_digests_of_large_corpora_are_kept_until_a_file_changes(config, tmp_path
     source = sources.resolve(config.path, "text")
     for file in source.files:
         os.utime(file.path, (1, 1))
-    key = lambda: preparation.fingerprint(
-        sources.resolve(config.path, "text"), load_tokenizer("bytes"), Recipe(T, 0.1, 0), tmp_path)
+    key = lambda: content_digests(sources.resolve(config.path, "text"), tmp_path)
     read = []
     original = sources.content_digest
     monkeypatch.setattr(sources, "content_digest", lambda file: read.append(file.label) or original(file))

@@ -16,6 +16,7 @@ from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfi
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards, step as step_module
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.loop import train
@@ -149,6 +150,14 @@ def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, p
     for step, batch in zip(range(9, 17), data.batches(11)):
         state, values = run(state, batch)
         assert float(values["loss"]) == _losses(tmp_path / "run")[step]
+
+
+def test_a_run_that_diverges_too_late_for_the_guards_says_so_at_every_start(config, poisoned, tmp_path, capsys):
+    poisoned({14: POISON, 15: POISON})
+    for _ in range(2):
+        assert train(config, tmp_path) == ExitCode.DIVERGED
+        assert "diverged by step 16, its last: the last 2 updates were skipped" in capsys.readouterr().err
+    assert len(_events(tmp_path, "stop")) == 1 and not is_done(tmp_path, config)
 
 
 def test_stop_at_a_spike(config, poisoned, tmp_path):

@@ -156,6 +156,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
     rng = np.random.default_rng(0)
     pattern = abstract_train_state(SMALL, _mesh(data=4, tensor=2))
     expected = jax.tree.map(lambda leaf: rng.integers(0, 1000, leaf.shape).astype(leaf.dtype), pattern)
+    expected["step"] = np.int32(1)
     state = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), expected, pattern)
     with Checkpoints(tmp_path, dataclasses.replace(SMALL.checkpoint, keep_last=2)) as checkpoints:
         checkpoints.save(1, state)

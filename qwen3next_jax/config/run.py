@@ -46,6 +46,8 @@ class DataConfig:
         check_name(DATA_SOURCES, self.source, "data.source")
         require(0 <= self.seed < 2**32, f"data.seed = {self.seed}: expected 0 … 2^32 - 1")
         require(0 < self.heldout_fraction < 1, f"data.heldout_fraction = {self.heldout_fraction}: expected between 0 and 1")
+        require("://" not in self.prepared_dir, f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are read "
+                                                "from it at random; data.path may be remote")
         require(all(w > 0 for w in self.weights), f"data.weights = {self.weights}: expected positive numbers")
         globs = len(self.globs)
         require(not self.weights or len(self.weights) == max(globs, 1),

@@ -2,7 +2,8 @@
 
 `prepare` writes `<prepared_dir>/<fingerprint>/`: ArrayRecord shards (whose records carry checksums) of training and
 held-out rows and, last, `metadata.json`; the directory gets its final name in one rename, so that a killed preparation
-is never taken for a finished one and two at once do no harm (the slower one discards its work).
+is never taken for a finished one and two at once do no harm (the slower one discards its work). Before that the files are
+digested once more: the rows of one that changed meanwhile would stand under the fingerprint of what it was.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
 
 _FORMAT = 1  # raise it when the same input no longer gives the same rows
-_METADATA = "metadata.json"
+_METADATA, _DIGESTS = "metadata.json", "content_digests.json"
 _REREAD_SIZE = 1 << 26  # smaller sources are hashed at every start
 _BATCH_CHARACTERS = 1 << 23  # tokenized at once
 TRAIN, HELDOUT = "train", "heldout"
@@ -81,20 +82,17 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
     Raises:
       UserError: unreadable input, too little text, or prepared rows that are damaged.
     """
-    if sources.is_remote(os.fspath(prepared_dir)):
-        raise UserError(f"data.prepared_dir {os.fspath(prepared_dir)!r}: expected a local directory, because rows are "
-                        "read from it at random; data.path may be remote")
     parent = pathlib.Path(prepared_dir).expanduser()
-    key = fingerprint(source, tokenizer, recipe, parent)
+    contents = content_digests(source, parent)
+    key = fingerprint(source, contents, tokenizer, recipe)
     directory = parent / key
     if not directory.exists():
-        _prepare(source, tokenizer, recipe, directory, progress or (lambda *_: None))
+        _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
     return _open(source, key, directory)
 
 
-def fingerprint(source: Source, tokenizer: Tokenizer, recipe: Recipe, cache_dir: pathlib.Path) -> str:
-    """Digest (20 hexadecimal digits) of all that decides the rows: files, tokenizer, recipe, format."""
-    contents = _content_digests(source, cache_dir / "content_digests.json")
+def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
+    """Digest (20 hexadecimal digits) of all that decides the rows: files and the digests of their `contents`, tokenizer, recipe, format."""
     parts = {
         "format": _FORMAT,
         "files": [(file.label, file.size, digest) for file, digest in zip(source.files, contents, strict=True)],
@@ -154,7 +152,8 @@ def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -
 # ---- writing
 
 
-def _prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path, progress: Progress) -> None:
+def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path,
+             progress: Progress) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
@@ -164,6 +163,7 @@ def _prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pa
         raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
     try:
         content = _write_rows(source, tokenizer, recipe, temporary, progress)
+        _check_unchanged(source, contents, directory.parent)
         (temporary / _METADATA).write_text(json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n")
         temporary.rename(directory)
     except OSError as error:
@@ -171,6 +171,16 @@ def _prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pa
             raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_unchanged(source: Source, contents: list[str], prepared_dir: pathlib.Path) -> None:
+    """Raises UserError where a file is not what it was when its digest was taken: rows were made of something else."""
+    now = sources.resolve(source.name, source.text_field).files if sources.is_remote(source.name) else source.files
+    after = {file.label: sources.content_digest(file) for file in now}
+    for file, digest in zip(source.files, contents, strict=True):
+        if after.get(file.label) != digest:
+            (prepared_dir / _DIGESTS).unlink(missing_ok=True)  # it may be what is wrong: a file may keep its size and its time
+            raise UserError(f"{file.path}: changed while it was being prepared; nothing of it is kept: start again when it stays as it is")
 
 
 def _remove_abandoned(directory: pathlib.Path) -> None:
@@ -283,8 +293,9 @@ def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
     return Prepared(source, key, directory, statistics, rows)
 
 
-def _content_digests(source: Source, cache_path: pathlib.Path) -> list[str]:
+def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
     """Digest of every file's content; a large corpus's unchanged files (size, modification time) are not read again."""
+    cache_path = prepared_dir / _DIGESTS
     if source.size < _REREAD_SIZE or sources.is_remote(source.name):
         return [sources.content_digest(file) for file in source.files]
     try:

@@ -13,7 +13,7 @@ import pathlib
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import pyarrow
@@ -143,15 +143,40 @@ def _fixed_part(path: str) -> str:
 def _local_files(path: str) -> list[SourceFile]:
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
-        every = local_glob.glob(os.path.join(local_glob.escape(expanded), "**", "*"), recursive=True)
-        if not (files := [_local_file(f, expanded) for f in every if os.path.isfile(f) and f.lower().endswith(TEXT_SUFFIXES)]):
+        every = _files(_glob(os.path.join(local_glob.escape(expanded), "**", "*")), expanded)
+        if not (files := [file for file in every if file.label.lower().endswith(TEXT_SUFFIXES)]):
             raise UserError(f"data.path {path!r}: a folder without text files: expected names that end in "
                             f"{', '.join(TEXT_SUFFIXES[:6])}, …; a pattern takes any, such as {path.rstrip('/')}/**/*.log")
         return files
     # A file whose name contains glob characters is still found when it is named exactly.
-    found = [expanded] if os.path.exists(expanded) else local_glob.glob(expanded, recursive=True)
-    root = _fixed_part(expanded) or ("/" if expanded.startswith("/") else ".")
-    return [_local_file(f, root) for f in found if os.path.isfile(f)]
+    found = [expanded] if os.path.exists(expanded) else _glob(expanded)
+    return _files(found, _fixed_part(expanded) or ("/" if expanded.startswith("/") else "."))
+
+
+def _files(found: Iterable[str], root: str) -> list[SourceFile]:
+    """The files among `found`; one that links name as well is taken once, by its shortest name."""
+    once: dict[str, str] = {}
+    for name in sorted(found, key=lambda name: (name.count("/"), name)):
+        once.setdefault(os.path.realpath(name), name)
+    return [_local_file(name, root) for name in once.values() if os.path.isfile(name)]
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """As `glob.glob(pattern, recursive=True)`, but that `**` enters no folder twice: links may lead in circles."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from local_glob.glob(pattern)
+        return
+    first = parts.index("**")
+    head, tail = "/".join(parts[:first]), "/".join(parts[first + 1:]) or "*"
+    entered: set[str] = set()
+    for root in local_glob.glob(head) if head else ["/" if pattern.startswith("/") else "."]:
+        for folder, inner, _ in os.walk(root, followlinks=True):
+            new = os.path.realpath(folder) not in entered
+            entered.add(os.path.realpath(folder))
+            inner[:] = sorted(name for name in inner if new and not name.startswith("."))
+            if new:
+                yield from _glob(os.path.join(local_glob.escape(folder), tail))
 
 
 def _local_file(path: str, root: str) -> SourceFile:
@@ -291,7 +316,7 @@ def _checked_text(text: object, bad: BadText, where: str) -> str:
 def _read_parquet(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tuple[int, str, int]]:
     with file.path.open("rb") as stream:
         try:
-            table = pyarrow.parquet.ParquetFile(stream)
+            table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
             schema = table.schema_arrow
             if schema.names.count(text_field) != 1:
                 which = "two columns" if text_field in schema.names else "no column"

@@ -76,8 +76,7 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
       UserError: an empty prompt, a token outside the vocabulary, a number out of range, or more tokens than
         `max_position_embeddings`.
     """
-    prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
-    check_request(model.config, prompts, max_new_tokens, temperature)
+    prompts = check_request(model.config, prompts, max_new_tokens, temperature)
     return _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids, mesh)
 
 
@@ -105,7 +104,13 @@ def cache_length(prompts: Sequence[np.ndarray], max_new_tokens: int) -> int:
     return rounded_length(max(map(len, prompts)) + max_new_tokens)
 
 
-def check_request(config, prompts, max_new_tokens: int, temperature: float) -> None:
+def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: float) -> list[np.ndarray]:
+    """The prompts as int32 arrays, looked at before they are made such: 2³² + 5 would wrap to 5.
+
+    Raises:
+      UserError: see `generate`.
+    """
+    prompts = [np.asarray(prompt).reshape(-1) for prompt in prompts]
     if not prompts:
         raise UserError("no prompts: expected at least one")
     if max_new_tokens < 1:
@@ -115,6 +120,8 @@ def check_request(config, prompts, max_new_tokens: int, temperature: float) -> N
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {i} is empty: expected at least one token")
+        if prompt.dtype.kind not in "iu":
+            raise UserError(f"prompt {i} is of dtype {prompt.dtype}: expected integers, the ids of tokens")
         outside = prompt[(prompt < 0) | (prompt >= config.vocab_size)]
         if len(outside):
             raise UserError(f"prompt {i} holds token {outside[0]}: expected 0 … {config.vocab_size - 1}, the model's vocabulary")
@@ -122,6 +129,7 @@ def check_request(config, prompts, max_new_tokens: int, temperature: float) -> N
     if longest + max_new_tokens > config.max_position_embeddings:
         raise UserError(f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}: expected at "
                         f"most max_position_embeddings = {config.max_position_embeddings}")
+    return [prompt.astype(np.int32) for prompt in prompts]
 
 
 def _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids, mesh):

@@ -79,8 +79,7 @@ def speculative_generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max
 
     Args and errors: as `decode.generate`. The model must have an MTP module.
     """
-    prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
-    check_request(model.config, prompts, max_new_tokens, temperature=0.0)
+    prompts = check_request(model.config, prompts, max_new_tokens, temperature=0.0)
     if not model.config.mtp_depth:
         raise UserError("speculative decoding needs a multi-token prediction module: expected model.mtp_depth ≥ 1")
     if mixer_class(model.config.full_mixer).cache_kind != "slots":  # positions run again, which a state cannot undo

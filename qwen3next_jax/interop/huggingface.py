@@ -52,6 +52,17 @@ def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndar
                 yield prefix + part.name, parameter.to_tensor(layer, part)
 
 
+def check_hf(path: str | os.PathLike) -> ModelConfig:
+    """The architecture of a Hugging Face directory, whose tensors are compared with it, without reading them (headers only).
+
+    Raises:
+      UserError: see `load_hf`.
+    """
+    config = read_hf_config(path)
+    _check_tensors(Weights(model_directory(path)), list(parameters(config)), config)
+    return config
+
+
 
 
 def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
@@ -92,7 +103,11 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
         array = np.empty(parameter.shape, np.float32 if small else jnp.dtype(dtype))
         for prefix, layer in parameter.layers(array):
             for part in _stored(parameter.entry, prefix, weights.names):
-                parameter.from_tensor(weights.read(prefix + part.name), part, layer)
+                tensor = weights.read(prefix + part.name)
+                if not np.isfinite(tensor).all():
+                    raise UserError(f"{directory}: tensor {prefix + part.name} holds values that are not finite (NaN or infinity): "
+                                    "the model diverged or was damaged; take an earlier one")
+                parameter.from_tensor(tensor, part, layer)
         yield parameter.path, array
 
 

@@ -139,7 +139,12 @@ class Qwen3Next(nnx.Module):
         return [empty(layers) for layers in self.config.stacks]
 
     def embed(self, tokens: jax.Array, mesh: Mesh | None = None, time: str | None = "time") -> jax.Array:
-        """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of the vocabulary."""
+        """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of the vocabulary.
+
+        Ids outside the vocabulary are looked up as its first or last token. Where this is traced under `jax.debug_nans(True)`
+        they end the program with a ValueError from a host callback."""
+        if jax.config.jax_debug_nans:
+            _check_tokens(tokens, self.config.vocab_size)
         if mesh is None:
             return self.embedding[...][tokens].astype(self.config.dtype)
         shape, declared = self.embedding.shape, self.embedding.declared
@@ -284,3 +289,10 @@ def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
     tokens = jnp.maximum(jnp.sum(router["tokens"]), 1.0)
     load, probability = jnp.sum(router["load"], axis=0) / tokens, jnp.sum(router["probability"], axis=0) / tokens
     return load.shape[0] * jnp.sum(load * probability)
+
+
+def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
+    def report(lowest, highest):
+        if lowest < 0 or highest >= vocab_size:
+            raise ValueError(f"tokens are {lowest} … {highest}: expected 0 … {vocab_size - 1}, the vocabulary")
+    jax.debug.callback(report, jnp.min(tokens), jnp.max(tokens))

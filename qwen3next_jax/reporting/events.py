@@ -1,10 +1,11 @@
 """Reading metrics.jsonl, the record of a run; docs/report.md has the schema."""
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from qwen3next_jax import jsonfile
+from qwen3next_jax.errors import ExitCode
 
 _LARGEST = 2**63  # of a number: more is damage, and NumPy has no room for it
 
@@ -34,6 +35,16 @@ def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     """Every event in `path`."""
     return [event for _, event in each_event(path)]
+
+
+def ended_badly(events: Iterable[dict[str, Any]], step: int) -> str:
+    """Why the run of these `events` is no good although it reached `step`, its last: what its "stop" event says that came after
+    the last evaluation there. "" where there is none."""
+    reason = ""
+    for event in events:
+        if event["step"] == step and event["event"] in ("heldout", "stop"):
+            reason = str(event.get("reason")) if event["event"] == "stop" and event.get("exit_code") == ExitCode.DIVERGED else ""
+    return reason
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from qwen3next_jax.config import Config
 from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
-from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.reporting.events import ended_badly, read_events
 from qwen3next_jax.reporting.figures import Figure, Value, evaluation, recorded
 from qwen3next_jax.sweeps.points import Point, Sweep
 
@@ -83,9 +83,11 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
 
 
 def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, Value]:
-    """The figures of the last step but for mere counts, {} unless all its evaluations are there."""
+    """The figures of the last step but for mere counts, {} unless all its evaluations are there and the run has not diverged."""
     last = {name: event for event in events if event["step"] == config.train.steps and (name := evaluation(event))}
     if {"heldout", *config.eval.suites} - last.keys():
+        return {}
+    if not math.isfinite(float(last["heldout"]["loss"])) or ended_badly(events, config.train.steps):
         return {}
     return {f"{name} {value.name}": value for name, event in last.items() for value in recorded(event)
             if value.figure.unit != "count" and math.isfinite(value.value)}

@@ -22,7 +22,7 @@ from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import is_leader, leader_says
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training import manifest
-from qwen3next_jax.training.fingerprint import read_config
+from qwen3next_jax.training.fingerprint import check_nothing_lost, read_config, saved_steps, unwritable
 from qwen3next_jax.training.step import State, abstract_model, abstract_train_state
 
 # Orbax reports every directory it touches at the level of a warning.
@@ -38,7 +38,7 @@ class Checkpoints:
     """The checkpoints of one run. Saving returns at once; leaving the `with` block waits for the last save.
 
     A checkpoint counts once it is sealed: a damaged or unsealed one is passed over, and said to be. A save that fails is
-    told, not raised: training goes on, and the older checkpoints stay.
+    told, not raised: training goes on, and the older checkpoints stay. Nothing is written before `begin`.
 
     Retention keeps the newest `keep_last` whole checkpoints and those at multiples of `keep_every`. Each is read once
     more, in the background, when the next one is sealed: one that has been damaged since then does not count, and an
@@ -55,9 +55,6 @@ class Checkpoints:
         self._events: list[tuple[str, int, dict[str, Any]]] = []
         self._found_good: int | None = None
         self._read_again: set[int] = set()  # kept ones that were whole after a later one was sealed
-        if keep is not None and is_leader():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
 
     def __enter__(self):
         return self
@@ -69,13 +66,15 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a folder, ascending; whether they are whole is another question."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+        return saved_steps(self.directory.parent)
 
     def newest_good_step(self) -> int | None:
-        """The newest step whose checkpoint is whole; newer damaged ones are reported on standard error and, when
-        training goes on, moved to WORKDIR/damaged. Process 0 looks, and tells the others."""
+        """The newest step whose checkpoint is whole; newer damaged ones are reported on standard error. Process 0 looks, and
+        tells the others.
+
+        Raises:
+          UserError: the run that trains here has been saved, but nothing whole is left (see `check_nothing_lost`).
+        """
         self._found_good = leader_says(self._find_good)
         return self._found_good
 
@@ -86,9 +85,23 @@ class Checkpoints:
                 return step
             warn(f"{self.directory / str(step)} is passed over: {damage}")
             self._events.append(("damaged", step, {"reason": damage}))
-            if self._keep is not None:
-                self._move_aside(step)
+        if self._keep is not None:
+            check_nothing_lost(self.directory.parent)
         return None
+
+    def begin(self, first_step: int) -> None:
+        """Makes room for the checkpoints after `first_step`, the newest good one: what lies there is damaged, and is moved to
+        WORKDIR/damaged; what a killed save left is removed. The folder must be the same one to all processes."""
+        def clear() -> None:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._remove_leftovers()
+                for step in self.steps():
+                    if step > first_step:
+                        self._move_aside(step)
+            except OSError as error:
+                raise unwritable(self.directory.parent, error) from error
+        leader_says(clear)
 
     def save(self, step: int, state: State) -> None:
         """Starts to save; waits for the save before to be complete. Its outcome is told by `events`."""
@@ -129,7 +142,11 @@ class Checkpoints:
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
         if step != self._found_good and (damage := manifest.find_damage(where)):
             raise UserError(f"{where}: damaged: {damage}")
-        return read_arrays(where, abstract_state, whole)
+        state = read_arrays(where, abstract_state, whole)
+        if "step" in state and (held := int(state["step"])) != step:  # older manifests do not name it
+            raise UserError(f"{where}: it holds the state after step {held}: the folder was renamed or copied; give it its name "
+                            "back, or remove it")
+        return state
 
     # ---- in the background
 
@@ -138,7 +155,7 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_leader():
             return []
-        size = manifest.seal(self.directory / str(step))
+        size = manifest.seal(self.directory / str(step), step)
         saved = ("checkpoint", step, {"seconds": round(time.perf_counter() - begun, 3), "bytes": size})
         try:
             return [saved, *self._delete_old(step)]
@@ -258,8 +275,8 @@ def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3N
         if step is None:
             raise UserError(f"{workdir}: no whole checkpoint; let the run reach its first one "
                             f"(checkpoint.every = {config.checkpoint.every})")
-        params = abstract_train_state(config, one_device())["params"]
-        params = checkpoints.restore(step, {"params": params}, whole=False)["params"]
+        abstract = abstract_train_state(config, one_device())
+        params = checkpoints.restore(step, {name: abstract[name] for name in ("params", "step")}, whole=False)["params"]
     graphdef, _ = abstract_model(config)
     # Restored arrays are committed to their device; committed and uncommitted inputs are different programs to jit.
     return nnx.merge(graphdef, jax.device_put(jax.device_get(params))), config, step

@@ -1,6 +1,11 @@
-"""What a run is: `run.json`, written at its start and compared at every resume.
+"""What a run is: `run.json`, written before its first step and compared at every resume.
 
-    WORKDIR/run.json    configuration, data, tokenizer, code, processes, devices, and every allowed change since
+    WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, and every allowed change since
+    WORKDIR/before-TIME/   what `--restart` moved out of the way
+
+A folder belongs to a run from its first checkpoint or its first event about a step on. Before that whatever its run.json says
+has trained nothing, and the folder is as good as new. After that nothing of it may be missing: what a run wrote is never taken
+for another's, nor written over.
 """
 
 import fcntl
@@ -9,19 +14,21 @@ import json
 import os
 import pathlib
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import Config, from_dict, to_dict
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, warn
+from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.trees import flat
 
 # What may differ when a run goes on, and why; it is logged. Any other difference would make it another run.
 MAY_CHANGE = {
     "config.name": "names nothing inside the run",
+    "config.data.path": "the files may have moved: their content is checked by the data's fingerprint",
+    "config.data.tokenizer": "its content is checked by its own fingerprint",
     "config.data.prepared_dir": "the rows in it are checked by the data's fingerprint",
     "config.train.steps": "a longer or shorter run; the learning-rate schedule changes from there on",
     "config.train.log_every": "what is written down",
@@ -40,6 +47,12 @@ MAY_CHANGE = {
     "processes": "the order of the data does not depend on it",
     "devices": "the same values up to the order of sums",
 }
+# Of a process that has taken no step, or whose steps changed nothing.
+_UNTRAINED = {"start", "stop", "changed", "damaged", "save_failed", "skip", "spike", "profile"}
+_WRITTEN = ("run.json", "metrics.jsonl", "checkpoints", "damaged", "dumps", "eval", "profile", "report.html", "tensorboard", "tokenizer",
+            "wandb_id")
+_RESTART = "start anew with --restart, which keeps what is there in WORKDIR/before-TIME"
+_FORMAT = 2  # of run.json; 1 had no such field, and could stand in a folder without metrics.jsonl
 
 
 class RunLock:
@@ -73,7 +86,7 @@ class RunLock:
             self._workdir.mkdir(parents=True, exist_ok=True)
             self._file = (self._workdir / "lock").open("a")
         except OSError as error:
-            raise _unwritable(self._workdir, error) from error
+            raise unwritable(self._workdir, error) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -99,26 +112,83 @@ def may_change(name: str) -> bool:
     return any(name == allowed or name.startswith(allowed + ".") for allowed in MAY_CHANGE)
 
 
-def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, tokenizer_fingerprint: str) -> list[Change]:
-    """Starts the folder of a run, or checks that the one there is of this very run. → the allowed changes since.
+def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str,
+             tokenizer_fingerprint: str) -> tuple[dict[str, Any], list[Change]]:
+    """Whether this run may start, or go on, in `workdir`; writes nothing. → (what run.json is to hold, or {} where it stays as
+    it is; the allowed changes since the run before).
 
     Raises:
-      UserError: the folder holds a run with another configuration, data or tokenizer (the first difference is named).
+      UserError: the folder holds a run with another configuration, data or tokenizer (the first difference is named), or one
+        of which a part is missing.
     """
-    now = {"config": _plain(config), "data": data_fingerprint, "tokenizer": tokenizer_fingerprint,
-           "code": code_version(), "processes": jax.process_count(), "devices": _devices()}
-    if not (workdir / "run.json").exists():
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            write_run(workdir, now | {"changes": []})
-        except OSError as error:
-            raise _unwritable(workdir, error) from error
-        return []
-    before = read_run(workdir)
+    import jax
+
+    devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+    now = {"format": _FORMAT, "config": _plain(config), "data": data_fingerprint, "tokenizer": tokenizer_fingerprint,
+           "code": code_version(), "processes": jax.process_count(), "devices": devices}
+    before = _read_trained(workdir)
+    if before is None:
+        return now | {"changes": []}, []
+    changes = _checked_changes(workdir, before, now)
+    if not (workdir / "metrics.jsonl").exists():
+        warn(f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step from which the run goes on")
+    if not changes and "format" in before:
+        return {}, []
+    return now | {"changes": before.get("changes", []) + [[*change] for change in changes]}, changes
+
+
+def check_settings(workdir: pathlib.Path, config: Config) -> None:
+    """Raises the UserError that `open_run` would raise for `config`, as far as that is known before data are opened."""
+    if (before := _read_trained(workdir)) is not None:
+        _checked_changes(workdir, before, {"config": _plain(config)})
+
+
+def is_trained(workdir: pathlib.Path) -> bool:
+    """Whether a run has taken steps in the folder: it has a checkpoint, or an event about one of its steps."""
+    return bool(saved_steps(workdir)) or any(event["event"] not in _UNTRAINED for _, event in each_event(workdir / "metrics.jsonl"))
+
+
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+    """Steps that have a folder in `workdir`/checkpoints, ascending; whether they are whole is another question."""
+    folder = workdir / "checkpoints"
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+
+def check_nothing_lost(workdir: pathlib.Path) -> None:
+    """Raises UserError where a run without a whole checkpoint has had one: to begin again would write over its record."""
+    sealed = [step for step in saved_steps(workdir) if (workdir / "checkpoints" / str(step) / "manifest.json").exists()]
+    told = [event["step"] for _, event in each_event(workdir / "metrics.jsonl") if event["event"] == "checkpoint"]
+    if sealed or told:
+        what = "is damaged" if sealed else "is gone"
+        raise UserError(f"{workdir}: the run has been saved, last after step {max(sealed + told)}, but every checkpoint {what}: put "
+                        f"{workdir / 'checkpoints'} back (is a disk not mounted?), give another --workdir, or {_RESTART}")
+
+
+def _read_trained(workdir: pathlib.Path) -> dict[str, Any] | None:
+    """run.json of a folder in which a run has taken steps, None of any other.
+
+    Raises:
+      UserError: it, or the run's other record, is missing.
+    """
+    record = (workdir / "run.json").exists()
+    if not is_trained(workdir):
+        started = any(event["event"] == "start" for _, event in each_event(workdir / "metrics.jsonl"))  # written before run.json
+        if record and not started and read_run(workdir).get("format"):
+            raise UserError(f"{workdir}: it holds the run.json of a run, but neither its checkpoints nor its metrics.jsonl: put them back, "
+                            f"give another --workdir, or {_RESTART}")
+        return None
+    if not record:
+        raise UserError(f"{workdir}: it holds checkpoints or the record of a run, but not the run.json that says of which model, "
+                        f"data and tokenizer: put it back, give another --workdir, or {_RESTART}")
+    return read_run(workdir)
+
+
+def _checked_changes(workdir: pathlib.Path, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     # Settings that the run's code did not have yet stand at their defaults, which keep what was computed before them.
-    before["config"] = _plain(from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"))
+    before = before | {"config": _plain(from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"))}
     old, new = flat({name: before.get(name) for name in now}), flat(now)
-    changes = [Change(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    changes = [Change(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())
+               if old.get(name) != new.get(name) and name != "format"]
     changes.sort(key=lambda change: change.name != "tokenizer")  # which changes the data's fingerprint, too
     for change in changes:
         if change.name in ("data", "tokenizer"):
@@ -129,12 +199,21 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, token
             name = change.name.removeprefix("config.")
             raise UserError(f"{workdir} holds a run with {name} = {change.old!r}, not {change.new!r}: give another --workdir, "
                             "or the old value")
-    if changes:
-        try:
-            write_run(workdir, now | {"changes": before.get("changes", []) + [[*change] for change in changes]})
-        except OSError as error:
-            raise _unwritable(workdir, error) from error
     return changes
+
+
+def move_aside(workdir: pathlib.Path) -> None:
+    """Moves all that a run wrote into `workdir`/before-TIME."""
+    written = [workdir / name for name in _WRITTEN if os.path.lexists(workdir / name)]
+    if not written:
+        return
+    target = workdir / time.strftime("before-%Y%m%d-%H%M%S")
+    try:
+        target.mkdir()
+        for path in written:
+            path.rename(target / path.name)
+    except OSError as error:
+        raise unwritable(workdir, error) from error
 
 
 def read_config(workdir: pathlib.Path) -> Config:
@@ -165,14 +244,21 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
-    """Writes run.json in one piece, with a digest of its content."""
+    """Writes run.json in one piece, with a digest of its content.
+
+    Raises:
+      UserError: it cannot be written.
+    """
     path = workdir / "run.json"
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        json.dump(record | {"digest": digests.of_json(record)}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())  # else a power failure may leave an empty one, and the run could not go on
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w") as file:
+            json.dump(record | {"digest": digests.of_json(record)}, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())  # else a power failure may leave an empty one, and the run could not go on
+        os.replace(temporary, path)
+    except OSError as error:
+        raise unwritable(workdir, error) from error
 
 
 def code_commit() -> str | None:
@@ -190,7 +276,8 @@ def code_version() -> str:
         return "unknown"
 
 
-def _unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
+def unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
+    """What to raise where the run's folder cannot be written to."""
     return UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder")
 
 
@@ -211,5 +298,3 @@ def _git(*command: str) -> str | None:
         return None
 
 
-def _devices() -> str:
-    return f"{jax.device_count()} × {jax.devices()[0].device_kind}"

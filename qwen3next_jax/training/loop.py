@@ -1,8 +1,10 @@
 """The training run, as a story: data, state, resume, loop, end."""
 
 import dataclasses
+import math
 import pathlib
 import shlex
+import shutil
 import sys
 import time
 from typing import Any
@@ -15,18 +17,21 @@ from jax.sharding import Mesh
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data, open_data, source_of
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
-from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
-from qwen3next_jax.interop.huggingface import load_hf
+from qwen3next_jax.interop.huggingface import check_hf, load_hf
 from qwen3next_jax.parallel.distributed import (
     BatchShare, StopVote, check_shared, is_leader, leader_first, leader_says, together)
 from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.reporting.events import each_event, ended_badly
 from qwen3next_jax.reporting.figures import main_values, named, record
+from qwen3next_jax.training import preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display, PreparationProgress
-from qwen3next_jax.training.fingerprint import RunLock, open_run
+from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, saved_steps, write_run
+from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.profiling import Profiler
 from qwen3next_jax.training.step import (
@@ -34,22 +39,19 @@ from qwen3next_jax.training.step import (
 from qwen3next_jax.training.telemetry import MetricsFile, Throughput, open_metrics, surroundings
 from qwen3next_jax.training.watchdog import Signals, Watchdog
 
-# Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
-NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
-                 "delta_rule", "bos_token_id", "eos_token_id"}
 MAX_REWINDS = 3  # to one checkpoint
 
 
-def train(config: Config, workdir: pathlib.Path) -> int:
-    """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code."""
+def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
+    """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start. Returns the exit code.
+
+    `restart`: what is in `workdir` is moved into a folder in it, and training starts anew."""
     begun = time.time()
     # Devices
     first = is_leader()  # the process that records and shows the run
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
-
-    evaluation.check(config.eval.suites, evaluation.options_of(config.eval), config.model,
-                     source_of(config.data).tokenizer_of(config.data, config.model.vocab_size))
+    together(lambda: check_start(config, workdir, restart))
 
     # Data
     with PreparationProgress() as progress:
@@ -59,18 +61,21 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     if config.eval.sample_tokens:  # a sample that cannot be drawn should not wait for the first evaluation
         check_request(config.model, [data.tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
     lock = RunLock(workdir)
-    changes = leader_says(lambda: lock.held(lambda: open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)))
+
+    def open_folder():
+        if restart:
+            move_aside(workdir)
+        return open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)
+    description, changes = leader_says(lambda: lock.held(open_folder))
     check_shared(workdir, config.parallel.start_timeout)
-    if first:
-        keep_tokenizer(data.tokenizer, workdir)
 
     with lock, Checkpoints(workdir, config.checkpoint) as checkpoints:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
-            if first:
-                print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir, data)}")
-            return 0
+            return _nothing_to_do(config, workdir, first_step, data)
+        checkpoints.begin(first_step)
+        check_shared(checkpoints.directory, config.parallel.start_timeout)
         if first:  # either can take minutes, and the display needs the state
             print(f"{workdir}: restoring step {first_step}" if first_step else f"{workdir}: making the first state", flush=True)
         state = checkpoints.restore(first_step, abstract_state) if first_step else start_state(config, mesh)
@@ -81,6 +86,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
                 open_metrics(config, workdir, first_step, display) as metrics, Signals(display.say) as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
+            leader_says(lambda: seal(workdir, description, data.tokenizer, new=not first_step))
             run = _Run(config, mesh, data, checkpoints=checkpoints, metrics=metrics, display=display, profiler=profiler,
                        watchdog=watchdog, throughput=Throughput(config, corpus["bits_per_nat"]))
             if changes:
@@ -99,10 +105,13 @@ def train(config: Config, workdir: pathlib.Path) -> int:
             checkpoints.wait()
             run.incidents.tell(checkpoints)
             saved = leader_says(lambda: step in checkpoints.steps())
+            if run.trouble:
+                metrics.write("stop", step, reason=run.trouble, exit_code=int(ExitCode.DIVERGED))
 
     # End
     if not first:
-        return ExitCode.NOT_SAVED if not saved else ExitCode.INTERRUPTED if step < config.train.steps else ExitCode.DONE
+        return (ExitCode.NOT_SAVED if not saved else ExitCode.INTERRUPTED if step < config.train.steps
+                else ExitCode.DIVERGED if run.trouble else ExitCode.DONE)
     if not saved:
         print(f"error: step {step} could not be saved in {workdir} (see above): the same command goes on from the checkpoint "
               "before; make room first", file=sys.stderr)
@@ -110,8 +119,27 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     if step < config.train.steps:
         print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
         return ExitCode.INTERRUPTED
+    if run.trouble:
+        return _diverged(config, workdir, step, run.trouble)
     print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir, data)}")
     return 0
+
+
+def _nothing_to_do(config: Config, workdir: pathlib.Path, step: int, data: Data) -> int:
+    """Ends a start in the folder of a run that has reached its last step. Nothing has been written."""
+    reason = leader_says(lambda: ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), step))
+    if reason:
+        return _diverged(config, workdir, step, reason)
+    if is_leader():
+        print(f"{workdir}: already trained to step {step} of {config.train.steps}. {_what_next(config, workdir, data)}")
+    return ExitCode.DONE
+
+
+def _diverged(config: Config, workdir: pathlib.Path, step: int, reason: str) -> int:
+    if is_leader():
+        print(f"error: {workdir}: diverged by step {step}, its last: {reason}. A lower optimizer.learning_rate (now "
+              f"{config.optimizer.learning_rate}) in a new --workdir may help", file=sys.stderr)
+    return ExitCode.DIVERGED
 
 
 class _Run:
@@ -130,7 +158,8 @@ class _Run:
         self.mesh, self.share, self.votes = mesh, BatchShare(batch_sharding(mesh), config.train.batch_size), StopVote()
         self.incidents = Incidents(config.guards, metrics)
         self.diagnostics_step = make_diagnostics_step(config, self.graphdef, compute_mesh(mesh))
-        self.heldout_figure = ""
+        self.heldout_figure, self.heldout_loss = "", 0.0
+        self.trouble = ""  # why the last step is no good end
         self.rewinds: dict[int, int] = {}  # how often to which step
 
     def loop(self, state: State, first_step: int, signals: Signals) -> tuple[int, str]:
@@ -180,7 +209,14 @@ class _Run:
             since += time.perf_counter() - begun
             if stop:
                 return step, self.heldout_figure
+        self.trouble = self._trouble(values, state)
         return config.train.steps, self.heldout_figure
+
+    def _trouble(self, values: dict[str, Any], state: State) -> str:
+        """Whether the run diverged when the guards had too few steps left to end it; `values` are of the last step."""
+        if int(values["verdict"]) & NON_FINITE:
+            return f"the last {int(state['guards']['skipped_in_a_row'])} updates were skipped, as loss or gradient were not finite"
+        return "" if math.isfinite(self.heldout_loss) else f"the held-out loss is {self.heldout_loss}"
 
     def _log(self, step: int, values: dict[str, Any], seconds: float, waited: float, steps: int) -> None:
         load = values.get("expert_load")
@@ -203,6 +239,7 @@ class _Run:
         jax.tree.map(lambda leaf: leaf.delete(), halt.state)  # a device may not have room for two states
         state = (self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step
                  else start_state(self.config, self.mesh))
+        self.checkpoints.begin(step)
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
         self.metrics.rewind(step)
@@ -229,6 +266,7 @@ class _Run:
 
     def _evaluate(self, step: int, state: State) -> None:
         values = self.heldout.run(state["params"])
+        self.heldout_loss = values["loss"]
         self.heldout_figure = "  ".join(f"{value.label} {value}" for value in main_values(named(values, self.heldout.figures))[:1])
         self.metrics.write("heldout", step, **record(values, self.heldout.figures))
         for name, suite in self.suites.items():
@@ -243,8 +281,23 @@ class _Run:
         return config.sample_prompt + tokenizer.decode(new)
 
 
-def keep_tokenizer(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
-    """Copies a tokenizer that came from a file into the run, which can then be used wherever it or the file goes."""
+def check_start(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
+    """Raises UserError for all that can be told before data are prepared: what `preflight` looks at, suites, the tensors of `init_from`."""
+    preflight.check(config, workdir, restart)
+    evaluation.check(config.eval.suites, evaluation.options_of(config.eval), config.model,
+                     source_of(config.data).tokenizer_of(config.data, config.model.vocab_size))
+    if config.train.init_from and (restart or not saved_steps(workdir)):
+        check_hf(config.train.init_from)
+
+
+def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Tokenizer, new: bool) -> None:
+    """Writes down what the run is, before its first step: `description` as run.json (if it is not empty), and a copy of a tokenizer
+    that came from a file, with which the run can be used wherever it or the file goes. `new`: one that is there is of a start
+    that came to nothing."""
+    if description:
+        write_run(workdir, description)
+    if new:
+        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
     if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
         partial = workdir / "tokenizer.partial"
         partial.mkdir(exist_ok=True)
@@ -256,15 +309,9 @@ def start_state(config: Config, mesh: Mesh) -> State:
     """The state before the first step: random weights, or those of the Hugging Face directory `train.init_from`."""
     if not config.train.init_from:
         return init_state(config, mesh)
+    preflight.check_structure(config)
     model = load_hf(config.train.init_from)
-    for name in config.model.differs(model.config):
-        if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps):
-            wanted, found = (c.mixers if name == "layer_types" else getattr(c, name) for c in (config.model, model.config))
-            raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
-                            "set the one in the config to the other")
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    if config.model.mtp_depth and "mtp" not in params:
-        raise UserError(f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set model.mtp_depth = 0")
     if not config.model.mtp_depth:
         params.pop("mtp", None)
     return init_state(config, mesh, params)

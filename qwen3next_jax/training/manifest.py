@@ -1,9 +1,10 @@
 """Digests of a folder's files. Orbax reads a file with a flipped bit as if nothing had happened; these do not.
 
-    FOLDER/manifest.json    {"piece": bytes, "files": {relative path: [bytes, [SHA-256 of each piece]]}}
+    FOLDER/manifest.json    {"step": N, "piece": bytes, "files": {relative path: [bytes, [SHA-256 of each piece]]}}
 
-It is written last and atomically, when everything it names is on the disk. Files are digested in pieces, so that the
-cores share the largest one, too, and nothing but a piece's buffer is in memory.
+A checkpoint's names its step, so that a folder that was renamed or copied is not taken for another step's. It is written last
+and atomically, when everything it names is on the disk. Files are digested in pieces, so that the cores share the largest one,
+too, and nothing but a piece's buffer is in memory.
 """
 
 import concurrent.futures
@@ -17,8 +18,8 @@ NAME = "manifest.json"
 PIECE = 1 << 25  # bytes
 
 
-def seal(directory: pathlib.Path) -> int:
-    """Writes the manifest of a finished folder. → bytes of its files."""
+def seal(directory: pathlib.Path, step: int | None = None) -> int:
+    """Writes the manifest of a finished folder, for a checkpoint with its `step`. → bytes of its files."""
     files = {str(f.relative_to(directory)): f for f in _files(directory)}
     for file in files.values():
         _flush(file)  # else, after a power failure, the manifest could be there and its files not
@@ -26,8 +27,9 @@ def seal(directory: pathlib.Path) -> int:
     pieces = {name: [] for name in files}
     for name, _, digest in _digests(directory, sizes, PIECE):
         pieces[name].append(digest)
+    record = ({} if step is None else {"step": step}) | {"piece": PIECE, "files": {n: [sizes[n], pieces[n]] for n in files}}
     temporary = directory / (NAME + ".tmp")
-    temporary.write_text(json.dumps({"piece": PIECE, "files": {n: [sizes[n], pieces[n]] for n in files}}, indent=1))
+    temporary.write_text(json.dumps(record, indent=1))
     _flush(temporary)
     os.replace(temporary, directory / NAME)
     _flush(directory)
@@ -52,11 +54,14 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool) -> str | None:
         sizes = {name: int(size) for name, (size, _) in record["files"].items()}
         expected = [digest for _, of_pieces in record["files"].values() for digest in of_pieces]
         # One digest for each piece: fewer would leave bytes unread.
-        whole = piece > 0 and all(len(d) == len(_pieces(size, piece)) for size, d in record["files"].values())
+        whole = record.keys() - {"step"} == {"piece", "files"} and piece > 0
+        whole = whole and all(len(d) == len(_pieces(size, piece)) for size, d in record["files"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         return f"{NAME} is damaged"
+    if "step" in record and str(record["step"]) != directory.name:
+        return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
     present = {str(f.relative_to(directory)): f for f in _files(directory)}
     for name, size in sizes.items():
         if name not in present:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -184,3 +186,40 @@ def dead_peer(lab: Lab, seed: int) -> list[Trial]:
     return [Trial(told="SIGKILL" in said, recovered=codes == [0, 0], steps_lost=lost_steps(workdir),
                   bitwise=codes == [0, 0] and lab.same(workdir, reference),
                   note=f"process {victim} killed; {said.count('restart ')} restarts")]
+
+
+def other_file_systems(lab: Lab, _: int) -> list[Trial]:
+    """Two processes, of which one sees another folder under the same name (a lost mount): refused on both, by name, and the
+    run that is there is left as it was."""
+    from qwen3next_jax.interop.huggingface import save_hf
+    from qwen3next_jax.training.checkpoint import load_trained
+
+    trials, longer = [], lab.with_(parallel={"start_timeout": 60}, train={"steps": lab.config.train.steps + 1})
+    for what in ("the workdir of process 1", "the workdir of process 0", "checkpoints", "data.path", "train.init_from"):
+        hosts = [lab.new_folder(), lab.new_folder()]
+        workdir, config = lab.new_folder() / "run", lab.with_(parallel={"start_timeout": 60})
+        there, says = None, "process 1 on"
+        if what.startswith("the workdir"):
+            workdir = pathlib.Path("run-" + hosts[0].name)  # relative: each process has its own
+            there = hosts[1 - int(what[-1])] / workdir
+            shutil.copytree(lab.reference(), there)
+            config, says = longer, "does not see what process 0 wrote"
+        elif what == "checkpoints":
+            there = workdir
+            shutil.copytree(lab.reference(), workdir)
+            (workdir / "checkpoints").rename(hosts[0] / "mounted")
+            (hosts[1] / "mounted").mkdir()
+            (workdir / "checkpoints").symlink_to("/proc/self/cwd/mounted")
+            config, says = longer, "does not see what process 0 wrote"
+        elif what == "data.path":
+            shutil.copytree(lab.folder / "texts", hosts[0] / "texts")
+            config = lab.with_(parallel={"start_timeout": 60}, data={"path": "texts/*.txt", "prepared_dir": "prepared"})
+        else:
+            save_hf(load_trained(lab.reference())[0], hosts[0] / "hf")
+            config = lab.with_(parallel={"start_timeout": 60}, train={"init_from": "hf"})
+        metrics = (there / "metrics.jsonl").read_bytes() if there else None
+        processes = [lab.start(workdir, config, cwd=str(host), **launch) for host, launch in zip(hosts, _launches(2), strict=True)]
+        codes, log = _end_all(processes), lab.log(workdir)
+        untouched = there is None or (there / "metrics.jsonl").read_bytes() == metrics
+        trials.append(Trial(told=codes == [ExitCode.USER_ERROR] * 2 and log.count(says) >= 2 and untouched, note=f"{what}: {codes}"))
+    return trials

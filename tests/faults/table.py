@@ -5,7 +5,7 @@ import json
 import pathlib
 from collections.abc import Callable, Sequence
 
-from tests.faults import damage, disk, identity, kills, numbers, runs
+from tests.faults import damage, disk, identity, kills, numbers, provenance, runs
 from tests.faults.lab import Lab, Trial
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -73,6 +73,17 @@ ROWS = (
     Row(16, "config typo, type, range", [Unit(identity.config_mistakes)]),
     Row(16, "other settings, data, tokenizer on resume; damaged run.json", [Unit(identity.other_runs), Unit(identity.changed_text)]),
     Row(17, "hostile safetensors header; a pickle as weights", [Unit(damage.hostile)], [Unit(damage.plain_hostile)]),
+    Row(18, "run.json, checkpoints or metrics gone, all checkpoints damaged", [Unit(provenance.lost_parts)]),
+    Row(19, "checkpoint renamed or copied to another step; a folder of older code",
+        [Unit(provenance.other_steps), Unit(provenance.older_folders)]),
+    Row(20, "source that changes while it is prepared; links in circles", [Unit(provenance.changing_sources), Unit(provenance.links)]),
+    Row(20, "bit flips in Parquet pages with check sums", [Unit(provenance.parquet_pages, 100)]),
+    Row(21, "diverged in the last steps; weights that are not finite", [*_times(provenance.diverged_at_the_end, 3, start=1),
+                                                                        Unit(provenance.weights_that_are_not_finite)]),
+    Row(22, "tokens outside the vocabulary through the Python API", [Unit(provenance.tokens_outside)]),
+    Row(23, "a mistake corrected in the same folder; texts moved; nothing to do",
+        [Unit(provenance.corrected_mistakes), Unit(provenance.killed_before_a_step)]),
+    Row(24, "of 2 processes one sees another file system", [Unit(runs.other_file_systems)]),
 )
 
 

@@ -16,7 +16,8 @@ def main(spec: dict) -> None:
     """Trains as `spec` says and leaves with the exit code of train.py.
 
     spec: config (dict), workdir, log; and optionally pace (seconds a batch), progress (a file that gets lines "pid N", and "step N"
-    or "save N" as each begins), poison ({batch index: mark}), stall (batch index that never comes), devices, launch (flags).
+    or "save N" as each begins), poison ({batch index: mark}), stall (batch index that never comes), devices, launch (flags), restart,
+    cwd (where the process starts).
     """
     output = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -38,6 +39,8 @@ def _train(spec: dict) -> int:
     from qwen3next_jax.parallel import distributed
     from qwen3next_jax.parallel.launch import Launch
 
+    if spec.get("cwd"):
+        os.chdir(spec["cwd"])
     if spec.get("devices"):
         jax.config.update("jax_num_cpu_devices", spec["devices"])
     config = from_dict(Config, spec["config"])
@@ -46,7 +49,7 @@ def _train(spec: dict) -> int:
         from qwen3next_jax.training import loop
 
         _prepare_faults(spec)
-        return loop.train(config, pathlib.Path(spec["workdir"]))
+        return loop.train(config, pathlib.Path(spec["workdir"]), spec.get("restart", False))
 
 
 def _prepare_faults(spec: dict) -> None:

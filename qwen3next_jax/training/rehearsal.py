@@ -1,0 +1,80 @@
+"""`train.py --dry-run`: everything of a start that can be checked, and what the run would take. Nothing is written."""
+
+import pathlib
+
+import jax
+import numpy as np
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.data import sources
+from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.errors import ExitCode
+from qwen3next_jax.inference.decode import check_request
+from qwen3next_jax.model.flops import flops_per_token
+from qwen3next_jax.parallel.distributed import is_leader, together
+from qwen3next_jax.parallel.mesh import make_mesh, mesh_text
+from qwen3next_jax.training.checkpoint import Checkpoints
+from qwen3next_jax.training.loop import check_start
+from qwen3next_jax.training.step import abstract_train_state
+from qwen3next_jax.training.telemetry import memory
+
+
+def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
+    """Prints parameters, memory, data, tokens, FLOPs and from where the run would start. Returns the exit code.
+
+    Raises:
+      UserError: a mistake that `train` would meet, but for those in the text behind the first document of each glob and in the
+        tensors of `init_from`, which are not read.
+    """
+    mesh = make_mesh(config.parallel)
+    state = abstract_train_state(config, mesh)
+    together(lambda: check_start(config, workdir, restart))
+    data = together(lambda: _data(config))
+    if not is_leader():
+        return ExitCode.DONE
+    train, kind = config.train, mesh.devices.flat[0].device_kind
+    step = 0 if restart else _newest_step(workdir)
+    tokens = train.batch_size * train.sequence_length
+    flops = flops_per_token(config.model, train.sequence_length)
+    sizes = {"parameters": _bytes(state["params"]), "optimizer state": _bytes(state["opt_state"]), "gradients": _bytes(state["params"])}
+    limit = memory()[1]
+    print(f"{config.name}: {sum(leaf.size for leaf in jax.tree.leaves(state['params'])):,} parameters on {mesh.size} × {kind} "
+          f"({mesh_text(dict(mesh.shape))})")
+    print("Memory of a device: " + ", ".join(f"{name} {_mega(size)}" for name, size in sizes.items())
+          + f": {_mega(sum(sizes.values()))}" + (f" of {_mega(limit)}" if limit else "")
+          + ". Left out: activations and what the program needs besides (qwen3next_jax.plan compiles the real step)")
+    print(f"Data: {data}")
+    print(f"Tokens: {train.batch_size} × {train.sequence_length} = {tokens:,} a step, {tokens * train.steps:,} in {train.steps:,} steps")
+    print(f"FLOPs of the model, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, "
+          f"{flops * tokens * train.steps:.4g} in all")
+    begin = f"after step {step}" if step else f"from {train.init_from or f'random weights (train.seed = {train.seed})'}"
+    print(f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. Nothing has been written")
+    return ExitCode.DONE
+
+
+def _data(config: Config) -> str:
+    """What there is to train on."""
+    tokenizer = source_of(config.data).tokenizer_of(config.data, config.model.vocab_size)
+    if config.eval.sample_tokens:
+        check_request(config.model, [tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
+    if config.data.source != "text":
+        return f"{config.data.source}, made as it is read"
+    found = [sources.resolve(glob, config.data.text_field, config.data.on_bad_text) for glob in config.data.globs or ("",)]
+    for source in found:
+        next(sources.documents(source))
+    return (f"{sum(len(source.files) for source in found):,} files, {_mega(sum(source.size for source in found))}, tokenizer of "
+            f"{tokenizer.vocab_size:,} tokens; the first document of {'each glob' if len(found) > 1 else 'it'} has been read")
+
+
+def _newest_step(workdir: pathlib.Path) -> int:
+    with Checkpoints(workdir) as checkpoints:
+        return checkpoints.newest_good_step() or 0
+
+
+def _bytes(state) -> int:
+    """Of the part of `state` (shapes and places) that lies on one device."""
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _mega(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
