@@ -118,8 +118,8 @@ def test_flops_and_counts_are_those_of_the_shapes(mixer):
 
 
 def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
-    config = Config(model=dataclasses.replace(BASE, linear_mixer="retention", full_attention_interval=2, num_experts=0, intermediate_size=16),
-                    train=TrainConfig(steps=4, batch_size=4, sequence_length=T))
+    model = dataclasses.replace(BASE, linear_mixer="retention", full_attention_interval=2, num_experts=0, intermediate_size=16)
+    config = Config(model=model, train=TrainConfig(steps=4, batch_size=4, sequence_length=T))
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=2)), jax.devices()[:4])
     batch = {"tokens": np.asarray(np.random.default_rng(1).integers(0, 64, (4, T)), np.int32), "segment_ids": np.ones((4, T), np.int32)}
     state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
