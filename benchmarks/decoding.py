@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     model = load_model(args.model).model if args.model else _random_model(args.config)
     c: ModelConfig = model.config
-    kinds = "".join("A" if kind == "full_attention" else "r" for kind in c.layer_types)
+    kinds = "".join("A" if mixer == c.full_mixer else "r" for mixer in c.mixers)
     print(f"{args.model or args.config}: layers {kinds} (r recurrent, A attention), hidden {c.hidden_size}, {c.num_experts} experts "
           f"top-{c.num_experts_per_tok}, {c.dtype}; batch 1, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} threads, "
           f"jax {jax.__version__}", flush=True)
@@ -55,7 +55,7 @@ def main() -> None:
             _compare_with_forward(model, text[:context])
         prompt_rate, new_rate = _speed(model, text[:context])
         size = cache_bytes(c, 1, decode.cache_length([text[:context]], NEW))
-        print(f"{context:8} {prompt_rate:16,.0f} {new_rate:13,.0f} {size['recurrent']:14,} B {size['attention']:14,} B", flush=True)
+        print(f"{context:8} {prompt_rate:16,.0f} {new_rate:13,.0f} {size['state']:14,} B {size['slots']:14,} B", flush=True)
     if c.mtp_depth:
         _speculate(model, text[:CONTEXTS[0]])
 

@@ -37,7 +37,7 @@ WARM_UP, REPEATS = 3, 5
 
 def bare_step(config: Config):
     """(params, opt_state), batch → the same after one step, and the loss."""
-    gradients, optimizer = make_gradients(config, one_device()), make_optimizer(config.optimizer, config.train.steps)
+    gradients, optimizer = make_gradients(config, one_device()), make_optimizer(config)
 
     def step(state, batch):
         grads, parts, _ = gradients(state[0], batch)

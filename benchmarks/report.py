@@ -34,7 +34,7 @@ def write_run(workdir: pathlib.Path, *, steps: int, layers: int = 4, experts: in
     config = Config(name=workdir.name, model=model, train=TrainConfig(steps=steps, **train))
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "run.json").write_text(json.dumps({"config": to_dict(config), "data_fingerprint": "0" * 20}))
-    full = np.array([kind == "full_attention" for kind in model.layer_types] + [True] * (mtp_depth > 0))
+    full = np.array([mixer == model.full_mixer for mixer in model.mixers] + [True] * (mtp_depth > 0))
     depth = np.linspace(0, 1, len(full))
     seconds, now, each = 0.5, 1.8e9, max(steps // 1000, 1)
     with (workdir / "metrics.jsonl").open("w") as file:

@@ -165,7 +165,7 @@ def main() -> int:
 
 def _describe(args: argparse.Namespace, config: Config, peer: Peer) -> None:
     c, t = config.model, config.train
-    kinds = "".join("A" if kind == "full_attention" else "r" for kind in c.layer_types)
+    kinds = "".join("A" if mixer == c.full_mixer else "r" for mixer in c.mixers)
     print(f"{pathlib.Path(args.config).name}: layers {kinds} (r recurrent, A attention), hidden {c.hidden_size}, "
           f"{c.num_experts} experts top-{c.num_experts_per_tok} of width {c.moe_intermediate_size}, vocabulary {c.vocab_size}; "
           f"batch {t.batch_size} × {t.sequence_length}, float32, AdamW, clipping {config.optimizer.clip_norm}")

@@ -66,8 +66,7 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
 
 def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
     trained = read_config(workdir)
-    if config is not None and config.model != trained.model:
-        name = next(n for n in vars(config.model) if getattr(config.model, n) != getattr(trained.model, n))
+    for name in () if config is None else config.model.differs(trained.model)[:1]:
         raise UserError(f"{workdir} holds a run whose model differs from --config (model.{name} = {getattr(trained.model, name)!r} "
                         f"there, {getattr(config.model, name)!r} in --config): give the config it was trained with")
     return config or trained

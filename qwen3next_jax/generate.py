@@ -48,7 +48,7 @@ def main() -> int:
         print()
     size = cache_bytes(model.config, 1, decode.cache_length([prompt], _max_new_tokens.value))
     print(f"compiled or loaded in {times[0] - started:.1f} s · {_speed(len(prompt), times)} · cache {_bytes(sum(size.values()))} "
-          f"(recurrent {_bytes(size['recurrent'])}, attention {_bytes(size['attention'])})", file=sys.stderr)
+          f"(states {_bytes(size['state'])}, slots {_bytes(size['slots'])})", file=sys.stderr)
     return 0
 
 

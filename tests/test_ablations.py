@@ -14,8 +14,9 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.flops import parameter_counts
-from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
+from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.model.mixers.gated_deltanet import GatedDeltaNet
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.layers import Context
 
 BASE = ModelConfig(
@@ -90,7 +91,7 @@ def test_both_mixers_follow_their_formulas(off):
     x_BTD = np.random.default_rng(0).standard_normal((1, T, config.hidden_size)).astype(np.float32)
     context = Context(jnp.arange(T, dtype=jnp.int32)[None])
     for kind, layer in ((GatedDeltaNet, recurrent_layer), (GatedAttention, attention_layer)):
-        module = kind(config, rngs=nnx.Rngs(1))
+        module = kind(config, Make(config, nnx.Rngs(1)), (0,))
         rng = np.random.default_rng(2)
         for name in ("q_norm", "k_norm", "norm"):  # not at their start, where some forms agree
             if hasattr(module, name):
@@ -128,4 +129,4 @@ def test_without_positions_the_order_of_the_past_does_not_matter():
 @pytest.mark.parametrize("placement, expected", [("last", "LLFLLF"), ("middle", "LFLLFL"), ("first", "FLLFLL")])
 def test_placement_of_the_full_layer_in_its_interval(placement, expected):
     config = dataclasses.replace(BASE, num_hidden_layers=6, full_attention_interval=3, full_attention_placement=placement, layer_types=())
-    assert config.layer_types == tuple({"L": LINEAR, "F": FULL}[letter] for letter in expected)
+    assert config.pattern == tuple({"L": LINEAR, "F": FULL}[letter] for letter in expected)

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from qwen3next_jax.model.gated_attention import GatedAttention
+from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
 from qwen3next_jax.parallel.mesh import make_mesh, one_device
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
@@ -35,7 +36,7 @@ def measured():
 
 
 def test_the_first_token_share_is_that_of_the_explicit_probabilities():
-    layer = GatedAttention(MODEL, rngs=nnx.Rngs(0))
+    layer = GatedAttention(MODEL, Make(MODEL, nnx.Rngs(0)), (0,))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32, 16)), jnp.float32)
     segments = BATCH["segment_ids"]
     context = Context(document_positions(segments), segments, segments > 0, diagnose=True)
@@ -78,8 +79,8 @@ def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     record = summarise(CONFIG, result, result["param_norms"], load)
     assert record["dead_experts"] == [1, 0, 3, 0, 0] and record["load_max_violation"] == [1, 0, 3, 0, 0]
-    kinds = [name for name, _ in MODEL.layer_kinds] + ["full_attention"]  # the MTP module's
-    for name, owner in (("beta", "linear_attention"), ("gate_mean", "full_attention")):
+    kinds = [name for name, _ in MODEL.layer_kinds]
+    for name, owner in (("beta", "gated_deltanet"), ("gate_mean", "gated_attention")):
         assert [value is not None for value in record[name]] == [kind == owner for kind in kinds]
     assert set(record["groups"]) == {"embedding", "final_norm", "head"}
 

@@ -188,8 +188,8 @@ def test_speculation_is_exact_whatever_the_drafts(depth, forward, prompts, greed
 
 def test_recurrent_cache_is_constant(model):
     short, long = cache_bytes(CONFIG, 2, 64), cache_bytes(CONFIG, 2, 256)
-    assert short["recurrent"] == long["recurrent"] > 0
-    assert long["attention"] == 4 * short["attention"] > 0
+    assert short["state"] == long["state"] > 0
+    assert long["slots"] == 4 * short["slots"] > 0
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_cache(2, 64)))
     assert held == sum(short.values())
 

@@ -26,7 +26,7 @@ VARIANTS = {
     "released pattern, scanned": {"num_hidden_layers": 8},
     "no period": {"layer_types": ("linear_attention", "full_attention", "full_attention", "linear_attention")},
     "dense": {"num_experts": 0},
-    "dense and sparse layers": {"decoder_sparse_step": 2, "mlp_only_layers": (3,)},
+    "dense and sparse layers": {"full_attention_interval": 0, "num_hidden_layers": 5, "mlp_only_layers": (0,)},
     "tied, no shared expert, no MTP": {"tie_word_embeddings": True, "shared_expert_intermediate_size": 0, "mtp_depth": 0},
     "deeper MTP, other numbers": {"mtp_depth": 3, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "eos_token_id": 7},
 }
@@ -72,7 +72,7 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     model = new_model(**VARIANTS[variant])
     save_hf(model, tmp_path / "out")
     again = load_hf(tmp_path / "out")
-    assert again.config == model.config
+    assert not again.config.differs(model.config)
     assert bits(again) == bits(model)
 
 
@@ -215,5 +215,5 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path):
 
 def test_a_tree_of_another_config_is_refused():
     model = new_model()
-    with pytest.raises(ValueError, match=r"layers.0.mlp.router: expected shape \(1, 16, 4\)"):
+    with pytest.raises(ValueError, match=r"layers/0/mlp/router: expected shape \(1, 16, 4\)"):
         hf_tensors(nnx.state(model, nnx.Param), dataclasses.replace(model.config, num_experts=4))

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
+from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model import Qwen3Next
 
 TINY = ModelConfig(
@@ -110,20 +111,21 @@ def test_one_token_alone_is_the_first_of_many(packed):
     _close(single.logits[:, 0], forward(params, tokens, segments).logits[:, 0])
 
 
-def test_scanned_periods_equal_the_same_layers_unrolled():
-    # A dense last layer breaks the period, so this model holds every layer on its own.
-    config = dataclasses.replace(TINY, mlp_only_layers=(3,), mtp_depth=0)
-    assert (TINY.period, config.period) == (2, 4)
-    scanned_graph, scanned = _model(dataclasses.replace(TINY, mtp_depth=0))
-    unrolled_graph, unrolled = _model(config)
-    for layer in range(3):
-        unrolled["layers"][layer] = jax.tree.map(lambda p, i=layer // 2: p[i:i + 1], scanned["layers"][layer % 2])
-    unrolled["embedding"] = scanned["embedding"]
+@pytest.mark.parametrize("change, stacks", [({}, ((0, 2), (1, 3))), (
+    {"num_hidden_layers": 6, "mlp_only_layers": (0, 1)}, ((0,), (1,), (2, 4), (3, 5)))], ids=("periodic", "first layers dense"))
+def test_scanned_layers_equal_the_same_layers_one_by_one(change, stacks):
+    config = dataclasses.replace(TINY, mtp_depth=0, **change)
+    assert config.stacks == stacks
+    graphdef, params = _model(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, TINY.vocab_size)
-    states = [jax.jit(lambda p, graph=graph: nnx.merge(graph, p)(tokens, output_hidden_states=True).hidden_states)(params)
-              for graph, params in ((scanned_graph, scanned), (unrolled_graph, unrolled))]
-    for a, b in zip(states[0][:4], states[1][:4]):
-        _close(a, b)
+    states = jax.jit(lambda p: nnx.merge(graphdef, p)(tokens, output_hidden_states=True).hidden_states)(params)
+    model, x = nnx.merge(graphdef, params), states[0]
+    context = Context(jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12)))
+    for layer in range(config.num_hidden_layers - 1):
+        block, place = next((block, layers.index(layer)) for block, layers in zip(model.layers, stacks) if layer in layers)
+        graph, stacked = nnx.split(block)
+        x, _, _ = jax.jit(lambda p, x, graph=graph: nnx.merge(graph, p)(x, context))(jax.tree.map(lambda p, i=place: p[i], stacked), x)
+        _close(x, states[layer + 1])
 
 
 @pytest.mark.parametrize("change", [

@@ -16,8 +16,10 @@ from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import expert_parallel, moe
 from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.model import declared
+from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.parallel.mesh import check_divides, make_mesh, one_device
-from qwen3next_jax.parallel.rules import PARAMETERS, local, path_string, rule_for, shardings, storage_spec
+from qwen3next_jax.parallel.rules import AXES, local, path_string, shardings, storage_spec
 from qwen3next_jax.planner.topology import describe
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.step import abstract_train_state
@@ -41,7 +43,7 @@ def _mesh(**axes):
 @pytest.mark.parametrize("change", [{}, {"num_experts": 0, "tie_word_embeddings": True, "mtp_depth": 0}], ids=("sparse", "dense"))
 @pytest.mark.parametrize("axes", [{"data": 8}, {"expert": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}], ids=str)
 def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
-    """Every leaf of the released model's state; a leaf that no rule matches raises."""
+    """Every leaf of the released model's state."""
     if change and "expert" in axes:
         axes = {"data": 8}
     config = dataclasses.replace(RELEASED, model=dataclasses.replace(RELEASED.model, layer_types=(), **change))
@@ -53,20 +55,18 @@ def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
             assert spec[0] is None, name
 
 
-def test_a_parameter_without_a_rule_is_an_error():
-    with pytest.raises(KeyError, match="layers/0/mixer/new_proj: no rule"):
-        shardings({"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}, _mesh(data=2))
+def test_what_follows_no_parameter_is_an_error():
+    with pytest.raises(ValueError, match="opt_state/mu/layers/0/mixer/new_proj: follows no declared parameter"):
+        shardings({"opt_state": {"mu": {"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}}}, declared(RELEASED.model), _mesh(data=2))
 
 
-def test_every_rule_is_needed_and_the_first_match_wins():
-    names = set()
-    for change in ({}, {"num_experts": 0}):
-        model = dataclasses.replace(RELEASED.model, layer_types=(), **change)
-        state = abstract_train_state(dataclasses.replace(RELEASED, model=model), one_device())
-        names |= {path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
-    assert {rule_for(name) for name in names} == set(PARAMETERS)
-    assert storage_spec("layers/0/mixer/q_proj", (12, 2048, 16, 512), _mesh(data=2, tensor=4)) == P(None, "data", "tensor", None)
-    assert storage_spec("layers/0/mixer/k_proj", (12, 2048, 2, 256), _mesh(data=2, tensor=4)) == P(None, "data", None, "tensor")
+def test_every_logical_axis_is_needed_and_dimensions_take_what_divides_them():
+    parameters = declared(RELEASED.model)
+    assert {axis for p in parameters.values() for axis in p.axes} == set(AXES)
+    mesh = _mesh(data=2, tensor=4)
+    for name, expected in (("q_proj", P(None, "data", "tensor", None)), ("k_proj", P(None, "data", None, "tensor"))):
+        p = parameters[f"layers/3/mixer/{name}"]
+        assert storage_spec(p, p.stack + p.shape, mesh) == expected
 
 
 # ---- meshes ------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_axes_that_do_not_multiply_to_the_devices(mesh, message):
 def test_axes_that_do_not_divide(mesh, model, train, message):
     config = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, **model), train=dataclasses.replace(SMALL.train, **train))
     with pytest.raises(UserError, match=message):
-        check_divides(config, _mesh(**mesh))
+        check_divides(config, _mesh(**mesh), *split_sizes(config.model))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

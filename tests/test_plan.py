@@ -155,7 +155,7 @@ def test_real_train_step(plan):
     assert 1.2 < plan.estimate.flops / plan.model_flops < 3
     assert sum(plan.estimate.bound.values()) == pytest.approx(plan.estimate.seconds)
     assert 0 < plan.mfu < 0.5 and {"data", "expert"} == {axis for c in plan.collectives for axis in c.axes}
-    assert {c.times for c in plan.collectives} >= {1, MODEL.num_hidden_layers // MODEL.period}
+    assert {c.times for c in plan.collectives} >= {1, len(MODEL.stacks[-1])}
 
 
 @needs_compiler

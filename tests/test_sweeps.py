@@ -41,7 +41,7 @@ def test_points_are_all_combinations_with_plain_commands(tmp_path):
         {"train.steps": 7})
     assert [p.name for p in sweep.points[:3]] == ["ratio=0-1,size=a,seed=0", "ratio=0-1,size=a,seed=1", "ratio=0-1,size=b,seed=0"]
     assert len(sweep.points) == 12 and sweep.x == "ratio"
-    kinds = {p.values["ratio"]: p.config.model.layer_types.count("full_attention") for p in sweep.points}
+    kinds = {p.values["ratio"]: p.config.model.pattern.count("full_attention") for p in sweep.points}
     assert kinds == {"0:1": 8, "3:1": 2, "1:0": 0}
     assert {p.config.train.steps for p in sweep.points} == {7} and {p.config.model.hidden_size for p in sweep.points} == {64, 128}
     command = runner.command(sweep, sweep.points[4], Path("w"))

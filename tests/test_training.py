@@ -147,7 +147,7 @@ def test_decay_rates_never_decay_and_norms_only_if_asked(config):
     _, params = abstract_model(config)
     assert MODEL.mtp_depth == 1
     for decay_norms in (True, False):
-        for path, decays in jax.tree_util.tree_leaves_with_path(decay_mask(params, decay_norms)):
+        for path, decays in jax.tree_util.tree_leaves_with_path(decay_mask(params, MODEL, decay_norms)):
             name = path[-1].key
             expected = name not in ("a_log", "dt_bias") and (decay_norms or "norm" not in name)
             assert decays == expected, jax.tree_util.keystr(path)
@@ -201,8 +201,8 @@ def test_the_folder_of_a_run_on_other_data_is_refused(config, finished):
 def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_path):
     """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, …"""
     long = dataclasses.replace(config, model=dataclasses.replace(
-        MODEL, num_hidden_layers=12, layer_types=(), full_attention_interval=0, mlp_only_layers=(0,), mtp_depth=0))
-    assert long.model.period == 12
+        MODEL, num_hidden_layers=12, layer_types=(), full_attention_interval=0, mlp_only_layers=(0, 2, 5, 11), mtp_depth=0))
+    assert len(long.model.stacks) == 12
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype), abstract_train_state(long, ONE_DEVICE))
     with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:

@@ -3,11 +3,14 @@ what it means here. A value of 0, "" or () means "derive it", and the comment sa
 """
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
-from qwen3next_jax.errors import did_you_mean, require
+from qwen3next_jax.config.mixers import MIXERS
+from qwen3next_jax.config.tables import check_name
+from qwen3next_jax.errors import require
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL = "linear_attention", "full_attention"  # in `layer_types`: what `linear_mixer` and `full_mixer` name
 ABLATIONS = ("short_convolution", "decay_gate", "erase", "beta_gate", "linear_output_gate", "attention_output_gate", "qk_norm",
              "zero_centered_norm")
 
@@ -21,7 +24,9 @@ class ModelConfig:
     num_hidden_layers: int = 48
     full_attention_interval: int = 4  # one layer of every so many is full attention; 0: none is
     full_attention_placement: Literal["last", "middle", "first"] = "last"  # which one of them: the released model's is the last
-    layer_types: tuple[str, ...] = ()  # the explicit list; () derives it from the two above
+    layer_types: tuple[str, ...] = ()  # explicitly: mixers of config/mixers.py, "linear_attention", "full_attention"; (): by the interval
+    linear_mixer: str = "gated_deltanet"  # what "linear_attention" stands for, and the interval's other layers
+    full_mixer: str = "gated_attention"  # what "full_attention" stands for; the multi-token prediction module's, too
 
     num_attention_heads: int = 16
     num_key_value_heads: int = 2
@@ -38,6 +43,8 @@ class ModelConfig:
     # Start values of A_log and dt_bias. "ones" (transformers, Megatron): A ~ U(0.01, 16), dt_bias = 1, median decay at
     # the start 3e-5. "log_uniform" (fla, OLMo-Hybrid): A ~ U(0, 16), dt log-uniform in [1e-3, 0.1], median decay 0.94.
     decay_init: Literal["ones", "log_uniform"] = "ones"
+    # What computes the recurrence (docs/delta_rule.md): the platform's best, or one by name.
+    delta_rule: Literal["auto", "recurrent", "chunked", "associative", "pallas_tpu"] = "auto"
 
     num_experts: int = 512  # 0: dense MLPs everywhere
     num_experts_per_tok: int = 10
@@ -53,7 +60,7 @@ class ModelConfig:
     # Ablations. The released model has all of these; a model without one of them has no Hugging Face form.
     short_convolution: bool = True  # of recurrent layers; off: SiLU alone
     decay_gate: bool = True  # off: the state is never forgotten (g = 0), DeltaNet
-    erase: bool = True  # off: S ← e^g S + β k vᵀ, linear attention with scalar decay (the Mamba-2 form)
+    erase: bool = True  # off: S ← e^g S + β k vᵀ, gated linear attention with scalar decay
     beta_gate: bool = True  # off: β = 1
     linear_output_gate: bool = True  # of recurrent layers
     attention_output_gate: bool = True
@@ -67,18 +74,12 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # matmul operands; norms, gates, router and states stay float32
 
     def __post_init__(self):
-        object.__setattr__(self, "layer_types", tuple(self.layer_types) or self._derived_layer_types())
-        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        for name in ("layer_types", "mlp_only_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_sizes()
         self._check_layers()
         self._check_heads()
         self._check_experts()
-
-    def _derived_layer_types(self) -> tuple[str, ...]:
-        interval = self.full_attention_interval
-        require(interval >= 0, f"model.full_attention_interval = {interval}: expected 0 (no full attention) or more")
-        place = {"last": interval - 1, "middle": interval // 2, "first": 0}[self.full_attention_placement]
-        return tuple(FULL if interval and i % interval == place else LINEAR for i in range(self.num_hidden_layers))
 
     def _check_sizes(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -90,12 +91,15 @@ class ModelConfig:
             require(getattr(self, name) >= 0, f"model.{name} = {getattr(self, name)}: expected 0 or more")
 
     def _check_layers(self):
-        require(len(self.layer_types) == self.num_hidden_layers,
+        require(self.full_attention_interval >= 0,
+                f"model.full_attention_interval = {self.full_attention_interval}: expected 0 (no full attention) or more")
+        require(not self.layer_types or len(self.layer_types) == self.num_hidden_layers,
                  f"model.layer_types names {len(self.layer_types)} layers, model.num_hidden_layers = "
                  f"{self.num_hidden_layers}: expected as many; change one of the two")
+        for setting in ("linear_mixer", "full_mixer"):
+            check_name(MIXERS, getattr(self, setting), f"model.{setting}")
         for i, kind in enumerate(self.layer_types):
-            require(kind in (LINEAR, FULL),
-                     f"model.layer_types[{i}] = {kind!r}: expected {LINEAR!r} or {FULL!r}{did_you_mean(kind, (LINEAR, FULL))}")
+            check_name((LINEAR, FULL, *MIXERS), kind, f"model.layer_types[{i}]")
         for i in self.mlp_only_layers:
             require(0 <= i < self.num_hidden_layers,
                      f"model.mlp_only_layers names layer {i}: expected 0 … {self.num_hidden_layers - 1}")
@@ -112,12 +116,12 @@ class ModelConfig:
                  f"{self.rotary_dim} rotated dimensions: expected an even number")
 
     def _check_experts(self):
-        if self.num_experts and (self.mtp_depth or any(self.is_sparse(i) for i in range(self.num_hidden_layers))):
+        if self.has_experts:
             k, e = self.num_experts_per_tok, self.num_experts
             require(1 <= k <= e, f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}")
             require(self.moe_intermediate_size > 0,
                      f"model.moe_intermediate_size = {self.moe_intermediate_size}: expected a positive number")
-        if not all(self.is_sparse(i) for i in range(self.num_hidden_layers)):
+        if self.has_dense_mlps:
             require(self.intermediate_size > 0,
                      f"model.intermediate_size = {self.intermediate_size}: expected a positive number")
 
@@ -130,6 +134,22 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
 
+    @property
+    def named_delta_rule(self) -> str | None:
+        return None if self.delta_rule == "auto" else self.delta_rule
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """What every layer is, in the words of `layer_types`."""
+        interval = self.full_attention_interval
+        place = {"last": interval - 1, "middle": interval // 2, "first": 0}[self.full_attention_placement]
+        return self.layer_types or tuple(FULL if interval and i % interval == place else LINEAR for i in range(self.num_hidden_layers))
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """The mixer of every layer, a name of `config/mixers.py`."""
+        return tuple({LINEAR: self.linear_mixer, FULL: self.full_mixer}.get(kind, kind) for kind in self.pattern)
+
     def is_sparse(self, layer: int) -> bool:
         """Whether 0-based `layer` has experts (else one dense MLP)."""
         return (self.num_experts > 0 and layer not in self.mlp_only_layers
@@ -137,11 +157,39 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
-        """`(mixer kind, has experts)` of every layer."""
-        return tuple((kind, self.is_sparse(i)) for i, kind in enumerate(self.layer_types))
+        """`(mixer, has experts)` of every layer, the multi-token prediction module's last where there is one."""
+        trunk = tuple((mixer, self.is_sparse(i)) for i, mixer in enumerate(self.mixers))
+        return trunk + ((self.full_mixer, self.num_experts > 0),) * (self.mtp_depth > 0)
 
     @property
-    def period(self) -> int:
-        """Length of the shortest repeating run of layers that tiles the model; `num_hidden_layers` when none does."""
-        kinds, n = self.layer_kinds, self.num_hidden_layers
-        return next(p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p))
+    def has_experts(self) -> bool:
+        """Whether any layer has, the multi-token prediction module's included."""
+        return any(sparse for _, sparse in self.layer_kinds)
+
+    @property
+    def has_dense_mlps(self) -> bool:
+        """Whether any layer has no experts, the multi-token prediction module's included."""
+        return not all(sparse for _, sparse in self.layer_kinds)
+
+    @property
+    def stacks(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each block that is traced: the first blocks stand for one layer each, the others for every repeat of their
+        place in the period behind them (3 recurrent + 1 attention, 12 times, in the released model). A pattern without a period
+        is traced layer by layer."""
+        return _stacks(self.layer_kinds[:self.num_hidden_layers])
+
+    def differs(self, other: "ModelConfig") -> tuple[str, ...]:
+        """The settings in which the two describe different models, however each spells its layers."""
+        spelled = {"layer_types", "linear_mixer", "full_mixer", "full_attention_interval", "full_attention_placement"}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in spelled]
+        same_layers = self.mixers == other.mixers and (not self.mtp_depth or self.full_mixer == other.full_mixer)
+        return (() if same_layers else ("layer_types",)) + tuple(n for n in names if getattr(self, n) != getattr(other, n))
+
+
+@functools.lru_cache(maxsize=64)
+def _stacks(kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    n = len(kinds)
+    first, period = min(((first, period) for period in range(1, n + 1) for first in range(n - period, -1, -period)
+                         if kinds[first:] == kinds[first:first + period] * ((n - first) // period)),
+                        key=lambda split: (sum(split), split[0]))
+    return tuple((i,) for i in range(first)) + tuple(tuple(range(first + i, n, period)) for i in range(period))

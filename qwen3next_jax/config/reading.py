@@ -15,13 +15,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def default_config() -> dict[str, Any]:
-    """Nested dict of every default, from which the files in `configs/` start.
-
-    `layer_types` is left underived, so that a file may change the number of layers or the interval alone.
-    """
-    config = to_dict(Config())
-    config["model"]["layer_types"] = ()
-    return config
+    """Nested dict of every default, from which the files in `configs/` start."""
+    return to_dict(Config())
 
 
 def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:

@@ -6,8 +6,8 @@ the number of slots.
 
 import jax
 
-from qwen3next_jax.config import FULL, ModelConfig
-from qwen3next_jax.model.block import MIXERS
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.block import mixer_class
 
 SMALLEST = 64  # slots of the smallest cache
 
@@ -22,23 +22,22 @@ def rounded_length(tokens: int) -> int:
 
 
 def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
-    """Bytes of the trunk's cache of `length` slots: {"recurrent": …, "attention": …}."""
-    total = {"recurrent": 0, "attention": 0}
-    for kind, _ in config.layer_kinds:
-        shapes = jax.eval_shape(lambda kind=kind: MIXERS[kind].init_cache(config, batch, length))
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-        total["attention" if kind == FULL else "recurrent"] += size
+    """Bytes of the trunk's cache of `length` slots: "state", of layers whose cache is as large at any length, and "slots", of the others."""
+    total = {"state": 0, "slots": 0}
+    for name in config.mixers:
+        shapes = jax.eval_shape(lambda mixer=mixer_class(name): mixer.init_cache(config, batch, length))
+        total[mixer_class(name).cache_kind] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     return total
 
 
 def select_recurrent(config: ModelConfig, keep_new, new: list, old: list) -> list:
-    """The cache `new`, but with the recurrent layers of the rows where `keep_new` [B] is False as they are in `old`.
+    """The cache `new`, but with the states of the rows where `keep_new` [B] is False as they are in `old`.
 
-    Attention slots need no such care: a slot past a row's end is rewritten before any query can see it.
+    Slots need no such care: one past a row's end is rewritten before any query can see it.
     """
     def pick(new_leaf, old_leaf):  # [repeats, B, …]
         return jax.numpy.where(keep_new.reshape(1, -1, *(1,) * (new_leaf.ndim - 2)), new_leaf, old_leaf)
 
-    kinds = [kind for kind, _ in config.layer_kinds[:config.period]]
-    return [layer if kind == FULL else jax.tree.map(pick, layer, before)
-            for kind, layer, before in zip(kinds, new, old, strict=True)]
+    mixers = [mixer_class(config.mixers[layers[0]]) for layers in config.stacks]
+    return [layer if mixer.cache_kind == "slots" else jax.tree.map(pick, layer, before)
+            for mixer, layer, before in zip(mixers, new, old, strict=True)]

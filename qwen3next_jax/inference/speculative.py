@@ -31,7 +31,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference.cache import rounded_length, select_recurrent
 from qwen3next_jax.inference.decode import check_request, prompt_chunks
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.gated_attention import GatedAttention
+from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
 
 
@@ -118,7 +118,7 @@ def start(model: Qwen3Next, prompts: list[np.ndarray], max_new_tokens: int) -> D
     position_B = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
     state = Drafting(jnp.asarray(tokens_BL), jnp.asarray(position_B), jnp.zeros(batch, jnp.int32),
                      jnp.zeros((batch, depth - 1, c.hidden_size), c.dtype), model.init_cache(batch, length),
-                     [GatedAttention.init_cache(c, batch, length) for _ in range(depth)],
+                     [mixer_class(c.full_mixer).init_cache(c, batch, length) for _ in range(depth)],
                      jnp.zeros((batch, depth, c.vocab_size), jnp.float32))
     graphdef, params = nnx.split(model)
     for begin, tokens_BT in prompt_chunks(prompts):

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from qwen3next_jax.config import ModelConfig, from_dict
+from qwen3next_jax.config import FULL, LINEAR, ModelConfig, from_dict
 from qwen3next_jax.errors import UserError
 
 # Fields of the same name and meaning on both sides.
@@ -14,6 +14,7 @@ _SHARED = (
     "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
     "mlp_only_layers", "intermediate_size", "tie_word_embeddings", "rms_norm_eps", "initializer_range",
 )
+_LAYER_TYPES = {"gated_deltanet": LINEAR, "gated_attention": FULL}
 # What transformers takes where the file is silent, as far as it differs from the released model.
 _ABSENT = {"intermediate_size": 5632, "max_position_embeddings": 32_768}
 _ABSENT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
@@ -42,9 +43,11 @@ def parse_hf_config(fields: dict[str, Any], has_mtp: bool, where: str) -> ModelC
             token = token[0] if token else None
         values[name] = -1 if token is None else token
     try:
-        return from_dict(ModelConfig, values, path="model")
+        config = from_dict(ModelConfig, values, path="model")
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+    by_interval = dataclasses.replace(config, layer_types=())
+    return by_interval if by_interval.mixers == config.mixers else config
 
 
 def _refuse_unsupported(fields: dict[str, Any], where: str) -> None:
@@ -79,9 +82,10 @@ def format_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     own field; transformers keeps it and does not use it.
     """
     fields = {name: getattr(config, name) for name in _SHARED}
-    fields["mlp_only_layers"], fields["layer_types"] = list(config.mlp_only_layers), list(config.layer_types)
-    derived = dataclasses.replace(config, layer_types=()).layer_types
-    if derived != config.layer_types or config.full_attention_interval == 0 or config.full_attention_placement != "last":
+    fields["mlp_only_layers"] = list(config.mlp_only_layers)
+    fields["layer_types"] = [_LAYER_TYPES[mixer] for mixer in config.mixers]
+    by_interval = dataclasses.replace(config, layer_types=(), full_attention_placement="last")
+    if config.full_attention_interval == 0 or by_interval.mixers != config.mixers:
         del fields["full_attention_interval"]  # it would contradict the list, or (0) means "never" only here
     rope = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
     fields |= rope | {"rope_parameters": {"rope_type": "default", **rope}, "rope_scaling": None}

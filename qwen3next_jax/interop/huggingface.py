@@ -19,9 +19,10 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
-from qwen3next_jax.interop.layout import Entry, Parameter, Slice, parameters
+from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
 from qwen3next_jax.interop.weights import Weights, name_some, read_json, weight_files, write_weights
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.hf_entries import Entry, Slice
 
 _DIGESTS = "SHA256SUMS"
 
@@ -40,7 +41,7 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    leaves = {_dotted(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = {_path(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     for parameter in parameters(config):
         if parameter.path not in leaves or leaves[parameter.path].shape != parameter.shape:
             found = leaves[parameter.path].shape if parameter.path in leaves else "nothing"
@@ -50,9 +51,9 @@ def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndar
                 yield prefix + part.name, parameter.entry.to_tensor(layer, part)
 
 
-def _dotted(path: tuple) -> str:
-    """The name of a leaf: 'layers.0.mixer.q_proj', for an nnx.State (whose leaves sit in a Param) and for dicts alike."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+def _path(path: tuple) -> str:
+    """The name of a leaf: 'layers/0/mixer/q_proj', for an nnx.State (whose leaves sit in a Param) and for dicts alike."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def read_hf_config(path: str | os.PathLike) -> ModelConfig:
@@ -96,7 +97,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     arrays = {name: jnp.asarray(array) for name, array in iter_hf_params(path, config, dtype)}
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[_dotted(leaf)], shapes))
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[_path(leaf)], shapes))
 
 
 def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
@@ -113,7 +114,7 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
     _check_tensors(weights, wanted, config)
     for parameter in wanted:
         # One-dimensional parameters and the router steer everything else and weigh nothing.
-        small = len(parameter.entry.shape) == 1 or parameter.path.endswith(".router")
+        small = len(parameter.declared.shape) == 1 or parameter.declared.kind == "router"
         array = np.empty(parameter.shape, np.float32 if small else jnp.dtype(dtype))
         for prefix, layer in parameter.layers(array):
             for part in _stored(parameter.entry, prefix, weights.names):
@@ -160,9 +161,7 @@ def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None)
     Raises:
       UserError: `out_dir` is there and not empty, or the model lacks a part that transformers' has.
     """
-    if model.config.ablated:
-        raise UserError(f"model.{model.config.ablated[0]} = False: transformers' Qwen3Next always has it, so this model has no "
-                        "Hugging Face form")
+    check_hf_form(model.config)
     out = pathlib.Path(out_dir)
     require_new(out)
     try:
@@ -187,7 +186,7 @@ def require_new(out: pathlib.Path) -> None:
 
 def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any) -> None:
     config, params = model.config, nnx.state(model, nnx.Param)
-    itemsize = {_dotted(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    itemsize = {_path(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     sizes = {prefix + part.name: int(np.prod(part.shape)) * itemsize[parameter.path] for parameter in parameters(config)
              for prefix in parameter.prefixes for part in parameter.entry.slices}
     write_weights(_iter_tensors(params, config), sizes, directory)

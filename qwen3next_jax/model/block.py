@@ -1,32 +1,63 @@
-"""One decoder layer, and the registry of mixers that `layer_types` may name."""
+"""One decoder layer, and the mixers that a model's layers name."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
-from qwen3next_jax.model.layers import Context, norm_weight, rms_norm, token_mean
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config.mixers import MIXERS
+from qwen3next_jax.config.model import ABLATIONS
+from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.errors import require
+from qwen3next_jax.model.hf_entries import Entry, vector
+from qwen3next_jax.model.layers import Context, rms_norm, token_mean
+from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.parallel.rules import constrain
 
-# A mixer is an nnx.Module with __call__(x, context, cache) → (y, diagnostics, cache) and init_cache(config, batch, length).
-MIXERS = {LINEAR: GatedDeltaNet, FULL: GatedAttention}
+
+def mixer_class(name: str) -> type[Mixer]:
+    """The class of a line of `config/mixers.py`."""
+    return resolve(MIXERS, name, "mixer")
+
+
+def check_mixers(config: ModelConfig) -> None:
+    """Raises UserError where a mixer refuses the settings, or a switch is changed that no layer of the model reads."""
+    used = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    for mixer in used.values():
+        mixer.check(config)
+    read = {setting for mixer in used.values() for setting in mixer.settings} | set(Block.settings)
+    for setting in (*ABLATIONS, "delta_rule"):
+        value, default = getattr(config, setting), ModelConfig.__dataclass_fields__[setting].default
+        require(value == default or setting in read,
+                f"model.{setting} = {value!r}: no layer of this model reads it (its mixers: {', '.join(used)}): expected {default!r}")
+
+
+def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
+    """What the layers' mixers ask of a mesh (see `parallel.mesh.check_divides`): the settings that `tensor` must divide, and the
+    tokens read of a neighbour."""
+    mixers = [mixer_class(name) for name in dict.fromkeys(name for name, _ in config.layer_kinds)]
+    splits: dict[str, int] = {}
+    for mixer in mixers:
+        splits |= mixer.splits(config)
+    return splits, max(mixer.halo(config) for mixer in mixers)
 
 
 class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)). `stack` is the shape put before every parameter's own."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)). `layers`: numbers of the layers stacked in it."""
 
-    def __init__(self, config: ModelConfig, kind: str, sparse: bool, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (),
-                 dtype=jnp.float32):
+    settings = ("zero_centered_norm",)
+
+    def __init__(self, config: ModelConfig, mixer: str, sparse: bool, make: Make, layers: tuple[int, ...]):
         self.config = config
-        self.mixer_norm = norm_weight(config, (*stack, config.hidden_size), dtype)
-        self.mixer = MIXERS[kind](config, rngs=rngs, stack=stack, dtype=dtype)
-        self.mlp_norm = norm_weight(config, (*stack, config.hidden_size), dtype)
-        self.mlp = (SparseMoE if sparse else DenseMLP)(config, rngs=rngs, stack=stack, dtype=dtype)
+        self.mixer_norm = make.norm(config.hidden_size)
+        self.mixer = mixer_class(mixer)(config, make, layers)
+        self.mlp_norm = make.norm(config.hidden_size)
+        self.mlp = (SparseMoE if sparse else DenseMLP)(config, make)
 
     def __call__(self, x_BTD: jax.Array, context: Context,
                  cache: dict | None = None) -> tuple[jax.Array, dict[str, Any], dict | None]:
@@ -36,7 +67,7 @@ class Block(nnx.Module):
         activation_max [] = max |x| over the counted tokens, activation_median [] = the mean over tokens of median |x|.
         """
         def whole(x_BTD):  # over `tensor`; else the partitioner may split time over it between the matmuls
-            return constrain(x_BTD, context.mesh, "batch", "time", None)
+            return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         normed_BTD = whole(rms_norm(x_BTD, self.mixer_norm[...], self.config))
         mixed_BTD, diagnostics, cache = self.mixer(normed_BTD, context, cache)
@@ -46,6 +77,14 @@ class Block(nnx.Module):
         if context.diagnose:
             aux["diagnostics"] = diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
         return x_BTD, aux, cache
+
+    @staticmethod
+    def hf_entries(config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
+        """How a layer of this kind is stored; of a mixer that has a Hugging Face form."""
+        yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
+        yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
+        for part, entries in (("mixer", mixer_class(mixer).hf_entries(config)), ("mlp", (SparseMoE if sparse else DenseMLP).hf_entries(config))):
+            yield from (entry._replace(path=f"{part}/{entry.path}") for entry in entries)
 
 
 def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:

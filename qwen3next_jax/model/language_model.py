@@ -1,12 +1,15 @@
 """Qwen3-Next: embedding, the stack of decoder layers, final norm, output head, multi-token prediction.
 
 Layers repeat with a period (3 recurrent + 1 attention in the released model). The parameters of every repeat are
-stacked on a leading axis and the period is the body of one `lax.scan`, so that 48 layers trace and compile as 4. A
-pattern without a period is its own period: one repeat, and no scan.
+stacked on a leading axis and the period is the body of one `lax.scan`, so that 48 layers trace and compile as 4. Layers before
+the periodic part (first-k dense), and those of a pattern without a period, run one after another (`ModelConfig.stacks`).
 
 Letters: B batch, T time, D model, V vocabulary, E experts.
 """
 
+import functools
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +19,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import MIXERS, Block
-from qwen3next_jax.model.layers import Context, document_positions, norm_weight, normal, rms_norm
-from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.model.block import Block, check_mixers, mixer_class
+from qwen3next_jax.model.hf_entries import Entry, one, vector
+from qwen3next_jax.model.layers import Context, document_positions, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
+from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
+from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
-from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, gather_local, local, storage_spec
+from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, gather_local, local, path_string, storage_spec
 
 
 class Features(NamedTuple):
@@ -63,17 +68,17 @@ class Qwen3Next(nnx.Module):
     """A Qwen3-Next language model with parameters of `dtype`; operands of matrix products are of `config.dtype`."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
-        c = config
-        self.config = config
-        self.embedding = normal(rngs, (c.vocab_size, c.hidden_size), c.initializer_range, dtype)
-        stack = (c.num_hidden_layers // c.period,)
-        self.layers = nnx.List([Block(c, kind, sparse, rngs=rngs, stack=stack, dtype=dtype)
-                                for kind, sparse in c.layer_kinds[:c.period]])
-        self.final_norm = norm_weight(c, (c.hidden_size,), dtype)
+        check_mixers(config)
+        self.config = c = config
+        make = Make(c, rngs, dtype=dtype)
+        self.embedding = make.matrix((c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator")
+        self.layers = nnx.List([Block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers) for layers in c.stacks])
+        self.final_norm = make.norm(c.hidden_size)
         if not c.tie_word_embeddings:
-            self.head = normal(rngs, (c.hidden_size, c.vocab_size), c.initializer_range, dtype)
+            self.head = make.matrix((c.hidden_size, c.vocab_size), "embed -> vocab", kind="head", gathered="operator")
         if c.mtp_depth:
-            self.mtp = MultiTokenPrediction(c, rngs=rngs, dtype=dtype)
+            self.mtp = MultiTokenPrediction(c, make)
+        check_declared(self)
 
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *,
                  output_hidden_states: bool = False) -> Output:
@@ -112,32 +117,33 @@ class Qwen3Next(nnx.Module):
         diagnostics = (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
         return Features(hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics)
 
-    def decode(self, tokens: jax.Array, positions: jax.Array, cache: list,
-               segment_ids: jax.Array | None = None) -> tuple[jax.Array, list]:
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache: list, segment_ids: jax.Array | None = None,
+               mesh: Mesh | None = None) -> tuple[jax.Array, list]:
         """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T] → (final-normed states [B, T, D], cache).
 
         `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding changes no cache entry that
-        a later token can see.
+        a later token can see. On a `mesh` B is divided over `data` × `expert`; `context` shares nothing out.
         """
-        x, _, cache = self._run_layers(self.embed(tokens), Context(positions, segment_ids), cache, "none", False)
+        context = Context(positions, segment_ids, mesh=mesh, time=None)
+        x, _, cache = self._run_layers(self.embed(tokens, mesh, time=None), context, cache, "none", False)
         return self._final(x), cache
 
     def init_cache(self, batch: int, length: int) -> list:
-        """Cache of `length` slots before the first token: per position in the period, stacked over its repeats."""
-        c = self.config
-        repeats = c.num_hidden_layers // c.period
-        return [jax.tree.map(lambda leaf: jnp.zeros((repeats, *leaf.shape), leaf.dtype),
-                             jax.eval_shape(lambda kind=kind: MIXERS[kind].init_cache(c, batch, length)))
-                for kind, _ in c.layer_kinds[:c.period]]
+        """Cache of `length` slots before the first token: per traced block, stacked over its layers."""
+        def empty(layers: tuple[int, ...]):
+            mixer = mixer_class(self.config.mixers[layers[0]])
+            shapes = jax.eval_shape(lambda: mixer.init_cache(self.config, batch, length))
+            return jax.tree.map(lambda leaf: jnp.zeros((len(layers), *leaf.shape), leaf.dtype), shapes)
+        return [empty(layers) for layers in self.config.stacks]
 
-    def embed(self, tokens: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+    def embed(self, tokens: jax.Array, mesh: Mesh | None = None, time: str | None = "time") -> jax.Array:
         """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of the vocabulary."""
         if mesh is None:
             return self.embedding[...][tokens].astype(self.config.dtype)
-        shape = self.embedding.shape
+        shape, declared = self.embedding.shape, self.embedding.declared
 
         def look_up(table_VD, tokens_BT):
-            table_VD = gather_local(table_VD, "embedding", shape, mesh)
+            table_VD = gather_local(table_VD, declared, shape, mesh)
             if table_VD.shape[0] == shape[0]:
                 return table_VD[tokens_BT].astype(self.config.dtype)
             index_BT = tokens_BT - jax.lax.axis_index("tensor") * table_VD.shape[0]
@@ -145,8 +151,8 @@ class Qwen3Next(nnx.Module):
             rows_BTD = table_VD[jnp.where(inside_BT, index_BT, 0)].astype(self.config.dtype)
             return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), "tensor")
 
-        in_specs = (storage_spec("embedding", shape, mesh), activation_spec("batch", "time"))
-        return local(look_up, mesh, in_specs, activation_spec("batch", "time", None))(self.embedding[...], tokens)
+        in_specs = (storage_spec(declared, shape, mesh), activation_spec("batch", time))
+        return local(look_up, mesh, in_specs, activation_spec("batch", time, None))(self.embedding[...], tokens)
 
     def head_weight(self) -> jax.Array:
         """[D, V], of the parameters' dtype."""
@@ -162,14 +168,15 @@ class Qwen3Next(nnx.Module):
           (sum, correct [B, T] bool, argmax [B, T] int32).
         """
         tied = self.config.tie_word_embeddings
-        path, table = ("embedding", self.embedding[...]) if tied else ("head", self.head[...])
-        if mesh is not None and not tied:
+        parameter = self.embedding if tied else self.head
+        table, declared = parameter[...], parameter.declared
+        if mesh is not None and declared.operand:
             table = table.astype(self.config.dtype)  # gathered so
         shape = table.shape
 
         def sum_up(hidden_BTD, table, targets_BT, weights_BT):
             if mesh is not None:
-                table = gather_local(table, path, shape, mesh, whole=True)
+                table = gather_local(table, declared, shape, mesh, whole=True)
             head_DV = table.T if tied else table
             loss, rows = linear_cross_entropy(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), head_DV, targets_BT.reshape(-1),
                                               weights_BT.reshape(-1))
@@ -182,7 +189,7 @@ class Qwen3Next(nnx.Module):
         time = "time_rows" if divides else "time"
         axes = ("data", "expert", "context", "tensor") if divides else ("data", "expert", "context")
         tokens = activation_spec("batch", time)
-        stored = None if mesh is None else storage_spec(path, shape, mesh)
+        stored = None if mesh is None else storage_spec(declared, shape, mesh)
         return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens))(
             hidden, table, targets, weights)
 
@@ -196,30 +203,34 @@ class Qwen3Next(nnx.Module):
 
     def _run_layers(self, x, context: Context, cache: list | None, remat: str, capture: bool):
         """→ (x, per layer its auxiliary outputs, cache)."""
-        graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
-        repeats = self.config.num_hidden_layers // self.config.period
+        def apply(block_params, x, block_cache, graphdef):
+            block_params = gather(block_params, context.mesh, self.config.dtype)
+            x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context, block_cache)
+            return constrain(x, context.mesh, "batch", context.time, None), aux, block_cache
 
-        def period(x, params_and_cache):
+        def run(x, graphdefs, params_and_cache):
             auxes, caches = [], []
             for graphdef, block_params, block_cache in zip(graphdefs, *params_and_cache):
-                def apply(block_params, x, graphdef=graphdef, block_cache=block_cache):
-                    block_params = gather(block_params, "layer", context.mesh, self.config.dtype)
-                    x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context, block_cache)
-                    return constrain(x, context.mesh, "batch", "time", None), aux, block_cache
-                x, aux, block_cache = rematerialized(apply, remat)(block_params, x)
+                block = rematerialized(functools.partial(apply, block_cache=block_cache, graphdef=graphdef), remat)
+                x, aux, block_cache = block(block_params, x)
                 if not capture:
                     aux.pop("router_logits", None)
                 auxes.append(aux | ({"x": x} if capture else {}))
                 caches.append(block_cache)
             return x, (auxes, caches)
 
-        inputs = (list(params), cache if cache is not None else [None] * len(params))
-        if repeats == 1:
-            x, outputs = period(x, jax.tree.map(lambda leaf: leaf[0], inputs))
-            auxes, caches = jax.tree.map(lambda leaf: leaf[None], outputs)
-        else:
-            x, (auxes, caches) = jax.lax.scan(period, x, inputs)
-        per_layer = [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
+        graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
+        caches_before = cache if cache is not None else [None] * len(params)
+        repeats = len(self.config.stacks[-1])
+        single = len(params) if repeats == 1 else sum(len(layers) == 1 for layers in self.config.stacks)
+        inputs = jax.tree.map(lambda leaf: leaf[0], (list(params[:single]), caches_before[:single]))
+        x, (auxes, caches) = run(x, graphdefs[:single], inputs)
+        per_layer, caches = auxes, [jax.tree.map(lambda leaf: leaf[None], c) for c in caches]
+        if single < len(params):
+            inputs = (list(params[single:]), caches_before[single:])
+            x, (auxes, scanned) = jax.lax.scan(lambda x, inputs: run(x, graphdefs[single:], inputs), x, inputs)
+            per_layer += [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
+            caches += scanned
         return x, per_layer, caches
 
     def _run_mtp(self, hidden, embedded, context: Context, remat: str):
@@ -234,7 +245,7 @@ class Qwen3Next(nnx.Module):
             shifted = jnp.roll(embedded, -(1 + depth), axis=1)
 
             def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
-                params = gather(params, "mtp", context.mesh, self.config.dtype)
+                params = gather(params, context.mesh, self.config.dtype)
                 hidden, aux, _ = nnx.merge(graphdef, params)(hidden, shifted, context._replace(counted=counted))
                 return constrain(hidden, context.mesh, "batch", "time", None), aux
             hidden, aux = rematerialized(apply, remat)(params, hidden, shifted)
@@ -244,6 +255,23 @@ class Qwen3Next(nnx.Module):
             total = jax.tree.map(jnp.add, total, aux) if total else aux
             states.append(hidden)
         return tuple(states), total, diagnostics[:1]
+
+    @staticmethod
+    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
+        """Of what is outside the layers."""
+        d, v = config.hidden_size, config.vocab_size
+        yield one("embedding", "model.embed_tokens.weight", (0, 1), (v, d))
+        yield vector("final_norm", "model.norm.weight", d)
+        if not config.tie_word_embeddings:
+            yield one("head", "lm_head.weight", (1, 0), (v, d))
+
+
+@functools.lru_cache(maxsize=256)
+def declared(config: ModelConfig) -> Mapping[str, Declared]:
+    """What is decided of every parameter of such a model, by its path ("layers/0/mixer/q_proj"); no array is made."""
+    model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree_util.tree_leaves_with_path(declared_tree(nnx.state(model, nnx.Param)))
+    return types.MappingProxyType({path_string(path): leaf for path, leaf in leaves})
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What every layer shares: parameter initialisers, the zero-centred RMSNorm, rotary positions, the forward context.
+"""What every layer shares: the zero-centred RMSNorm, rotary positions, the forward context.
 
 Letters: B batch, T time, N heads, D the normalised or rotated width.
 """
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
-from jax.sharding import Mesh
+from qwen3next_jax.parallel.rules import time_axis
 
 
 class Context(NamedTuple):
@@ -22,6 +22,7 @@ class Context(NamedTuple):
     counted: [B, T] bool, the tokens whose routing enters the router statistics; None for all.
     diagnose: each layer adds "diagnostics" (a dict of small arrays, see its class) to its auxiliary outputs.
     mesh: the devices that share the pass (see `parallel.rules`); None for one device.
+    time: the logical name of the tokens of a row: "time", or None where every device has whole rows (decoding).
     """
 
     positions: jax.Array
@@ -29,6 +30,12 @@ class Context(NamedTuple):
     counted: jax.Array | None = None
     diagnose: bool = False
     mesh: Mesh | None = None
+    time: str | None = "time"
+
+    @property
+    def time_axis(self) -> str | None:
+        """The mesh axis that splits the tokens of a row, for operators that look back; None where none does."""
+        return time_axis(self.mesh) if self.time else None
 
 
 def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:
@@ -37,15 +44,6 @@ def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:
         return jnp.mean(x_BT.astype(jnp.float32), axis=(0, 1))
     counted_BT = counted_BT.astype(jnp.float32)
     return jnp.einsum("bt...,bt->...", x_BT.astype(jnp.float32), counted_BT) / jnp.maximum(jnp.sum(counted_BT), 1.0)
-
-
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: jnp.dtype) -> nnx.Param:
-    return nnx.Param((stddev * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
-
-
-def norm_weight(config: ModelConfig, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
-    """The start of a weight for `rms_norm`."""
-    return nnx.Param((jnp.zeros if config.zero_centered_norm else jnp.ones)(shape, dtype))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:

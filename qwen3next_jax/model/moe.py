@@ -5,6 +5,7 @@ Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E exper
 
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.expert_parallel import split_experts
-from qwen3next_jax.model.layers import Context, normal, token_mean
+from qwen3next_jax.model.hf_entries import Entry, Slice, one
+from qwen3next_jax.model.layers import Context, token_mean
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.parallel.rules import activation_spec, gather_local, local, storage_spec
 
@@ -22,13 +25,17 @@ from qwen3next_jax.parallel.rules import activation_spec, gather_local, local, s
 class DenseMLP(nnx.Module):
     """down(silu(gate x) · up x)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
-        d, i, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        self.gate_up = normal(rngs, (*stack, d, 2, i), std, dtype)
-        self.down = normal(rngs, (*stack, i, d), std, dtype)
+    def __init__(self, config: ModelConfig, make: Make):
+        d, i = config.hidden_size, config.intermediate_size
+        self.gate_up = make.matrix((d, 2, i), "embed -> * mlp")
+        self.down = make.matrix((i, d), "mlp -> embed")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         return _swiglu(x_BTD, self.gate_up[...], self.down[...]), {}
+
+    @staticmethod
+    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
+        return _swiglu_entries("", "mlp", config.hidden_size, config.intermediate_size)
 
 
 class SparseMoE(nnx.Module):
@@ -40,25 +47,24 @@ class SparseMoE(nnx.Module):
     Diagnostics, means over the counted tokens: router_entropy [], of a token's probabilities over ln E; router_z [].
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
-        c, std = config, config.initializer_range
-        self.config = config
+    def __init__(self, config: ModelConfig, make: Make):
+        self.config = c = config
         d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
-        self.router = normal(rngs, (*stack, d, e), std, dtype)
-        self.expert_gate_up = normal(rngs, (*stack, e, d, 2, i), std, dtype)
-        self.expert_down = normal(rngs, (*stack, e, i, d), std, dtype)
+        self.router = make.matrix((d, e), "embed -> router", kind="router", gathered="operator")
+        self.expert_gate_up = make.matrix((e, d, 2, i), "experts | embed -> * mlp", gathered="operator")
+        self.expert_down = make.matrix((e, i, d), "experts | mlp -> embed", gathered="operator")
         if s:
-            self.shared_gate_up = normal(rngs, (*stack, d, 2, s), std, dtype)
-            self.shared_down = normal(rngs, (*stack, s, d), std, dtype)
-            self.shared_gate = normal(rngs, (*stack, d), std, dtype)
+            self.shared_gate_up = make.matrix((d, 2, s), "embed -> * mlp")
+            self.shared_down = make.matrix((s, d), "mlp -> embed")
+            self.shared_gate = make.matrix((d,), ". ->", kind="vector")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         dtype, mesh = x_BTD.dtype, context.mesh
-        rows, tokens = activation_spec("batch", "time", None), activation_spec("batch", "time")
+        rows, tokens = activation_spec("batch", context.time, None), activation_spec("batch", context.time)
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
-        shapes = {"mlp/router": self.router.shape, "mlp/expert_gate_up": gate_up_ED2I.shape, "mlp/expert_down": down_EID.shape}
-        stored = (None,) * 3 if mesh is None else tuple(storage_spec(path, shape, mesh) for path, shape in shapes.items())
-        routed = local(functools.partial(_routed, self.config, mesh, shapes), mesh, (rows, *stored, tokens), (rows, P(), rows))
+        weights = tuple((p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down))
+        stored = (None,) * 3 if mesh is None else tuple(storage_spec(declared, shape, mesh) for declared, shape in weights)
+        routed = local(functools.partial(_routed, self.config, mesh, weights), mesh, (rows, *stored, tokens), (rows, P(), rows))
         y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted)
         if self.config.shared_expert_intermediate_size:
             shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
@@ -69,13 +75,35 @@ class SparseMoE(nnx.Module):
             aux["diagnostics"] = _diagnostics(logits_BTE, context.counted)
         return y_BTD, aux
 
+    @staticmethod
+    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
+        c, experts = config, [(expert, f"mlp.experts.{expert}") for expert in range(config.num_experts)]
+        d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
+        yield one("router", "mlp.gate.weight", (1, 0), (e, d))
+        yield Entry("expert_gate_up", (0, 2, 3, 1),
+                    tuple(Slice((x, half), f"{name}.{projection}.weight", (i, d)) for x, name in experts for half, projection in _HALVES),
+                    fused=Slice((), "mlp.experts.gate_up_proj", (e, 2 * i, d)))
+        yield Entry("expert_down", (0, 2, 1), tuple(Slice((x,), f"{name}.down_proj.weight", (d, i)) for x, name in experts),
+                    fused=Slice((), "mlp.experts.down_proj", (e, d, i)))
+        if s:
+            yield from _swiglu_entries("shared_", "mlp.shared_expert", d, s)
+            yield one("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
 
-def _routed(config: ModelConfig, mesh: Mesh | None, shapes: dict, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
+
+_HALVES = ((0, "gate_proj"), (1, "up_proj"))
+
+
+def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
+    yield Entry(f"{path}gate_up", (1, 2, 0), tuple(Slice((half,), f"{name}.{projection}.weight", (i, d)) for half, projection in _HALVES))
+    yield one(f"{path}down", f"{name}.down_proj.weight", (1, 0), (d, i))
+
+
+def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
     dtype = x_BTD.dtype
     if mesh is not None:
-        router_DE, gate_up_ED2I, down_EID = (gather_local(w, path, shape, mesh) for w, (path, shape) in
-                                             zip((router_DE, gate_up_ED2I, down_EID), shapes.items()))
+        router_DE, gate_up_ED2I, down_EID = (gather_local(w, declared, shape, mesh) for w, (declared, shape) in
+                                             zip((router_DE, gate_up_ED2I, down_EID), weights))
     x_RD = x_BTD.reshape(-1, config.hidden_size)
     # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
     # unless told otherwise).

@@ -9,27 +9,31 @@ every depth; and each depth is a plain causal layer that any attention kernel ca
 Letters: B batch, T time, D model.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qwen3next_jax.config import FULL, ModelConfig
+from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
-from qwen3next_jax.model.layers import Context, norm_weight, normal, rms_norm
+from qwen3next_jax.model.hf_entries import Entry, one, vector
+from qwen3next_jax.model.layers import Context, rms_norm
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.parallel.rules import constrain
 
 
 class MultiTokenPrediction(nnx.Module):
-    """norm → fc([embedding ; state]) → a full-attention layer → norm."""
+    """norm → fc([embedding ; state]) → a layer of `full_mixer` → norm."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+    def __init__(self, config: ModelConfig, make: Make):
         d = config.hidden_size
         self.config = config
-        self.embedding_norm = norm_weight(config, (d,), dtype)
-        self.hidden_norm = norm_weight(config, (d,), dtype)
-        self.fc = normal(rngs, (2 * d, d), config.initializer_range, dtype)  # the embedding's half first
-        self.block = Block(config, FULL, config.num_experts > 0, rngs=rngs, dtype=dtype)
-        self.norm = norm_weight(config, (d,), dtype)
+        self.embedding_norm = make.norm(d)
+        self.hidden_norm = make.norm(d)
+        self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
+        self.block = Block(config, *config.layer_kinds[-1], make, (config.num_hidden_layers,))
+        self.norm = make.norm(d)
 
     def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context,
                  cache: dict | None = None) -> tuple[jax.Array, dict[str, jax.Array], dict | None]:
@@ -37,9 +41,18 @@ class MultiTokenPrediction(nnx.Module):
         dtype = hidden_BTD.dtype
         pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
                                 rms_norm(hidden_BTD, self.hidden_norm[...], self.config)), axis=-1)
-        x_BTD = constrain(pair @ self.fc[...].astype(dtype), context.mesh, "batch", "time", None)
+        x_BTD = constrain(pair @ self.fc[...].astype(dtype), context.mesh, "batch", context.time, None)
         x_BTD, aux, cache = self.block(x_BTD, context, cache)
         return rms_norm(x_BTD, self.norm[...], self.config), aux, cache
+
+    @staticmethod
+    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
+        """Of the module but its layer."""
+        d = config.hidden_size
+        yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
+        yield vector("hidden_norm", "pre_fc_norm_hidden.weight", d)
+        yield one("fc", "fc.weight", (1, 0), (d, 2 * d))
+        yield vector("norm", "norm.weight", d)
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:

@@ -4,7 +4,8 @@ Axes: `data` and `expert` split the rows of a batch, `context` the tokens of a r
 splits the experts as well. Parameters and optimizer state are split over whatever is there (`rules`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,24 +53,23 @@ def mesh_text(sizes: dict[str, int]) -> str:
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
-def check_divides(config: Config, mesh: Mesh) -> None:
-    """Raises UserError where an axis of `mesh` does not divide what it splits; names both, and the nearest sizes that divide all of it."""
+def check_divides(config: Config, mesh: Mesh, split_by_mixers: Mapping[str, int], halo: int) -> None:
+    """Raises UserError where an axis of `mesh` does not divide what it splits; names both, and the nearest sizes that divide all of it.
+    `split_by_mixers`, `halo`: what the model's mixers split over `tensor` (`Mixer.splits`), and read of a neighbour's tokens."""
     size, model, train = dict(mesh.shape), config.model, config.train
     rows, length = train.batch_size // train.gradient_accumulation, train.sequence_length
     if rows % (size["data"] * size["expert"]):
         nearest = _nearest(size["data"] * size["expert"], range(1, rows + 1), lambda n: rows % n == 0)
         raise UserError(f"parallel.mesh: data × expert = {size['data']} × {size['expert']} does not divide the {rows} rows of "
                         f"train.batch_size / train.gradient_accumulation; nearest valid sizes of their product: {nearest}")
-    sparse = model.num_experts > 0 and (model.mtp_depth > 0 or any(sparse for _, sparse in model.layer_kinds))
-    dense = not all(sparse for _, sparse in model.layer_kinds) or (model.mtp_depth > 0 and not model.num_experts)
-    if size["expert"] > 1 and not sparse:
+    if size["expert"] > 1 and not model.has_experts:
         raise UserError(f"parallel.mesh.expert = {size['expert']}, but the model has no experts (model.num_experts = 0): expected 1")
-    halo, key_value_heads = model.linear_conv_kernel_dim - 1, model.num_key_value_heads
-    widths = (["moe_intermediate_size"] + ["shared_expert_intermediate_size"] * (model.shared_expert_intermediate_size > 0)) * sparse
-    split = ["linear_num_key_heads", "num_attention_heads", *widths, *["intermediate_size"] * dense]
+    key_value_heads = model.num_key_value_heads
+    widths = ["moe_intermediate_size", *["shared_expert_intermediate_size"] * (model.shared_expert_intermediate_size > 0)] * model.has_experts
+    widths += ["intermediate_size"] * model.has_dense_mlps
+    split = {**split_by_mixers, **{name: getattr(model, name) for name in widths}}
 
-    def divides(name: str) -> tuple[str, Callable[[int], bool]]:
-        dimension = getattr(model, name)
+    def divides(name: str, dimension: int) -> tuple[str, Callable[[int], bool]]:
         return f" does not divide model.{name} = {dimension}", lambda n: dimension % n == 0
 
     # axis → [(complaint, whether a size is one of those that it is not about)]
@@ -77,9 +77,9 @@ def check_divides(config: Config, mesh: Mesh) -> None:
         "context": [(f": twice that does not divide train.sequence_length = {length}",  # attention shares out half blocks
                      lambda n: n == 1 or length % (2 * n) == 0),
                     (f" leaves {length // size['context']} tokens a device: expected at least the {halo} that the convolution reads "
-                     "of its neighbour", lambda n: n == 1 or not model.short_convolution or length // n >= halo)],
-        "expert": [divides("num_experts")] * sparse,
-        "tensor": [*map(divides, split),
+                     "of its neighbour", lambda n: n == 1 or length // n >= halo)],
+        "expert": [divides("num_experts", model.num_experts)] * model.has_experts,
+        "tensor": [*itertools.starmap(divides, split.items()),
                    (f" neither divides model.num_key_value_heads = {key_value_heads} nor is a multiple of it (each shard needs whole "
                     "key/value heads)", lambda n: n % key_value_heads == 0 or key_value_heads % n == 0)],
     }

@@ -1,85 +1,70 @@
-"""What lies where on the mesh: one ordered table for parameters (and what follows them), one for activations.
+"""What lies where on the mesh: one table from the logical axes of parameters to mesh axes, one for activations.
 
-A rule names a parameter by the end of its path and gives, per dimension, the mesh axes that split it. A tuple of axes splits
-only to store less (FSDP, ZeRO-3: 1910.02054) and is gathered just before use; a plain name stays split while computing. The
-axis of stacked layers is never split: a scan over it would gather it whole.
+A parameter is declared with the logical axis of each dimension (`model.parameters`). A tuple of mesh axes splits only to store less
+(FSDP, ZeRO-3: 1910.02054) and is gathered just before use; a plain name stays split while computing. The axis of stacked layers is
+never split: a scan over it would gather it whole.
 """
 
 import functools
 import math
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qwen3next_jax.errors import did_you_mean
+
 FSDP = ("data", "expert", "context")
-EXPERT_FSDP = ("data", "context")  # `expert` splits experts by number
 STORED = ("tensor",)  # by parameters that compute whole on every `tensor` shard
 
+# Dimensions take, from the first on, those of their mesh axes that divide them and that no dimension before has taken.
+AXES: dict[str | None, str | tuple[str, ...] | None] = {
+    "embed": FSDP,  # the model's width, where the other dimensions are split while computing
+    "embed_out": STORED,  # the model's width where it is what a product gives
+    "vocab": "tensor",
+    "query_heads": "tensor",
+    "key_value_heads": "tensor",
+    "head_width": STORED,  # where `tensor` exceeds the number of heads, which then stay whole
+    "key_heads": "tensor",  # their value heads come along
+    "value_heads": "tensor",
+    "channels": FSDP,  # of a convolution
+    "experts": "expert",
+    "router": STORED,
+    "mlp": "tensor",
+    None: None,
+}
 
-class Rule(NamedTuple):
-    """`pattern` is searched in the path; `dims` are the axes of the parameter's own dimensions (stacked layers lead, unsplit).
-    `operand`: a matmul operand, which is gathered in the model's dtype; everything else is used in its own. `early` False: it is
-    gathered inside the `local` part that uses it, by `gather_local`."""
 
-    pattern: str
-    dims: tuple
-    operand: bool = True
-    early: bool = True
+class Declared(Protocol):
+    """What the rules read of a parameter's declaration (`model.parameters.Declared`)."""
 
+    axes: tuple[str | None, ...]
+    operand: bool
+    gathered: str
 
-PARAMETERS: tuple[Rule, ...] = (
-    Rule(r"embedding$", ("tensor", FSDP), operand=False, early=False),  # its gradient adds up rows: in float32
-    Rule(r"head$", (FSDP, "tensor"), early=False),
-    # gated attention; key/value heads stay whole where `tensor` exceeds their number
-    Rule(r"mixer/q_proj$", (FSDP, "tensor", None)),
-    Rule(r"mixer/[kv]_proj$", (FSDP, "tensor", STORED)),
-    Rule(r"mixer/o_proj$", ("tensor", None, FSDP)),
-    # Gated DeltaNet, by key head: its value heads come along
-    Rule(r"mixer/in_proj_(qkvz|ba)$", (FSDP, "tensor", None)),
-    Rule(r"mixer/conv_kernel$", (None, "tensor", FSDP)),
-    Rule(r"mixer/(a_log|dt_bias)$", ("tensor",), operand=False),
-    Rule(r"mixer/out_proj$", ("tensor", None, FSDP)),
-    # experts and dense MLPs
-    Rule(r"mlp/router$", (FSDP, STORED), operand=False, early=False),
-    Rule(r"mlp/expert_gate_up$", ("expert", EXPERT_FSDP, None, "tensor"), early=False),
-    Rule(r"mlp/expert_down$", ("expert", "tensor", EXPERT_FSDP), early=False),
-    Rule(r"mlp/(shared_)?gate_up$", (FSDP, None, "tensor")),
-    Rule(r"mlp/(shared_)?down$", ("tensor", FSDP)),
-    Rule(r"mlp/shared_gate$", (None,)),
-    Rule(r"mtp/fc$", (FSDP, STORED)),
-    # replicated: a few vectors, and the counters of the train state and its guards
-    Rule(r"norm$", (None,), operand=False),
-    Rule(r"(^step|/count|^guards/\w+)$", (), operand=False),
-)
 
 ACTIVATIONS = {"batch": ("data", "expert"), "time": "context", "heads": "tensor", "time_rows": ("context", "tensor"), None: None}
 
 
-def rule_for(path: str) -> Rule:
-    """The first rule of the table that matches `path` ("layers/0/mixer/q_proj").
-
-    Raises:
-      KeyError: none does; every parameter must be decided on.
-    """
-    for rule in PARAMETERS:
-        if re.search(rule.pattern, path):
-            return rule
-    raise KeyError(f"{path}: no rule of parallel/rules.py says how to split it")
+def check_axes(axes: tuple[str | None, ...]) -> None:
+    """Raises ValueError where one of `axes` is not in the table."""
+    for axis in axes:
+        if axis not in AXES:
+            raise ValueError(f"no logical axis {axis!r} in parallel/rules.py{did_you_mean(str(axis), filter(None, AXES))}: "
+                             f"expected one of {', '.join(filter(None, AXES))}")
 
 
-def storage_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How the parameter (or its optimizer state) of `path` lies on the mesh between steps."""
-    return _spec(rule_for(path).dims, shape, mesh)
+def storage_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """How a parameter (or its optimizer state) of this declaration lies on the mesh between steps."""
+    return _spec(tuple(AXES[axis] for axis in declared.axes), shape, mesh)
 
 
-def use_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+def use_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How it lies while computing: the storage axes gathered."""
-    return _spec(tuple(None if isinstance(axes, tuple) else axes for axes in rule_for(path).dims), shape, mesh)
+    return _spec(tuple(None if isinstance(AXES[axis], tuple) else AXES[axis] for axis in declared.axes), shape, mesh)
 
 
 def _spec(dims: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -118,27 +103,27 @@ def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Call
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def gather(tree: Any, prefix: str, mesh: Mesh | None, dtype: Any) -> Any:
-    """Parameters as they are used: operands cast to `dtype`, then gathered over their storage axes. Gradients go back to where
-    the parameters lie. `prefix`/path in `tree` is matched with the table; nothing happens without a mesh."""
+def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
+    """Parameters (declared variables) as they are used: operands cast to `dtype`, then gathered over their storage axes. Gradients
+    go back to where the parameters lie. Nothing happens without a mesh."""
     if mesh is None:
-        return tree
+        return params
 
-    def one(path, leaf):
-        name = path_string(path, prefix)
-        to = jnp.dtype(dtype) if rule_for(name).operand else leaf.dtype
-        if not rule_for(name).early:
-            return leaf.astype(to)
-        specs = _stages(storage_spec(name, leaf.shape, mesh), use_spec(name, leaf.shape, mesh))
-        return _gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype)
-    return jax.tree_util.tree_map_with_path(one, tree)
+    def one(variable):
+        declared, leaf = variable.declared, variable[...]
+        to = jnp.dtype(dtype) if declared.operand else leaf.dtype
+        if declared.gathered == "operator":
+            return variable.replace(leaf.astype(to))
+        specs = _stages(storage_spec(declared, leaf.shape, mesh), use_spec(declared, leaf.shape, mesh))
+        return variable.replace(_gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype))
+    return jax.tree.map(one, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
 
 
-def gather_local(x: jax.Array, path: str, shape: tuple[int, ...], mesh: Mesh, whole: bool = False) -> jax.Array:
-    """Inside `local`: this device's stored part of the parameter of `path` and global `shape`, gathered for use; `whole`: over
-    `tensor` too. Its gradient is a reduce-scatter by construction."""
-    used = P(*(None,) * len(shape)) if whole else use_spec(path, shape, mesh)
-    for dim, axes in enumerate(_axes_to_gather(storage_spec(path, shape, mesh), used)):
+def gather_local(x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh: Mesh, whole: bool = False) -> jax.Array:
+    """Inside `local`: this device's stored part of a parameter of global `shape`, gathered for use; `whole`: over `tensor` too. Its
+    gradient is a reduce-scatter by construction."""
+    used = P(*(None,) * len(shape)) if whole else use_spec(declared, shape, mesh)
+    for dim, axes in enumerate(_axes_to_gather(storage_spec(declared, shape, mesh), used)):
         for axis in reversed(axes):
             x = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
     return x
@@ -185,7 +170,20 @@ def path_string(path: tuple, prefix: str = "") -> str:
     return "/".join(([prefix] if prefix else []) + [part for part in parts if part != "value"])
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
-    """NamedSharding of every leaf (array or shape) of a train state or of a tree of parameters, by the table."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, storage_spec(path_string(path), leaf.shape, mesh)), tree)
+def shardings(tree: Any, declared: Mapping[str, Declared], mesh: Mesh) -> Any:
+    """NamedSharding of every leaf (array or shape) of a train state or of a tree of parameters.
+
+    Args:
+      declared: of every parameter, by its path ("layers/0/mixer/q_proj"). What follows a parameter (moments, …) lies as it does and has
+        its path behind a prefix of its own; anything else must be small: counters and guards, which every device holds.
+
+    Raises:
+      ValueError: a leaf of `params` or `opt_state` follows no parameter and is no scalar.
+    """
+    def one(path, leaf):
+        *groups, _ = names = path_string(path).split("/")
+        followed = next((declared[name] for i in range(len(names)) if (name := "/".join(names[i:])) in declared), None)
+        if followed is None and leaf.ndim and groups[0] != "guards":
+            raise ValueError(f"{path_string(path)}: follows no declared parameter: what an optimizer keeps per parameter must have its path")
+        return NamedSharding(mesh, P() if followed is None else storage_spec(followed, leaf.shape, mesh))
+    return jax.tree_util.tree_map_with_path(one, tree)

@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh
 
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.model import declared
+from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.parallel.mesh import check_divides, mesh_text
 from qwen3next_jax.planner.topology import Topology
@@ -70,7 +72,7 @@ def _meshes(config: Config, devices: int, fixed: Mapping[str, int]) -> list[dict
 
 def _judge(config: Config, sizes: dict[str, int], topology: Topology) -> Candidate:
     try:
-        check_divides(config, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+        check_divides(config, AbstractMesh(tuple(sizes.values()), tuple(sizes)), *split_sizes(config.model))
         check_exchange(sizes, topology)
     except UserError as error:
         return Candidate(config, sizes, float("inf"), float("inf"), str(error))
@@ -90,7 +92,7 @@ def estimated_bytes(config: Config, sizes: dict[str, int]) -> float:
     ends = m.vocab_size * m.hidden_size * (8 / sizes["tensor"] + 4)  # float32, split over `tensor`; bfloat16, whole
     per_layer = {"none": _layer_bytes(m), "dots": _layer_bytes(m, experts=False), "block": 2 * m.hidden_size, "offload": 0}
     saved = per_layer[train.remat] * m.num_hidden_layers * tokens
-    weights = 2 * _gathered(m, sizes) / m.num_hidden_layers * m.period
+    weights = 2 * _gathered(m, sizes) / m.num_hidden_layers * len(m.stacks)
     return state + saved + ends + 3 * weights + 2 * _layer_bytes(m) * tokens
 
 
@@ -102,7 +104,7 @@ def estimated_seconds(config: Config, sizes: dict[str, int], topology: Topology)
     compute = flops_per_token(m, train.sequence_length) * tokens * k * passes / 3 / chip.device_flops
     weights = k * 8 * _gathered(m, sizes)  # gathered twice in bfloat16, gradients once in float32
     layers, residual = m.num_hidden_layers, 2 * m.hidden_size * tokens * k
-    experts = 8 * layers * residual * (sizes["expert"] - 1) if m.num_experts else 0
+    experts = 8 * layers * residual * (sizes["expert"] - 1) if m.has_experts else 0
     heads = 8 * layers * residual * (sizes["tensor"] - 1) / sizes["tensor"]
     network = (weights + experts + heads) / (2 * chip.link_bandwidth / chip.devices_per_chip) if devices > 1 else 0.0
     return max(compute, network)
@@ -120,9 +122,7 @@ def _micro_batch_tokens(config: Config, sizes: dict[str, int]) -> float:
 
 def _gathered(m: ModelConfig, sizes: dict[str, int]) -> float:
     """Parameters that one device gathers in a pass: experts stay split over `expert`, everything over `tensor`."""
-    counts = parameter_counts(m)
-    experts = counts.total - counts.embeddings - counts.active if m.num_experts else 0
-    return ((counts.total - experts) + experts / sizes["expert"]) / sizes["tensor"]
+    return sum(p.size / (sizes["expert"] if p.experts > 1 else 1) for p in declared(m).values()) / sizes["tensor"]
 
 
 def _layer_bytes(m: ModelConfig, experts: bool = True) -> float:

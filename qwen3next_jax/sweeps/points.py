@@ -232,7 +232,7 @@ def _copy(tree: Any) -> Any:
 
 def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str, int]:
     """The MLP width (setting and value) with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
-    name = "moe_intermediate_size" if any(sparse for _, sparse in config.model.layer_kinds) else "intermediate_size"
+    name = "moe_intermediate_size" if config.model.has_experts else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
         return parameter_counts(model).total if match == "parameters" else flops_per_token(model, config.train.sequence_length)
@@ -256,7 +256,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         for key, value in tree.items():
             settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: _jsonable(value)}
         return settings
-    settings = flat(dataclasses.asdict(config), "")
+    settings = flat(dataclasses.asdict(config) | {"model": dataclasses.asdict(config.model) | {"layer_types": config.model.pattern}}, "")
     del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
     return settings
 

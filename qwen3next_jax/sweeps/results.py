@@ -44,7 +44,7 @@ class Result:
         cache = cache_bytes(model, 1, _CACHE_LENGTH)
         return {"parameters": parameter_counts(model).total,
                 "flops_per_token": flops_per_token(model, config.train.sequence_length),
-                "cache_bytes_per_token": cache["attention"] / _CACHE_LENGTH, "state_bytes": cache["recurrent"]}
+                "cache_bytes_per_token": cache["slots"] / _CACHE_LENGTH, "state_bytes": cache["state"]}
 
 
 @dataclasses.dataclass(frozen=True)

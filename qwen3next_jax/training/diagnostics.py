@@ -16,34 +16,40 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.evals.sinks import SINK_HEAD
-from qwen3next_jax.training.optimizer import NORM_WEIGHTS
+from qwen3next_jax.model import declared
+from qwen3next_jax.parallel.rules import path_string
 
 
-def norms_by_layer(tree: dict) -> dict[str, jax.Array]:
+def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
     """L2 norms of a tree shaped like the parameters: `layers` [number of layers], and one [] for each other group."""
     def squares(leaf, axes_kept):
         return jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=tuple(range(axes_kept, leaf.ndim)))
 
     norms = {}
     for name, group in tree.items():
-        if name == "layers":  # position in the period → parameters stacked over its repeats
-            by_position = [sum(squares(leaf, 1) for leaf in jax.tree.leaves(group[j])) for j in sorted(group)]
-            norms[name] = jnp.sqrt(jnp.stack(by_position, axis=1).reshape(-1))
+        if name == "layers":  # traced block → parameters stacked over its layers
+            norms[name] = jnp.sqrt(_in_order(model, [sum(squares(leaf, 1) for leaf in jax.tree.leaves(group[j])) for j in sorted(group)]))
         else:
             norms[name] = jnp.sqrt(sum(squares(leaf, 0) for leaf in jax.tree.leaves(group)))
     return norms
 
 
-def norm_weights_by_layer(params: dict) -> jax.Array:
+def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
     """[L]: the largest |w| among the layer's norm weights; those of most norms start at 0, and act as 1 + w."""
-    def largest(group, axes_kept):
-        return [jnp.max(jnp.abs(leaf), axis=tuple(range(axes_kept, leaf.ndim)))
-                for path, leaf in jax.tree_util.tree_leaves_with_path(group) if path[-1].key in NORM_WEIGHTS]
-    by_position = [jnp.stack(largest(params["layers"][j], 1)).max(axis=0) for j in sorted(params["layers"])]
-    mtp = [jnp.stack(largest(params["mtp"], 0)).max()[None]] if "mtp" in params else []
-    return jnp.concatenate([jnp.stack(by_position, axis=1).reshape(-1), *mtp])
+    def largest(group, prefix, axes_kept):
+        leaves = jax.tree_util.tree_leaves_with_path(group)
+        return jnp.stack([jnp.max(jnp.abs(leaf), axis=tuple(range(axes_kept, leaf.ndim))) for path, leaf in leaves
+                          if declared(model)[path_string(path, prefix)].kind == "norm"]).max(axis=0)
+    layers = _in_order(model, [largest(params["layers"][j], f"layers/{j}", 1) for j in sorted(params["layers"])])
+    return jnp.concatenate([layers, largest(params["mtp"], "mtp", 0)[None]]) if "mtp" in params else layers
+
+
+def _in_order(model: ModelConfig, of_blocks: list[jax.Array]) -> jax.Array:
+    """[layers of the trunk], from one array per traced block over its layers."""
+    order = np.argsort([layer for layers in model.stacks for layer in layers])
+    return jnp.concatenate(of_blocks)[order]
 
 
 def make_diagnostics_step(config: Config, graphdef: nnx.GraphDef,
@@ -52,7 +58,8 @@ def make_diagnostics_step(config: Config, graphdef: nnx.GraphDef,
     def step(params, batch):
         tokens, segment_ids = (batch[name][::config.train.gradient_accumulation] for name in ("tokens", "segment_ids"))
         features = nnx.merge(graphdef, params).features(tokens, segment_ids, diagnose=True, mesh=mesh)
-        return {"layers": features.diagnostics, "param_norms": norms_by_layer(params), "norm_weights": norm_weights_by_layer(params)}
+        return {"layers": features.diagnostics, "param_norms": norms_by_layer(config.model, params),
+                "norm_weights": norm_weights_by_layer(config.model, params)}
     # Every process of the run reads all of it.
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
 

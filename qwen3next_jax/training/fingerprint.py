@@ -190,7 +190,9 @@ def _unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    return json.loads(json.dumps(to_dict(config)))
+    plain = json.loads(json.dumps(to_dict(config)))
+    plain["model"]["layer_types"] = list(config.model.pattern)  # however the file spells it
+    return plain
 
 
 def _git(folder: pathlib.Path, *command: str) -> str:

@@ -38,7 +38,7 @@ from qwen3next_jax.training.watchdog import Signals, Watchdog
 
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
-                 "full_attention_interval", "full_attention_placement", "bos_token_id", "eos_token_id"}
+                 "delta_rule", "bos_token_id", "eos_token_id"}
 MAX_REWINDS = 3  # to one checkpoint
 
 
@@ -276,10 +276,9 @@ def start_state(config: Config, mesh: Mesh) -> State:
     if not config.train.init_from:
         return init_state(config, mesh)
     model = load_hf(config.train.init_from)
-    dense = not all(sparse for _, sparse in config.model.layer_kinds)
-    for name in sorted(set(vars(model.config)) - NOT_STRUCTURE - (set() if dense else {"intermediate_size"})):
-        wanted, found = getattr(config.model, name), getattr(model.config, name)
-        if wanted != found:
+    for name in config.model.differs(model.config):
+        if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps):
+            wanted, found = (c.mixers if name == "layer_types" else getattr(c, name) for c in (config.model, model.config))
             raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
                             "set the one in the config to the other")
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))

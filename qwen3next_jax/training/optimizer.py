@@ -3,11 +3,9 @@
 import jax
 import optax
 
-from qwen3next_jax.config import OptimizerConfig
-
-# Parameters by the last part of their path. Decay rates start from a distribution that weight decay would erase.
-NEVER_DECAYED = ("a_log", "dt_bias")
-NORM_WEIGHTS = ("mixer_norm", "mlp_norm", "final_norm", "q_norm", "k_norm", "norm", "embedding_norm", "hidden_norm")
+from qwen3next_jax.config import Config, ModelConfig, OptimizerConfig
+from qwen3next_jax.model import declared
+from qwen3next_jax.parallel.rules import path_string
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -27,15 +25,14 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.join_schedules((rising, optax.constant_schedule(peak), fall), (warmup, stable_until))
 
 
-def decay_mask(params: dict, decay_norm_weights: bool) -> dict:
+def decay_mask(params: dict, model: ModelConfig, decay_norm_weights: bool) -> dict:
     """Tree of bools: which parameters take weight decay."""
-    excluded = NEVER_DECAYED if decay_norm_weights else NEVER_DECAYED + NORM_WEIGHTS
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in excluded, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: declared(model)[path_string(path)].decays(decay_norm_weights), params)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    adamw = optax.adamw(learning_rate_schedule(config, steps), b1=config.beta1, b2=config.beta2, eps=config.eps,
-                        weight_decay=config.weight_decay,
-                        mask=lambda params: decay_mask(params, config.decay_norm_weights))
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    c = config.optimizer
+    clip = optax.clip_by_global_norm(c.clip_norm) if c.clip_norm else optax.identity()
+    adamw = optax.adamw(learning_rate_schedule(c, config.train.steps), b1=c.beta1, b2=c.beta2, eps=c.eps, weight_decay=c.weight_decay,
+                        mask=lambda params: decay_mask(params, config.model, c.decay_norm_weights))
     return optax.chain(clip, adamw)

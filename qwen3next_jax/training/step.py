@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.config import Config
-from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.parallel.mesh import check_divides
 from qwen3next_jax.parallel.rules import activation_spec, constrain, shardings
 from qwen3next_jax.training.diagnostics import norms_by_layer
@@ -32,13 +33,13 @@ def abstract_model(config: Config) -> tuple[nnx.GraphDef, dict]:
 
 def abstract_train_state(config: Config, mesh: Mesh) -> State:
     """Shapes, dtypes and places on `mesh` of the train state, without its memory."""
-    check_divides(config, mesh)
+    check_divides(config, mesh, *split_sizes(config.model))
     _, params = abstract_model(config)
-    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    optimizer = make_optimizer(config)
     state = jax.eval_shape(lambda params: {"params": params, "opt_state": optimizer.init(params),
                                            "step": jnp.zeros((), jnp.int32), "guards": init_guards(config.guards)}, params)
     return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                        state, shardings(state, mesh))
+                        state, shardings(state, declared(config.model), mesh))
 
 
 def init_state(config: Config, mesh: Mesh, params: dict | None = None) -> State:
@@ -50,7 +51,7 @@ def init_state(config: Config, mesh: Mesh, params: dict | None = None) -> State:
             Qwen3Next(config.model, rngs=nnx.Rngs(config.train.seed)), nnx.Param)), out_shardings=places["params"])()
     else:
         params = jax.device_put(params, places["params"])
-    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    optimizer = make_optimizer(config)
     opt_state = jax.jit(optimizer.init, out_shardings=places["opt_state"])(params)
     rest = {"step": jnp.zeros((), jnp.int32), "guards": init_guards(config.guards)}
     return {"params": params, "opt_state": opt_state} | jax.device_put(rest, {name: places[name] for name in rest})
@@ -79,7 +80,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tupl
     `balance_loss_weight` is 0); this costs up to a third of a step and makes k micro-batches equal to one batch.
     """
     gradients = make_gradients(config, mesh)
-    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh))
 
@@ -91,7 +92,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tupl
         params = optax.apply_updates(state["params"], updates)
         # The optimizer has not seen the skipped steps, and so neither has its schedule.
         rate = schedule(state["step"] - state["guards"]["skipped"])
-        metrics = parts | judged | {"grad_norm": grad_norm, "grad_norms": norms_by_layer(grads), "learning_rate": rate,
+        metrics = parts | judged | {"grad_norm": grad_norm, "grad_norms": norms_by_layer(config.model, grads), "learning_rate": rate,
                                     "tokens": tokens}
         return {"params": keep_if(skip, state["params"], params), "opt_state": keep_if(skip, state["opt_state"], opt_state),
                 "step": state["step"] + 1, "guards": guards}, metrics
@@ -123,7 +124,7 @@ def make_gradients(config: Config, mesh: Mesh) -> Callable[[dict, Batch], tuple[
         else:
             grads, parts = _accumulate(graphdef, of, params, batch, counts, config, shared)
         if shared is not None:
-            grads = jax.lax.with_sharding_constraint(grads, shardings(abstract_params, shared))
+            grads = jax.lax.with_sharding_constraint(grads, shardings(abstract_params, declared(config.model), shared))
         return grads, parts, counts.tokens
 
     return gradients
@@ -142,11 +143,7 @@ def _accumulate(graphdef, gradients: Callable, params: dict, batch: Batch, count
         return jax.lax.scan(lambda total, b: (jax.tree.map(jnp.add, total, f(b)), None), zeros, micro_batches)[0]
 
     load = None
-    if config.train.balance_loss_weight and _has_experts(config):
+    if config.train.balance_loss_weight and config.model.has_experts:
         load = summed(lambda b: expert_load(
             nnx.merge(graphdef, params).features(b["tokens"], b["segment_ids"], mesh=mesh), config, counts))
     return summed(lambda b: gradients(params, b, counts, load))
-
-
-def _has_experts(config: Config) -> bool:
-    return any(sparse for _, sparse in config.model.layer_kinds) or (config.model.mtp_depth > 0 and config.model.num_experts > 0)

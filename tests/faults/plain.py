@@ -22,7 +22,7 @@ def train_plain(folder: str, config: dict, steps: int, pace: float = 0.0, stall:
     if poison >= 0:
         from tests.faults import worker
         worker.poison_loss()
-    gradients, optimizer = make_gradients(config, one_device()), make_optimizer(config.optimizer, config.train.steps)
+    gradients, optimizer = make_gradients(config, one_device()), make_optimizer(config)
 
     @jax.jit
     def step(params, opt_state, batch):

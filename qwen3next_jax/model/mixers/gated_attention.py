@@ -3,17 +3,21 @@
 Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, norm_weight, normal, rms_norm, rotate, token_mean
+from qwen3next_jax.model.hf_entries import Entry, one, vector
+from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
+from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
-from qwen3next_jax.parallel.rules import activation_spec, constrain, local, time_axis
+from qwen3next_jax.parallel.rules import activation_spec, constrain, local
 
 
-class GatedAttention(nnx.Module):
+class GatedAttention(Mixer):
     """Query, key and value projections → per-head norms and partial RoPE → attention → gate → projection.
 
     Diagnostics, over the counted tokens: first_token_share [N]: attention probability on the first token of the document,
@@ -21,23 +25,26 @@ class GatedAttention(nnx.Module):
     there is a gate).
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype=jnp.float32):
-        c, std = config, config.initializer_range
-        self.config = config
+    settings = ("attention_output_gate", "qk_norm")
+    cache_kind = "slots"
+
+    def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
+        self.config = c = config
         d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = normal(rngs, (*stack, d, n, 2 * k if c.attention_output_gate else k), std, dtype)  # [query | gate] per head
-        self.k_proj = normal(rngs, (*stack, d, m, k), std, dtype)
-        self.v_proj = normal(rngs, (*stack, d, m, k), std, dtype)
-        self.o_proj = normal(rngs, (*stack, n, k, d), std, dtype)
+        query = (("query", k),) + (("gate", k),) * c.attention_output_gate
+        self.q_proj = make.matrix((d, n, len(query) * k), "embed -> query_heads head_width", parts=query)
+        self.k_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
+        self.v_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
+        self.o_proj = make.matrix((n, k, d), "query_heads head_width -> embed")
         if c.qk_norm:
-            self.q_norm = norm_weight(c, (*stack, k), dtype)
-            self.k_norm = norm_weight(c, (*stack, k), dtype)
+            self.q_norm = make.norm(k)
+            self.k_norm = make.norm(k)
 
     def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens' keys and values written)."""
         c, dtype = self.config, x_BTD.dtype
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
-        query_gate_BTNK2 = constrain(query_gate_BTNK2, context.mesh, "batch", "time", "heads", None)
+        query_gate_BTNK2 = constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
         q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1) if c.attention_output_gate else (query_gate_BTNK2, None)
         k_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
         v_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
@@ -51,13 +58,13 @@ class GatedAttention(nnx.Module):
             o_BTNK = _attend(q_BTNK, k_BTMK, v_BTMK, context)
         else:
             cache = {"k": _write(cache["k"], k_BTMK, context.positions), "v": _write(cache["v"], v_BTMK, context.positions)}
-            o_BTNK = attention(q_BTNK, cache["k"], cache["v"], q_positions=context.positions)
+            o_BTNK = _attend(q_BTNK, cache["k"], cache["v"], context, context.positions)
 
         open_BTNK = None if gate_BTNK is None else jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
         diagnostics = _diagnostics(q_BTNK, k_BTMK, open_BTNK, context) if context.diagnose and cache is None else {}
         if open_BTNK is not None:
             o_BTNK = o_BTNK * open_BTNK.astype(dtype)
-        o_BTNK = constrain(o_BTNK, context.mesh, "batch", "time", "heads", None)
+        o_BTNK = constrain(o_BTNK, context.mesh, "batch", context.time, "heads", None)
         return jnp.einsum("btnk,nkd->btd", o_BTNK, self.o_proj[...].astype(dtype)), diagnostics, cache
 
     @staticmethod
@@ -65,6 +72,25 @@ class GatedAttention(nnx.Module):
         """Empty cache of `length` slots."""
         shape = (batch, length, config.num_key_value_heads, config.head_dim)
         return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
+
+    @staticmethod
+    def forward_flops(config: ModelConfig, length: int) -> float:
+        """Scores and values: a causal query reads (length + 1) / 2 keys on average."""
+        return 2 * (length + 1) * config.num_attention_heads * config.head_dim
+
+    @staticmethod
+    def splits(config: ModelConfig) -> dict[str, int]:
+        return {"num_attention_heads": config.num_attention_heads}
+
+    @staticmethod
+    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
+        d, n, m, k = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        yield one("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (n * 2 * k, d))
+        yield one("k_proj", "self_attn.k_proj.weight", (1, 2, 0), (m * k, d))
+        yield one("v_proj", "self_attn.v_proj.weight", (1, 2, 0), (m * k, d))
+        yield one("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, n * k))
+        yield vector("q_norm", "self_attn.q_norm.weight", k)
+        yield vector("k_norm", "self_attn.k_norm.weight", k)
 
 
 def _diagnostics(q_BTNK, k_BTMK, open_BTNK, context: Context) -> dict[str, jax.Array]:
@@ -80,23 +106,25 @@ def _diagnostics(q_BTNK, k_BTMK, open_BTNK, context: Context) -> dict[str, jax.A
                     "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 
 
-def _attend(q_BTNK: jax.Array, k_BTMK: jax.Array, v_BTMK: jax.Array, context: Context) -> jax.Array:
-    """Attention with the heads split over `tensor`. Where there are fewer key/value heads than shards, every shard holds all
-    of them and takes the one that its query heads read."""
-    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BTMK.shape[2])
-    if mesh is None:
-        return attention(q_BTNK, k_BTMK, v_BTMK, segment_ids=context.segment_ids)
-    shared = m % mesh.shape["tensor"] != 0
+def _attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Context,
+            q_positions_BT: jax.Array | None = None) -> jax.Array:
+    """Attention with the heads split over `tensor`; with `q_positions`, to the slots of a cache. Where there are fewer key/value
+    heads than shards, every shard holds all of them and takes the one that its query heads read."""
+    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
+    shared = mesh is not None and m % mesh.shape["tensor"] != 0
 
-    def attend(q, k, v, segment_ids):
+    def attend(q, k, v, segment_ids, q_positions):
         if shared:
             head = jax.lax.axis_index("tensor") * q.shape[2] // (n // m)
             k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
-        return attention(q, k, v, segment_ids=segment_ids, axis_name=time_axis(mesh))
+        if q_positions is not None:
+            return attention(q, k, v, q_positions=q_positions)
+        return attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis)
 
-    split, tokens = activation_spec("batch", "time", "heads", None), activation_spec("batch", "time")
-    keys = activation_spec("batch", "time", None, None) if shared else split
-    return local(attend, mesh, (split, keys, keys, tokens), split)(q_BTNK, k_BTMK, v_BTMK, context.segment_ids)
+    split, tokens = activation_spec("batch", context.time, "heads", None), activation_spec("batch", context.time)
+    keys = activation_spec("batch", context.time, None, None) if shared else split
+    segment_ids = context.segment_ids if q_positions_BT is None else None
+    return local(attend, mesh, (split, keys, keys, tokens, tokens), split)(q_BTNK, k_BSMK, v_BSMK, segment_ids, q_positions_BT)
 
 
 def _write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Token mixers: one file each, and one line of `config/mixers.py`."""

@@ -1,0 +1,64 @@
+"""What a token mixer is. `config/mixers.py` names the classes; a block resolves and builds them.
+
+Letters: B batch, T time, D model.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal
+
+import jax
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.hf_entries import Entry
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.parameters import Make
+
+
+class Mixer(nnx.Module):
+    """The part of a layer through which tokens see each other. A new one implements `__init__`, `__call__`, `init_cache`,
+    `forward_flops` and, if heads or widths are split over `tensor`, `splits`.
+
+    settings: the switches of `ModelConfig` that it reads; one that is changed while no layer reads it is refused.
+    cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply written over; "state" where it
+      is as large after any number of tokens and has to be restored.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    cache_kind: ClassVar[Literal["state", "slots"]] = "state"
+
+    def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
+        """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them."""
+        raise NotImplementedError
+
+    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict[str, Any], dict | None]:
+        """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.diagnose`), the cache after these tokens)."""
+        raise NotImplementedError
+
+    @staticmethod
+    def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
+        """The cache of `length` slots before the first token, every array [B, …]."""
+        raise NotImplementedError
+
+    @staticmethod
+    def forward_flops(config: ModelConfig, length: int) -> float:
+        """FLOPs per token, in rows of `length`, of the products that have no parameter; those with one are read off it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check(config: ModelConfig) -> None:
+        """Raises UserError where the mixer cannot be built with these settings."""
+
+    @staticmethod
+    def splits(config: ModelConfig) -> dict[str, int]:
+        """Settings whose values the mesh axis `tensor` must divide."""
+        return {}
+
+    @staticmethod
+    def halo(config: ModelConfig) -> int:
+        """Tokens that a device reads of its neighbour's part of a row."""
+        return 0
+
+    # config → how its parameters are stored in Hugging Face checkpoints, paths below the mixer; None: it has no Hugging Face form.
+    hf_entries: ClassVar[Callable[[ModelConfig], Iterator[Entry]] | None] = None
+
