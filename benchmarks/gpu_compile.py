@@ -10,16 +10,15 @@ plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cu
     uv pip install --python /tmp/gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1
     /tmp/gpu/bin/python benchmarks/gpu_compile.py
 
-Printed: seconds to compile, memory of the state and of everything else (temporaries), FLOPs of all products of one step and of
-those that the model's own count asks for (backward included), the collectives, and with --top the arrays that share the
-temporaries' memory at its fullest, by shape. What no compiler says is a time.
+Printed: seconds to compile, memory of the arguments (the state) and of everything else (temporaries), FLOPs of all products, a
+loop of unstated length counted once, the largest array, the collectives, and with --top what shares the temporaries' memory at its
+fullest, by shape. What no compiler says is a time.
 """
 
 import argparse
 import collections
 import dataclasses
 import glob
-import math
 import os
 import re
 import runpy
@@ -108,7 +107,8 @@ def operators(config, place):
             return y, pullback(dy)
         return run
 
-    rows, g, h, k, v = b * t * m.num_experts_per_tok, m.linear_num_key_heads, m.linear_num_value_heads, m.linear_key_head_dim, m.linear_value_head_dim
+    rows, g, h = b * t * m.num_experts_per_tok, m.linear_num_key_heads, m.linear_num_value_heads
+    k, v = m.linear_key_head_dim, m.linear_value_head_dim
     e, d, i, n, q = m.num_experts, m.hidden_size, m.moe_intermediate_size, m.num_attention_heads, m.head_dim
     float_bth, ids = shaped(b, t, h, dtype=jnp.float32), shaped(b, t, dtype=jnp.int32)
     channels = 2 * k + h // g * v
@@ -131,6 +131,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/small.py")
     parser.add_argument("--gpus", type=int, default=1, help="H100s, all along the mesh's `data` axis")
+    parser.add_argument("--remat", default="", help="instead of the config's train.remat")
     parser.add_argument("--operators", action="store_true", help="one layer's operators instead of the whole step")
     parser.add_argument("--only", default="", help="of the operators, the one so named")
     parser.add_argument("--top", type=int, default=0)
@@ -153,6 +154,7 @@ def compile_all(options):
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{options.gpus}")
     config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(data=options.gpus)))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat=options.remat or config.train.remat))
     mesh = make_mesh(config.parallel, topology.devices)
     if options.operators:
         for name, (function, *shapes) in operators(config, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())).items():
@@ -160,8 +162,9 @@ def compile_all(options):
                 show(name, jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)), options.top)
         return
     step = make_train_step(config, mesh)
-    show(f"step of {options.config} on {options.gpus} x H100", step.trace(abstract_train_state(config, mesh), abstract_batch(config, mesh)).lower(
-        lowering_platforms=("cuda",)), options.top)
+    traced = step.trace(abstract_train_state(config, mesh), abstract_batch(config, mesh))
+    show(f"step of {options.config}, remat {config.train.remat}, on {options.gpus} x H100",
+         traced.lower(lowering_platforms=("cuda",)), options.top)
 
 
 if __name__ == "__main__":

@@ -21,26 +21,28 @@ class Options:
 
 def forward(options: Options, size: int, save: bool, *arguments):
     """`chunked.forward` or its like, in chunks of `size` tokens."""
-    xla = (chunked.forward, chunked.forward if _parallel(options) else chunked.forward_in_pieces)
-    return _run(options, *xla, pallas_tpu.forward, dict(size=size, save=save), *arguments)
+    return _run(options, chunked.forward, chunked.forward_in_pieces, pallas_tpu.forward, dict(size=size, save=save), *arguments)
 
 
 def affine_map(options: Options, size: int, *arguments):
     """`chunked.affine_map` or its like."""
-    return _run(options, chunked.affine_map, chunked.affine_map, pallas_tpu.affine_map, dict(size=size), *arguments)
+    return _run(options, chunked.affine_map, None, pallas_tpu.affine_map, dict(size=size), *arguments)
 
 
 def backward(options: Options, size: int, *arguments):
     """`chunked.backward` or its like."""
-    xla = (chunked.backward, chunked.backward if _parallel(options) else chunked.backward_in_pieces)
-    return _run(options, *xla, pallas_tpu.backward, dict(size=size), *arguments)
+    return _run(options, chunked.backward, chunked.backward_in_pieces, pallas_tpu.backward, dict(size=size), *arguments)
 
 
-def _run(options: Options, xla, xla_cpu, kernel, settings, *arguments):
+def _run(options: Options, whole, in_pieces, kernel, settings, *arguments):
+    """Of the XLA forms the one in pieces, where there is one and the state is passed chunk by chunk."""
     settings = settings | dict(normalize_qk=options.normalize_qk, erase=options.erase)
-    platforms = {"default": functools.partial(xla, parallel=_parallel(options), **settings)}
-    if xla_cpu is not xla:
-        platforms["cpu"] = functools.partial(xla_cpu, **settings)
+    parallel = options.implementation == "associative"
+    if parallel or in_pieces is None:
+        platforms = {"default": functools.partial(whole, parallel=parallel, **settings)}
+    else:
+        platforms = {"cpu": functools.partial(in_pieces, pieces=chunked.CPU_PIECES, **settings),
+                     "default": functools.partial(in_pieces, pieces=chunked.PIECES, **settings)}
     compiled = functools.partial(kernel, interpret=False, **settings)
     interpreted = functools.partial(kernel, interpret=True, **settings)
     if options.implementation == "pallas_tpu":
@@ -48,10 +50,6 @@ def _run(options: Options, xla, xla_cpu, kernel, settings, *arguments):
     if options.implementation is None and _kernel_takes(settings["size"], *arguments[:6]):
         platforms["tpu"] = compiled
     return jax.lax.platform_dependent(*arguments, **platforms)
-
-
-def _parallel(options: Options) -> bool:
-    return options.implementation == "associative"
 
 
 def _kernel_takes(size: int, q, k, v, *others) -> bool:
