@@ -12,8 +12,11 @@ def main() -> int:
     config, launch = get_config(), get_launch()
     if get_max_restarts():
         return supervisor.supervise(get_workdir(config.name), get_max_restarts())
+    from qwen3next_jax.data.pipeline import source_of  # each import when its turn comes: a mistake should not wait for JAX
+
+    source_of(config.data).check(config.data, config.train.sequence_length, config.model.vocab_size)
     cli.enable_compilation_cache()
-    from qwen3next_jax.parallel import distributed  # after the flags: a mistyped flag should not wait for JAX
+    from qwen3next_jax.parallel import distributed
     with distributed.joined(launch, config):
         from qwen3next_jax.training.loop import train
 

@@ -1,6 +1,7 @@
 """The TPU compiler's own static schedule of the gated delta rule, beside tokamax's nearest kernel, with no TPU.
 
-    python benchmarks/delta_rule_tpu_schedule.py --chip v6e [--key_heads 16] [--time 4096] [--peer] [--context 4]
+    python benchmarks/delta_rule_tpu_schedule.py --chip v6e [--key_heads 16] [--time 4096] [--context 4]
+    uv run --isolated --group test --with tokamax==0.0.17 python benchmarks/delta_rule_tpu_schedule.py --key_heads 32 --peer
 
 libtpu carries the real compiler; `jax.experimental.topologies` describes the chip to it, and it dumps the final bundles of
 every kernel. One bundle issues per cycle when nothing waits for memory, so bundles of a loop x its trips are a lower bound
@@ -161,7 +162,7 @@ def main():
 
     if arguments.peer:
         from absl import flags
-        import tokamax  # defines the flag
+        import tokamax  # noqa: F401  defines the flag
 
         flags.FLAGS([sys.argv[0], "--tokamax_cross_compile=true"])
     mesh, spec = jax.sharding.Mesh(np.array(devices[: arguments.context]), ("context",)), jax.sharding.PartitionSpec(None, "context")

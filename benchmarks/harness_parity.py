@@ -93,8 +93,8 @@ def main() -> int:
             values = [(a[0], b[0]) if isinstance(a, list) else (a, b) for a, b in pairs]
             differing = sum(a[1] != b[1] for a, b in pairs if isinstance(a, list))
             difference = max(abs(float(a) - float(b)) for a, b in values)
-            print(f"{task}: {len(pairs)} requests, largest difference {difference:.1e} nats of {max(abs(float(b)) for _, b in values):.0f}, "
-                  f"{differing} greedy flags differ")
+            print(f"{task}: {len(pairs)} requests, largest difference {difference:.1e} nats of "
+                  f"{max(abs(float(b)) for _, b in values):.0f}, {differing} greedy flags differ")
             worst = max(worst, difference)
         worst = max(worst, BAR * 2 * differing)
     return int(worst > BAR)

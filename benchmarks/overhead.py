@@ -112,7 +112,8 @@ def main() -> None:
     for name, value in rows:
         print(f"{name:<58} {1e3 * value:8.3f} ms  {value / bare:7.2%}")
     total = sum(value for _, value in rows)
-    print(f"{'in all':<58} {1e3 * total:8.3f} ms  {total / bare:7.2%}   (middle half of the pairs: {spread[0] / bare:.2%} … {spread[2] / bare:.2%})")
+    print(f"{'in all':<58} {1e3 * total:8.3f} ms  {total / bare:7.2%}   "
+          f"(middle half of the pairs: {spread[0] / bare:.2%} … {spread[2] / bare:.2%})")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from qwen3next_jax.parallel.mesh import mesh_text
 
 BATCH, LENGTH, QUICK = "--config.train.batch_size=", "--config.train.sequence_length=", "--quick"
 # Gated DeltaNet layers only: one kind to compile.
-EIGHT_LAYERS = ("--config.model.num_hidden_layers=8", "--config.model.full_attention_interval=16", "--config.model.mtp_depth=0", BATCH + "8")
+EIGHT_LAYERS = ("--config.model.num_hidden_layers=8", "--config.model.full_attention_interval=16", "--config.model.mtp_depth=0",
+                BATCH + "8")
 REMAT = ("none", "dots", "block", "offload")
 # name: (slice, mesh, flags beside --config=configs/qwen3_next_80b_a3b.py)
 POINTS = {
@@ -47,7 +48,8 @@ def main():
         make(name, arguments.plans / f"{name}.json")
     plans = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))}
     remat = [plans.pop(f"remat_{policy}") for policy in REMAT if f"remat_{policy}" in plans]
-    print("| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | tokens/s | MFU | waits for | compile s (CPU s), GiB, level |")
+    print("| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | tokens/s | MFU | waits for "
+          "| compile s (CPU s), GiB, level |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         print("| " + " | ".join(row(p)) + " |")
@@ -60,7 +62,8 @@ def main():
     print_parts(remat, lambda p: p["remat"])
     print("\n| remat | TFLOP executed, of the model | GB through HBM | step s | MFU |\n|---|---|---|---|---|")
     for p in remat:
-        figures = (f"{p['executed_flops'] / 1e12:.1f}, {p['model_flops'] / 1e12:.1f} | {p['hbm_bytes'] / 1e9:.0f} | {p['step_seconds']:.3f} | {p['mfu']:.1%}"
+        figures = (f"{p['executed_flops'] / 1e12:.1f}, {p['model_flops'] / 1e12:.1f} | {p['hbm_bytes'] / 1e9:.0f} "
+                   f"| {p['step_seconds']:.3f} | {p['mfu']:.1%}"
                    if p["fits"] else f"{verdict(p)}: {p['reason']} | | |")
         print(f"| {p['remat']} | {figures} |")
     if arguments.scaling:

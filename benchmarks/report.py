@@ -52,33 +52,41 @@ def write_run(workdir: pathlib.Path, *, steps: int, layers: int = 4, experts: in
             loss = 2.2 + 8.8 * np.exp(-60 * done) + 0.5 * (1 - done) + 0.05 * rng.normal() / (1 + 5 * done)
             tokens = 4096 * 1024
             write("train", step, loss=loss, total_loss=loss * 1.1, top1=1 / loss, grad_norm=float(np.exp(0.3 * rng.normal() - done)),
-                  learning_rate=3e-4 * min(step / (0.02 * steps), 1) * (0.55 + 0.45 * np.cos(np.pi * done)), balance_loss=1 + 0.2 * np.exp(-9 * done),
-                  router_z=20 + 5 * done, busiest_expert=2.5, idle_experts=0, tokens_seen=step * tokens, steps=log_every,
-                  **{f"mtp_loss/{d}": loss * (1.15 + 0.1 * d) for d in range(mtp_depth)}, **{f"mtp_top1/{d}": 0.8 / loss for d in range(mtp_depth)},
+                  learning_rate=3e-4 * min(step / (0.02 * steps), 1) * (0.55 + 0.45 * np.cos(np.pi * done)),
+                  balance_loss=1 + 0.2 * np.exp(-9 * done), router_z=20 + 5 * done, busiest_expert=2.5, idle_experts=0,
+                  tokens_seen=step * tokens, steps=log_every,
+                  **{f"mtp_loss/{d}": loss * (1.15 + 0.1 * d) for d in range(mtp_depth)},
+                  **{f"mtp_top1/{d}": 0.8 / loss for d in range(mtp_depth)},
                   bits_per_byte=loss / 2.9, seconds=seconds * log_every, tokens_per_second=tokens / seconds * (1 + 0.02 * rng.normal()),
-                  data_wait=0.01 * rng.random(), model_flops_per_second=1.5e15, mfu=0.41 + 0.01 * rng.normal(), memory_bytes=60_000_000_000, memory_limit=None)
+                  data_wait=0.01 * rng.random(), model_flops_per_second=1.5e15, mfu=0.41 + 0.01 * rng.normal(), memory_bytes=60_000_000_000,
+                  memory_limit=None)
             if rng.random() < 2e-4 or step == 3 * each * log_every:
                 write("skip", step, reason="spike: loss 9.31 (z 11.0), gradient norm 80.1 (z 14.2)")
             if step % each < log_every or step == steps:
                 load = np.exp(0.3 * rng.normal(size=(int(len(full)), experts)) * (1 + depth[:, None]))
                 load *= rng.random(load.shape) > 0.003
                 load *= experts / load.sum(axis=1, keepdims=True)
-                write("diagnostics", step, first_token_share=listed(0.05 + 0.3 * depth * done, full), first_token_heads=listed(0.2 * depth, full),
-                      gate_mean=listed(0.3 - 0.1 * depth, full), gate_closed=listed(0.2 + 0.4 * depth * done, full),
-                      half_life=listed(3 + 200 * depth * done, ~full), half_life_min=listed(1 + depth, ~full), half_life_max=listed(30 + 5000 * depth, ~full),
+                write("diagnostics", step, first_token_share=listed(0.05 + 0.3 * depth * done, full),
+                      first_token_heads=listed(0.2 * depth, full), gate_mean=listed(0.3 - 0.1 * depth, full),
+                      gate_closed=listed(0.2 + 0.4 * depth * done, full),
+                      half_life=listed(3 + 200 * depth * done, ~full), half_life_min=listed(1 + depth, ~full),
+                      half_life_max=listed(30 + 5000 * depth, ~full),
                       beta=listed(0.5 + 0.2 * depth * done, ~full), state_norm=listed(0.1 + 5 * depth * done, ~full),
-                      activation_max=listed(1 + 90 * depth * done, full | True), activation_ratio=listed(8 + 600 * depth * done, full | True),
+                      activation_max=listed(1 + 90 * depth * done, full | True),
+                      activation_ratio=listed(8 + 600 * depth * done, full | True),
                       router_entropy=listed(0.95 - 0.3 * done * depth, full | True), router_z=listed(20 + 4 * depth, full | True),
                       load_cv=listed(load.std(axis=1), full | True), load_max_violation=listed(load.max(axis=1) - 1, full | True),
                       dead_experts=listed((load == 0).sum(axis=1), full | True), grad_norm=listed(np.exp(-depth - done), full | True),
                       param_norm=listed(20 + 5 * depth + 9 * done, full | True), expert_load=load.round(2).tolist(),
-                      groups={name: {"grad_norm": float(np.exp(-done)), "param_norm": 30 + 9 * done} for name in ("embedding", "final_norm", "head")})
+                      groups={name: {"grad_norm": float(np.exp(-done)), "param_norm": 30 + 9 * done}
+                              for name in ("embedding", "final_norm", "head")})
             if step % (10 * each) < log_every or step == steps:
                 now += 10 * seconds
                 write("heldout", step, loss=loss + 0.03, perplexity=np.exp(loss), accuracy=0.5, bits_per_byte=loss / 2.85,
                       **{f"mtp_loss/{d}": loss * 1.2 for d in range(mtp_depth)},
                       **{f"mtp_acceptance/{d}": (0.9 - 0.2 * d) * (1 - np.exp(-9 * done)) for d in range(mtp_depth)})
-                write("suite", step, suite="mqar", **{f"accuracy/{pairs} pairs": 1 / (1 + np.exp(pairs / 3 - 20 * done)) for pairs in (4, 8, 16)})
+                write("suite", step, suite="mqar",
+                      **{f"accuracy/{pairs} pairs": 1 / (1 + np.exp(pairs / 3 - 20 * done)) for pairs in (4, 8, 16)})
                 write("sample", step, text=f"def step_{step}(x):\n    return <b>x</b> + {step}\n")
                 write("checkpoint", step)
             if any(step - log_every < died <= step for died in restarts):

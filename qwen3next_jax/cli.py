@@ -4,12 +4,19 @@ import ctypes
 import os
 import pathlib
 import re
+import shutil
+import signal
+import socket
 import sys
+import textwrap
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
-from qwen3next_jax.config import Config, default_config, from_dict
+from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.config_files import apply_overrides, fill_from_tokenizer, load_config_file, setting
 from qwen3next_jax.errors import ExitCode, UserError, did_you_mean
 from qwen3next_jax.parallel.launch import Launch, find_launch
 
@@ -30,8 +37,31 @@ def run(main: Callable[..., int | None], arguments: str = "") -> None:
             _report("interrupted")
             return ExitCode.INTERRUPTED
     keep_freed_memory()
+    _Interrupts().start()
     logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which accelerators this machine does not have
     app.run(guarded, flags_parser=_parse)
+
+
+class _Interrupts(threading.Thread):
+    """Python raises KeyboardInterrupt when XLA comes back from what it compiles, which can take minutes. Until then this thread
+    answers: the first Ctrl-C with a line, the second by ending the process. A handler of a command's own is left to itself."""
+
+    def __init__(self):
+        super().__init__(name="interrupts", daemon=True)
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        first = True
+        while received := self._reader.recv(1):
+            if received[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                continue
+            if not first:
+                os._exit(ExitCode.INTERRUPTED)
+            first = False
+            time.sleep(0.5)  # mostly the command has ended by then
+            os.write(2, b"interrupted: ends with what is under way; again to stop now\n")
 
 
 def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
@@ -41,58 +71,79 @@ def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
 
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
-        _check_config_file(argv)
-        _check_overrides(argv)
-        return flags.FLAGS(argv)
-    except (AttributeError, KeyError, SyntaxError, TypeError) as error:  # raised by the config file itself
-        sys.exit(_report(f"--config: the file cannot be used: {str(error).strip().splitlines()[0]}"))
-    except (flags.Error, UserError) as error:
-        if "--help" in argv or "-h" in argv or "--helpfull" in argv:
-            raise
+        if {"-h", "-?", "--help", "-help", "--helpshort", "--helpfull"} & set(argv[1:]):
+            print(_help())
+            sys.exit(ExitCode.DONE)
+        return flags.FLAGS(_take_overrides(argv))
+    except UserError as error:
+        sys.exit(_report(str(error)))
+    except flags.UnrecognizedFlagError as error:
+        hint = did_you_mean(error.flagname, _own_flags()).replace("'", "--", 1).replace("'", "") or "; --help shows them"
+        sys.exit(_report(f"--{error.flagname}: no such flag{hint}"))
+    except flags.Error as error:
         text = re.sub(r"invalid literal for int\(\) with base 10: .*", "expected a whole number", str(error))
         text = re.sub(r"could not convert string to float: .*", "expected a number", text)
-        sys.exit(_report(text.removeprefix("FATAL Flags parsing error: ")))
+        sys.exit(_report(text.removeprefix("flag ")))
 
 
-def _check_config_file(argv: Sequence[str]) -> None:
-    for argument, following in zip(argv[1:], [*argv[2:], ""]):
-        name, equals, value = argument.lstrip("-").partition("=")
-        if name == "config" and argument.startswith("-"):
-            path = pathlib.Path((value if equals else following).split(":")[0])
-            if not path.is_file():
-                reason = "a folder" if path.is_dir() else "no such file"
-                raise UserError(f"--config={path}: {reason}{did_you_mean(path.name, [f.name for f in path.parent.glob('*.py')])}")
-
-
-def _check_overrides(argv: Sequence[str]) -> None:
-    """Refuses `--config.a.b` for settings that do not exist, before the config file is read."""
-    for argument in argv[1:]:
-        name = argument.lstrip("-").split("=", 1)[0]
-        if not (argument.startswith("-") and name.startswith("config.")):
+def _take_overrides(argv: Sequence[str]) -> list[str]:
+    """Takes `--config.a.b=value` (or `--config.a.b value`) out of the arguments, where the command has `--config`, into
+    `_overrides`. Names are checked here, so that a misspelled one is told before any file is read."""
+    rest, arguments = [argv[0]], iter(argv[1:])
+    for argument in arguments:
+        name, equals, text = argument.lstrip("-").partition("=")
+        if not argument.startswith("-") or not name.startswith("config.") or "config" not in flags.FLAGS:
+            rest.append(argument)
             continue
-        settings, path = default_config(), name.split(".")[1:]
-        for depth, key in enumerate(path):
-            if not isinstance(settings, dict) or key not in settings:
-                where = "--" + ".".join(("config", *path[:depth + 1]))
-                known = settings if isinstance(settings, dict) else ()
-                hint = did_you_mean(key, known) or (f"; known here: {', '.join(known)}" if known else "")
-                raise UserError(f"{where}: no such setting{hint}")
-            settings = settings[key]
+        name = name.removeprefix("config.")
+        default = setting(name)
+        if not equals:
+            text = "True" if isinstance(default, bool) else next(arguments, None)
+            if text is None:
+                raise UserError(f"--config.{name}: a value is missing: expected --config.{name}=…")
+        _overrides.append((name, text))
+    return rest
+
+
+_overrides: list[tuple[str, str]] = []
+
+
+def _own_flags() -> list[str]:
+    """The names of the flags that this project defines, not its libraries."""
+    modules = {name: flags.FLAGS.find_module_defining_flag(name) for name in flags.FLAGS}
+    return sorted(name for name, module in modules.items() if module == sys.argv[0] or module.startswith(__package__ + "."))
+
+
+def _help() -> str:
+    """What the command's docstring says, and its flags."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "flags:"]
+    entries = []
+    for flag in map(flags.FLAGS.__getitem__, _own_flags()):
+        default = "" if flag.default in (None, "", False, []) or "(default" in flag.help else f" (default: {flag.default_as_str[1:-1]})"
+        entries.append((f"--{flag.name}" + "=…" * (not flag.boolean), flag.help.partition(";\n")[0] + default))
+    if "config" in flags.FLAGS:
+        entries.append(("--config.GROUP.NAME=…", "any setting of the configuration: qwen3next_jax/config/ lists them with their defaults"))
+    for name, text in entries:
+        lines += textwrap.wrap(text, width, initial_indent=f"  {name:22} ", subsequent_indent=" " * 25)
+    return "\n".join(lines)
 
 
 def define_config_flag() -> Callable[..., Config | None]:
-    """Defines `--config=FILE.py` and its `--config.section.key=value` overrides; call the result for the validated Config
+    """Defines `--config=FILE.py` and its `--config.group.name=value` overrides; call the result for the validated Config
     (`required=False`: None where the flag is not given)."""
-    from ml_collections import config_flags
-
-    holder = config_flags.DEFINE_config_file("config", None, "Python file with get_config(); override with --config.train.steps=…")
+    holder = flags.DEFINE_string("config", None, "Python file with get_config(), such as configs/tiny.py")
 
     def get(required: bool = True) -> Config | None:
-        if holder.value is None and not required:
-            return None
+        if holder.value is None and (required or _overrides):
+            why = "" if required else f" (--config.{_overrides[0][0]} changes a setting of it)"
+            raise UserError(f"--config is missing{why}: expected a file such as --config=configs/tiny.py")
         if holder.value is None:
-            raise UserError("--config is missing: expected a file such as --config=configs/tiny.py")
-        return from_dict(Config, holder.value.to_dict())
+            return None
+        values = load_config_file(pathlib.Path(holder.value))
+        apply_overrides(values, _overrides)
+        fill_from_tokenizer(values)
+        return from_dict(Config, values)
     return get
 
 
@@ -124,9 +175,30 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     return get
 
 
+def check_model(flag: str, path: str | pathlib.Path) -> None:
+    """Refuses a `path` at which there is neither a run nor a Hugging Face directory, before anything is loaded."""
+    from etils import epath
+
+    folder = epath.Path(path)
+    if not (folder / "run.json").exists() and not (folder / "config.json").exists():
+        reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
+        raise UserError(f"--{flag}={path}: not the folder of a run, nor a Hugging Face directory ({reason})")
+    if not (folder / "run.json").exists():
+        from qwen3next_jax.interop.hf_config import read_hf_config
+
+        read_hf_config(path)
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Refuses a file for results whose folder is not there, before they are computed."""
+    if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
+        reason = "a folder: expected the name of a file" if pathlib.Path(path).is_dir() else "there is no such folder"
+        raise UserError(f"--{flag}={path}: {reason}")
+
+
 def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
     """The numbers of a comma-separated flag."""
-    if not values or not all(value.strip().isdigit() and int(value) > 0 for value in values):
+    if not values or not all(value.strip().isdecimal() and 0 < len(value) < 10 and int(value) for value in values):
         raise UserError(f"--{flag}={','.join(values)}: expected positive numbers separated by commas")
     return tuple(int(value) for value in values)
 

@@ -47,6 +47,12 @@ def warn(message: str) -> None:
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
+def short(value: object) -> str:
+    """`value` as Python writes it, cut where a line would no longer be one to read."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of more than 40 digits"
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` for the known name closest to `name`, or `""` when none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

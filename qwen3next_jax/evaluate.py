@@ -10,24 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.config import Config, DataConfig
-from qwen3next_jax.data.pipeline import SyntheticData, TrainData, open_data
+from qwen3next_jax.config.evaluations import EVALUATIONS
+from qwen3next_jax.config.tables import check_name
+from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.evals import suite
+from qwen3next_jax.evals import evaluation
 from qwen3next_jax.load import load_model
+from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.training.display import PreparationProgress
 from qwen3next_jax.training.fingerprint import read_config
 
-DESCRIPTIONS = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "accuracy": "accuracy",
-                "bits_per_byte": "bits per byte", "targets": "tokens predicted", "bytes": "bytes predicted",
-                "tokens_right": "tokens of the answer right", "mtp_loss": "MTP loss at depth", "mtp_acceptance": "drafts accepted at depth",
-                "first_token_share": "attention on the first token", "first_token_heads": "heads with more than 0.3 of it there",
-                "activation_max": "largest activation", "activation_ratio": "largest over median activation"}
-SHARES = ("accuracy", "tokens_right", "mtp_acceptance", "first_token_share", "first_token_heads")
-
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),
-             options: suite.Options = suite.Options(), json_path: str = "") -> int:
+             options: evaluation.Options = evaluation.Options(), json_path: str = "") -> int:
     """Runs the evaluations `names`, prints a table of each as it ends. Returns the exit code.
 
     Args:
@@ -39,21 +35,24 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     Raises:
       UserError: an evaluation does not exist or cannot run on this model (said before anything is computed).
     """
+    for name in names:
+        check_name(EVALUATIONS, name, "--suite")
     is_run = (path / "run.json").exists() or not (path / "config.json").exists()
     if is_run:
         config = _config_of_run(config, path)
-        suite.check(names, options, config.model, config.data.source == "text")
     model, tokenizer, step = load_model(path)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
-    open_rows = functools.cache(lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths)))
     graphdef, params = nnx.split(model, nnx.Param)
-    suites = suite.Suites(names, options, graphdef, model.config, tokenizer, open_rows)
+    subject = evaluation.Subject(model.config, graphdef, tokenizer, functools.cache(
+        lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths))), options)
+    evaluations = evaluation.make(names, subject, "--suite")
 
     results = {}
     title = f"{path} after step {step}" if step is not None else str(path)
-    for name, values in suites.run(nnx.to_pure_dict(params)):
-        _print(f"{name} · {title}", values)
+    for name, one in evaluations.items():
+        values = one.run(nnx.to_pure_dict(params))
+        _print(f"{name} · {title}", named(values, one.figures))
         results[name] = {"step": step} | values
         if is_run:
             _write(path / "eval" / f"{name}.json", results[name])
@@ -73,7 +72,7 @@ def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
 
 
 def _open(config: Config | None, path: pathlib.Path, tokenizer: Tokenizer, vocab_size: int,
-          length: int) -> TrainData | SyntheticData:
+          length: int) -> Data:
     with PreparationProgress() as progress:
         if config is not None:
             data = open_data(config.data, config.train.sequence_length, config.train.batch_size, vocab_size, progress)
@@ -85,25 +84,22 @@ def _open(config: Config | None, path: pathlib.Path, tokenizer: Tokenizer, vocab
         return open_data(data, length, max(1, 8192 // length), vocab_size, progress)
 
 
-def _print(title: str, values: dict[str, float]) -> None:
+def _print(title: str, values: list[Value]) -> None:
     """One line a value; a row for each of several places where every figure has each (loss at 1-1, at 2-3, …)."""
-    split = {tuple(name.partition("/")[::2]): value for name, value in values.items()}
-    figures, places = (list(dict.fromkeys(part)) for part in zip(*split, strict=True))
-    if len(split) == len(figures) * len(places) > len(figures):
-        table = Table("", *(DESCRIPTIONS[f] for f in figures))
+    cells = {(value.kind, value.place): str(value) for value in values}
+    titles = {value.kind: value.figure.title for value in values}
+    places = list(dict.fromkeys(value.place for value in values))
+    if len(cells) == len(titles) * len(places) > len(titles):
+        table = Table("", *titles.values())
         for place in places:
-            table.add_row(place or "all", *(_shown(f, split[f, place]) for f in figures))
+            table.add_row(place or "all", *(cells[kind, place] for kind in titles))
     else:
         table = Table("", "", show_header=False)
-        for (figure, place), value in split.items():
-            table.add_row(f"{DESCRIPTIONS[figure]} {place}".strip(), _shown(figure, value))
+        for value in values:
+            table.add_row(value.label, str(value))
     console = Console()
     console.print(title, markup=False, highlight=False)
     console.print(table)
-
-
-def _shown(figure: str, value: float) -> str:
-    return f"{value:.1%}" if figure in SHARES else f"{value:,.0f}" if figure in ("targets", "bytes") else f"{value:.4f}"
 
 
 def _write(path: pathlib.Path, values: dict) -> None:

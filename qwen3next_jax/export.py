@@ -5,6 +5,7 @@
 
 import dataclasses
 import pathlib
+import signal
 
 from absl import flags
 
@@ -16,6 +17,8 @@ def main() -> int:
     workdir = _workdir()
     if not _out.value:
         raise UserError("--out is missing: expected the folder to write, such as --out=exported")
+    cli.check_model("workdir", workdir)
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: what was written so far goes again
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.interop.huggingface import require_new, save_hf
@@ -31,6 +34,10 @@ def main() -> int:
     print(f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB" + ("" if step is None else f", the model after step {step}")
           + f"; next: uv run python -m qwen3next_jax.generate --model={_out.value} --prompt='def '")
     return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 _workdir = cli.define_workdir_flag(default_from_config=False)

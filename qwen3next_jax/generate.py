@@ -5,6 +5,7 @@
 Standard output gets one whole text, the prompt and its continuation. Standard error gets the figures.
 """
 
+import math
 import os
 import sys
 import time
@@ -20,6 +21,9 @@ def main() -> int:
     text = _prompt_text()
     if not _model.value:
         raise UserError("--model is missing: expected the folder of a run or a Hugging Face directory")
+    if not math.isfinite(_temperature.value):
+        raise UserError(f"--temperature={_temperature.value}: expected a finite number")
+    cli.check_model("model", _model.value)
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.inference import decode
@@ -35,6 +39,7 @@ def main() -> int:
     tokens_B = decode.generate(model, [prompt], seed=_seed.value, **request)
 
     started = time.perf_counter()
+    print("compiling, or loading what an earlier start compiled …", file=sys.stderr, flush=True)
     decode.compile_ahead(model, [prompt], **request)
     times = [time.perf_counter()]
     try:
@@ -91,9 +96,9 @@ def _bytes(count: int) -> str:
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
 _prompt = flags.DEFINE_string("prompt", None, "text to continue")
-_max_new_tokens = flags.DEFINE_integer("max_new_tokens", 200, "most tokens to generate; fewer where the text ends")
-_temperature = flags.DEFINE_float("temperature", 0.7, "of sampling; 0 takes the likeliest token")
-_seed = flags.DEFINE_integer("seed", 0, "of sampling")
+_max_new_tokens = flags.DEFINE_integer("max_new_tokens", 200, "most tokens to generate; fewer where the text ends", lower_bound=1)
+_temperature = flags.DEFINE_float("temperature", 0.7, "of sampling; 0 takes the likeliest token", lower_bound=0)
+_seed = flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=2**32 - 1)
 
 if __name__ == "__main__":
     cli.run(main)

@@ -17,21 +17,22 @@ from qwen3next_jax.errors import ExitCode, UserError
 def main() -> int:
     if not _model.value or not _tasks.value:
         raise UserError("--model and --tasks are needed: a run or a Hugging Face directory, and names of tasks")
+    cli.check_model("model", _model.value)
+    cli.check_writable("json", _json.value)
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
     except ImportError as error:
         raise UserError(f"lm-evaluation-harness is not installed ({error}): pip install 'qwen3next-jax[evals]'") from error
-    if _json.value and not pathlib.Path(_json.value).absolute().parent.is_dir():
-        raise UserError(f"--json={_json.value}: there is no such folder")
     cli.enable_compilation_cache()
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.load import load_model
 
     manager = TaskManager(include_path=_task_dir.value)
     if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:
-        raise UserError(f"--tasks: no task named {unknown[0]!r}" + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER"))
+        raise UserError(f"--tasks: no task named {unknown[0]!r}"
+                        + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER"))
     model, tokenizer, _ = load_model(_model.value)
     if tokenizer is None:
         raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
@@ -48,10 +49,10 @@ def main() -> int:
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
 _tasks = flags.DEFINE_list("tasks", [], "tasks, comma-separated")
 _task_dir = flags.DEFINE_string("task_dir", None, "folder of task files of your own")
-_fewshot = flags.DEFINE_integer("fewshot", None, "examples before each question (default: the task's own number)")
-_limit = flags.DEFINE_integer("limit", None, "documents of each task (default: all)")
-_max_length = flags.DEFINE_integer("max_length", 2048, "longest context with its continuation, in tokens")
-_batch_size = flags.DEFINE_integer("batch_size", 8, "rows of one forward pass")
+_fewshot = flags.DEFINE_integer("fewshot", None, "examples before each question (default: the task's own number)", lower_bound=0)
+_limit = flags.DEFINE_integer("limit", None, "documents of each task (default: all)", lower_bound=1)
+_max_length = flags.DEFINE_integer("max_length", 2048, "longest context with its continuation, in tokens", lower_bound=2)
+_batch_size = flags.DEFINE_integer("batch_size", 8, "rows of one forward pass", lower_bound=1)
 _json = flags.DEFINE_string("json", "", "a file that gets the results, too")
 
 if __name__ == "__main__":

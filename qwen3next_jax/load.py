@@ -1,11 +1,13 @@
 """Finding a model by path: the folder of a run, or a Hugging Face directory."""
 
+import dataclasses
 import pathlib
 from typing import NamedTuple
 
 from etils import epath
 
-from qwen3next_jax.data.tokens import TaskTokens, Tokenizer, load_tokenizer
+from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.model import Qwen3Next
@@ -30,19 +32,19 @@ def load_model(path: str | pathlib.Path, step: int | None = None) -> LoadedModel
     folder = epath.Path(path)
     if (folder / "run.json").exists():
         model, config, step = load_trained(folder, step)
-        if config.data.source != "text":
-            return LoadedModel(model, TaskTokens(config.model.vocab_size), step)
         own = folder / "tokenizer"
-        tokenizer = load_tokenizer(str(own) if own.exists() else config.data.tokenizer, config.model.vocab_size)
+        data = dataclasses.replace(config.data, tokenizer=str(own)) if own.exists() else config.data
+        tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
         if tokenizer.fingerprint != read_run(folder)["tokenizer"]:
-            raise UserError(f"{own if own.exists() else config.data.tokenizer}: not the tokenizer that {path} was trained with "
-                            "(its fingerprint differs from that in run.json): damaged, or another; restore it")
+            raise UserError(f"{data.tokenizer}: not the tokenizer that {path} was trained with (its fingerprint differs from that in "
+                            "run.json): damaged, or another; restore it")
         return LoadedModel(model, tokenizer, step)
     if (folder / "config.json").exists():
         if step is not None:
             raise UserError(f"{path}: a Hugging Face directory holds one model, so --step={step} means nothing here")
         tokenizer = folder / "tokenizer.json"
         model = load_hf(folder)
-        return LoadedModel(model, load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None, None)
+        found = load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None
+        return LoadedModel(model, found, step=None)
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")

@@ -150,7 +150,8 @@ def show(plan, console: Console) -> None:
         table.add_row(name, f"{seconds:.4g}", f"{seconds / e.seconds:.0%}")
     console.print(table)
     if plan.optimization_level != "default":
-        console.print(f"compiled at optimization level {plan.optimization_level}: the times are too long", markup=False)
+        console.print(f"compiled at optimization level {plan.optimization_level}: at the default level, which training uses, times differ",
+                      markup=False)
     console.print(f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Step {e.seconds:.4g} s, "
                   f"bound by {plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}", markup=False)
     console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, "
@@ -199,7 +200,8 @@ _config = cli.define_config_flag()
 _topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8")
 _mesh = flags.DEFINE_string("mesh", None, "axes of the mesh, such as data=64,expert=8 (default: the config's; of a search: any)")
 _search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
-_quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1: for memory and network; times come out too long")
+_quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1, in less time: for memory and network; times differ from "
+                           "those of training's level")
 _json = flags.DEFINE_string("json", None, "file to write; the plot of memory goes beside it as .png")
 
 if __name__ == "__main__":

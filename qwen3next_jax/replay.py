@@ -10,11 +10,14 @@ from rich.table import Table
 
 from qwen3next_jax import cli
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.trees import path_string
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         raise UserError("expected one folder: python -m qwen3next_jax.replay WORKDIR/dumps/STEP")
+    if not pathlib.Path(arguments[0], "dump.json").is_file():  # before JAX loads
+        raise UserError(f"{arguments[0]}: not a dump of a step (it has no dump.json): expected a folder such as WORKDIR/dumps/STEP")
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     import jax
@@ -34,7 +37,7 @@ def main(arguments: list[str]) -> int:
                   title_justify="left")
     for (path, value), gradient in zip(jax.tree_util.tree_leaves_with_path(jax.device_get(dump.state["params"])),
                                        jax.tree.leaves(gradients), strict=True):
-        table.add_row(jax.tree_util.keystr(path, simple=True, separator="."), *_summary(np.asarray(value)),
+        table.add_row(path_string(path, "."), *_summary(np.asarray(value)),
                       *_summary(np.asarray(gradient)), f"{np.max(np.abs(gradient)):.3g}")
     Console(highlight=False).print(table)
 

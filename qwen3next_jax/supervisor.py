@@ -6,7 +6,8 @@ was given, a diverged run, a disk without room) is passed on, and so are signals
 """
 
 import contextlib
-import ctypes
+import functools
+import os
 import pathlib
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
+from qwen3next_jax.children import end_with
 from qwen3next_jax.errors import RESTARTED, ExitCode
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled while there is no progress
@@ -33,6 +35,7 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
     """Runs `command` (default: this very one, unsupervised) until it ends for good. → exit code."""
     command = list(command) or [sys.executable, *sys.argv, "--max-restarts=0"]
     stop, child, early = threading.Event(), None, None
+    with_us = functools.partial(end_with, os.getpid(), signal.SIGTERM)  # the signal after which a run saves
 
     def forward(number: int, frame: object) -> None:
         nonlocal early
@@ -48,7 +51,7 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
         sealed, _ = _newest_checkpoint(workdir)
         while True:
             child = None
-            child = subprocess.Popen(command, preexec_fn=_die_with_parent, start_new_session=True)
+            child = subprocess.Popen(command, preexec_fn=with_us, start_new_session=True)
             if early is not None:  # it came while the run was being started
                 child.send_signal(early)
             code = child.wait()
@@ -89,10 +92,3 @@ def _how(code: int) -> str:
 
 def _say(line: str) -> None:
     print(f"supervisor {time.strftime('%H:%M:%S')}: {line}", file=sys.stderr, flush=True)
-
-
-def _die_with_parent() -> None:
-    """Linux: a supervisor that is killed takes the run with it, by the signal after which the run saves."""
-    if sys.platform.startswith("linux"):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

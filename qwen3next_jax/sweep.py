@@ -1,6 +1,7 @@
 """Runs an ablation sweep and writes its report.
 
-    python -m qwen3next_jax.sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2] [--set train.steps=100] [--emit]
+    python -m qwen3next_jax.sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2] [--emit]
+        [--set optimizer.learning_rate=1e-3]
 
 The same command after an interruption goes on where it was; finished points are not run again. report.html and results.csv
 in the workdir are rewritten whenever a point ends. With --emit the points run elsewhere, each by the command printed for it;
@@ -24,18 +25,17 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{len(arguments)} sweep files given: expected one, such as python -m qwen3next_jax.sweep configs/sweeps/ratio.py")
     path = arguments[0]
     changes = _changes(_set.value)
-    if _workers.value < 1 or _retries.value < 0:
-        raise UserError("--workers must be at least 1 and --retries at least 0")
-    # Imported here, so that a mistyped flag is answered at once.
+    # Imported here, so that a mistyped flag, and a mistake in the file, is answered at once.
+    from qwen3next_jax.sweeps.points import load_sweep
+
+    sweep = load_sweep(path, changes)
     from rich.console import Console
 
     from qwen3next_jax.sweeps import runner
     from qwen3next_jax.sweeps.check import check_points
-    from qwen3next_jax.sweeps.points import load_sweep
     from qwen3next_jax.sweeps.report import write_report
     from qwen3next_jax.sweeps.results import read_result
 
-    sweep = load_sweep(path, changes)
     check_points(sweep)
     workdir = pathlib.Path(_workdir.value or pathlib.Path("runs") / "sweeps" / pathlib.Path(path).stem)
     runner.open_sweep(sweep, workdir)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
 
     tell(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
-    code = runner.Runner(sweep, workdir, _workers.value, _retries.value, tell, after).run()
+    code = runner.Runner(sweep, workdir, workers=_workers.value, retries=_retries.value, tell=tell, after=after).run()
     tell(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 
@@ -63,7 +63,7 @@ def _changes(assignments: Sequence[str]) -> dict[str, Any]:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
-            raise UserError(f"--set {assignment}: expected SETTING=VALUE, such as --set train.steps=100")
+            raise UserError(f"--set {assignment}: expected SETTING=VALUE, such as --set train.seed=1")
         changes[name] = _literal(text)
     return changes
 
@@ -71,13 +71,13 @@ def _changes(assignments: Sequence[str]) -> dict[str, Any]:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
 
 
 _workdir = flags.DEFINE_string("workdir", None, "folder of the sweep (default: runs/sweeps/NAME OF THE FILE)")
-_workers = flags.DEFINE_integer("workers", 1, "points that run at the same time")
-_retries = flags.DEFINE_integer("retries", 2, "how often a point that died is started again")
+_workers = flags.DEFINE_integer("workers", 1, "points that run at the same time", lower_bound=1)
+_retries = flags.DEFINE_integer("retries", 2, "how often a point that died is started again", lower_bound=0)
 _set = flags.DEFINE_multi_string("set", [], "SETTING=VALUE for every point; may be given several times")
 _emit = flags.DEFINE_boolean("emit", False, "print one command per point, for a cluster's scheduler, instead of running them")
 

@@ -1,9 +1,10 @@
-"""Verifies every byte of runs, exports and prepared data: a table, and exit code 1 where anything is damaged.
+"""Compares runs, exports and prepared data with the digests they carry: a table, and exit code 1 where anything is damaged.
 
     python -m qwen3next_jax.verify PATH [PATH …]
 
 A PATH is the folder of a run (its run.json, tokenizer, checkpoints and dumps), a Hugging Face directory with SHA256SUMS,
-or a folder of prepared rows (or the one that holds several of them: `data.prepared_dir`).
+or a folder of prepared rows (or the one that holds several of them: `data.prepared_dir`), of whose shards every row is read,
+but not the padding between rows.
 """
 
 import pathlib

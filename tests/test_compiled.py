@@ -175,7 +175,8 @@ ENTRY %main (a: f32[6,8,128], b: f32[8,128]) -> f32[6,8,128] {
   %b = f32[8,128]{1,0:T(8,128)S(1)} parameter(1)
   %start = s32[] constant(11)
   %tuple = (s32[], f32[6,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)S(1)}) tuple(%start, %a, %b)
-  %while = (s32[], f32[6,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)S(1)}) while(%tuple), condition=%condition, body=%body, metadata={op_name="LOOPNAME"}
+  %while = (s32[], f32[6,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)S(1)}) while(%tuple), condition=%condition, body=%body, \
+metadata={op_name="LOOPNAME"}
   %k = f32[8,128]{1,0} custom-call(%b), custom_call_target="tpu_custom_call", frontend_attributes={m={
   }}, backend_config={"custom_call_config":{"body":"AAAA","cost_estimate":{"flops":"4242","transcendentals":"0"}}}
   ROOT %out = f32[6,8,128]{2,1,0:T(8,128)} get-tuple-element(%while), index=1

@@ -55,7 +55,7 @@ def test_bfloat16_rows(w_dtype):
     x, w, targets, weights = problem(300, 64, 200, jnp.bfloat16, w_dtype)
     w = w / 8
     (loss, *_), (dx, dw, _) = oracle(x, w.astype(jnp.bfloat16), targets, weights)
-    f = lambda x, w: linear_cross_entropy(x, w, targets, weights, chunk=128)[0]  # noqa: E731
+    f = lambda x, w: linear_cross_entropy(x, w, targets, weights, chunk=128)[0]
     got, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(x, w)
     assert got.dtype == jnp.float32 and gradients[0].dtype == jnp.bfloat16 and gradients[1].dtype == w_dtype
     np.testing.assert_allclose(got, loss, rtol=1e-4)

@@ -227,7 +227,7 @@ def test_digests_of_large_corpora_are_kept_until_a_file_changes(config, tmp_path
     source = sources.resolve(config.path, "text")
     for file in source.files:
         os.utime(file.path, (1, 1))
-    key = lambda: preparation.fingerprint(  # noqa: E731
+    key = lambda: preparation.fingerprint(
         sources.resolve(config.path, "text"), load_tokenizer("bytes"), Recipe(T, 0.1, 0), tmp_path)
     read = []
     original = sources.content_digest

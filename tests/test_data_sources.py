@@ -58,6 +58,28 @@ def test_globs_are_recursive_sorted_and_independent_of_where_the_tree_lies(tmp_p
     assert [name for name, _ in read("**/*.txt")] == [name for name, _ in read("./**/*.txt")] == expected
 
 
+def test_a_folder_is_its_text_files(tmp_path):
+    for name in ("[1]/a.txt", "[1]/b/c.MD", "[1]/image.png", "[1]/.hidden.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path / "[1]") == [("a.txt", "[1]/a.txt"), ("b/c.MD", "[1]/b/c.MD")]
+
+
+def test_text_that_is_not_utf8_is_left_out_or_mended_and_named(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(b"a\xffb")
+    (tmp_path / "b.txt").write_text("fine")
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xfe"}\n{"text": "\\ud800x"}\n' + jsonl(["good"]))
+    strings = pyarrow.StringArray.from_buffers(2, pyarrow.array([0, 1, 3], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"x\xffy"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "d.parquet")
+    texts = {policy: [d.text for d in documents(resolve(str(tmp_path / "*"), "text", policy))] for policy in ("skip", "replace")}
+    assert texts == {"skip": ["fine", "good", "x"], "replace": ["a\ufffdb", "fine", "\ufffd", "\ufffdx", "good", "x", "\ufffdy"]}
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and "left out 4 documents that are not UTF-8" in told[0] and "replaced by U+FFFD in 4 documents" in told[1]
+    assert all(name in told[0] for name in ("a.txt", "c.jsonl:1", "c.jsonl:2", "d.parquet: row 2"))
+    with pytest.raises(UserError, match="data.on_bad_text = skip"):
+        read(tmp_path / "*")
+
+
 def test_empty_files_among_others_are_skipped(tmp_path):
     (tmp_path / "__init__.py").write_text("")
     (tmp_path / "a.py").write_text("x = 1\n")
@@ -131,6 +153,11 @@ BAD = {
     "broken.jsonl.gz": (lambda p: p.write_bytes(gzip.compress(jsonl(TEXTS))[:-12]), ["damaged gzip"]),
     "plain.jsonl.gz": (lambda p: p.write_bytes(jsonl(TEXTS)), ["damaged gzip"]),
     "broken.parquet": (lambda p: p.write_bytes(b"PAR1 nothing of use PAR1"), ["not a readable Parquet file"]),
+    "deep.jsonl": (lambda p: p.write_bytes(b'{"text": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), [":1", "levels deep"]),
+    "long.jsonl": (lambda p: p.write_bytes(b'{"text": "a", "x": ' + b"1" * 5000 + b"}"), [":1", "more than 4300 digits"]),
+    "fifo.txt": (os.mkfifo, ["no regular file"]),
+    "twice.parquet": (lambda p: pyarrow.parquet.write_table(pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]), p), ["two columns 'text'"]),
     "column.parquet": (lambda p: write_parquet(p, {"texts": ["a"]}), ["no column 'text'", "did you mean 'texts'"]),
     "type.parquet": (lambda p: write_parquet(p, {"text": [1, 2]}), ["int64", "expected string"]),
     "null.parquet": (lambda p: write_parquet(p, {"text": ["a", None]}), ["row 2", "NoneType"]),
@@ -171,8 +198,7 @@ def test_paths_that_match_nothing_say_what_is_there(tmp_path):
     for path, parts in {
         "text/a.txt": ["no 'text'", "did you mean 'texts'"],
         "texts/*.md": ["matches no file", "texts exists but holds nothing that matches"],
-        "texts": ["is a directory", "texts/**/*.txt"],
-        "nothing/": ["is a directory"],
+        "nothing/": ["a folder without text files", "nothing/**/*.log"],
     }.items():
         with pytest.raises(UserError) as caught:
             resolve(os.path.join(tmp_path, path), "text")

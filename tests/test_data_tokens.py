@@ -1,6 +1,7 @@
 """Tokenizers: same ids after export, lossless text, bytes per token, streaming, bad files."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -153,5 +154,12 @@ def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
     assert "no end-of-document token" in error_of(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     assert "'<end>' is not in the vocabulary" in error_of(str(tmp_path))
+    for token in (["x"], 5, {"content": ["x"]}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        assert "is not in the vocabulary" in error_of(str(tmp_path))
+    (tmp_path / "huge.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, END_OF_TEXT: 10**9}, "merges": []}}))
+    assert f"'{END_OF_TEXT}' has id 1000000000 in a vocabulary of 2 tokens" in error_of(str(tmp_path / "huge.json"))
+    os.mkfifo(tmp_path / "fifo.json")
+    assert "fifo.json: cannot be read (a FIFO" in error_of(str(tmp_path / "fifo.json"))
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     assert "expected a JSON object" in error_of(str(tmp_path))

@@ -123,8 +123,9 @@ def test_strong_decay_costs_no_more_than_the_docstring_says(implementation):
     check(inputs, cotangents, implementation, jnp.float32, total * 3e-7, total * 3e-7)
 
 
-@pytest.mark.parametrize("implementation", ("chunked", "associative"))
-@pytest.mark.parametrize("settings", [dict(), dict(erase=False), dict(normalize_qk=False)], ids=str)
+@pytest.mark.parametrize("implementation, settings", [
+    ("chunked", dict()), ("chunked", dict(erase=False)), ("chunked", dict(normalize_qk=False)), ("associative", dict()),
+    ("associative", dict(erase=False))], ids=str)  # the norms lie outside the state's pass, in which these two differ
 def test_exact_in_float64(settings, implementation):
     inputs, cotangents = problem(batch=2, groups=2, heads=6)
     if settings.get("normalize_qk") is False:
@@ -133,7 +134,7 @@ def test_exact_in_float64(settings, implementation):
     check(inputs, cotangents, implementation, jnp.float64, *BARS[jnp.float64], segment_ids=ids, **settings)
 
 
-@pytest.mark.parametrize("dtype, settings", [(jnp.float64, dict()), (jnp.float64, dict(erase=False)), (jnp.bfloat16, dict())], ids=str)
+@pytest.mark.parametrize("dtype, settings", [(jnp.float64, dict()), (jnp.bfloat16, dict(erase=False))], ids=str)
 def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 7)
     two = 2 * inputs["v"][:, :CHUNK].size
@@ -180,8 +181,7 @@ def test_lengths_around_a_chunk(time, implementation):
     check(*problem(time=time), implementation, jnp.float32, *BARS[jnp.float32])
 
 
-@pytest.mark.parametrize("implementation", FORMS)
-@pytest.mark.parametrize("groups, heads", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("groups, heads, implementation", [*((1, 3, form) for form in FORMS), (2, 2, "pallas_tpu")])
 def test_head_groups(groups, heads, implementation):
     check(*problem(time=CHUNK + 5, groups=groups, heads=heads), implementation, jnp.float32, *BARS[jnp.float32])
 
@@ -207,9 +207,9 @@ def test_documents(ids, implementation):
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_packed_documents_equal_separate_ones(implementation):
-    lengths = (30, 64, 1)
-    inputs, cotangents = problem(time=110)
-    ids = np.array([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * 15])
+    lengths = (15, CHUNK, 1)  # lengths that other tests compile, and so is the row's
+    inputs, cotangents = problem(time=100)
+    ids = np.array([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * (100 - sum(lengths))])
     packed = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation, segment_ids=ids)
     start = 0
     for i, length in enumerate(lengths):
@@ -232,13 +232,11 @@ def test_packed_documents_equal_separate_ones(implementation):
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_two_halves_chained_by_the_state_are_the_whole(implementation):
-    inputs, cotangents = problem(time=CHUNK + 36)
+    inputs, cotangents = problem(time=CHUNK + 1)
+    whole = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation)
     arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-    do, dfinal = (jnp.asarray(c, jnp.float32) for c in cotangents)
 
-    def whole(p):
-        return gated_delta_rule(**p, implementation=implementation)
-
+    @jax.jit
     def halves(p):
         cut = lambda rows: {n: x[:, rows] for n, x in p.items() if n != "initial_state"}
         first, state = gated_delta_rule(
@@ -247,17 +245,15 @@ def test_two_halves_chained_by_the_state_are_the_whole(implementation):
         second, state = gated_delta_rule(**cut(slice(40, None)), initial_state=state, implementation=implementation)
         return jnp.concatenate([first, second], axis=1), state
 
-    results = []
-    for f in (whole, halves):
-        out, pullback = jax.vjp(jax.jit(f), arrays)
-        results.append(jax.tree.leaves((out, pullback((do, dfinal)))))
-    for x, y in zip(*results):
-        assert error(np.asarray(y), np.asarray(x)) < 2e-5
+    (o, final), pullback = jax.vjp(halves, arrays)
+    (gradients,) = pullback(tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
+    for name, x in (dict(o=o, final=final) | {f"d{n}": x for n, x in gradients.items()}).items():
+        assert error(np.asarray(x), whole[name]) < 2e-5, name
 
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementation):
-    inputs, cotangents = problem(time=CHUNK + 20)
+    inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)  # a shape that other tests compile
     run = lambda p: outputs_and_gradients(p, cotangents, jnp.bfloat16, implementation=implementation)
     before = run(inputs)
     for name, x in run(inputs).items():
@@ -268,17 +264,15 @@ def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementatio
     np.testing.assert_array_equal(run(changed)["o"][:, :30], before["o"][:, :30])
 
 
-@pytest.mark.parametrize("implementation", (*FORMS, None))
+@pytest.mark.parametrize("implementation", (*FORMS[1:], None))  # None is the chunked form here
 def test_x64_changes_nothing_for_float32(implementation):
-    inputs, _ = problem(time=20)
-    arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-    f = jax.value_and_grad(lambda p: gated_delta_rule(**p, implementation=implementation)[0].sum())
-    want = f(arrays)
+    inputs, cotangents = problem(time=15)  # a length that other tests compile
+    want = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation or "chunked")
     with jax.enable_x64(True):
-        got = f(arrays)
-    for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(got)):
-        assert x.dtype == y.dtype == jnp.float32
-        assert error(np.asarray(y), np.asarray(x)) < 1e-5
+        arrays, cotangents = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (inputs, cotangents))
+        got = _run(arrays, cotangents, None, implementation=implementation)
+    for name, x in got.items():
+        assert x.dtype == jnp.float32 and error(np.asarray(x), want[name]) < 1e-5, name
 
 
 def test_long_sequence():
@@ -348,7 +342,7 @@ def test_the_default_takes_the_kernel_on_a_tpu_where_a_block_fits():
 
 def test_the_kernel_takes_numpys_float64_as_jax_does():
     inputs, _ = problem(time=4)
-    assert gated_delta_rule(**inputs, implementation="pallas_tpu")[0].dtype == jnp.float32
+    assert jax.eval_shape(lambda: gated_delta_rule(**inputs, implementation="pallas_tpu"))[0].dtype == jnp.float32
 
 
 def test_the_kernel_refuses_a_gpu(monkeypatch):
@@ -373,7 +367,7 @@ def test_the_kernel_refuses_float64():
 def test_values_are_checked_where_nans_are_debugged(change, message):
     inputs, _ = problem(time=4)
     arguments = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()} | dict(segment_ids=np.array([[1, 1, 2, 0]])) | change
-    run = lambda: jax.block_until_ready(jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments))  # noqa: E731
+    run = lambda: jax.block_until_ready(jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments))
     run()  # says nothing otherwise
     with jax.debug_nans(True):
         if message is None:

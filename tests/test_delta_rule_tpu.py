@@ -1,7 +1,8 @@
 """The kernels through the real TPU compiler, for described chips: no TPU is needed.
 
-The released model's shape, one a chip, and small problems that take other ways through the kernels; `-m slow` adds head widths
-64 and 256, longer sequences and more of the small ones. One process a chip, because the compiler reads its environment once:
+The released model's shape, one a chip, and small problems that take other ways through the kernels; `-m slow` adds the forward pass
+alone, head widths 64 and 256, longer sequences and more of the small ones. One process a chip, for the compiler reads its environment
+once:
 
     python -m tests.test_delta_rule_tpu v6e float32 x64    # names of CASES: prints the number of kernels in each program
 """
@@ -24,7 +25,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
-QUICK = {
+RELEASED = {"released": dict(time=4096, key_heads=16, value_heads=32)}
+QUICK = RELEASED | {
     "float32": dict(dtype="float32"),
     "x64": dict(x64=True),
     "share 3": dict(value_heads=6),
@@ -58,16 +60,10 @@ def compiles(chip, *flags):
 
 
 @needs_compiler
-@pytest.mark.parametrize("chip", CHIPS)
-def test_compiles_at_the_released_shape(chip):
-    compiles(chip)
-
-
-@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("flags", [("--time", 8192), ("--width", 64), ("--width", 256), ("--key_heads", 32)], ids=str)
-def test_compiles_at_other_shapes(chip, flags):
+@pytest.mark.parametrize("flags", [(), ("--time", 8192), ("--width", 64), ("--width", 256), ("--key_heads", 32)], ids=str)
+def test_compiles_forward_and_both_ways(chip, flags):
     compiles(chip, *flags)
 
 
@@ -79,9 +75,9 @@ def kernels_of_cases(chip, names):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", QUICK)
-def test_small_problems_compile(name):
-    printed, errors = kernels_of_cases("v6e", tuple(QUICK))
+@pytest.mark.parametrize("name, chip", [*((name, "v6e") for name in QUICK), *(("released", chip) for chip in CHIPS if chip != "v6e")])
+def test_compiles(name, chip):
+    printed, errors = kernels_of_cases(chip, tuple(QUICK if chip == "v6e" else RELEASED))
     assert printed.get(name) == "2", printed.get(name, errors)
 
 

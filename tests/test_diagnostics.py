@@ -35,7 +35,7 @@ def measured():
     return graphdef, params, step, jax.device_get(step(params, BATCH))
 
 
-def test_the_first_token_share_is_that_of_the_explicit_probabilities():
+def test_attention_is_measured_as_the_explicit_scores_say():
     layer = GatedAttention(MODEL, Make(MODEL, nnx.Rngs(0)), (0,))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32, 16)), jnp.float32)
     segments = BATCH["segment_ids"]
@@ -49,13 +49,17 @@ def test_the_first_token_share_is_that_of_the_explicit_probabilities():
         query, key = (rotate(rms_norm(a, jnp.zeros(8), MODEL), context.positions, MODEL.rotary_dim, MODEL.rope_theta) for a in (query, key))
         scores = jnp.einsum("btnk,bsnk->bnts", query, jnp.repeat(key, 2, axis=2)) * 8**-0.5
         seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((32, 32), bool))
-        return jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30)), jax.nn.sigmoid(gate)
-    probability, gate = jax.device_get(explicit(x))
+        scores = jnp.where(seen[:, None], scores, -1e30)
+        return jax.nn.softmax(scores), jax.nn.sigmoid(gate), scores
+    probability, gate, scores = jax.device_get(explicit(x))
     positions = np.asarray(context.positions)
     shares = [probability[b, :, t, t - positions[b, t]]
               for b in range(4) for t in range(32) if segments[b, t] > 0 and positions[b, t] > 0]
     np.testing.assert_allclose(diagnostics["first_token_share"], np.mean(shares, axis=0), rtol=1e-5)
     assert 0.05 < np.mean(shares) < 0.95
+    counted = np.where(np.asarray(segments > 0)[:, None, :, None], scores, -np.inf)
+    np.testing.assert_allclose(diagnostics["logit_max"], counted.max(axis=(0, 2, 3)), rtol=1e-3)
+    assert (scores.max(axis=(0, 2, 3)) > 1.01 * counted.max(axis=(0, 2, 3))).any()  # padding's would be larger
     open_gates = gate[np.asarray(segments) > 0]
     np.testing.assert_allclose(diagnostics["gate_mean"], open_gates.mean(), rtol=1e-5)
     np.testing.assert_allclose(diagnostics["gate_closed"], (open_gates < 0.1).mean(), rtol=1e-5)

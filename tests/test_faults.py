@@ -16,7 +16,8 @@ if __name__ == "__main__":
     from tests.faults.lab import Lab, wait_for
     lab = Lab(pathlib.Path(sys.argv[1]), steps=20)
     trials = {
-        "bits of a checkpoint": damage.flips_in_checkpoint(lab, 12, goes_on=0), "files of a checkpoint": damage.files_of_checkpoint(lab, 0, goes_on=0),
+        "bits of a checkpoint": damage.flips_in_checkpoint(lab, 12, goes_on=0),
+        "files of a checkpoint": damage.files_of_checkpoint(lab, 0, goes_on=0),
         "bits of an export": damage.flips_in_export(lab, 12), "bits of a shard": damage.flips_in_shard(lab, 12),
         "shards": damage.missing_shards(lab, 0), "records": damage.malformed_records(lab, 0), "hostile weights": damage.hostile(lab, 0),
         "config": identity.config_mistakes(lab, 0), "other runs": identity.other_runs(lab, 0),

@@ -37,7 +37,8 @@ def config(tmp_path_factory):
         name="guarded", model=MODEL,
         data=DataConfig(path=f"{folder}/*.txt", heldout_fraction=0.2, prepared_dir=str(tmp_path_factory.mktemp("prepared"))),
         train=TrainConfig(steps=16, batch_size=4, sequence_length=64, log_every=1), optimizer=OptimizerConfig(warmup_steps=2),
-        guards=GuardConfig(window=4, max_skips=3), checkpoint=CheckpointConfig(every=4), eval=EvalConfig(every=100, rows=4, sample_tokens=0))
+        guards=GuardConfig(window=4, max_skips=3), checkpoint=CheckpointConfig(every=4),
+        eval=EvalConfig(every=100, rows=4, sample_tokens=0))
 
 
 @pytest.fixture

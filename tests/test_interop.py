@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
+import signal
+import time
 
 import jax
 import numpy as np
@@ -11,9 +14,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
+from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop import read_hf_config, weights
+from qwen3next_jax.interop import weights
+from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
@@ -142,6 +146,11 @@ def _truncate(directory):
     file.write_bytes(file.read_bytes()[:-1000])
 
 
+def _fifo(file):
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
 def _as_pickle(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
@@ -152,8 +161,21 @@ def _index(**weight_map):
 
 DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
-    "config no JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
-    "config a list": (lambda d: (d / "config.json").write_text("[]"), "expected an object"),
+    "config no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
+    "config a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object, found a list"),
+    "config deep": (lambda d: (d / "config.json").write_text("[" * 10**5 + "]" * 10**5), "config.json: nested more than 100 levels"),
+    "config a FIFO": (lambda d: _fifo(d / "config.json"), "config.json: cannot be read (a FIFO"),
+    "weights a FIFO": (lambda d: (_fifo(d / "x.safetensors"), _index(a="x.safetensors")(d)), "x.safetensors: cannot be read (a FIFO"),
+    "digests a FIFO": (lambda d: _fifo(d / "SHA256SUMS"), "SHA256SUMS: cannot be read (a FIFO"),
+    "digests outside": (lambda d: (d / "SHA256SUMS").write_text("0  ../x\n"), "SHA256SUMS: it names '../x', which is outside"),
+    "layers": (lambda d: edit_config(d, num_hidden_layers=10**9, layer_types=None),
+               "num_hidden_layers: 1000000000 layers, the weights have 4"),
+    "layer types": (lambda d: edit_config(d, layer_types=["linear_attention"] * 10**5), "layer_types: 100000 layers, the weights have 4"),
+    "experts": (lambda d: edit_config(d, num_experts=10**9), "num_experts = 1000000000: the widest of the weights has"),
+    "many heads": (lambda d: edit_config(d, linear_num_value_heads=2 * 10**9),
+                   "linear_num_value_heads = 2000000000 × linear_value_head_dim"),
+    "a long number": (lambda d: edit_config(d, vocab_size=10**4000),
+                      "vocab_size = a number of more than 40 digits: expected at most 64 bits"),
     "model_type": (lambda d: edit_config(d, model_type="llama"), "expected 'qwen3_next'"),
     "rope scaling": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0}), "rope_type = 'yarn'"),
     "rope parameters": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), "rope_type = 'linear'"),
@@ -175,6 +197,8 @@ DAMAGE = {
     "untied head": (lambda d: edit_config(d, tie_word_embeddings=True), "lm_head.weight differs"),
     "escaping index": (_index(a="../model.safetensors"), "'../model.safetensors': expected"),
     "shard missing": (_index(a="model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors: cannot be read"),
+    "shards missing": (_index(a="1.safetensors", b="2.safetensors", c="model.safetensors"),
+                       "2 of the 3 files that model.safetensors.index.json names are missing: 1.safetensors, 2.safetensors"),
     "index names more": (_index(a="model.safetensors"), "1 tensor: a missing from the files"),
 }
 
@@ -210,6 +234,17 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path):
             raise OSError("disk full")
     with pytest.raises(OSError, match="disk full"):
         save_hf(new_model(), tmp_path / "other", BrokenTokenizer())
+
+    class Interrupted:
+        def save(self, directory):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+    before = signal.signal(signal.SIGTERM, export._interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save_hf(new_model(), tmp_path / "other", Interrupted())
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert [f.name for f in tmp_path.rglob("*")] == ["out", "notes.txt"]
 
 

@@ -112,3 +112,9 @@ def test_another_version_of_the_code_or_of_a_library_is_refused_by_name(monkeypa
         blocking_key_value_get=lambda key, _: json.dumps(said[int(key.rpartition("/")[2])])))
     with pytest.raises(UserError, match=rf"disagree on {name}: process 0 on host0 has {digests[name]}, process 1 on host1 another;"):
         distributed._judge("start", 1.0)
+
+
+def test_a_jax_without_the_key_value_store_is_told_before_anyone_waits(monkeypatch):
+    monkeypatch.delattr("jax._src.distributed.global_state")
+    with pytest.raises(UserError, match="JAX .* has no jax._src.distributed.global_state.client .*install a JAX that has it"):
+        distributed.start(Launch("flags", "localhost:1", processes=2, process=0), None)

@@ -1,8 +1,6 @@
 """What holds of every mixer of the table, and of the one that docs/extending.md adds to it."""
 
 import dataclasses
-import pathlib
-import re
 import sys
 
 import jax
@@ -11,40 +9,37 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from page import example, line
 
 from qwen3next_jax.config import FULL, LINEAR, Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.mixers import MIXERS
-from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.layout import check_hf_form
-from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
-from qwen3next_jax.training.step import abstract_train_state, batch_sharding, init_state, make_train_step
+from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
 BASE = ModelConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
                    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
                    num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8, max_position_embeddings=64,
                    mtp_depth=0, dtype="float32", initializer_range=0.2)
-PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 SEGMENTS = jnp.asarray(np.repeat(range(1, len(CUTS)), np.diff(CUTS))[None].repeat(2, axis=0), jnp.int32)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def retention(tmp_path_factory):
     """The page's mixer as one file and one line; the tests below take it for one of the table's."""
-    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "my_mixer.py" in block)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 30
     folder = tmp_path_factory.mktemp("mixer")
-    (folder / "my_mixer.py").write_text(code)
+    assert len(list(filter(str.strip, example("my_mixer.py", folder).splitlines()))) <= 30
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        patch.setitem(MIXERS, "retention", "my_mixer:Retention")
+        patch.setitem(MIXERS, *line("MIXERS"))
         yield
     sys.modules.pop("my_mixer", None)
 
@@ -65,20 +60,19 @@ def _run(graph, params, x, context, cache=None):
 
 def test_packed_documents_are_as_separate_ones_and_the_cache_continues_them(mixer):
     name, graph, params = mixer
-    packed, _, _ = jax.jit(lambda x: _run(graph, params, x, Context(document_positions(SEGMENTS), SEGMENTS)))(X)
-    for start, end in zip(CUTS, CUTS[1:]):
-        positions = jnp.broadcast_to(jnp.arange(end - start, dtype=jnp.int32), (2, end - start))
-        alone, _, _ = _run(graph, params, X[:, start:end], Context(positions))
-        np.testing.assert_allclose(packed[:, start:end], alone, rtol=0, atol=2e-5)
-    # A prompt of 11 tokens, then one, then the rest, against one pass.
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (2, T))
-    whole, _, _ = _run(graph, params, X, Context(positions))
+    whole = jax.jit(lambda x: _run(graph, params, x, Context(positions))[0])
+    packed = jax.jit(lambda x: _run(graph, params, x, Context(document_positions(SEGMENTS), SEGMENTS))[0])(X)
+    for start, end in zip(CUTS, CUTS[1:]):  # each document at the start of a row of its own: what follows changes nothing
+        np.testing.assert_allclose(packed[:, start:end], whole(jnp.roll(X, -start, axis=1))[:, :end - start], rtol=0, atol=2e-5)
+    assert np.abs(packed - whole(X)).max() > 1e-2  # the past matters
+
+    step = jax.jit(lambda x, positions, cache: _run(graph, params, x, Context(positions), cache))
     cache, outs = mixer_class(name).init_cache(BASE, 2, T), []
-    for part in (slice(0, 11), slice(11, 12), slice(12, T)):
-        out, _, cache = _run(graph, params, X[:, part], Context(positions[:, part]), cache)
+    for part in (slice(0, T // 2), *(slice(t, t + 1) for t in range(T // 2, T))):
+        out, _, cache = step(X[:, part], positions[:, part], cache)
         outs.append(out)
-    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), whole, rtol=0, atol=2e-5)
-    assert np.abs(whole - jnp.concatenate([alone] * (T // alone.shape[1] + 1), axis=1)[:, :T]).max() > 1e-2  # the past matters
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), whole(X), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2, "data": 2}, {"context": 2}], ids=("tensor", "context"))
@@ -98,16 +92,26 @@ def test_a_mesh_gives_what_one_device_gives(mixer, axes):
     many = gradient(mesh)(placed, jax.device_put(X, batch_sharding(mesh)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), one, many)
     if "tensor" in axes:  # heads are really apart: by construction every matrix is stored in parts
-        assert all(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in jax.tree.leaves(placed) if leaf.ndim > 1 and leaf.size > 64)
+        large = [leaf for leaf in jax.tree.leaves(placed) if leaf.ndim > 1 and leaf.size > 64]
+        assert large and all(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in large)
+
+
+def test_every_implementation_of_the_delta_rule_can_be_trained_with():
+    """What each gives, and its gradients, are the operator's tests; here that the setting reaches it."""
+    def program(name):
+        layer = mixer_class("gated_deltanet")(dataclasses.replace(BASE, delta_rule=name), Make(BASE, nnx.Rngs(0)), (0,))
+        graph, params = nnx.split(layer)
+        return str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(_run(graph, p, X, Context(SEGMENTS, SEGMENTS))[0])))(params))
+    programs = {name: program(name) for name in ("recurrent", "chunked", "associative", "pallas_tpu")}
+    assert len(set(programs.values())) == 4 and [name for name, text in programs.items() if "pallas_call" in text] == ["pallas_tpu"]
 
 
 def test_flops_and_counts_are_those_of_the_shapes(mixer):
     name, _, params = mixer
     config = dataclasses.replace(BASE, layer_types=(name, name))
     sizes = {path: p for path, p in declared(config).items() if "/mixer/" in path}
-    assert parameter_counts(config).total - parameter_counts(dataclasses.replace(config, num_hidden_layers=1, layer_types=(name,))).total \
-        == sum(leaf.size for leaf in jax.tree.leaves(params)) + sum(p.size for path, p in declared(config).items() if path.startswith(
-            "layers") and "/mixer/" not in path) // 2
+    assert sum(p.size for p in sizes.values()) == 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert parameter_counts(config).total == sum(p.size for p in declared(config).values())
     products = 2 * sum(p.size for p in sizes.values() if p.kind == "matrix")
     assert forward_flops_per_token(config, T)[name] == products + 2 * mixer_class(name).forward_flops(config, T) > products > 0
     assert all(not p.decays(True) for path, p in sizes.items() if p.kind == "rate")
@@ -153,7 +157,7 @@ def test_names_of_the_pattern_stand_for_the_mixers_named():
 @pytest.mark.parametrize("settings, message", [
     ({"linear_mixer": "gated_deltnet"}, r"model.linear_mixer = 'gated_deltnet': expected one of .* \(did you mean 'gated_deltanet'\?\)"),
     ({"layer_types": (LINEAR, "retentoin")}, r"model.layer_types\[1\] = 'retentoin': .* \(did you mean 'retention'\?\)"),
-    ({"layer_types": (FULL, FULL), "erase": False}, r"model.erase = False: no layer of this model reads it \(its mixers: gated_attention\)"),
+    ({"layer_types": (FULL, FULL), "erase": False}, r"model.erase = False: no layer of this model reads it .its mixers: gated_att"),
     ({"layer_types": (FULL, FULL), "delta_rule": "chunked"}, "model.delta_rule = 'chunked': no layer of this model reads it"),
     ({"linear_mixer": "broken"}, r"'broken': 'my_mixer:Missing', cannot be imported \(AttributeError"),
 ])

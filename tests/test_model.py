@@ -154,8 +154,8 @@ def test_bfloat16_follows_float32():
     config = dataclasses.replace(TINY, num_experts=0, mtp_depth=0, num_hidden_layers=2, layer_types=())
     _, params = _model(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, TINY.vocab_size)
-    exact, rounded = (jax.jit(lambda p, graph=_model(dataclasses.replace(config, dtype=dtype))[0]: nnx.merge(graph, p)(tokens).logits)(params)
-                      for dtype in ("float32", "bfloat16"))
+    graphs = (_model(dataclasses.replace(config, dtype=dtype))[0] for dtype in ("float32", "bfloat16"))
+    exact, rounded = (jax.jit(lambda p, graph=graph: nnx.merge(graph, p)(tokens).logits)(params) for graph in graphs)
     assert rounded.dtype == jnp.float32
     # About 20 roundings of relative size 2⁻⁹ on the way through two layers, adding up as a random walk: 4.5 · 2⁻⁹ = 0.9 %.
     assert np.linalg.norm(rounded - exact) < 0.02 * np.linalg.norm(exact)

@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.model import expert_parallel, moe
+from qwen3next_jax.model import moe
+from qwen3next_jax.parallel import experts as exchange
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.parallel.mesh import check_divides, make_mesh, one_device
-from qwen3next_jax.parallel.rules import AXES, local, path_string, shardings, storage_spec
+from qwen3next_jax.parallel.mesh import check_divides, make_mesh
+from qwen3next_jax.parallel.rules import AXES, local, shardings, storage_spec
+from qwen3next_jax.trees import path_string
 from qwen3next_jax.planner.topology import describe
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.step import abstract_train_state
@@ -84,7 +86,8 @@ def test_axes_that_do_not_multiply_to_the_devices(mesh, message):
 
 
 @pytest.mark.parametrize("mesh, model, train, message", [
-    ({"data": 8}, {}, {"batch_size": 12}, "data × expert = 8 × 1 does not divide the 12 rows .* nearest valid sizes of their product: 6, 12"),
+    ({"data": 8}, {}, {"batch_size": 12},
+     "data × expert = 8 × 1 does not divide the 12 rows .* nearest valid sizes of their product: 6, 12"),
     ({"expert": 8}, {"num_experts": 12}, {}, "parallel.mesh.expert = 8 does not divide model.num_experts = 12; .* 6, 12"),
     ({"tensor": 4}, {}, {}, "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2; nearest valid sizes of tensor: 2"),
     ({"context": 8}, {}, {"sequence_length": 40}, "context = 8: twice that does not divide train.sequence_length = 40; .* 5, 10"),
@@ -120,7 +123,7 @@ def test_slices_lie_along_data():
 
 
 def _routed(split, x, weight, expert, gate_up, down):
-    f = functools.partial(expert_parallel.split_experts, axis="expert", axes=("data", "expert")) if split else moe._run_experts
+    f = functools.partial(exchange.split_experts, axis="expert", axes=("data", "expert")) if split else moe._run_experts
     if split:
         rows, experts = P(("data", "expert")), P("expert")
         f = local(f, split, (rows, rows, rows, experts, experts), rows)
@@ -128,12 +131,12 @@ def _routed(split, x, weight, expert, gate_up, down):
     return y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
 
-@pytest.mark.parametrize("shards", [expert_parallel.GATHERED_SHARDS, 1], ids=("gathered", "exchanged"))
+@pytest.mark.parametrize("shards", [exchange.GATHERED_SHARDS, 1], ids=("gathered", "exchanged"))
 def test_split_experts_are_exact_at_any_imbalance(shards, monkeypatch):
     """Balanced; every choice on one shard, which takes several rounds; a shard and an expert with nothing."""
-    monkeypatch.setattr(expert_parallel, "GATHERED_SHARDS", shards)
-    monkeypatch.setattr(expert_parallel, "CHUNK_CHOICES", 64)  # two chunks of 32 tokens
-    monkeypatch.setattr(expert_parallel, "_room", lambda balanced, most: balanced // 2 + 3)
+    monkeypatch.setattr(exchange, "GATHERED_SHARDS", shards)
+    monkeypatch.setattr(exchange, "CHUNK_CHOICES", 64)  # two chunks of 32 tokens
+    monkeypatch.setattr(exchange, "_room", lambda balanced, most: balanced // 2 + 3)
     rng = np.random.default_rng(0)
     x, gate_up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16)))
     weight = jnp.asarray(rng.random((512, 2)), jnp.float32)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from qwen3next_jax.model import expert_parallel
+from qwen3next_jax.parallel import experts as exchange
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
 
@@ -91,6 +91,6 @@ def test_the_run_on_every_mesh(axes, alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"expert": 2}, {"expert": 4}, {"expert": 8}, *(p for p in PRODUCTS if "expert" in p)], ids=str)
 def test_the_run_with_choices_exchanged(axes, alone, monkeypatch):
-    monkeypatch.setattr(expert_parallel, "GATHERED_SHARDS", 1)
-    monkeypatch.setattr(expert_parallel, "CHUNK_CHOICES", 64)
+    monkeypatch.setattr(exchange, "GATHERED_SHARDS", 1)
+    monkeypatch.setattr(exchange, "CHUNK_CHOICES", 64)
     _check(axes, alone)

@@ -19,7 +19,7 @@ EXCHANGE = """
 import functools, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from qwen3next_jax.config import MeshConfig, ParallelConfig
-from qwen3next_jax.model.expert_parallel import split_experts
+from qwen3next_jax.parallel.experts import split_experts
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import local
 from qwen3next_jax.planner.topology import describe

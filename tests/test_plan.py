@@ -83,7 +83,8 @@ def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("slice_, message", [("v5p:3x5x7", "v5p:3x5x7: .*not divisible"), ("v5p:2x2x1", "needs matplotlib.*pip install libtpu matplotlib")])
+@pytest.mark.parametrize("slice_, message", [
+    ("v5p:3x5x7", "v5p:3x5x7: .*not divisible"), ("v5p:2x2x1", "needs matplotlib.*pip install libtpu matplotlib")])
 def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile(slice_, message, tmp_path, monkeypatch):
     import qwen3next_jax.plan as command_module
 
@@ -226,7 +227,8 @@ def executable(path, text):
 
 @needs_compiler
 @pytest.mark.parametrize("program, reason", [
-    ("echo 'F1121 17:00 x.cc:33] Check failed: a == b (1 vs. 2)' >&2; kill -ABRT $$", "the compiler aborted: Check failed: a == b (1 vs. 2)"),
+    ("echo 'F1121 17:00 x.cc:33] Check failed: a == b (1 vs. 2)' >&2; kill -ABRT $$",
+     "the compiler aborted: Check failed: a == b (1 vs. 2)"),
     ("kill -SEGV $$", "the compiler's process was ended by signal 11 (Segmentation fault)"),
     ("kill -40 $$", "the compiler's process was ended by signal 40 (Real-time signal 6)"),
     ("kill -KILL $$", "the compiler's process was ended by signal 9 (Killed): perhaps the machine ran out of memory"),
@@ -278,7 +280,7 @@ def test_a_planner_killed_early_leaves_no_compiler():
                "os.kill(os.getpid(), signal.SIGKILL)")
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           stderr=subprocess.DEVNULL) as planner:
-        ended, _, _ = select.select([planner.stdout], [], [], 60)  # its end: nobody holds it any more
+        ended, _, _ = select.select([planner.stdout], [], [], 300)  # its end: nobody holds it any more
         assert ended and not planner.stdout.read()
 
 
@@ -316,14 +318,16 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
 
     def pretend(config, topology, level):
         compiled.append(config)
-        other = {1: {}, 2: dict(failed=True, reason="the compiler aborted: Check failed: x"), 3: dict(needs=2**36, reason="needs 64.00 GiB of 31.24 GiB")}
+        other = {1: {}, 2: dict(failed=True, reason="the compiler aborted: Check failed: x"),
+                 3: dict(needs=2**36, reason="needs 64.00 GiB of 31.24 GiB")}
         return dataclasses.replace(plan, fits=False, **other[len(compiled)]) if other.get(len(compiled)) else plan
     monkeypatch.setattr(process, "make_plan_apart", pretend)
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     released = Config(train=TrainConfig(batch_size=256, sequence_length=4096))
     found = search(released, topology.describe("v6e:16x16"), "", console, {})
     text = console.export_text()
-    assert len(compiled) == len(found) == 5 == len(set(compiled)) and [p.verdict for p in found] == 3 * ["fits"] + ["does not fit", "failed"]
+    assert len(compiled) == len(found) == 5 == len(set(compiled))
+    assert [p.verdict for p in found] == 3 * ["fits"] + ["does not fit", "failed"]
     for part in ("needs 64.00 GiB of 31.24 GiB", "the compiler aborted: Check failed: x", "candidates do not fit", f"{plan.mfu:.1%}"):
         assert part in text
     with pytest.raises(UserError, match="no mesh of 256 devices divides.*nearest valid sizes"):

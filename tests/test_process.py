@@ -28,7 +28,7 @@ def _wait_for(path, process, seconds=20):
 BLOCKED = """
 import ctypes, pathlib, sys, threading, time
 from qwen3next_jax.training.watchdog import Signals
-with Signals() as signals:
+with Signals(lambda line: print(line, file=sys.stderr, flush=True)) as signals:
     def report():
         while not signals.caught: time.sleep(0.01)
         pathlib.Path(sys.argv[2]).touch()
@@ -48,7 +48,27 @@ def test_the_first_signal_is_noted_at_once_and_the_second_ends_the_process(tmp_p
     assert process.poll() is None
     process.send_signal(number)
     assert process.wait(0.8) == ExitCode.ABORTED
-    assert "second signal" in process.communicate()[1]
+    errors = process.communicate()[1]
+    assert f"{number.name}: saving after the step under way; again to stop now" in errors and "second signal" in errors
+
+
+COMPILING = """
+import hashlib, pathlib
+from qwen3next_jax import cli
+def main(arguments):
+    pathlib.Path(arguments[0]).touch()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as XLA's compiler: Python's handler waits until it is back
+cli.run(main, "FILE")
+"""
+
+
+def test_any_command_answers_the_first_ctrl_c_and_ends_at_the_second(tmp_path):
+    process = _start(COMPILING, tmp_path / "ready")
+    _wait_for(tmp_path / "ready", process)
+    process.send_signal(signal.SIGINT)
+    assert "again to stop now" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(2) == ExitCode.INTERRUPTED
 
 
 HANGING = """

@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -44,7 +43,7 @@ def get_config():
                         linear_key_head_dim=16, linear_value_head_dim=16)
     config.train.update(steps=16, batch_size=4, sequence_length=32, log_every=1)
     config.checkpoint.every = 10
-    config.eval.update(every=16, rows=8, sample_tokens=0)
+    config.eval.update(every=16, rows=8, sample_tokens=0, suite_rows=3, suite_pairs=(2,))
     return config
 """
 
@@ -137,6 +136,8 @@ def assert_same_curve(workdir, expected):
     assert [step for step, _, _ in found] == list(range(1, 17))
     assert found == [(step, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for step, loss, norm in wanted]
     assert events(workdir, "heldout")[-1]["loss"] == pytest.approx(events(expected, "heldout")[-1]["loss"], rel=1e-5)
+    for kind, said in (("suite", "accuracy/2 pairs"), ("sample", "text")):
+        assert [event[said] for event in events(workdir, kind)] == [event[said] for event in events(expected, kind)]
 
 
 def shares(path):
@@ -197,7 +198,8 @@ def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
     data = Processes(*by_gke(2), arguments(corpus, tmp_path / "run", "--config.data.path=text.txt"), folders=[tmp_path, other])
     for run, field in ((config, "config.optimizer.learning_rate"), (data, "data fingerprint")):
         for code, _, err in run.wait():
-            assert code == 2 and re.search(rf"^error: processes disagree on {field}: process 0 on \S+ has \S+, process 1 on \S+ \S+; start", err), err
+            line = rf"^error: processes disagree on {field}: process 0 on \S+ has \S+, process 1 on \S+ \S+; start"
+            assert code == 2 and re.search(line, err), err
     assert not (tmp_path / "run").exists()
 
 
@@ -219,8 +221,10 @@ def test_a_coordinator_that_nobody_reaches_costs_a_bounded_wait(corpus, tmp_path
                                             (("--config.parallel.mesh.tensor=2",), {((0, 1), 2), ((2, 3), 2)})],
                          ids=("data", "data and tensor"))
 def test_four_processes_train_as_one(corpus, tmp_path, mesh, expected):
-    """Interrupted by a signal to one of them. With `tensor` over processes two of them read the same rows."""
+    """Interrupted by a signal to one of them. With `tensor` over processes two of them read the same rows. All of them evaluate and
+    sample, each with its part of the parameters."""
     one, four, note = tmp_path / "one", tmp_path / "four", tmp_path / "shares"
+    mesh = (*mesh, "--config.eval.sample_tokens=4", "--config.eval.suites=('mqar',)")
     Processes(*alone(), arguments(corpus, one, *mesh)).succeed()
     ended = Processes(*with_signal_to_one(by_flags(4), 5), arguments(corpus, four, *mesh)).wait()
     assert [code for code, _, _ in ended] == [130] * 4, ended

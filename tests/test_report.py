@@ -105,17 +105,57 @@ def test_a_step_logged_with_its_compilation_is_no_training():
 
 def test_differences_name_what_differs(folder):
     names = [name for name, _ in runs.differences([runs.load_run(folder / name) for name in ("small", "other")])]
-    assert names == ["model.layer_types", "model.mtp_depth", "model.num_experts", "model.num_experts_per_tok", "model.num_hidden_layers",
+    assert names == ["model.mtp_depth", "model.num_experts", "model.num_experts_per_tok", "model.num_hidden_layers",
                      "name", "train.steps"]
 
 
-@pytest.mark.parametrize("content, message", [(None, "not the folder of a run"), ("{", "damaged or foreign"), ('{"config": {}}', "nothing has been recorded")])
+@pytest.mark.parametrize("content, message", [
+    (None, "not the folder of a run"), ("{", "damaged or foreign"), ('{"config": {}}', "nothing has been recorded")])
 def test_a_folder_without_a_run_is_one_line(tmp_path, content, message):
     if content is not None:
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(UserError, match=message):
         write_report([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+BAD_LINES = [
+    '{"event": "train", "step": 2, "time": "noon", "loss": 1}',
+    '{"event": "train", "step": 2, "time": 1, "loss": {"a": 1}, "seconds": 1}',
+    '{"event": "train", "step": 2, "time": 1, "seconds": "x"}', '{"event": "diagnostics", "step": 2, "time": 1, "beta": 3}',
+    '{"event": "diagnostics", "step": 2, "time": 1, "beta": [[1], 2], "activation_max": "x", "state_norm": [1]}',
+    '{"event": "sample", "step": 2, "time": 1, "text": 5}',
+    '{"event": "start", "step": 2, "time": 1, "previous_end": "x", "lost_steps": "y"}',
+    '{"event": "changed", "step": 2, "time": 1, "changes": [1]}', '{"event": "train", "step": 1' + "0" * 400 + ', "time": 1, "loss": 1}',
+    '{"event": "train", "step": true, "time": 1e999, "loss": 1e999}',
+    '{"event": "train", "step": 2, "time": 1, "loss": 1' + "0" * 400 + '}',
+    '{"event": "train", "step": -5, "time": 1, "loss": 1e999, "mtp_loss/x": 1}',
+    '{"event": "diagnostics", "step": 2, "time": 1, "expert_load": [[1, 2], 3], "router_entropy": [1]}',
+    '{"event": "suite", "step": 2, "time": 1, "a/b": 1}', '{"event": "diagnostics", "step": 2, "time": 1, "groups": {"a": 3}}',
+    '{"event": "stop", "step": 2, "reason": [1], "time": null}',
+    '{"event": "start", "step": 0, "time": 5, "devices": "x", "hosts": "many", "commit": 3, "jax": []}',
+    '{"event": ["train"], "step": 2, "time": 1}', '{"event": "heldout", "step": 2, "time": 1, "loss": "x", "bits_per_byte": []}',
+    "[" * 10**5, '{"event": "x", "step": ' + "1" * 5000 + '}', 'null',
+]
+
+
+@pytest.mark.parametrize("name, value", [("num_hidden_layers", -1), ("num_hidden_layers", "many"), ("num_hidden_layers", 10**12)])
+def test_settings_of_a_wrong_type_do_not_end_a_report(tmp_path, name, value):
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"model": {name: value}}}))
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0, "loss": 2.0}\n')
+    with pytest.raises(UserError, match="damaged or foreign"):
+        write_report([tmp_path], tmp_path / "report.html")
+
+
+def test_lines_of_a_wrong_type_do_not_end_a_report(tmp_path):
+    """Each alone between two good ones (which of several would matter is then known), and all together."""
+    (tmp_path / "run.json").write_text('{"config": {}}')
+    good = ['{"event": "start", "step": 0, "time": 0.0, "first_step": 0}',
+            '{"event": "train", "step": 1, "time": 1.0, "loss": 2.0, "seconds": 1.0}']
+    for lines in (*([line] for line in BAD_LINES), BAD_LINES):
+        (tmp_path / "metrics.jsonl").write_text("\n".join([*good, *lines, good[1].replace("1", "3")]) + "\n")
+        write_report([tmp_path], tmp_path / "report.html")
+        assert "Loss (nats per token)" in (tmp_path / "report.html").read_text()
 
 
 def test_a_record_with_holes_still_gives_a_page(tmp_path):

@@ -21,8 +21,8 @@ GB = 1e9
 def seconds(name, mesh, text):
     """Estimate of a program of one computation on a slice of `name`."""
     slice_ = topology.describe(name)
-    return estimate(hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n"), make_mesh(ParallelConfig(mesh=MeshConfig(**mesh)), slice_.devices),
-                    slice_.chip, slice_.shape)
+    program = hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n")
+    return estimate(program, make_mesh(ParallelConfig(mesh=MeshConfig(**mesh)), slice_.devices), slice_.chip, slice_.shape)
 
 
 GATHER = """  %x = bf16[1000000]{0} parameter(0)
@@ -39,7 +39,8 @@ def test_a_gather_takes_every_link_of_its_dimensions(axis, links):
 
 @needs_compiler
 def test_a_dimension_that_does_not_close_is_a_line():
-    found = seconds("v5p:2x2x1", dict(data=2, expert=2), GATHER.replace("'data'=16,'expert'=4", "'data'=2,'expert'=2").replace("AXIS", "data"))
+    gather = GATHER.replace("'data'=16,'expert'=4", "'data'=2,'expert'=2").replace("AXIS", "data")
+    found = seconds("v5p:2x2x1", dict(data=2, expert=2), gather)
     assert found.seconds == pytest.approx(2e6 / (100 * GB))
 
 
@@ -64,8 +65,9 @@ def _exchange(pairs, axes, name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name, axes", [("v5p:8x8x8", dict(data=2, expert=8, context=32)), ("v5p:8x8x8", dict(data=16, expert=8, context=4)),
-                                        ("v6e:16x16", dict(data=4, expert=8, context=8)), ("v6e:8x8", dict(data=1, context=64))])
+@pytest.mark.parametrize("name, axes", [
+    ("v5p:8x8x8", dict(data=2, expert=8, context=32)), ("v5p:8x8x8", dict(data=16, expert=8, context=4)),
+    ("v6e:16x16", dict(data=4, expert=8, context=8)), ("v6e:8x8", dict(data=1, context=64))])
 def test_a_ring_of_keys_takes_each_link_once_however_far_its_longest_step(name, axes):
     n = axes["context"]
     assert _exchange([(i, (i + 1) % n) for i in range(n)], axes, name) == pytest.approx(2e6 / (100 * GB))
@@ -96,7 +98,8 @@ def test_where_a_dimension_does_not_close_a_transfer_takes_the_only_way():
 @needs_compiler
 def test_split_collectives_hide_behind_work():
     """A split gather beside a product: the longer of the two; whatever is not split adds up."""
-    product = "  %w = bf16[4096,4096]{1,0} parameter(1)\n  %p = bf16[4096,4096]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+    product = "  %w = bf16[4096,4096]{1,0} parameter(1)\n  %p = bf16[4096,4096]{1,0} " \
+              "dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
     groups = "replica_groups={{0,1},{2,3}}, dimensions={0}"
     x = "  %x = bf16[SIZE]{0} parameter(0)\n"
     split = x + f"  %g = (bf16[SIZE], bf16[SIZE]) all-gather-start(%x), {groups}\n{product}  ROOT %d = bf16[SIZE]{{0}} all-gather-done(%g)"
@@ -208,7 +211,8 @@ def test_a_kernel_that_nothing_is_known_of_is_named():
     text = """ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
   %x = bf16[8,128]{1,0} parameter(0)
   %splash_mha_fwd.1 = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/unmarked"}
-  %stated = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"5"}}}
+  %stated = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"cost_estimate":{"flops":"5"}}}
   %offsets = s32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"
   ROOT %new = bf16[8,128]{1,0} custom-call(%stated), custom_call_target="tpu_custom_call"
 }

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+from qwen3next_jax.reporting.figures import Figure, named
 from qwen3next_jax.sweeps import runner
 from qwen3next_jax.sweeps.check import check_points
 from qwen3next_jax.sweeps.points import load_sweep, manifest
@@ -68,9 +70,9 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
     ({"axes": {"model.head_dim": [32, 31]}}, "point head_dim=31: .*expected an even number"),
     ({"axes": {"model": [1]}}, "model is a group of settings"),
     ({"axes": {}}, "axes is empty"), ({"axes": {"ratio": []}}, "has no values"), ({"axis": {}}, "'axis': expected one of .*'axes'"),
-    ({"axes": {"ratio": ["3:1"]}, "base": "configs/tinny.py"}, "no such config file"),
+    ({"axes": {"ratio": ["3:1"]}, "base": "configs/tinny.py"}, "base = configs/tinny.py: no such file .did you mean 'tiny.py'"),
     ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("mqra",)}},
-     "suite mqra: no such evaluation .did you mean 'mqar'"),
+     "eval.suites = 'mqra': expected one of .* .did you mean 'mqar'"),
     ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("niah",), "eval.suite_lengths": (10**6,)}},
      "point ratio=3-1: suite niah needs a context of 1000000"),
     ({"axes": {"ratio": ["3:1"]}, "set": {"data.source": "mqar", "eval.sample_tokens": 0, "train.sequence_length": 16}},
@@ -111,13 +113,13 @@ def test_what_an_axis_sets_is_not_for_the_command_line_but_what_set_says_is(tmp_
 
 
 @pytest.mark.parametrize("line, message", [("assert 1 > 2", "AssertionError"),
-                                           ("raise RuntimeError('no\\nmore')", "no"), ("1 / 0", "division by zero")])
+                                           ("raise RuntimeError('no\\nmore')", "RuntimeError: no more"), ("1 / 0", "division by zero")])
 @pytest.mark.parametrize("file, function", [("sweep file", "get_sweep"), ("base", "get_config")])
 def test_whatever_a_file_raises_is_one_line(tmp_path, file, function, line, message):
     broken = tmp_path / "broken.py"
     broken.write_text(f"def {function}():\n    {line}\n")
     path = broken if file == "sweep file" else sweep_file(tmp_path, {"base": str(broken), "axes": {"train.seed": [0]}})
-    with pytest.raises(UserError, match=f"cannot be used.*: {message}$"):
+    with pytest.raises(UserError, match=f"broken.py, line 2: .*{message}$"):
         load_sweep(path)
 
 
@@ -191,7 +193,9 @@ def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
     monkeypatch.setattr(runner, "_POLL", 0.01)
     runner.open_sweep(sweep, tmp_path / "w")
     told, after = [], []
-    return runner.Runner(sweep, tmp_path / "w", 1, retries, told.append, lambda failed: after.append(dict(failed))), told, after
+    found = runner.Runner(sweep, tmp_path / "w", workers=1, retries=retries, tell=told.append,
+                          after=lambda failed: after.append(dict(failed)))
+    return found, told, after
 
 
 @pytest.mark.parametrize("code, starts", [(ExitCode.CRASHED, 3), (ExitCode.HANG, 3), (ExitCode.USER_ERROR, 1), (ExitCode.DIVERGED, 1),
@@ -251,22 +255,32 @@ def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
                                              "axes": {"train.seed": [0]}}))
     point, path = sweep.points[0], tmp_path / "metrics.jsonl"
     last = {"step": 4, "time": 0.0}
+    figures = {"bits_per_byte": {"title": "bits", "unit": "bits", "a field of later versions": 1},
+               "targets": {"title": "n", "unit": "count"}}
     for event, done in (({"event": "heldout", "loss": 1.0, "accuracy": 0.5}, False),
                         ({"event": "suite", "suite": "position", "loss": 1.0, "bits_per_byte": 2.0, "bits_per_byte/1-1": 3.0,
-                          "targets/1-1": 9}, False),
+                          "targets/1-1": 9, "figures": figures}, False),
                         ({"event": "suite", "suite": "mqar", "accuracy/2 pairs": 0.25}, True)):
         with path.open("a") as file:
             file.write(json.dumps(event | last) + "\n")
         assert is_done(tmp_path, point.config) == done
-    assert read_result(point, tmp_path).measured == {
-        "heldout accuracy": 0.5, "heldout loss": 1.0, "position bits_per_byte/1-1": 3.0, "mqar accuracy/2 pairs": 0.25}
+    assert {name: value.value for name, value in read_result(point, tmp_path).measured.items()} == {
+        "heldout loss": 1.0, "heldout accuracy": 0.5, "position loss": 1.0, "position bits_per_byte": 2.0,
+        "position bits_per_byte/1-1": 3.0,
+        "mqar accuracy/2 pairs": 0.25}
 
 
 def _results(tmp_path, figures):
     """Results of {(ratio, seed): {figure: value}}."""
     sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"model.num_hidden_layers": 8}, "axes": {
         "ratio": sorted({r for r, _ in figures}), "train.seed": sorted({s for _, s in figures})}}))
-    return sweep, [Result(p, 500, figures[p.values["ratio"], int(p.values["train.seed"])], 100.0, 1.0) for p in sweep.points]
+    return sweep, [Result(p, 500, measured(figures[p.values["ratio"], int(p.values["train.seed"])]), 100.0, 1.0) for p in sweep.points]
+
+
+def measured(values):
+    """As a run that declared its figures records them."""
+    declared = Heldout.figures | {"accuracy": Figure("accuracy", "share", "higher", main=True)}
+    return {name: named({name.partition(" ")[2]: value}, declared)[0] for name, value in values.items()}
 
 
 def test_findings_say_no_more_than_the_seeds_do(tmp_path):
@@ -275,7 +289,7 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
         ("3:1", 0): {"heldout bits_per_byte": 1.9}, ("3:1", 1): {"heldout bits_per_byte": 2.1},
         ("7:1", 0): {"heldout bits_per_byte": 2.5}, ("7:1", 1): {"heldout bits_per_byte": 2.6}})
     assert findings(sweep, results) == [
-        "Held-out bits per byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) overlaps with it, seed by seed. "
+        "Heldout: bits per byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) overlaps with it, seed by seed. "
         "Every run of 7:1 (2.55) is above every run of it."]
     one = [r for r in results if r.point.values["train.seed"] == "0"]
     assert findings(sweep, one)[0].endswith("One seed only: differences of this size may be chance.")
@@ -304,7 +318,7 @@ def two_tasks(tmp_path):
     sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "x": "ratio", "axes": {
         "task": {"a": {"model.head_dim": 32}, "b": {"model.head_dim": 64}}, "ratio": ["0:1", "1:1", "3:1"]}}))
     places = [f"position accuracy/{n}" for n in range(6)]
-    return sweep, [Result(p, 500, {"heldout accuracy": 0.1 * i} | dict.fromkeys(places, 0.5), 100.0 * (i + 1), 1.0)
+    return sweep, [Result(p, 500, measured({"heldout accuracy": 0.1 * i} | dict.fromkeys(places, 0.5)), 100.0 * (i + 1), 1.0)
                    for i, p in enumerate(sweep.points)]
 
 
@@ -317,11 +331,11 @@ def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
     assert [line.label for line in drawn["Parameters"]] == ["task a", "task b"]
     assert [line.label for line in drawn["Recurrent state, bytes"]] == [""]  # the same for both
     for task, bytes_per_head in (("a", 32 * 4), ("b", 64 * 4)):
-        lines = drawn[f"Held-out accuracy (task {task}) against cache"]
+        lines = drawn[f"Heldout: accuracy (task {task}) against cache"]
         # Keys and values of 2 heads in 4, 2 and 1 attention layers.
         assert {line.label: list(line.x) for line in lines if line.dots} == {
             ratio: [layers * 2 * 2 * bytes_per_head] for ratio, layers in (("0:1", 4), ("1:1", 2), ("3:1", 1))}
-    styles = [(line.shade, line.dash) for line in drawn["Position accuracy"]]
+    styles = [(line.shade, line.dash) for line in drawn["Position: accuracy"]]
     assert len(set(styles)) == 12 and {shade for shade, _ in styles} == {0, 0.2, 0.4, 0.6, 0.8, 1}
 
 

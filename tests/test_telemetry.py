@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 import types
 
 import pytest
@@ -9,15 +10,19 @@ from rich.console import Console
 
 from qwen3next_jax.config import Config, ProfileConfig, TelemetryConfig
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.reporting.events import read_events
-from qwen3next_jax.training.display import Display, heldout_figure
+from qwen3next_jax.reporting.figures import record
+from qwen3next_jax.training import display as display_module
+from qwen3next_jax.training.display import Display
 from qwen3next_jax.training.telemetry import MetricsFile, TensorBoard, WeightsAndBiases, scalars
 
 TRAIN = {"event": "train", "step": 120, "time": 1.0, "loss": 2.0123, "bits_per_byte": 2.9031, "mtp_loss/0": 2.3, "mtp_loss/1": "nan",
          "balance_loss": 1.02, "busiest_expert": 2.5, "idle_experts": 0, "grad_norm": 0.871, "learning_rate": 3e-3,
          "tokens_seen": 245_760, "tokens_per_second": 4567.8, "steps": 10, "seconds": 4.48, "data_wait": 0.01,
          "model_flops_per_second": 4.3e10, "mfu": None, "memory_bytes": 2_345_678_901, "memory_limit": None}
-HELDOUT = {"event": "heldout", "step": 125, "time": 2.0, "loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}
+HELDOUT = {"event": "heldout", "step": 125, "time": 2.0,
+           **record({"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.figures)}
 
 
 def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
@@ -51,10 +56,22 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_long_compilation_is_said_to_be_one_before_xla_complains(monkeypatch, capsys):
+    monkeypatch.setattr(display_module, "XLA_BANNER", 10.05)  # said 10 s before
+    with Display("title", 10, 0) as display:
+        time.sleep(0.3)
+    assert "nothing is wrong" in capsys.readouterr().out
+    with Display("title", 10, 0) as display:
+        display.step(0)  # the first step has been handed over: it is compiled
+        time.sleep(0.3)
+    assert "nothing is wrong" not in capsys.readouterr().out
+
+
 def _screen(width: int) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=50, color_system=None)
     display = Display("tiny: 2,652,024 parameters on cpu · 681 documents, 11,524,470 tokens · new run", 500, 0, console=console)
-    for event in (TRAIN, HELDOUT, {"event": "checkpoint", "step": 125}, {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
+    for event in (TRAIN, HELDOUT, {"event": "checkpoint", "step": 125},
+                  {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
                   {"event": "sample", "step": 125, "text": "def f(x):\n    return [bold]x[/]\n"}):
         display(event)
     console.print(display._render())
@@ -69,18 +86,18 @@ def test_the_live_display_shows_everything_at_any_width(width):
     for shown in ("loss 2.0123", "bits/byte 2.903", "mtp loss 0 2.300", "mtp loss 1 nan", "balance 1.020", "busiest expert ×2.50",
                   "grad norm 0.871", "lr 3.00e-03", "tokens 246 k", "tokens/s 4,568", "model FLOP/s 43 G", "MFU –", "left 0:02:50",
                   "memory 2.35 GB", "data wait 1%", "checkpoint step 125", "skipped 3", "step 121  update skipped: gradient not finite",
-                  "held-out 2.741 bits/byte", "accepted@0 75.0%", "return [bold]x[/]"):
+                  "heldout  bits per byte 2.7410  drafts accepted at depth 0 75.0%", "return [bold]x[/]"):
         assert shown in screen, shown
 
 
 def test_plain_lines_elsewhere(capsys):
     with Display("title", 500, 0) as display:
-        for event in (TRAIN | {"mfu": 0.401}, HELDOUT, {"event": "rewind", "step": 100, "reason": "spike"}):
+        for event in (TRAIN | {"mfu": 0.401}, HELDOUT, {"event": "rewind", "step": 100, "reason": "spike"},
+                      {"event": "suite", "step": 125, "suite": "not declared", "new_thing/here": 2, "time": 1.0}):
             display(event)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "title" and lines[3] == "step 100  rewound: spike"
+    assert lines[0] == "title" and lines[3] == "step 100  rewound: spike" and lines[4] == "step 125  not declared  new thing here 2"
     assert lines[1].startswith("step 120/500  loss 2.0123  bits/byte 2.903") and "MFU 40.1%" in lines[1]
-    assert heldout_figure({"accuracy": 0.5}) == "accuracy 50.0%"
 
 
 def test_tensorboard_holds_every_number(tmp_path):
@@ -138,7 +155,8 @@ def test_scalars_leave_out_what_is_no_number():
     assert scalars({"event": "stop", "step": 1, "time": 1.0, "reason": "hang", "code": 3, "ok": True, "x": None}) == {"stop/code": 3}
 
 
-@pytest.mark.parametrize("change", [{"steps": "10"}, {"steps": "13:10"}, {"steps": "0:3"}, {"steps": "a:b"}, {"steps": ":3"}, {"memory": True}])
+@pytest.mark.parametrize("change", [
+    {"steps": "10"}, {"steps": "13:10"}, {"steps": "0:3"}, {"steps": "a:b"}, {"steps": ":3"}, {"memory": True}])
 def test_profile_ranges_are_checked(change):
     with pytest.raises(UserError, match="profile."):
         ProfileConfig(**change)

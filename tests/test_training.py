@@ -16,18 +16,20 @@ import pytest
 from absl import flags
 from flax import nnx
 
-from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict
+from qwen3next_jax.config import (
+    CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict)
 from qwen3next_jax import export
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.load import load_model
+from qwen3next_jax.model import declared
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.training.fingerprint import MAY_CHANGE, open_run, read_run, write_run
+from qwen3next_jax.training.fingerprint import open_run, read_run, write_run
 from qwen3next_jax.training.loop import keep_tokenizer, start_state, train
-from qwen3next_jax.training.optimizer import decay_mask, learning_rate_schedule
-from qwen3next_jax.training.step import abstract_model, abstract_train_state, init_state, make_train_step
+from qwen3next_jax.training.optimizer import learning_rate_schedule
+from qwen3next_jax.training.step import abstract_train_state, init_state, make_train_step
 
 ONE_DEVICE = one_device()
 MODEL = ModelConfig(
@@ -143,14 +145,12 @@ def test_schedules():
     assert float(learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=100), 5)(4)) == pytest.approx(1.0)
 
 
-def test_decay_rates_never_decay_and_norms_only_if_asked(config):
-    _, params = abstract_model(config)
+def test_decay_rates_never_decay_and_norms_only_if_asked():
     assert MODEL.mtp_depth == 1
-    for decay_norms in (True, False):
-        for path, decays in jax.tree_util.tree_leaves_with_path(decay_mask(params, MODEL, decay_norms)):
-            name = path[-1].key
-            expected = name not in ("a_log", "dt_bias") and (decay_norms or "norm" not in name)
-            assert decays == expected, jax.tree_util.keystr(path)
+    for path, parameter in declared(MODEL).items():
+        for decay_norms in (True, False):
+            name = path.rpartition("/")[2]
+            assert parameter.decays(decay_norms) == (name not in ("a_log", "dt_bias") and (decay_norms or "norm" not in name)), path
 
 
 def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(config, finished, tmp_path, monkeypatch):
@@ -253,6 +253,8 @@ def test_config_round_trips_and_names_mistakes(config):
             ({"model": {"num_attention_heads": 5}}, "5 is not a multiple of model.num_key_value_heads = 2"),
             ({"model": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "ful_attention"]}}, "did you mean 'full_attention'"),
             ({"optimizer": {"schedule": "cosin"}}, "expected one of 'cosine', 'warmup_stable_decay'"),
+            ({"optimizer": {"name": "moun"}}, "optimizer.name = 'moun': expected one of adamw, muon .did you mean 'muon'"),
+            ({"optimizer": {"muon": {"steps": 3}}}, "optimizer.muon is set, but optimizer.name = 'adamw' does not read it"),
             ({"data": {"path": "a,b", "weights": [1]}}, "1 numbers for 2 globs")):
         with pytest.raises(UserError, match=message):
             from_dict(Config, values)

@@ -49,7 +49,8 @@ def test_every_event_is_there(run):
     steps = {}
     for event in events:
         steps.setdefault(event["event"], []).append(event["step"])
-    assert steps == {"start": [0], "profile": [5], "train": [5, 10, 15, 20], "diagnostics": [10, 20], "heldout": [20], "suite": [20, 20], "checkpoint": [10, 20]}
+    assert steps == {"start": [0], "profile": [5], "train": [5, 10, 15, 20], "diagnostics": [10, 20], "heldout": [20], "suite": [20, 20],
+                     "checkpoint": [10, 20]}
     sinks, mqar = (e for e in events if e["event"] == "suite")
     assert 0 < sinks["first_token_share/layer 1"] < 1 < sinks["activation_ratio"] and 0 <= mqar["accuracy/2 pairs"] <= 1
     start, record = events[0], next(e for e in events if e["event"] == "train" and e["step"] == 20)
@@ -59,7 +60,8 @@ def test_every_event_is_there(run):
     diagnostics = [e for e in events if e["event"] == "diagnostics"][-1]
     assert np.shape(diagnostics["expert_load"]) == (3, 4) and np.mean(diagnostics["expert_load"]) == pytest.approx(1, abs=0.01)
     assert set(diagnostics) > {"first_token_share", "gate_mean", "half_life", "beta", "state_norm", "activation_ratio", "router_entropy",
-                               "router_z", "load_cv", "load_max_violation", "dead_experts", "grad_norm", "param_norm", "norm_weight_max", "groups"}
+                               "router_z", "load_cv", "load_max_violation", "dead_experts", "grad_norm", "param_norm",
+                               "norm_weight_max", "groups"}
     norms = [*diagnostics["grad_norm"], *(group["grad_norm"] for group in diagnostics["groups"].values())]
     assert np.sqrt(np.sum(np.square(norms))) == pytest.approx(record["grad_norm"], rel=1e-3)
 
@@ -71,7 +73,8 @@ def test_a_resumed_run_says_what_was_lost_and_repeats_the_rest_exactly(run):
 
     def curve(events, kind, names):
         return [[e["step"], *(e[name] for name in names)] for e in events if e["event"] == kind]
-    for kind, names in (("train", ("loss", "grad_norm")), ("heldout", ("loss",)), ("diagnostics", ("activation_max", "grad_norm", "expert_load"))):
+    for kind, names in (("train", ("loss", "grad_norm")), ("heldout", ("loss",)),
+                        ("diagnostics", ("activation_max", "grad_norm", "expert_load"))):
         assert curve(after, kind, names) == curve(before, kind, names)
 
 
@@ -85,6 +88,7 @@ def test_traces_are_written_in_new_and_in_resumed_runs(run):
 def test_the_report_and_tensorboard_are_there(run):
     workdir, _, _ = run
     page = (workdir / "report.html").read_text()
-    assert "from step 10; 10 steps taken again" in page and "Decay half-life by layer" in page and "nothing recorded" not in page and "sinks: first token share" in page
+    assert "from step 10; 10 steps taken again" in page and "Decay half-life by layer" in page
+    assert "nothing recorded" not in page and "sinks: attention on the first token" in page
     assert len(list((workdir / "tensorboard").iterdir())) == 2
     assert not (workdir / "report.tmp").exists() and json.loads((workdir / "run.json").read_text())["config"]["name"] == "watched"

@@ -11,7 +11,8 @@ WIDE = {"model.linear_key_head_dim": 32, "model.linear_value_head_dim": 32}
 def get_sweep():
     return {
         "base": "configs/mqar.py",
-        "set": {"model.layer_types": ("linear_attention",) * 2, "eval.every": 1200, "checkpoint.every": 400, "telemetry.diagnostics_every": 0},
+        "set": {"model.layer_types": ("linear_attention",) * 2, "eval.every": 1200, "checkpoint.every": 400,
+                "telemetry.diagnostics_every": 0},
         "x": "start",
         "axes": {
             "start": {"log_uniform 16": {"model.decay_init": "log_uniform"}, "log_uniform 32": WIDE | {"model.decay_init": "log_uniform"},

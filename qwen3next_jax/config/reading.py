@@ -6,7 +6,7 @@ import typing
 from typing import Any, Literal
 
 from qwen3next_jax.config.run import Config
-from qwen3next_jax.errors import UserError, did_you_mean, require
+from qwen3next_jax.errors import UserError, did_you_mean, require, short
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -38,24 +38,25 @@ def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
-        require(isinstance(value, dict), f"{where} = {value!r}: expected a group of settings")
+        require(isinstance(value, dict), f"{where} = {short(value)}: expected a group of settings")
         return from_dict(hint, value, where)
     origin = typing.get_origin(hint)
     if origin is Literal:
         choices = typing.get_args(hint)
-        require(value in choices, f"{where} = {value!r}: expected one of {', '.join(map(repr, choices))}"
+        require(isinstance(value, str) and value in choices, f"{where} = {short(value)}: expected one of {', '.join(map(repr, choices))}"
                                    f"{did_you_mean(str(value), choices)}")
         return value
     if origin is tuple:
-        require(isinstance(value, (tuple, list)), f"{where} = {value!r}: expected a list")
+        require(isinstance(value, (tuple, list)), f"{where} = {short(value)}: expected a list")
         return tuple(_checked(v, typing.get_args(hint)[0], f"{where}[{i}]") for i, v in enumerate(value))
     return _checked_scalar(value, hint, where)
 
 
 def _checked_scalar(value: Any, hint: type, where: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        require(-2**64 < value < 2**64, f"{where} = {short(value)}: expected at most 64 bits")
+        value = float(value) if hint is float else value
     right_type = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    require(right_type, f"{where} = {value!r} is of type {type(value).__name__}: expected {hint.__name__}")
+    require(right_type, f"{where} = {short(value)} is of type {type(value).__name__}: expected {hint.__name__}")
     require(hint is not float or math.isfinite(value), f"{where} = {value}: expected a finite number")
     return value

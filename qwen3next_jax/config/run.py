@@ -2,9 +2,13 @@
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
 from qwen3next_jax.config.model import ModelConfig
+from qwen3next_jax.config.optimizers import OPTIMIZERS
+from qwen3next_jax.config.sources import DATA_SOURCES
+from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
 
 MESH_AXES = ("data", "expert", "context", "tensor")
@@ -26,11 +30,12 @@ class SyntheticConfig:
 class DataConfig:
     """What is trained on, and how it becomes rows of `train.sequence_length` tokens."""
 
-    source: Literal["text", "mqar", "induction", "copy", "backcopy"] = "text"  # the files of `path`, or a task made from the seed
+    source: str = "text"  # the files of `path`, or a name of `config.sources`, such as a task made from the seed
     synthetic: SyntheticConfig = SyntheticConfig()
-    path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet; "": Python's standard library
+    path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet, or folders; "": Python's standard library
     weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`; () = in proportion to their size
     text_field: str = "text"  # field of .jsonl records and column of .parquet files that holds the text
+    on_bad_text: Literal["stop", "skip", "replace"] = "stop"  # documents that are not UTF-8: left out, or U+FFFD for each such byte
     tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
     heldout_fraction: float = 0.02  # share of documents (by hash of their text) kept for evaluation
     prepared_dir: str = "runs/prepared"  # where the tokenized, packed rows are kept, by fingerprint
@@ -38,6 +43,7 @@ class DataConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
+        check_name(DATA_SOURCES, self.source, "data.source")
         require(0 <= self.seed < 2**32, f"data.seed = {self.seed}: expected 0 … 2^32 - 1")
         require(0 < self.heldout_fraction < 1, f"data.heldout_fraction = {self.heldout_fraction}: expected between 0 and 1")
         require(all(w > 0 for w in self.weights), f"data.weights = {self.weights}: expected positive numbers")
@@ -71,6 +77,7 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
             require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: expected at least 1")
+        require(0 <= self.seed < 2**32, f"train.seed = {self.seed}: expected 0 … 2^32 - 1")
         require(self.sequence_length >= 2, f"train.sequence_length = {self.sequence_length}: expected at least 2")
         require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
@@ -80,9 +87,25 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (decoupled weight decay) with warm-up."""
+class MuonConfig:
+    """Of Muon alone; it shares everything else with AdamW, which updates what is no matrix."""
 
+    momentum: float = 0.95
+    steps: int = 5  # Newton–Schulz iterations
+    dtype: Literal["float32", "bfloat16"] = "float32"  # that they are taken in
+    per_head: bool = False  # orthogonalises each head's rows or columns alone, not a projection's of all heads together
+
+    def __post_init__(self):
+        require(0 <= self.momentum < 1, f"optimizer.muon.momentum = {self.momentum}: expected 0 ≤ momentum < 1")
+        require(self.steps >= 1, f"optimizer.muon.steps = {self.steps}: expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer (decoupled weight decay, clipping) and its learning rate with warm-up."""
+
+    name: str = "adamw"  # a line of config/optimizers.py; a group of that name, below, has settings that are its alone
+    muon: MuonConfig = MuonConfig()
     learning_rate: float = 4e-4
     schedule: Literal["cosine", "warmup_stable_decay"] = "cosine"
     warmup_steps: int = 100  # at most train.steps of them
@@ -96,6 +119,12 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping
 
     def __post_init__(self):
+        check_name(OPTIMIZERS, self.name, "optimizer.name")
+        for field in dataclasses.fields(self):
+            if field.name in OPTIMIZERS and field.name != self.name:
+                require(getattr(self, field.name) == field.default,
+                         f"optimizer.{field.name} is set, but optimizer.name = {self.name!r} does not read it: "
+                         f"set optimizer.name = {field.name!r}, or leave it out")
         for name in ("learning_rate", "eps"):
             require(getattr(self, name) > 0, f"optimizer.{name} = {getattr(self, name)}: expected a positive number")
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps = {self.warmup_steps}: expected 0 or more")
@@ -141,7 +170,7 @@ class EvalConfig:
     rows: int = 64  # held-out rows per evaluation during training; eval.py uses all
     sample_prompt: str = "def "
     sample_tokens: int = 96  # generated at every evaluation; 0: none
-    suites: tuple[str, ...] = ()  # further evaluations at the same steps: mqar, niah, position, … (evals/suite.py)
+    suites: tuple[str, ...] = ()  # further evaluations at the same steps: names of `config.evaluations`
     suite_rows: int = 64  # rows of each
     suite_lengths: tuple[int, ...] = (256,)  # tokens per row of induction, copy and niah
     suite_pairs: tuple[int, ...] = (4, 8, 16)  # of mqar
@@ -150,7 +179,8 @@ class EvalConfig:
         for name in ("suites", "suite_lengths", "suite_pairs"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("suite_lengths", "suite_pairs"):
-            require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1, f"eval.{name} = {getattr(self, name)}: expected positive numbers")
+            require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1,
+                    f"eval.{name} = {getattr(self, name)}: expected positive numbers")
         for name in ("every", "rows", "suite_rows"):
             require(getattr(self, name) >= 1, f"eval.{name} = {getattr(self, name)}: expected at least 1")
         require(self.sample_tokens >= 0, f"eval.sample_tokens = {self.sample_tokens}: expected 0 or more")
@@ -247,10 +277,10 @@ class Config:
     profile: ProfileConfig = ProfileConfig()
 
     def __post_init__(self):
+        require(bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
+                 f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir defaults to runs/<name>")
         require(self.train.sequence_length <= self.model.max_position_embeddings,
                  f"train.sequence_length = {self.train.sequence_length}: expected at most "
                  f"model.max_position_embeddings = {self.model.max_position_embeddings}")
         require(self.train.sequence_length > self.model.mtp_depth + 1,
                  f"train.sequence_length = {self.train.sequence_length}: expected more than model.mtp_depth + 1")
-        require(self.data.source == "text" or not self.eval.sample_tokens,
-                 f"eval.sample_tokens = {self.eval.sample_tokens}: data.source = {self.data.source!r} has no text to sample; set it to 0")

@@ -1,50 +1,134 @@
-"""Batches of packed rows for training and evaluation: the only module that imports grain.
+"""Batches of rows for training and evaluation: the only module that imports grain.
 
 Row i of the endless training stream is a pure function of i, and step s takes rows [s·B, (s + 1)·B). The state to resume
 from is therefore one integer, the step, whatever the number of processes that share a batch.
 """
 
-import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grain
 import numpy as np
 
+from qwen3next_jax import digests
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data import preparation, sources, synthetic
+from qwen3next_jax.config.sources import DATA_SOURCES
+from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.data import preparation, sources
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
-from qwen3next_jax.data.tokens import TaskTokens, load_tokenizer
+from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import grain  # which a machine that only loads a model need not have
 
 # "tokens", "segment_ids": int32 [B_local, T]; of synthetic tasks also "target_mask": bool [B_local, T], the tokens that
-# count as targets (in text all do).
+# count as targets (in text all do). Of one row: the same without B.
 Batch = dict[str, np.ndarray]
 
 _ENDLESS = 2**62  # rows
-_PREFETCH = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches ahead; threads do not change the order
 
 
-def open_data(config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int,
-              progress: Progress | None = None) -> "TrainData | SyntheticData":
-    """What `data.source` names: prepared text, or a task made on the fly."""
-    if config.source == "text":
-        return TrainData(config, sequence_length, batch_size, vocab_size, progress)
-    return SyntheticData(config, sequence_length, batch_size, vocab_size)
+class Data(Protocol):
+    """The rows of a run: what each name of `config.sources` stands for. A source subclasses this and says what row i is.
+
+    Attributes:
+      tokenizer: see `tokens.Tokenizer`; `tokenizer.reads_text` says whether the rows are text.
+      fingerprint: hexadecimal digest of all that decides the rows. A run goes on only where it is the same.
+      batch_size, sequence_length: B rows of T tokens.
+      heldout_rows: number of held-out rows.
+      kinds: names and dtypes of a row's arrays [T].
+    """
+
+    tokenizer: Tokenizer
+    fingerprint: str
+    batch_size: int
+    sequence_length: int
+    heldout_rows: int
+    kinds: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
+
+    def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int | None = None,
+                 progress: Progress | None = None):
+        """Args: `vocab_size` of the model; `progress` is called while the rows are prepared, where they have to be."""
+
+    @staticmethod
+    def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+        """The tokenizer of these rows, without the rows: a trained model is used where its data are not.
+
+        Raises:
+          UserError: there is none, or it does not fit the model's vocabulary.
+        """
+        ...
+
+    @staticmethod
+    def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+        """Raises: UserError: these rows cannot be made. Takes no longer than a look at the files."""
+
+    def row(self, index: int) -> Batch:
+        """Row `index` of the endless training stream."""
+        ...
+
+    def heldout_row(self, index: int) -> Batch:
+        """Held-out row `index`, in an order of which any beginning is a fair sample."""
+        ...
+
+    def names(self, index: int) -> list[str]:
+        """Where the documents of a training row come from: "dir/part.jsonl:17", "dir/book.txt", "mqar:17"."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the data are, as JSON-ready figures; at least `title`, in words, and `bits_per_nat`: bits per byte of text for
+        each nat per token, None where the tokens are no text."""
+        ...
+
+    def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
+        """Endless batches from `start_step` on, read ahead by background threads.
+
+        `share`: which rows of every batch to read (indices in the batch, ascending); None: all.
+        """
+        yield from _read_ahead(_Steps(self, range(self.batch_size) if share is None else share), start_step)
+
+    def heldout(self, rows: int | None = None, share: Sequence[int] | None = None) -> Iterator[Batch]:
+        """The first `rows` held-out rows (None: all of them) in batches of `batch_size`, of which `share` is read as in
+        `batches`. The last batch is filled up with empty rows (segment ids 0)."""
+        share = range(self.batch_size) if share is None else share
+        count = rows or self.heldout_rows
+        for start in range(0, count, self.batch_size):
+            yield self._stack([self.heldout_row(start + b) for b in share if start + b < count], len(share))
+
+    def document_names(self, step: int) -> list[list[str]]:
+        """`names` of each of the B rows of `step`."""
+        return [self.names(i) for i in range(step * self.batch_size, (step + 1) * self.batch_size)]
+
+    def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
+        """Stacks `rows`, filled up with empty ones to `count`."""
+        batch = {name: np.zeros((count, self.sequence_length), kind) for name, kind in self.kinds.items()}
+        for b, row in enumerate(rows):
+            for name, values in row.items():
+                batch[name][b] = values
+        return batch
 
 
-class TrainData:
-    """The rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch, in batches.
+def source_of(config: DataConfig) -> type[Data]:
+    """What `data.source` names."""
+    return resolve(DATA_SOURCES, config.source, "data.source")
+
+
+def open_data(config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int | None = None,
+              progress: Progress | None = None) -> Data:
+    """The rows that a `DataConfig` describes."""
+    return source_of(config)(config, sequence_length, batch_size, vocab_size, progress)
+
+
+class TrainData(Data):
+    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch.
 
     Constructing it prepares what is not prepared yet. Several processes that share `prepared_dir` may do so at once; to
     spare the double work let one go first.
 
     Attributes:
-      tokenizer: see `tokens.Tokenizer`.
-      fingerprint: hexadecimal digest of the stream: documents, tokenizer, row length, weights, seed.
       rows: number of training rows (an epoch, over all sources).
-      heldout_rows: number of held-out rows.
 
     Raises:
       UserError: whatever is wrong with the files, the tokenizer or the prepared rows.
@@ -52,107 +136,60 @@ class TrainData:
 
     def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int | None = None,
                  progress: Progress | None = None):
-        """Args: `vocab_size` of the model, to check the tokenizer against; `progress` is called during preparation."""
-        self.tokenizer = load_tokenizer(config.tokenizer, vocab_size)
+        self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
         recipe = Recipe(sequence_length, config.heldout_fraction, config.seed)
-        # All globs are looked up before any is prepared: a mistake in the last is told at once.
-        found = [sources.resolve(glob, config.text_field) for glob in config.globs or ("",)]
         self._prepared = [preparation.prepare(source, self.tokenizer, recipe, config.prepared_dir, progress)
-                          for source in found]
+                          for source in _files(config)]
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
         self._stream = _endless(self._prepared, self._weights, config.seed)
         self._heldout_order = _heldout_order(self._prepared, config.seed)
         parts = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
-        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+        self.fingerprint = digests.of(json.dumps(parts))[:20]
 
-    def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches from `start_step` on, read ahead by background threads.
+    @staticmethod
+    def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+        return load_tokenizer(config.tokenizer, vocab_size)
 
-        `share`: which rows of every batch to read (indices in the batch, ascending); None: all.
-        """
-        share = range(self.batch_size) if share is None else share
-        yield from _read_ahead(_Steps(lambda i: _text_row(self._stream[i][1]), self.batch_size, share), start_step)
+    @staticmethod
+    def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+        load_tokenizer(config.tokenizer, vocab_size)
+        _files(config)
+
+    def row(self, index: int) -> Batch:
+        return _text_row(self._stream[index][1])
+
+    def heldout_row(self, index: int) -> Batch:
+        source, row = self._heldout_order[index].tolist()
+        return _text_row(self._prepared[source].rows[HELDOUT][row])
 
     def heldout(self, rows: int | None = None, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """The first `rows` held-out rows (None: all of them) in a fixed order, in batches of `batch_size`, of which `share`
-        is read as in `batches`.
+        return super().heldout(min(rows or self.heldout_rows, self.heldout_rows), share)
 
-        The order is shuffled and takes from every source in proportion to its size, so that any beginning of it is a
-        fair sample. The last batch is filled up with empty rows (segment ids 0).
-        """
-        order = self._heldout_order[:rows]
-        share = range(self.batch_size) if share is None else share
-        for start in range(0, len(order), self.batch_size):
-            chosen = [order[start + b].tolist() for b in share if start + b < len(order)]
-            rows = [_text_row(self._prepared[source].rows[HELDOUT][row]) for source, row in chosen]
-            yield _stack(rows, len(share), self.sequence_length, _TEXT)
+    def names(self, index: int) -> list[str]:
+        source, row = self._stream[index]
+        return [sources.describe(self._prepared[source].source, *origin) for origin in row.origins]
 
-    def document_names(self, step: int) -> list[list[str]]:
-        """For each of the B rows of `step`, where its documents come from: "dir/part.jsonl:17", "dir/book.txt"."""
-        names = []
-        for i in range(step * self.batch_size, (step + 1) * self.batch_size):
-            source, row = self._stream[i]
-            names.append([sources.describe(self._prepared[source].source, *origin) for origin in row.origins])
-        return names
-
-    def describe(self) -> dict:
-        """What the data is, as JSON-ready figures.
-
-        `documents`, `bytes` (UTF-8), `tokens` and `padding_share` are of training and held-out rows together.
-        """
+    def describe(self) -> dict[str, Any]:
+        """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` are of training and held-out rows together."""
         parts = [{"source": p.source.name, "files": len(p.source.files), "directory": str(p.directory),
                   "weight": weight / sum(self._weights), **_totals([p])}
                  for p, weight in zip(self._prepared, self._weights, strict=True)]
-        return {"fingerprint": self.fingerprint, "sequence_length": self.sequence_length, **_totals(self._prepared),
-                "sources": parts}
+        total = _totals(self._prepared)
+        return {"title": f"{total['documents']:,} documents, {total['tokens']:,} tokens",
+                "bits_per_nat": total["tokens"] / total["bytes"] / math.log(2),
+                "fingerprint": self.fingerprint, "sequence_length": self.sequence_length, **total, "sources": parts}
 
 
-class SyntheticData:
-    """The rows of a task, made on the fly: the interface of `TrainData`, without text.
-
-    Raises:
-      UserError: rows or vocabulary are too small for the task.
-    """
-
-    def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int):
-        self.tokenizer = TaskTokens(vocab_size)
-        self.batch_size, self.sequence_length = batch_size, sequence_length
-        self.heldout_rows = 1024
-        make = [synthetic.TaskRows(config.source, sequence_length, vocab_size, config.synthetic, config.seed, split)
-                for split in (synthetic.TRAIN_SPLIT, synthetic.HELDOUT_SPLIT)]
-        self._rows, self._heldout = make
-        self._task = config.source
-        parts = [config.source, dataclasses.asdict(config.synthetic), sequence_length, vocab_size, config.seed]
-        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
-
-    def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """As `TrainData.batches`."""
-        share = range(self.batch_size) if share is None else share
-        yield from _read_ahead(_Steps(lambda i: _task_row(self._rows[i]), self.batch_size, share), start_step)
-
-    def heldout(self, rows: int | None = None, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """As `TrainData.heldout`; None: 1024 rows."""
-        share = range(self.batch_size) if share is None else share
-        count = rows or self.heldout_rows
-        for start in range(0, count, self.batch_size):
-            rows_here = [_task_row(self._heldout[start + b]) for b in share if start + b < count]
-            yield _stack(rows_here, len(share), self.sequence_length, _TASK)
-
-    def document_names(self, step: int) -> list[list[str]]:
-        """As `TrainData.document_names`: "mqar:17" is row 17 of the task."""
-        return [[f"{self._task}:{i}"] for i in range(step * self.batch_size, (step + 1) * self.batch_size)]
-
-    def describe(self) -> dict:
-        """As `TrainData.describe`; a task has no documents and no bytes, and does not end."""
-        return {"fingerprint": self.fingerprint, "sequence_length": self.sequence_length, "documents": 0, "bytes": 0,
-                "tokens": 0, "padding_share": 0.0, "sources": [{"source": self._task}]}
+def _files(config: DataConfig) -> list[sources.Source]:
+    """All globs are looked up before any is prepared: a mistake in the last is told at once."""
+    return [sources.resolve(glob, config.text_field, config.on_bad_text) for glob in config.globs or ("",)]
 
 
-def _task_row(row: synthetic.TaskRow) -> Batch:
-    return {"tokens": row.tokens, "segment_ids": np.ones_like(row.tokens), "target_mask": row.targets}
+def _text_row(row: PackedRow) -> Batch:
+    return {"tokens": row.tokens, "segment_ids": row.segment_ids}
 
 
 def _totals(prepared: list[Prepared]) -> dict:
@@ -172,8 +209,10 @@ def _totals(prepared: list[Prepared]) -> dict:
     }
 
 
-def _endless(prepared: list[Prepared], weights: tuple[float, ...], seed: int) -> grain.MapDataset:
+def _endless(prepared: list[Prepared], weights: tuple[float, ...], seed: int) -> "grain.MapDataset":
     """MapDataset of `(source index, PackedRow)`: every source shuffled per epoch and repeated, then mixed."""
+    import grain
+
     streams = [grain.MapDataset.source(_Tagged(i, p.rows[TRAIN])).shuffle(seed=_shuffle_seed(seed, i)).repeat()
                for i, p in enumerate(prepared)]
     return streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
@@ -181,7 +220,7 @@ def _endless(prepared: list[Prepared], weights: tuple[float, ...], seed: int) ->
 
 def _shuffle_seed(seed: int, source: int) -> int:
     # grain adds the epoch to the seed, so neighbouring seeds would replay each other's epochs; a hash keeps them apart.
-    return int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:4], "big")
+    return int(digests.of(f"{seed} {source}")[:8], 16)
 
 
 def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
@@ -195,25 +234,11 @@ def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
 
-def _text_row(row: PackedRow) -> Batch:
-    return {"tokens": row.tokens, "segment_ids": row.segment_ids}
-
-
-_TEXT = {"tokens": np.int32, "segment_ids": np.int32}
-_TASK = _TEXT | {"target_mask": bool}
-
-
-def _stack(rows: list[Batch], count: int, sequence_length: int, kinds: dict[str, type]) -> Batch:
-    """Stacks `rows`, filled up with empty ones to `count`."""
-    batch = {name: np.zeros((count, sequence_length), kind) for name, kind in kinds.items()}
-    for b, row in enumerate(rows):
-        for name, values in row.items():
-            batch[name][b] = values
-    return batch
-
-
 def _read_ahead(steps: "_Steps", start_step: int) -> Iterator[Batch]:
-    iterator = iter(grain.MapDataset.source(steps)[start_step:].to_iter_dataset(_PREFETCH))
+    import grain
+
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches ahead; threads do not change the order
+    iterator = iter(grain.MapDataset.source(steps)[start_step:].to_iter_dataset(options))
     try:
         yield from iterator
     finally:
@@ -236,13 +261,12 @@ class _Tagged:
 class _Steps:
     """grain data source whose element s is the rows `share` of the batch of step s."""
 
-    def __init__(self, row: Callable[[int], Batch], batch_size: int, share: Sequence[int]):
-        self._row, self._batch_size, self._share = row, batch_size, share
+    def __init__(self, data: Data, share: Sequence[int]):
+        self._data, self._share = data, share
 
     def __len__(self) -> int:
-        return _ENDLESS // self._batch_size
+        return _ENDLESS // self._data.batch_size
 
     def __getitem__(self, step: int) -> Batch:
-        first = step * self._batch_size
-        rows = [self._row(first + b) for b in self._share]
-        return _stack(rows, len(rows), len(rows[0]["tokens"]), {name: values.dtype for name, values in rows[0].items()})
+        first = step * self._data.batch_size
+        return self._data._stack([self._data.row(first + b) for b in self._share], len(self._share))

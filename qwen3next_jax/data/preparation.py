@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.packing import Packer, Row
 from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
@@ -93,15 +94,16 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
 
 def fingerprint(source: Source, tokenizer: Tokenizer, recipe: Recipe, cache_dir: pathlib.Path) -> str:
     """Digest (20 hexadecimal digits) of all that decides the rows: files, tokenizer, recipe, format."""
-    digests = _content_digests(source, cache_dir / "content_digests.json")
+    contents = _content_digests(source, cache_dir / "content_digests.json")
     parts = {
         "format": _FORMAT,
-        "files": [(file.label, file.size, digest) for file, digest in zip(source.files, digests, strict=True)],
+        "files": [(file.label, file.size, digest) for file, digest in zip(source.files, contents, strict=True)],
         "text_field": source.text_field,
+        **({} if source.on_bad_text == "stop" else {"on_bad_text": source.on_bad_text}),
         "tokenizer": tokenizer.fingerprint,
         **dataclasses.asdict(recipe),
     }
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+    return digests.of(json.dumps(parts))[:20]
 
 
 def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[str, Document]]:
@@ -162,7 +164,7 @@ def _prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pa
         raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
     try:
         content = _write_rows(source, tokenizer, recipe, temporary, progress)
-        (temporary / _METADATA).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1) + "\n")
+        (temporary / _METADATA).write_text(json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n")
         temporary.rename(directory)
     except OSError as error:
         if not (directory / _METADATA).exists():  # else another process was faster, with the same rows
@@ -263,9 +265,9 @@ def verify_prepared(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]
 def _read_metadata(directory: pathlib.Path) -> dict:
     path = directory / _METADATA
     try:
-        content = json.loads(path.read_text())
-        intact = content.pop("digest") == _digest(content)
-    except (OSError, ValueError, KeyError, AttributeError):
+        content = jsonfile.read(path)
+        intact = content.pop("digest") == digests.of_json(content)
+    except (OSError, ValueError, KeyError):
         intact = False
     if not intact:
         raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
@@ -281,23 +283,19 @@ def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
     return Prepared(source, key, directory, statistics, rows)
 
 
-def _digest(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _content_digests(source: Source, cache_path: pathlib.Path) -> list[str]:
     """Digest of every file's content; a large corpus's unchanged files (size, modification time) are not read again."""
     if source.size < _REREAD_SIZE or sources.is_remote(source.name):
         return [sources.content_digest(file) for file in source.files]
     try:
-        cache = json.loads(cache_path.read_text())
+        cache = jsonfile.read(cache_path)
     except (OSError, ValueError):
         cache = {}
-    digests, new = [], {}
+    found, new = [], {}
     for file in source.files:
         entry = f"{os.path.abspath(file.path)}\0{file.size}\0{file.version}"
         digest = cache.get(entry) or sources.content_digest(file)
-        digests.append(digest)
+        found.append(digest)
         # A file changed a moment ago may change again without its modification time showing it.
         if entry not in cache and time.time_ns() - int(file.version) > 2_000_000_000:
             new[entry] = digest
@@ -306,4 +304,4 @@ def _content_digests(source: Source, cache_path: pathlib.Path) -> list[str]:
         temporary = cache_path.with_name(f".{cache_path.name}.{uuid.uuid4().hex[:8]}")
         temporary.write_text(json.dumps(cache | new))
         temporary.replace(cache_path)
-    return digests
+    return found

@@ -11,10 +11,9 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from array_record.python import array_record_module
 
 from qwen3next_jax.data.packing import Row
 from qwen3next_jax.errors import UserError
@@ -52,7 +51,7 @@ class RowWriter:
     def write(self, row: Row) -> None:
         if self._writer is None:
             self._path = self._directory / f"{self._prefix}-{len(self._shards):05d}.array_record"
-            self._writer = array_record_module.ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
+            self._writer = _array_record().ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
             self._in_shard = 0
         header = [len(row), *(len(p.tokens) for p in row), *(p.file for p in row), *(p.record for p in row)]
         tokens = np.concatenate([piece.tokens for piece in row]).astype(self._dtype)
@@ -124,12 +123,18 @@ class RowReader:
         return PackedRow(tokens_T, segment_ids_T, list(zip(files.tolist(), numbers.tolist(), strict=True)))
 
 
-def _open_shard(path: pathlib.Path, shard: Shard) -> array_record_module.ArrayRecordReader:
+def _array_record() -> Any:
+    """The library, looked for where shards are: it is not on every machine that only loads a model."""
+    from array_record.python import array_record_module
+    return array_record_module
+
+
+def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
     if not path.exists():
         raise _damaged(path, "it is missing")
     if path.stat().st_size != shard.size:
         raise _damaged(path, f"it has {path.stat().st_size} bytes instead of {shard.size}")
-    reader = array_record_module.ArrayRecordReader(
+    reader = _array_record().ArrayRecordReader(
         str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
     if reader.num_records() != shard.rows:
         raise _damaged(path, f"it has {reader.num_records()} readable rows instead of {shard.rows}")

@@ -8,8 +8,6 @@ import dataclasses
 import functools
 import glob as local_glob
 import gzip
-import hashlib
-import json
 import os
 import pathlib
 import re
@@ -22,7 +20,8 @@ import pyarrow
 import pyarrow.parquet
 from etils import epath
 
-from qwen3next_jax.errors import UserError, did_you_mean
+from qwen3next_jax import digests, jsonfile
+from qwen3next_jax.errors import UserError, did_you_mean, warn
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
@@ -32,6 +31,9 @@ _REMOTE_SCHEMES = ("gs", "s3", "az", "hf")
 # Properties by which the object stores' listings tell one content from another, best first.
 _REMOTE_VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "mtime", "updated", "LastModified", "last_modified", "created")
 _WILDCARD = re.compile(r"[*?\[]")
+# What is read of a folder that is named without a pattern.
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet", ".py", ".rst", ".tex", ".org", ".html", ".c", ".h", ".cc", ".cpp",
+                 ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".jl", ".hs", ".scala", ".kt", ".swift", ".lua", ".sql")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Source:
     files: tuple[SourceFile, ...]  # sorted by label
     text_field: str
     explicit: bool  # named without wildcards: an empty file is then a mistake, not one of many
+    on_bad_text: str = "stop"  # data.on_bad_text
 
     @property
     def size(self) -> int:
@@ -65,43 +68,46 @@ class Document:
     bytes_read: int  # how far into the source, in bytes on disk, reading is: for progress displays
 
 
-def resolve(path: str, text_field: str) -> Source:
-    """Finds the files of one glob; `""` is the Python standard library's own source.
+def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
+    """Finds the files of one glob, or the text files of a folder; `""` is the Python standard library's own source.
 
     Raises:
-      UserError: nothing matches, a directory was named, or gs:// support is not installed.
+      UserError: nothing matches, or gs:// support is not installed.
     """
     if not path:
-        return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, explicit=False)
+        return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, explicit=False, on_bad_text=on_bad_text)
     files = sorted(_remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label)
     if not files:
         raise UserError(f"data.path {path!r} matches no file{_nearest_hint(path)}")
-    return Source(path, tuple(files), text_field, explicit=len(files) == 1 and not _WILDCARD.search(path))
+    return Source(path, tuple(files), text_field, explicit=len(files) == 1 and not _WILDCARD.search(path), on_bad_text=on_bad_text)
 
 
 def documents(source: Source) -> Iterator[Document]:
-    """Streams the documents of `source` in the order of its files, skipping empty ones.
+    """Streams the documents of `source` in the order of its files, skipping empty ones. Where `on_bad_text` says to go on, a
+    line on standard error counts and names those that are not UTF-8.
 
     Raises:
       UserError: an unreadable file or record, or no text in the whole source.
     """
-    done, any_text = 0, False
+    done, any_text, bad = 0, False, BadText(source.on_bad_text)
     for index, file in enumerate(source.files):
         suffix = file.path.name.lower()
         read = (_read_parquet if suffix.endswith(".parquet") else
                 _read_jsonl if suffix.endswith((".jsonl", ".jsonl.gz")) else _read_text)
         try:
-            for record, text, position in read(file, source.text_field):
+            for record, text, position in read(file, source.text_field, bad):
                 if text:
                     any_text = True
                     yield Document(text, index, record, done + position)
         except OSError as error:
             raise UserError(f"{file.path}: cannot be read ({error})") from error
         done += file.size
+    if bad.count:
+        warn(f"{source.name}: {bad.told()}")
     if not any_text:
         which = source.files[0].path if len(source.files) == 1 else f"all {len(source.files)} files of {source.name!r}"
         verb = "is" if len(source.files) == 1 else "are"
-        raise UserError(f"{which} {verb} empty: expected text")
+        raise UserError(f"{which} {verb} empty{' but for ' + bad.told() if bad.count else ''}: expected text")
 
 
 def describe(source: Source, file: int, record: int) -> str:
@@ -113,10 +119,9 @@ def describe(source: Source, file: int, record: int) -> str:
 def content_digest(file: SourceFile) -> str:
     """SHA-256 of a local file's bytes; of size and checksum for a remote object, which is not downloaded."""
     if is_remote(os.fspath(file.path)):
-        return hashlib.sha256(f"{file.size} {file.version}".encode()).hexdigest()
+        return digests.of(f"{file.size} {file.version}")
     try:
-        with file.path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return digests.of_file(file.path)
     except OSError as error:
         raise UserError(f"{file.path}: cannot be read ({error})") from error
 
@@ -138,8 +143,11 @@ def _fixed_part(path: str) -> str:
 def _local_files(path: str) -> list[SourceFile]:
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
-        raise UserError(f"data.path {path!r} is a directory; name the files in it, for example "
-                        f"{path.rstrip('/')}/**/*.txt")
+        every = local_glob.glob(os.path.join(local_glob.escape(expanded), "**", "*"), recursive=True)
+        if not (files := [_local_file(f, expanded) for f in every if os.path.isfile(f) and f.lower().endswith(TEXT_SUFFIXES)]):
+            raise UserError(f"data.path {path!r}: a folder without text files: expected names that end in "
+                            f"{', '.join(TEXT_SUFFIXES[:6])}, …; a pattern takes any, such as {path.rstrip('/')}/**/*.log")
+        return files
     # A file whose name contains glob characters is still found when it is named exactly.
     found = [expanded] if os.path.exists(expanded) else local_glob.glob(expanded, recursive=True)
     root = _fixed_part(expanded) or ("/" if expanded.startswith("/") else ".")
@@ -187,7 +195,7 @@ def _nearest_hint(path: str) -> str:
             names = [p.name for p in parent.iterdir()] if parent.is_dir() else []
             return f": there is no {part!r} in {parent.resolve()}{did_you_mean(part, names)}"
         parent = parent / part
-    return ""
+    return ": it is there, but is no regular file"
 
 
 @functools.cache
@@ -205,66 +213,90 @@ def _standard_library_files() -> tuple[SourceFile, ...]:
     return tuple(sorted(found, key=lambda file: file.label))
 
 
-# ---- reading files: each yields (record number, text, bytes of the file read so far)
+# ---- reading files: each yields (record number, text, bytes of the file read so far); text that `bad` leaves out is ""
 
 
-def _decoded(data: bytes, path: epath.Path, start: int = 0) -> str:
+class BadText:
+    """What is done about text that is not UTF-8, and to which documents it was done."""
+
+    def __init__(self, policy: str):
+        self.policy, self.count, self.first = policy, 0, []
+
+    def mend(self, data: bytes, encoding: str, where: str, what: str) -> str:
+        """Text in place of `data` at `where`, which cannot be decoded; "" to leave the document out.
+
+        Raises:
+          UserError: the policy is to stop.
+        """
+        if self.policy == "stop":
+            raise UserError(f"{where}: {what}; data.on_bad_text = skip leaves such documents out, replace puts U+FFFD there")
+        self.count += 1
+        if self.count <= 5:
+            self.first.append(where)
+        return data.decode(encoding, "replace") if self.policy == "replace" else ""
+
+    def told(self) -> str:
+        done = "bytes replaced by U+FFFD in" if self.policy == "replace" else "left out"
+        return f"{done} {self.count} document{'s' * (self.count > 1)} that are not UTF-8: {', '.join(self.first)}{', …' * (self.count > 5)}"
+
+
+def _decoded(data: bytes, bad: BadText, where: str, start: int = 0) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text at byte offset {start + error.start} (0x{data[error.start]:02x}); "
-                        f".jsonl, .jsonl.gz and .parquet are read as such, every other file as UTF-8 text") from error
+        return bad.mend(data, "utf-8", where, f"not UTF-8 text at byte offset {start + error.start} (0x{data[error.start]:02x}); .jsonl, "
+                                              ".jsonl.gz and .parquet are read as such, every other file as UTF-8 text")
 
 
-def _read_text(file: SourceFile, text_field: str) -> Iterator[tuple[int, str, int]]:
+def _read_text(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tuple[int, str, int]]:
     del text_field
-    yield 0, _decoded(file.path.read_bytes(), file.path).removeprefix("\ufeff"), file.size
+    yield 0, _decoded(file.path.read_bytes(), bad, str(file.path)).removeprefix("\ufeff"), file.size
 
 
-def _read_jsonl(file: SourceFile, text_field: str) -> Iterator[tuple[int, str, int]]:
+def _read_jsonl(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tuple[int, str, int]]:
     with file.path.open("rb") as raw:
         stream: BinaryIO = gzip.open(raw) if file.path.name.lower().endswith(".gz") else raw
         offset = 0
         try:
             for record, line in enumerate(stream):
-                if line.strip():
-                    text = _decoded(line, file.path, offset).removeprefix("\ufeff")
-                    yield record, _json_text(text, text_field, f"{file.path}:{record + 1}"), min(offset, file.size)
+                where = f"{file.path}:{record + 1}"
+                if line.strip() and (text := _decoded(line, bad, where, offset).removeprefix("\ufeff")):
+                    yield record, _json_text(text, text_field, bad, where), min(offset, file.size)
                 offset += len(line)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{file.path}: damaged gzip file ({error})") from error
 
 
-def _json_text(line: str, field: str, where: str) -> str:
+def _json_text(line: str, field: str, bad: BadText, where: str) -> str:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: expected a JSON object with a field {field!r}, found {type(record).__name__}")
+        record = jsonfile.parse(line)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
     if field not in record:
         raise UserError(f"{where}: no field {field!r}{did_you_mean(field, record)}; it has "
                         f"{', '.join(map(repr, record)) or 'none'}; name the right one with data.text_field")
-    return _checked_text(record[field], f"{where}: field {field!r}")
+    return _checked_text(record[field], bad, f"{where}: field {field!r}")
 
 
-def _checked_text(text: object, where: str) -> str:
+def _checked_text(text: object, bad: BadText, where: str) -> str:
     if not isinstance(text, str):
         raise UserError(f"{where} is of type {type(text).__name__}: expected a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{where} holds half a surrogate pair at character {error.start}: not text") from error
+        return bad.mend(text.encode("utf-16-le", "surrogatepass"), "utf-16-le", where, f"half a surrogate pair at character {error.start}")
     return text
 
 
-def _read_parquet(file: SourceFile, text_field: str) -> Iterator[tuple[int, str, int]]:
+def _read_parquet(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tuple[int, str, int]]:
     with file.path.open("rb") as stream:
         try:
             table = pyarrow.parquet.ParquetFile(stream)
             schema = table.schema_arrow
-            if text_field not in schema.names:
-                raise UserError(f"{file.path}: no column {text_field!r}{did_you_mean(text_field, schema.names)}; it has "
+            if schema.names.count(text_field) != 1:
+                which = "two columns" if text_field in schema.names else "no column"
+                hint = "" if text_field in schema.names else did_you_mean(text_field, schema.names)
+                raise UserError(f"{file.path}: {which} {text_field!r}{hint}; it has "
                                 f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field")
             kind = schema.field(text_field).type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
@@ -273,7 +305,9 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[tuple[int, str,
             for batch in table.iter_batches(batch_size=256, columns=[text_field]):
                 for value in batch.column(0):
                     where = f"{file.path}: row {record + 1} of column {text_field!r}"
-                    yield record, _checked_text(value.as_py(), where), file.size * record // rows
+                    data = value.as_buffer()
+                    text = None if data is None else _decoded(data.to_pybytes(), bad, where)
+                    yield record, _checked_text(text, bad, where), file.size * record // rows
                     record += 1
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        except pyarrow.ArrowException as error:
             raise UserError(f"{file.path}: not a readable Parquet file ({' '.join(str(error).split())[:200]})") from error

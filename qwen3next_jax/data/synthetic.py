@@ -13,12 +13,18 @@ A task says which tokens of a row count as targets; the loss, the accuracy and t
 Letters: T tokens of a row, P pairs.
 """
 
+import dataclasses
+import json
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from qwen3next_jax.config import SyntheticConfig
+from qwen3next_jax import digests
+from qwen3next_jax.config import DataConfig, SyntheticConfig
+from qwen3next_jax.data.pipeline import Batch, Data
+from qwen3next_jax.data.preparation import Progress
+from qwen3next_jax.data.tokens import TaskTokens, Tokenizer
 from qwen3next_jax.errors import UserError
 
 TRAIN_SPLIT, HELDOUT_SPLIT = 0, 1
@@ -127,3 +133,52 @@ def _backcopy(rng: np.random.Generator, length: int, cumulative: np.ndarray, tri
     targets = np.ones(length, bool)
     targets[0] = False
     return TaskRow(tokens.astype(np.int32), targets)
+
+
+class SyntheticData(Data):
+    """The rows of a task, made on the fly.
+
+    Raises:
+      UserError: rows or vocabulary are too small for the task.
+    """
+
+    kinds = Data.kinds | {"target_mask": bool}
+    heldout_rows = 1024  # where nobody asks for more: a task does not end
+
+    def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int,
+                 progress: Progress | None = None):
+        self.tokenizer, self.task = self.tokenizer_of(config, vocab_size), config.source
+        self.batch_size, self.sequence_length = batch_size, sequence_length
+        self._rows, self._heldout = (self.task_rows(config, sequence_length, vocab_size, split)
+                                     for split in (TRAIN_SPLIT, HELDOUT_SPLIT))
+        parts = [config.source, dataclasses.asdict(config.synthetic), sequence_length, vocab_size, config.seed]
+        self.fingerprint = digests.of(json.dumps(parts))[:20]
+
+    @staticmethod
+    def tokenizer_of(config: DataConfig, vocab_size: int) -> Tokenizer:
+        return TaskTokens(vocab_size)
+
+    @classmethod
+    def check(cls, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+        cls.task_rows(config, sequence_length, vocab_size, TRAIN_SPLIT)
+
+    @staticmethod
+    def task_rows(config: DataConfig, length: int, vocab_size: int, split: int) -> Any:
+        """Of one split, what gives the `TaskRow` of every index."""
+        return TaskRows(config.source, length, vocab_size, config.synthetic, config.seed, split)
+
+    def row(self, index: int) -> Batch:
+        return _task_row(self._rows[index])
+
+    def heldout_row(self, index: int) -> Batch:
+        return _task_row(self._heldout[index])
+
+    def names(self, index: int) -> list[str]:
+        return [f"{self.task}:{index}"]
+
+    def describe(self) -> dict[str, Any]:
+        return {"title": f"synthetic task {self.task}", "bits_per_nat": None}
+
+
+def _task_row(row: TaskRow) -> Batch:
+    return {"tokens": row.tokens, "segment_ids": np.ones_like(row.tokens), "target_mask": row.targets}

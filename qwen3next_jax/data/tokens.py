@@ -5,7 +5,6 @@ that preparation, evaluation (bits per byte), generation (streamed text) and exp
 """
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -14,13 +13,15 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from qwen3next_jax.errors import UserError
+from qwen3next_jax import digests, jsonfile
+from qwen3next_jax.errors import UserError, short
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
 # Longer documents are tokenized in parts cut at line ends: the library handles one text on one core, and keeps about a
 # hundred bytes per byte of it.
 _LONGEST_TEXT = 1 << 17
+_LARGEST_GAP = 1 << 20  # ids that stand for no token; more are a mistake that would cost gigabytes
 
 
 class Tokenizer(Protocol):
@@ -31,8 +32,10 @@ class Tokenizer(Protocol):
       eos_id: the id that ends every document.
       token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
+      reads_text: whether the ids stand for text; those of a synthetic task do not.
     """
 
+    reads_text: bool
     vocab_size: int
     eos_id: int
     token_bytes: np.ndarray
@@ -72,7 +75,8 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
     tokenizer = ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only {vocab_size}: "
-                        f"set model.vocab_size to at least {tokenizer.vocab_size} or choose another data.tokenizer")
+                        f"set model.vocab_size to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose "
+                        "another data.tokenizer")
     return tokenizer
 
 
@@ -114,9 +118,10 @@ class DecodeStream:
 class ByteTokenizer:
     """Ids 0 … 255 are the bytes of the UTF-8 text, 256 ends a document."""
 
+    reads_text = True
     vocab_size = 257
     eos_id = 256
-    fingerprint = hashlib.sha256(b"bytes, 256 = end of document").hexdigest()
+    fingerprint = digests.of("bytes, 256 = end of document")
 
     def __init__(self):
         self.token_bytes = np.array([1] * 256 + [0], np.int32)
@@ -149,12 +154,13 @@ class ByteTokenizer:
 class TaskTokens:
     """The ids of a synthetic task, which stand for no text; written as numbers."""
 
+    reads_text = False
     eos_id = -1
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self.token_bytes = np.zeros(vocab_size, np.int32)
-        self.fingerprint = hashlib.sha256(f"{vocab_size} ids of a synthetic task".encode()).hexdigest()
+        self.fingerprint = digests.of(f"{vocab_size} ids of a synthetic task")
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -182,22 +188,32 @@ class HuggingFaceTokenizer:
     vocabulary has.
     """
 
+    reads_text = True
+
     def __init__(self, spec: str):
         path = epath.Path(spec)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
             raise UserError(f"tokenizer {path}: no such file; expected 'bytes' or the path of a Hugging Face tokenizer.json")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+            with jsonfile.open_regular(path) as file:
+                self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(jsonfile.MAX_BYTES))
+        except OSError as error:
+            raise UserError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
         except ValueError as error:
             raise UserError(f"tokenizer {path}: not a Hugging Face tokenizer.json ({_one_line(error)})") from error
+        # The library lists every id that is left out, and a table of all ids is made here, too.
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(ids.values(), default=-1)
+        if self.vocab_size > _LARGEST_GAP + len(ids):
+            raise UserError(f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a vocabulary of {len(ids)} "
+                            "tokens: damaged; copy or download it again")
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._eos_token = _eos_token(path, self._tokenizer)
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._json = self._tokenizer.to_str()
-        self.fingerprint = hashlib.sha256(f"{self._json}\0{self.eos_id}".encode()).hexdigest()
+        self.fingerprint = digests.of(f"{self._json}\0{self.eos_id}")
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -243,13 +259,15 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     config_path = path.parent / "tokenizer_config.json"
     if config_path.exists():
         try:
-            token = json.loads(config_path.read_text()).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{config_path}: expected a JSON object ({_one_line(error)})") from error
+            token = jsonfile.read(config_path).get("eos_token")
+        except OSError as error:
+            raise UserError(f"{config_path}: cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise UserError(f"{config_path}: {error}") from error
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            if tokenizer.token_to_id(token) is None:
-                raise UserError(f"{config_path}: eos_token {token!r} is not in the vocabulary of {path}")
+            if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
+                raise UserError(f"{config_path}: eos_token {short(token)} is not in the vocabulary of {path}: expected one of its tokens")
             return token
     for token in _COMMON_EOS:
         if tokenizer.token_to_id(token) is not None:

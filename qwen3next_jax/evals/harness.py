@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -22,14 +23,14 @@ _NEW_TOKENS = 256  # generated at most where a task does not say
 
 class HarnessModel(TemplateLM):
     """Args: `max_length`: longest context with its continuation, in tokens; a context that is longer loses its beginning.
-    `batch_size`: rows of one forward pass."""
+    `batch_size`: rows of one forward pass. `mesh`: on which the parameters lie; None for one device."""
 
-    def __init__(self, model: Qwen3Next, tokenizer: Tokenizer, max_length: int = 2048, batch_size: int = 8):
+    def __init__(self, model: Qwen3Next, tokenizer: Tokenizer, max_length: int = 2048, batch_size: int = 8, mesh: Mesh | None = None):
         super().__init__()
-        self.model, self._tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.model, self._tokenizer, self.batch_size, self._mesh = model, tokenizer, batch_size, mesh
         self.max_length = min(max_length, model.config.max_position_embeddings)
         graphdef, params = nnx.split(model, nnx.Param)
-        self._score = make_scorer(make_score_step(graphdef), nnx.to_pure_dict(params))
+        self._score = make_scorer(make_score_step(graphdef, mesh), nnx.to_pure_dict(params), mesh)
 
     @property
     def eot_token_id(self) -> int:
@@ -92,7 +93,8 @@ class HarnessModel(TemplateLM):
             for batch in _batches([len(prompt) for prompt in prompts], self.batch_size):
                 stops = [_stops(requests[members[i]].args[1]) for i in batch]
                 found = continued(self.model, self._tokenizer, [prompts[i] for i in batch], stops, rows=self.batch_size,
-                                  max_new_tokens=new, temperature=temperature, seed=members[batch[0]])  # samples differ between batches
+                                  max_new_tokens=new, temperature=temperature, mesh=self._mesh,
+                                  seed=members[batch[0]])  # samples differ between batches
                 for i, text in zip(batch, found):
                     texts[members[i]] = text
                     self.cache_hook.add_partial("generate_until", requests[members[i]].args, text)

@@ -3,6 +3,7 @@
 Letters: B batch, T time, D model, V vocabulary.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
@@ -12,10 +13,34 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from qwen3next_jax.evals.evaluation import Evaluation, Subject
+from qwen3next_jax.evals.scoring import place
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import target_positions
+from qwen3next_jax.reporting.figures import Figure
 
 Batch = dict[str, jax.Array]
+
+
+class Heldout(Evaluation):
+    """What is judged is the loss in bits per byte, or the accuracy where tokens are no text."""
+
+    figures = {"bits_per_byte": Figure("bits per byte", "bits", "lower", main=True),
+               "loss": Figure("loss, nats per token", "nats", "lower"),
+               "perplexity": Figure("perplexity per token", "", "lower"), "accuracy": Figure("accuracy", "share", "higher"),
+               "mtp_loss": Figure("MTP loss at depth", "nats", "lower"),
+               "mtp_acceptance": Figure("drafts accepted at depth", "share", "higher", main=True),
+               "targets": Figure("tokens predicted", "count"), "bytes": Figure("bytes predicted", "count")}
+
+    def __init__(self, subject: Subject):
+        super().__init__(subject)
+        self._step = make_heldout_step(subject.graphdef, subject.mesh)
+        if not subject.tokenizer.reads_text:
+            self.figures = self.figures | {"accuracy": dataclasses.replace(self.figures["accuracy"], main=True)}
+
+    def run(self, params: dict) -> dict[str, float]:
+        batches = (place(batch, self.subject.mesh) for batch in self.subject.heldout())
+        return evaluate_heldout(self._step, params, batches, self.subject.tokenizer.token_bytes)
 
 
 def make_heldout_step(graphdef: nnx.GraphDef, mesh: Mesh | None = None) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
@@ -31,7 +56,7 @@ def make_heldout_step(graphdef: nnx.GraphDef, mesh: Mesh | None = None) -> Calla
         def predict(hidden_BTD, offset):
             """(sum of losses, [B, T] whether the token `offset` later is a target, [B, T] best guess for it)."""
             inside_BT = target_positions(batch, offset)
-            nll, _, guess_BT = model.cross_entropy(hidden_BTD, jnp.roll(tokens_BT, -offset, axis=1),
+            nll, _, guess_BT, _ = model.cross_entropy(hidden_BTD, jnp.roll(tokens_BT, -offset, axis=1),
                                                    inside_BT.astype(jnp.float32), mesh)
             return nll, inside_BT, guess_BT
 

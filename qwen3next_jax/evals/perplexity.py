@@ -8,9 +8,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from qwen3next_jax.evals.evaluation import Evaluation
 from qwen3next_jax.evals.scoring import Scorer
+from qwen3next_jax.reporting.figures import Figure
 
 Batch = dict[str, np.ndarray]
+
+
+class Position(Evaluation):
+    figures = {"loss": Figure("loss, nats per token", "nats", "lower"), "bits_per_byte": Figure("bits per byte", "bits", "lower"),
+               "targets": Figure("tokens predicted", "count")}
+
+    def run(self, params: dict) -> dict[str, float]:
+        return loss_by_position(self.subject.scorer(params), self.subject.heldout(), self.subject.tokenizer.token_bytes)
 
 
 def loss_by_position(scorer: Scorer, batches: Iterable[Batch], token_bytes: np.ndarray) -> dict[str, float]:

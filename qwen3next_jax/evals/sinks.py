@@ -8,16 +8,35 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+
+from qwen3next_jax.evals.evaluation import Evaluation, Subject
+from qwen3next_jax.evals.scoring import everywhere, place
+from qwen3next_jax.reporting.figures import Figure
 
 SINK_HEAD = 0.3  # a head above this attention probability on the first token counts as a sink (2504.02732, 2505.06708)
 
 
-def make_probe_step(graphdef: nnx.GraphDef) -> Callable[[dict, np.ndarray, np.ndarray], tuple[dict[str, jax.Array], ...]]:
+class Sinks(Evaluation):
+    figures = {"first_token_share": Figure("attention on the first token", "share", "lower", main=True),
+               "first_token_heads": Figure(f"heads with more than {SINK_HEAD} of it there", "share", "lower", main=True),
+               "activation_max": Figure("largest activation", "", "lower", main=True),
+               "activation_ratio": Figure("largest over median activation", "", "lower", main=True)}
+
+    def __init__(self, subject: Subject):
+        super().__init__(subject)
+        self._step = make_probe_step(subject.graphdef, subject.mesh)
+
+    def run(self, params: dict) -> dict[str, float]:
+        batches = (place(batch, self.subject.mesh) for batch in self.subject.heldout(32))
+        return sinks(self._step, params, batches, self.subject.config.num_hidden_layers)
+
+
+def make_probe_step(graphdef: nnx.GraphDef, mesh: Mesh | None = None) -> Callable[..., tuple[dict[str, jax.Array], ...]]:
     """→ jitted `step(params, tokens [B, T], segment_ids [B, T])` → what every layer says of itself, the MTP module's last."""
-    @jax.jit
     def step(params, tokens_BT, segment_ids_BT):
-        return nnx.merge(graphdef, params).features(tokens_BT, segment_ids_BT, diagnose=True).diagnostics
-    return step
+        return nnx.merge(graphdef, params).features(tokens_BT, segment_ids_BT, diagnose=True, mesh=mesh).diagnostics
+    return jax.jit(step, out_shardings=everywhere(mesh))
 
 
 def sinks(step: Callable, params: dict, batches: Iterable[dict[str, np.ndarray]], layers: int) -> dict[str, float]:

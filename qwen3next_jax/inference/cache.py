@@ -22,7 +22,7 @@ def rounded_length(tokens: int) -> int:
 
 
 def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
-    """Bytes of the trunk's cache of `length` slots: "state", of layers whose cache is as large at any length, and "slots", of the others."""
+    """Bytes of the trunk's cache of `length` slots, by the layers' `cache_kind`: "state" is as large at any length."""
     total = {"state": 0, "slots": 0}
     for name in config.mixers:
         shapes = jax.eval_shape(lambda mixer=mixer_class(name): mixer.init_cache(config, batch, length))

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference.cache import rounded_length
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.parallel.rules import ROWS, activation_spec, shards
 
 CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory
 BLOCK = 8  # most tokens per row that one decode call emits: a call costs as much as a step of a small model
@@ -47,14 +49,14 @@ class Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def programs(graphdef: nnx.GraphDef, greedy: bool) -> Programs:
+def programs(graphdef: nnx.GraphDef, greedy: bool, mesh: Mesh | None = None) -> Programs:
     """Kept per architecture, so that repeated calls find what they compiled."""
-    return Programs(jax.jit(functools.partial(_prefill, graphdef), donate_argnums=1),
-                    jax.jit(functools.partial(_decode, graphdef, greedy), donate_argnums=1))
+    return Programs(jax.jit(functools.partial(_prefill, graphdef, mesh), donate_argnums=1),
+                    jax.jit(functools.partial(_decode, graphdef, mesh, greedy), donate_argnums=1))
 
 
 def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens: int, temperature: float = 0.0,
-             seed: int = 0, stop_ids: Sequence[int] = ()) -> Iterator[np.ndarray]:
+             seed: int = 0, stop_ids: Sequence[int] = (), mesh: Mesh | None = None) -> Iterator[np.ndarray]:
     """Continues every prompt.
 
     Args:
@@ -63,6 +65,8 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
       temperature: logits are divided by it before sampling; 0 takes the likeliest token.
       seed: with the index of the row and the position of the token it determines the sample, whatever else is in the batch.
       stop_ids: a row ends before the first of these tokens.
+      mesh: on which the model's parameters lie, as `Qwen3Next.features` takes it; None: one device. On a mesh of several
+        processes all of them ask for the same, and get the same.
 
     Returns:
       An iterator over [B] int32 arrays, one per generated position: the next token of every row, -1 for rows that have
@@ -74,7 +78,7 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
     """
     prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
     check_request(model.config, prompts, max_new_tokens, temperature)
-    return _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids)
+    return _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids, mesh)
 
 
 def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
@@ -120,16 +124,19 @@ def check_request(config, prompts, max_new_tokens: int, temperature: float) -> N
                         f"most max_position_embeddings = {config.max_position_embeddings}")
 
 
-def _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids):
+def _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids, mesh):
     graphdef, params = nnx.split(model)
-    run = programs(graphdef, greedy=temperature == 0)
-    rows = start_rows(run, params, prompts, model.init_cache(len(prompts), cache_length(prompts, max_new_tokens)))
-    stop_ids = jnp.asarray(np.asarray(stop_ids, np.int32))
+    run = programs(graphdef, temperature == 0, mesh)
+    wanted = len(prompts)
+    if mesh is not None:  # as many rows as its axes divide
+        prompts = prompts + [prompts[-1]] * (-wanted % shards(mesh, *ROWS))
+    rows = start_rows(run, params, prompts, _empty_cache(model, len(prompts), cache_length(prompts, max_new_tokens), mesh), mesh)
+    stop_ids = np.asarray(stop_ids, np.int32)
     size = 1  # the first token comes at once; later ones in blocks
     while max_new_tokens:
         size = min(size, max_new_tokens)
         rows, tokens_NB = run.decode(params, rows, size, stop_ids, temperature, seed)
-        tokens_NB = np.asarray(tokens_NB)[:size]
+        tokens_NB = np.asarray(tokens_NB)[:size, :wanted]
         for tokens_B in tokens_NB:
             if np.all(tokens_B == STOPPED):
                 return
@@ -138,13 +145,25 @@ def _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids):
         size = min(2 * size, BLOCK)
 
 
-def start_rows(run: Programs, params, prompts: list[np.ndarray], cache: list) -> Rows:
+def _empty_cache(model: Qwen3Next, batch: int, length: int, mesh: Mesh | None) -> list:
+    if mesh is None:
+        return model.init_cache(batch, length)
+    return jax.jit(lambda: model.init_cache(batch, length), out_shardings=_sharding(mesh, None, "batch"))()
+
+
+def start_rows(run: Programs, params, prompts: list[np.ndarray], cache: list, mesh: Mesh | None = None) -> Rows:
     """Prefills all but the last token of each prompt into an empty `cache`."""
     known_B = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
     for start, tokens_BT in prompt_chunks(prompts):
         cache = run.prefill(params, cache, tokens_BT, start, known_B)
     last_B = np.array([prompt[-1] for prompt in prompts], np.int32)
-    return Rows(cache, jnp.asarray(last_B), jnp.asarray(known_B), jnp.zeros(len(prompts), bool))
+    by_row = _sharding(mesh, "batch")
+    return Rows(cache, *(jnp.asarray(x_B) if mesh is None else jax.make_array_from_callback(x_B.shape, by_row, x_B.__getitem__)
+                         for x_B in (last_B, known_B, np.zeros(len(prompts), bool))))
+
+
+def _sharding(mesh: Mesh | None, *names: str | None) -> NamedSharding | None:
+    return None if mesh is None else NamedSharding(mesh, activation_spec(*names))
 
 
 def prompt_chunks(prompts: list[np.ndarray], chunk: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
@@ -162,14 +181,14 @@ def prompt_chunks(prompts: list[np.ndarray], chunk: int | None = None) -> Iterat
         start += size
 
 
-def _prefill(graphdef, params, cache, tokens_BT, start, known_B):
+def _prefill(graphdef, mesh, params, cache, tokens_BT, start, known_B):
     """Puts the tokens at positions start … below `known_B` into the cache."""
     model = nnx.merge(graphdef, params)
     positions_BT = jnp.broadcast_to(start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-    return model.decode(tokens_BT, positions_BT, cache, (positions_BT < known_B[:, None]).astype(jnp.int32))[1]
+    return model.decode(tokens_BT, positions_BT, cache, (positions_BT < known_B[:, None]).astype(jnp.int32), mesh)[1]
 
 
-def _decode(graphdef, greedy: bool, params, rows: Rows, steps, stop_ids, temperature, seed):
+def _decode(graphdef, mesh, greedy: bool, params, rows: Rows, steps, stop_ids, temperature, seed):
     """`steps` ≤ BLOCK decode steps → (rows, [BLOCK, B] new tokens, -1 for rows that have ended and steps not taken)."""
     model = nnx.merge(graphdef, params)
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(rows.token)))
@@ -186,7 +205,7 @@ def _decode(graphdef, greedy: bool, params, rows: Rows, steps, stop_ids, tempera
 
     def advance(carry):
         step, rows, tokens_NB = carry
-        hidden_B1D, cache = model.decode(rows.token[:, None], rows.position[:, None], rows.cache)
+        hidden_B1D, cache = model.decode(rows.token[:, None], rows.position[:, None], rows.cache, mesh=mesh)
         next_B = choose(model.logits(hidden_B1D[:, 0]), rows.position + 1)
         done_B = rows.done | jnp.isin(next_B, stop_ids)
         tokens_NB = tokens_NB.at[step].set(jnp.where(done_B, STOPPED, next_B))
@@ -196,4 +215,4 @@ def _decode(graphdef, greedy: bool, params, rows: Rows, steps, stop_ids, tempera
 
     tokens_NB = jnp.full((BLOCK, len(rows.token)), STOPPED, jnp.int32)
     _, rows, tokens_NB = jax.lax.while_loop(more, advance, (0, rows, tokens_NB))
-    return rows, tokens_NB
+    return rows, tokens_NB if mesh is None else jax.lax.with_sharding_constraint(tokens_NB, _sharding(mesh))

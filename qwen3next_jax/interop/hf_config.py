@@ -1,10 +1,14 @@
 """config.json of `qwen3_next` ↔ `ModelConfig`."""
 
 import dataclasses
+import math
+import os
+import pathlib
 from typing import Any
 
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig, from_dict
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, short
+from qwen3next_jax.interop.weights import Weights, read_json
 
 # Fields of the same name and meaning on both sides.
 _SHARED = (
@@ -18,6 +22,29 @@ _LAYER_TYPES = {"gated_deltanet": LINEAR, "gated_attention": FULL}
 # What transformers takes where the file is silent, as far as it differs from the released model.
 _ABSENT = {"intermediate_size": 5632, "max_position_embeddings": 32_768}
 _ABSENT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+
+
+def read_hf_config(path: str | os.PathLike) -> ModelConfig:
+    """The architecture of a Hugging Face directory, without reading its weights (their names and shapes only), nor JAX.
+
+    Raises:
+      UserError: see `huggingface.load_hf`.
+    """
+    directory = model_directory(path)
+    weights, file = Weights(directory), directory / "config.json"
+    fields = read_json(file)
+    _refuse_unsupported(fields, str(file))
+    check_sizes(fields, {name: weights.shape(name) for name in weights.names}, str(file))
+    return parse_hf_config(fields, any(name.startswith("mtp.") for name in weights.names), str(file))
+
+
+def model_directory(path: str | os.PathLike) -> pathlib.Path:
+    """`path`, if it is a directory."""
+    directory = pathlib.Path(path)
+    if directory.is_dir():
+        return directory
+    found = "is a file" if directory.exists() else "does not exist"
+    raise UserError(f"{directory} {found}: expected a Hugging Face model directory (config.json and *.safetensors)")
 
 
 def parse_hf_config(fields: dict[str, Any], has_mtp: bool, where: str) -> ModelConfig:
@@ -48,6 +75,28 @@ def parse_hf_config(fields: dict[str, Any], has_mtp: bool, where: str) -> ModelC
         raise UserError(f"{where}: {error}") from error
     by_interval = dataclasses.replace(config, layer_types=())
     return by_interval if by_interval.mixers == config.mixers else config
+
+
+def check_sizes(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], where: str) -> None:
+    """Refuses a config.json that calls for far more than the tensors beside it (name → shape) hold, before anything is built
+    from it: a billion layers would otherwise be listed one by one."""
+    layers = len({name.split(".")[2] for name in shapes if name.startswith("model.layers.")})
+    widest = max((max(shape, default=0) for shape in shapes.values()), default=0)
+
+    def size(name: str) -> int:
+        value = fields.get(name)
+        return len(value) if isinstance(value, list) else value if type(value) is int else 0
+    for name in ("num_hidden_layers", "layer_types", "mlp_only_layers"):
+        if size(name) > layers:
+            raise UserError(f"{where}: {name}: {short(size(name))} layers, the weights have {layers}")
+    # A width that is not used may be larger than those there are, but not by so much that a table of it hurts.
+    most = max(widest, 4096)
+    for names in (("num_experts",), ("num_attention_heads", "head_dim"), ("num_key_value_heads", "head_dim"),
+                  ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"),
+                  ("linear_conv_kernel_dim",), ("mtp_depth",)):
+        if math.prod(map(size, names)) > most:
+            product = " × ".join(f"{name} = {short(size(name))}" for name in names)
+            raise UserError(f"{where}: {product}: the widest of the weights has {widest}")
 
 
 def _refuse_unsupported(fields: dict[str, Any], where: str) -> None:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -16,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
+from qwen3next_jax.errors import UserError, short
+from qwen3next_jax.interop.hf_config import format_hf_config, model_directory, read_hf_config
 from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
-from qwen3next_jax.interop.weights import Weights, name_some, read_json, weight_files, write_weights
+from qwen3next_jax.interop.weights import Weights, name_some, weight_files, write_weights
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.hf_entries import Entry, Slice
+from qwen3next_jax.trees import path_string
 
 _DIGESTS = "SHA256SUMS"
 
@@ -41,7 +42,7 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    leaves = {_path(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = {path_string(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     for parameter in parameters(config):
         if parameter.path not in leaves or leaves[parameter.path].shape != parameter.shape:
             found = leaves[parameter.path].shape if parameter.path in leaves else "nothing"
@@ -51,33 +52,6 @@ def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndar
                 yield prefix + part.name, parameter.entry.to_tensor(layer, part)
 
 
-def _path(path: tuple) -> str:
-    """The name of a leaf: 'layers/0/mixer/q_proj', for an nnx.State (whose leaves sit in a Param) and for dicts alike."""
-    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-
-
-def read_hf_config(path: str | os.PathLike) -> ModelConfig:
-    """The architecture of a Hugging Face directory, without reading its weights (their names only).
-
-    Raises:
-      UserError: see `load_hf`.
-    """
-    directory = _directory(path)
-    return _read_config(directory, Weights(directory))
-
-
-def _directory(path: str | os.PathLike) -> pathlib.Path:
-    directory = pathlib.Path(path)
-    if directory.is_dir():
-        return directory
-    found = "is a file" if directory.exists() else "does not exist"
-    raise UserError(f"{directory} {found}: expected a Hugging Face model directory (config.json and *.safetensors)")
-
-
-def _read_config(directory: pathlib.Path, weights: Weights) -> ModelConfig:
-    has_mtp = any(name.startswith("mtp.") for name in weights.names)
-    file = directory / "config.json"
-    return parse_hf_config(read_json(file), has_mtp, str(file))
 
 
 def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
@@ -97,7 +71,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     arrays = {name: jnp.asarray(array) for name, array in iter_hf_params(path, config, dtype)}
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[_path(leaf)], shapes))
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], shapes))
 
 
 def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
@@ -107,7 +81,7 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
     One (stacked) parameter is in memory at a time; everything is checked before the first is read. `dtype` and errors
     are those of `load_hf`.
     """
-    directory = _directory(path)
+    directory = model_directory(path)
     weights = Weights(directory)
     _check_digests(directory)
     wanted = list(parameters(config))
@@ -186,7 +160,7 @@ def require_new(out: pathlib.Path) -> None:
 
 def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any) -> None:
     config, params = model.config, nnx.state(model, nnx.Param)
-    itemsize = {_path(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    itemsize = {path_string(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     sizes = {prefix + part.name: int(np.prod(part.shape)) * itemsize[parameter.path] for parameter in parameters(config)
              for prefix in parameter.prefixes for part in parameter.entry.slices}
     write_weights(_iter_tensors(params, config), sizes, directory)
@@ -197,16 +171,11 @@ def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any) -> None:
     if tokenizer is not None:
         tokenizer.save(directory)
     files = sorted(f for f in directory.rglob("*") if f.is_file())
-    (directory / _DIGESTS).write_text("".join(f"{_digest(f)}  {f.relative_to(directory).as_posix()}\n" for f in files))
+    (directory / _DIGESTS).write_text("".join(f"{digests.of_file(f)}  {f.relative_to(directory).as_posix()}\n" for f in files))
 
 
 def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _digest(file: pathlib.Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _check_digests(directory: pathlib.Path) -> None:
@@ -220,17 +189,24 @@ def _check_digests(directory: pathlib.Path) -> None:
 def verify_hf(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
     """`(file, what is wrong with it or None)` of every file that SHA256SUMS names and of every weight file; nothing
     where there is no SHA256SUMS. Files are digested on all cores."""
-    if not (directory / _DIGESTS).is_file():
+    if not (directory / _DIGESTS).exists():
         return
-    lines = [line.split(maxsplit=1) for line in (directory / _DIGESTS).read_text(errors="replace").splitlines()]
+    try:
+        with jsonfile.open_regular(directory / _DIGESTS) as file:
+            lines = [line.split(maxsplit=1) for line in file.read().decode(errors="replace").splitlines()]
+    except OSError as error:
+        raise UserError(f"{directory / _DIGESTS}: cannot be read ({error.strerror})") from error
     recorded = {words[1].lstrip("*"): words[0] for words in lines if len(words) == 2}
+    for name in [name for name in recorded if pathlib.PurePath(name).is_absolute() or ".." in pathlib.PurePath(name).parts]:
+        del recorded[name]
+        yield _DIGESTS, f"it names {short(name)}, which is outside this folder"
     for file in weight_files(directory):
         if file.name not in recorded:
             yield file.name, f"{_DIGESTS} does not name it"
     files = {name: directory / name for name in recorded}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = pool.map(lambda file: _digest(file) if file.is_file() else None, files.values())
-        for name, digest in zip(files, digests, strict=True):
+        found = pool.map(lambda file: digests.of_file(file) if file.is_file() else None, files.values())
+        for name, digest in zip(files, found, strict=True):
             if digest is None:
                 yield name, f"missing, although {_DIGESTS} names it"
             else:

@@ -60,4 +60,5 @@ def check_hf_form(config: ModelConfig) -> None:
     without = [f"{name} (layers {', '.join(str(i) for i, mixer in enumerate(config.mixers) if mixer == name) or 'of MTP'})"
                for name in dict.fromkeys(kind for kind, _ in config.layer_kinds) if mixer_class(name).hf_entries is None]
     if without:
-        raise UserError(f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected gated_deltanet and gated_attention")
+        raise UserError(f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected gated_deltanet and "
+                        "gated_attention")

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401  makes numpy know bfloat16
@@ -10,6 +10,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from qwen3next_jax import jsonfile
 from qwen3next_jax.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,14 +26,11 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
       UserError: no such file, or not a JSON object.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        return jsonfile.read(file)
     except OSError as e:
         raise UserError(f"{file}: cannot be read ({e.strerror}): expected a Hugging Face model directory with it") from e
-    except ValueError as e:  # undecodable text or JSON
-        raise UserError(f"{file}: not valid JSON ({e}): the file is damaged; copy or download it again") from e
-    if not isinstance(value, dict):
-        raise UserError(f"{file}: holds a JSON {type(value).__name__}: expected an object")
-    return value
+    except ValueError as e:
+        raise UserError(f"{file}: {e}: damaged, or no such file of a Hugging Face directory; copy or download it again") from e
 
 
 def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -73,7 +71,11 @@ class Weights:
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
         self._file_of: dict[str, Any] = {}
-        for file in weight_files(directory):
+        files = weight_files(directory)
+        if len(missing := [file.name for file in files if not file.exists()]) > 1:
+            raise UserError(f"{directory}: {len(missing)} of the {len(files)} files that {INDEX} names are missing: {some(missing)}; "
+                            "incomplete checkpoint; copy or download them again")
+        for file in files:
             handle = _open(file)
             for name in handle.keys():
                 if name in self._file_of:
@@ -101,7 +103,7 @@ class Weights:
 
 def _open(file: pathlib.Path):
     try:
-        with file.open("rb") as f:
+        with jsonfile.open_regular(file) as f:
             start = f.read(4)
         return safetensors.safe_open(file, framework="np")
     except OSError as e:
@@ -115,8 +117,11 @@ def _open(file: pathlib.Path):
 def name_some(names: Iterable[str], limit: int = 3) -> str:
     """'3 tensors: a, b, c' or '120 tensors: a, b, c, …'."""
     names = sorted(names)
-    some = ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {some}"
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {some(names, limit)}"
+
+
+def some(names: Sequence[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
 
 
 def write_weights(tensors: Iterable[tuple[str, np.ndarray]], sizes: dict[str, int], directory: pathlib.Path) -> None:

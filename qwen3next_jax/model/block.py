@@ -83,8 +83,8 @@ class Block(nnx.Module):
         """How a layer of this kind is stored; of a mixer that has a Hugging Face form."""
         yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
         yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
-        for part, entries in (("mixer", mixer_class(mixer).hf_entries(config)), ("mlp", (SparseMoE if sparse else DenseMLP).hf_entries(config))):
-            yield from (entry._replace(path=f"{part}/{entry.path}") for entry in entries)
+        for part, owner in (("mixer", mixer_class(mixer)), ("mlp", SparseMoE if sparse else DenseMLP)):
+            yield from (entry._replace(path=f"{part}/{entry.path}") for entry in owner.hf_entries(config))
 
 
 def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:

@@ -70,7 +70,7 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 
 def _passed(config: ModelConfig, parameter: Declared) -> int:
     """Its elements that one token passes."""
-    return parameter.size // parameter.experts * min(parameter.experts, config.num_experts_per_tok) if parameter.experts > 1 else parameter.size
+    return parameter.size // parameter.experts * min(parameter.experts, config.num_experts_per_tok)
 
 
 def _part(config: ModelConfig, path: str, parameter: Declared) -> str:

@@ -26,7 +26,9 @@ from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, tar
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
-from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, gather_local, local, path_string, storage_spec
+from qwen3next_jax.parallel.rules import (
+    CONTEXT, TENSOR, TOKENS, activation_spec, constrain, gather, gather_local, local, shards, storage_spec)
+from qwen3next_jax.trees import path_string
 
 
 class Features(NamedTuple):
@@ -146,10 +148,10 @@ class Qwen3Next(nnx.Module):
             table_VD = gather_local(table_VD, declared, shape, mesh)
             if table_VD.shape[0] == shape[0]:
                 return table_VD[tokens_BT].astype(self.config.dtype)
-            index_BT = tokens_BT - jax.lax.axis_index("tensor") * table_VD.shape[0]
+            index_BT = tokens_BT - jax.lax.axis_index(TENSOR) * table_VD.shape[0]
             inside_BT = (index_BT >= 0) & (index_BT < table_VD.shape[0])
             rows_BTD = table_VD[jnp.where(inside_BT, index_BT, 0)].astype(self.config.dtype)
-            return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), "tensor")
+            return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), TENSOR)
 
         in_specs = (storage_spec(declared, shape, mesh), activation_spec("batch", time))
         return local(look_up, mesh, in_specs, activation_spec("batch", time, None))(self.embedding[...], tokens)
@@ -158,14 +160,15 @@ class Qwen3Next(nnx.Module):
         """[D, V], of the parameters' dtype."""
         return self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
 
-    def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array, mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array,
+                      mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens are split over all devices.
 
         Args:
           hidden: [B, T, D]; targets: [B, T] int32; weights: [B, T] float32, 0 where there is no target.
 
         Returns:
-          (sum, correct [B, T] bool, argmax [B, T] int32).
+          (sum, correct [B, T] bool, argmax [B, T] int32, cross-entropy [B, T] float32 without gradient).
         """
         tied = self.config.tie_word_embeddings
         parameter = self.embedding if tied else self.head
@@ -182,15 +185,15 @@ class Qwen3Next(nnx.Module):
                                               weights_BT.reshape(-1))
             if mesh is not None:
                 loss = jax.lax.psum(loss, axes)
-            return loss, rows.correct.reshape(targets_BT.shape), rows.argmax.reshape(targets_BT.shape)
+            return loss, *(x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll))
 
         hidden = constrain(hidden, mesh, "batch", "time", None)  # what splits the loss further stays out of the layers
-        divides = mesh is not None and hidden.shape[1] % (mesh.shape["context"] * mesh.shape["tensor"]) == 0
+        divides = mesh is not None and hidden.shape[1] % shards(mesh, CONTEXT, TENSOR) == 0
         time = "time_rows" if divides else "time"
-        axes = ("data", "expert", "context", "tensor") if divides else ("data", "expert", "context")
+        axes = (*TOKENS, TENSOR) if divides else TOKENS
         tokens = activation_spec("batch", time)
         stored = None if mesh is None else storage_spec(declared, shape, mesh)
-        return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens))(
+        return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens, tokens))(
             hidden, table, targets, weights)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

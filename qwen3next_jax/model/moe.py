@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.expert_parallel import split_experts
 from qwen3next_jax.model.hf_entries import Entry, Slice, one
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import expert_mlp
-from qwen3next_jax.parallel.rules import activation_spec, gather_local, local, storage_spec
+from qwen3next_jax.parallel.experts import split_experts
+from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, local, shards, storage_spec
 
 
 class DenseMLP(nnx.Module):
@@ -115,14 +115,14 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
         weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
 
     weight_RA = weight_RA.astype(dtype)
-    if mesh is None or mesh.shape["expert"] == 1:
+    if shards(mesh, EXPERTS) == 1:
         y_RD = _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     else:
-        y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, "expert", ("data", "expert", "context"))
+        y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, EXPERTS, TOKENS)
     statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
     if mesh is not None:
-        y_RD = jax.lax.psum(y_RD, "tensor")  # each shard held a part of every expert's width
-        statistics = jax.lax.psum(statistics, ("data", "expert", "context"))
+        y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard held a part of every expert's width
+        statistics = jax.lax.psum(statistics, TOKENS)
     return y_RD.reshape(x_BTD.shape), statistics, logits_RE.reshape(*x_BTD.shape[:2], -1)
 
 

@@ -78,9 +78,7 @@ def _check(x, kernel, activation, initial_state, segment_ids):
         raise ValueError(f"kernel has shape {kernel.shape}: expected [width, *channels] with channels {x.shape[2:]}")
     state_shape = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
     if initial_state is not None and initial_state.shape != state_shape:
-        raise ValueError(
-            f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}"
-        )
+        raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}")
     if segment_ids is not None and segment_ids.shape != x.shape[:2]:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
 

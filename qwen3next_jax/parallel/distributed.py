@@ -5,7 +5,6 @@ order; the words in passing go through the key-value store of `jax.distributed`,
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -23,11 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed as _jax_distributed  # the key-value store has no public name; Orbax takes it from here, too
 
+from qwen3next_jax import digests
 from qwen3next_jax.config import Config, ParallelConfig, to_dict
 from qwen3next_jax.errors import ExitCode, UserError
 from qwen3next_jax.parallel.launch import TPU_VM, Launch
+from qwen3next_jax.trees import flat
 
 _LONG = 24 * 3600.0  # seconds; for waits on work of unknown length: a dead process ends them earlier, by its heartbeat
 _CACHED = 70.0  # seconds; for which a network file system may go on saying that there is no such file
@@ -42,10 +42,11 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
     `ExitCode.UNREACHABLE`: the runtime itself would abort it with a stack trace.
 
     Raises:
-      UserError: the coordinator's port is taken, or a TPU slice of several hosts cannot be joined.
+      UserError: the coordinator's port is taken, a TPU slice of several hosts cannot be joined, or JAX's store is not to be found.
     """
     if launch is None or launch.processes == 1:
         return
+    _client()  # missing, it is told before anyone waits
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would catch SIGTERM from here on, and only that; the loop catches it and SIGINT, and `StopVote` spreads the word.
     jax.config.update("jax_enable_preemption_service", False)
@@ -251,7 +252,7 @@ def _code_digests() -> dict[str, str]:
     """Name → text of what must be the same wherever the run computes: the package's files (digests), and the
     versions of the libraries that compute, of those that are installed."""
     package = pathlib.Path(__file__).parents[1]
-    files = {f"code: qwen3next_jax/{path.relative_to(package)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    files = {f"code: qwen3next_jax/{path.relative_to(package)}": digests.of_file(path)[:12]
              for path in sorted(package.rglob("*.py"))}
     versions = {d.name: d.version for d in importlib.metadata.distributions()}
     computing = re.compile("jax|jaxlib|libtpu|flax|optax|jax-cuda.*|nvidia-.*")
@@ -260,11 +261,7 @@ def _code_digests() -> dict[str, str]:
 
 def _settings(config: Config) -> dict[str, str]:
     """Name → text of every setting of a configuration that all processes must have alike: all but where rows are kept."""
-    def flat(values: Any, name: str) -> dict[str, str]:
-        if not isinstance(values, dict):
-            return {name: repr(values)}
-        return {key: text for part, value in values.items() for key, text in flat(value, f"{name}.{part}").items()}
-    return {name: text for name, text in flat(to_dict(config), "config").items() if name != "config.data.prepared_dir"}
+    return {name: repr(value) for name, value in flat(to_dict(config), "config.").items() if name != "config.data.prepared_dir"}
 
 
 def _write(path: pathlib.Path, text: str) -> str:
@@ -305,7 +302,18 @@ def _new_key() -> str:
 
 
 def _client() -> Any:
-    return _jax_distributed.global_state.client
+    """The key-value store of `jax.distributed`, which has no public name: it was here in JAX 0.11.2 and 0.12.0, and Orbax takes it
+    from here, too. None before the processes have met.
+
+    Raises:
+      UserError: this JAX has it elsewhere.
+    """
+    try:
+        from jax._src import distributed
+        return distributed.global_state.client
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"JAX {jax.__version__} has no jax._src.distributed.global_state.client ({error}), which runs in several "
+                        "processes need: install a JAX that has it, such as 0.12.0") from error
 
 
 def _milliseconds(seconds: float) -> int:

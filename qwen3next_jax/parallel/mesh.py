@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh
 from qwen3next_jax.config import MESH_AXES, Config, ParallelConfig
 from qwen3next_jax.errors import UserError
 
+DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
+
 
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config.mesh` over `devices` (None: all of this run; virtual and described ones serve too).
@@ -65,9 +67,9 @@ def check_divides(config: Config, mesh: Mesh, split_by_mixers: Mapping[str, int]
     if size["expert"] > 1 and not model.has_experts:
         raise UserError(f"parallel.mesh.expert = {size['expert']}, but the model has no experts (model.num_experts = 0): expected 1")
     key_value_heads = model.num_key_value_heads
-    widths = ["moe_intermediate_size", *["shared_expert_intermediate_size"] * (model.shared_expert_intermediate_size > 0)] * model.has_experts
-    widths += ["intermediate_size"] * model.has_dense_mlps
-    split = {**split_by_mixers, **{name: getattr(model, name) for name in widths}}
+    mlps = {"moe_intermediate_size": model.has_experts, "intermediate_size": model.has_dense_mlps,
+            "shared_expert_intermediate_size": model.has_experts and model.shared_expert_intermediate_size > 0}
+    split = {**split_by_mixers, **{name: getattr(model, name) for name, used in mlps.items() if used}}
 
     def divides(name: str, dimension: int) -> tuple[str, Callable[[int], bool]]:
         return f" does not divide model.{name} = {dimension}", lambda n: dimension % n == 0

@@ -16,24 +16,27 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.errors import did_you_mean
+from qwen3next_jax.trees import path_string
 
-FSDP = ("data", "expert", "context")
-STORED = ("tensor",)  # by parameters that compute whole on every `tensor` shard
+ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"  # what is split over which mesh axes; rows: of a batch
+TOKENS = (*ROWS, CONTEXT)
+FSDP = TOKENS
+STORED = (TENSOR,)  # by parameters that compute whole on every shard of it
 
 # Dimensions take, from the first on, those of their mesh axes that divide them and that no dimension before has taken.
 AXES: dict[str | None, str | tuple[str, ...] | None] = {
     "embed": FSDP,  # the model's width, where the other dimensions are split while computing
     "embed_out": STORED,  # the model's width where it is what a product gives
-    "vocab": "tensor",
-    "query_heads": "tensor",
-    "key_value_heads": "tensor",
+    "vocab": TENSOR,
+    "query_heads": TENSOR,
+    "key_value_heads": TENSOR,
     "head_width": STORED,  # where `tensor` exceeds the number of heads, which then stay whole
-    "key_heads": "tensor",  # their value heads come along
-    "value_heads": "tensor",
+    "key_heads": TENSOR,  # their value heads come along
+    "value_heads": TENSOR,
     "channels": FSDP,  # of a convolution
-    "experts": "expert",
+    "experts": EXPERTS,
     "router": STORED,
-    "mlp": "tensor",
+    "mlp": TENSOR,
     None: None,
 }
 
@@ -46,7 +49,7 @@ class Declared(Protocol):
     gathered: str
 
 
-ACTIVATIONS = {"batch": ("data", "expert"), "time": "context", "heads": "tensor", "time_rows": ("context", "tensor"), None: None}
+ACTIVATIONS = {"batch": ROWS, "time": CONTEXT, "heads": TENSOR, "time_rows": (CONTEXT, TENSOR), None: None}
 
 
 def check_axes(axes: tuple[str | None, ...]) -> None:
@@ -93,7 +96,12 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
 
 def time_axis(mesh: Mesh | None) -> str | None:
     """The mesh axis that splits the tokens of a row, for operators that look back; None where none does."""
-    return "context" if mesh is not None and mesh.shape["context"] > 1 else None
+    return CONTEXT if shards(mesh, CONTEXT) > 1 else None
+
+
+def shards(mesh: Mesh | None, *axes: str) -> int:
+    """Into how many parts these axes of the mesh split something; 1 without a mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
@@ -164,12 +172,6 @@ def _gather_backward(dtype, stages, own_dtype, _, dy):
 _gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
 
 
-def path_string(path: tuple, prefix: str = "") -> str:
-    """"layers/0/mixer/q_proj" of a key path of nested dicts, lists or nnx states."""
-    parts = [str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))) for key in path]
-    return "/".join(([prefix] if prefix else []) + [part for part in parts if part != "value"])
-
-
 def shardings(tree: Any, declared: Mapping[str, Declared], mesh: Mesh) -> Any:
     """NamedSharding of every leaf (array or shape) of a train state or of a tree of parameters.
 
@@ -184,6 +186,6 @@ def shardings(tree: Any, declared: Mapping[str, Declared], mesh: Mesh) -> Any:
         *groups, _ = names = path_string(path).split("/")
         followed = next((declared[name] for i in range(len(names)) if (name := "/".join(names[i:])) in declared), None)
         if followed is None and leaf.ndim and groups[0] != "guards":
-            raise ValueError(f"{path_string(path)}: follows no declared parameter: what an optimizer keeps per parameter must have its path")
+            raise ValueError(f"{path_string(path)}: follows no declared parameter: what an optimizer keeps for one must have its path")
         return NamedSharding(mesh, P() if followed is None else storage_spec(followed, leaf.shape, mesh))
     return jax.tree_util.tree_map_with_path(one, tree)

@@ -239,7 +239,8 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
     chunk = time // chunks
     inverses = chunks, batch, heads // 2, chunk, 2 * chunk
     known = kernel.group(1) == "forward" and any(a.dims == inverses for a in arrays)
-    return DeltaRuleCall(kernel.group(1) + " with known inverses" * known, batch * time, heads, key, value, chunk)
+    return DeltaRuleCall(kernel.group(1) + " with known inverses" * known, tokens=batch * time, heads=heads, key=key, value=value,
+                         chunk=chunk)
 
 
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
@@ -317,8 +318,9 @@ def memory(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memo
     gradients = min(gradients, temporary)
     activations = min(activations, temporary - gradients)
     other = kept - parameters - optimizer + stats.generated_code_size_in_bytes
-    return Memory(parameters, optimizer, gradients, activations, temporary - gradients - activations, other,
-                  kept + temporary + stats.generated_code_size_in_bytes)
+    return Memory(parameters=parameters, optimizer=optimizer, gradients=gradients, activations=activations,
+                  temporaries=temporary - gradients - activations, other=other,
+                  peak=kept + temporary + stats.generated_code_size_in_bytes)
 
 
 def _stacked(program: Program) -> tuple[float, float]:

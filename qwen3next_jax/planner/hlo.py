@@ -228,7 +228,8 @@ def _instruction(line: str) -> Instruction | None:
     inside = line[paren + 1:close]
     opcode = line[end:paren].strip()
     operands = () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(m.group(2), opcode, shapes(line[start:end]), operands, inside, line[close + 1:].lstrip(", "), bool(m.group(1)))
+    return Instruction(name=m.group(2), opcode=opcode, shapes=shapes(line[start:end]), operands=operands, literal=inside,
+                       attributes=line[close + 1:].lstrip(", "), root=bool(m.group(1)))
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
@@ -273,12 +274,13 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
             return window[name].split("x")[axis] if name in window else default
         low = int(of("pad", "0_0").split("_")[0])
         pairs *= _pairs(base[left.index(label)], kernel[right.index(label)], result[out.index(label)],
-                        int(of("stride", "1")), low, int(of("lhs_dilate", "1")), int(of("rhs_dilate", "1")))
+                        stride=int(of("stride", "1")), low=low,
+                        base_dilation=int(of("lhs_dilate", "1")), kernel_dilation=int(of("rhs_dilate", "1")))
     return 2.0 * result[out.index("b")] * result[out.index("f")] * kernel[right.index("i")] * pairs
 
 
 @functools.cache
-def _pairs(base: int, kernel: int, out: int, stride: int, low: int, base_dilation: int, kernel_dilation: int) -> int:
+def _pairs(base: int, kernel: int, out: int, *, stride: int, low: int, base_dilation: int, kernel_dilation: int) -> int:
     """Pairs of output and kernel positions that meet an element, not padding: a batch dimension that is written as a
     window (strides and holes) has one pair per element."""
     place = np.arange(out)[:, None] * stride - low + np.arange(kernel) * kernel_dilation

@@ -14,11 +14,11 @@ import jax
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.model.expert_parallel import GATHERED_SHARDS
+from qwen3next_jax.parallel.experts import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.compiled import Collective, Memory, collectives, memory, unknown_kernels
-from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.parallel.mesh import EXPERT, make_mesh
 from qwen3next_jax.planner.roofline import Estimate, estimate
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.training.fingerprint import code_version
@@ -117,8 +117,8 @@ def traffic(found: tuple[Collective, ...]) -> dict[tuple[tuple[str, ...], str], 
 
 def check_exchange(sizes: dict[str, int], topology: Topology) -> None:
     """Raises UserError where the experts' exchange needs what the slice's compiler does not have."""
-    if topology.chip.name == "v5e" and topology.chips > 16 and sizes["expert"] > GATHERED_SHARDS:
-        raise UserError(f"parallel.mesh.expert = {sizes['expert']}: beyond {GATHERED_SHARDS} needs ragged_all_to_all, which libtpu 0.0.50 "
+    if topology.chip.name == "v5e" and topology.chips > 16 and sizes[EXPERT] > GATHERED_SHARDS:
+        raise UserError(f"parallel.mesh.expert = {sizes[EXPERT]}: beyond {GATHERED_SHARDS} needs ragged_all_to_all, which libtpu 0.0.50 "
                         f"lacks on v5e beyond 4x4: expected at most {GATHERED_SHARDS}")
 
 
@@ -127,7 +127,7 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
 
     Args:
       optimization_level: "O1" partitions and plans memory as always, but keeps no arrays in VMEM between fusions and spends
-        less on the code of each: memory and network hold, times are too long. "": the compiler's default, which training uses.
+        less on the code of each: memory and network hold, times are others. "": the compiler's default, which training uses.
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
@@ -143,8 +143,9 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
         compiled, failure = lowered.compile({"optimization_level": optimization_level} if optimization_level else None), ""
     except jax.errors.JaxRuntimeError as error:
         compiled, failure = None, str(error)
-    plan = functools.partial(Plan, config, topology, dict(mesh.shape), optimization_level or "default", lowered_at - start,
-                             time.perf_counter() - lowered_at, cpu_seconds() - cpu_then,
+    plan = functools.partial(Plan, config, topology, mesh=dict(mesh.shape), optimization_level=optimization_level or "default",
+                             lower_seconds=lowered_at - start, compile_seconds=time.perf_counter() - lowered_at,
+                             compile_cpu_seconds=cpu_seconds() - cpu_then,
                              compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
     if compiled is None and "RESOURCE_EXHAUSTED" not in failure:
         return plan(fits=False, failed=True, reason=f"the compiler's error: {failure.splitlines()[0][:300]}")

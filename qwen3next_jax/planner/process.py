@@ -3,7 +3,6 @@
 libtpu ends its process where one of its checks fails; the planner then still has a line to say, and in a search other plans.
 """
 
-import ctypes
 import dataclasses
 import os
 import pickle
@@ -17,6 +16,7 @@ import time
 
 import jax
 
+from qwen3next_jax.children import end_with
 from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.planner.topology import Topology, describe
@@ -39,8 +39,9 @@ def make_plan_apart(config: Config, topology: Topology, optimization_level: str 
         raise found
     if found:
         return dataclasses.replace(found, topology=topology)
-    return Plan(config, topology, config.parallel.mesh.sizes(len(topology.devices)), optimization_level or "default", 0.0,
-                time.perf_counter() - start, cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then, fits=False, failed=True,
+    return Plan(config, topology, mesh=config.parallel.mesh.sizes(len(topology.devices)), lower_seconds=0.0,
+                optimization_level=optimization_level or "default", compile_seconds=time.perf_counter() - start,
+                compile_cpu_seconds=cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then, fits=False, failed=True,
                 reason=_last_words(done.returncode, done.stderr.decode(errors="replace")))
 
 
@@ -61,11 +62,7 @@ def _answer(planner: int, fd: int) -> None:
 
     It ends with the process `planner`, however that dies.
     """
-    if sys.platform.startswith("linux"):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != planner:  # dead before that
-        sys.exit(1)
+    end_with(planner, signal.SIGKILL)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # such programs can be written to it, but not read back
     config, name, optimization_level = pickle.load(sys.stdin.buffer)

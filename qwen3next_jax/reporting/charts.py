@@ -93,7 +93,8 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log:
             parts.append(f'<line class="mark" x1="{x(position):.1f}" x2="{x(position):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
                          f"<title>{_escape(text)}</title></line>")
     # What lies above the frame is cut off there; dots at the ends stay whole.
-    clip = f'<svg y="{TOP - 2}" width="{WIDTH}" height="{HEIGHT - TOP - BOTTOM + 5}" viewBox="0 {TOP - 2} {WIDTH} {HEIGHT - TOP - BOTTOM + 5}">'
+    clip = (f'<svg y="{TOP - 2}" width="{WIDTH}" height="{HEIGHT - TOP - BOTTOM + 5}" '
+            f'viewBox="0 {TOP - 2} {WIDTH} {HEIGHT - TOP - BOTTOM + 5}">')
     parts.append(clip + "".join(_drawn(line, x, y) for line in lines) + "</svg>")
     parts += [_reference(label, value, y, [r for _, r in references]) for label, value in references]  # readable over the lines
     data = {"x": [x.low, x.high, x.begin, x.end], "y": [y.low, y.high, y.begin, y.end], "log": log, "names": list(x_names),
@@ -104,8 +105,8 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log:
 
 def heatmap(title: str, values: np.ndarray, *, rows: Sequence[str], columns: Sequence[str] | np.ndarray, row_label: str, column_label: str,
             diverging: bool = False, log: bool = False, note: str = "") -> str:
-    """A matrix [rows, columns] as colours, row 0 at the top, NaN transparent. `columns` are names or increasing numbers. `diverging`: shares around 1, drawn by their
-    logarithm from 1/4 to 4, zeros marked. `log`: colours by the logarithm."""
+    """A matrix [rows, columns] as colours, row 0 at the top, NaN transparent. `columns` are names or increasing numbers. `diverging`:
+    shares around 1, drawn by their logarithm from 1/4 to 4, zeros marked. `log`: colours by the logarithm."""
     values = np.asarray(values, float)
     if not np.isfinite(values).any():
         return figure(title, note, '<p class="empty">nothing recorded yet</p>')
@@ -125,7 +126,8 @@ def heatmap(title: str, values: np.ndarray, *, rows: Sequence[str], columns: Seq
     x0, x1, y0, y1 = left, WIDTH - right, TOP, HEIGHT - BOTTOM
     parts = [f'<image href="{image}" x="{x0}" y="{y0}" width="{x1 - x0}" height="{y1 - y0}" preserveAspectRatio="none"/>']
     for i in _spread(len(rows), 10):
-        parts.append(f'<text x="{x0 - 6}" y="{y0 + (i + 0.5) / len(rows) * (y1 - y0) + 3.5:.1f}" text-anchor="end">{_escape(rows[i])}</text>')
+        parts.append(f'<text x="{x0 - 6}" y="{y0 + (i + 0.5) / len(rows) * (y1 - y0) + 3.5:.1f}" '
+                     f'text-anchor="end">{_escape(rows[i])}</text>')
     half = (x1 - x0) / len(columns) / 2
     if isinstance(columns, np.ndarray):
         scale = Axis(*_widened(float(columns[0]), float(columns[-1])), x0 + half, x1 - half)
@@ -139,7 +141,8 @@ def heatmap(title: str, values: np.ndarray, *, rows: Sequence[str], columns: Seq
     parts.append(f'<image href="{ramp}" x="{x1 + 14}" y="{y0}" width="10" height="{y1 - y0}" preserveAspectRatio="none"/>')
     middle = math.sqrt(low * high) if log or diverging else (low + high) / 2
     for value, at in ((high, y0 + 8), (middle, (y0 + y1) / 2 + 3), (low, y1)):
-        parts.append(f'<text x="{x1 + 28}" y="{at:.1f}">{"≥" if diverging and value == high else "≤" if diverging and value == low else ""}{short(float(f"{value:.3g}"))}</text>')
+        beyond = "≥" if diverging and value == high else "≤" if diverging and value == low else ""
+        parts.append(f'<text x="{x1 + 28}" y="{at:.1f}">{beyond}{short(float(f"{value:.3g}"))}</text>')
     data = {"box": [x0, x1, y0, y1], "rows": list(rows), "columns": list(columns), "names": [row_label, column_label],
             "values": [_rounded(row, 3) for row in values]}
     return figure(title, note, _svg("".join(parts), title) + _data(data), kind="heat")
@@ -253,7 +256,8 @@ def _frame(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool
         at = float(x(tick))
         # The last label is kept inside the drawing.
         anchor = "end" if at > WIDTH - 24 else "middle"
-        parts.append(f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.begin + 14}" text-anchor="{anchor}">{_escape(x_names[tick]) if x_names else short(tick)}</text>')
+        parts.append(f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.begin + 14}" text-anchor="{anchor}">'
+                     f'{_escape(x_names[tick]) if x_names else short(tick)}</text>')
     parts.append(f'<line class="axis" x1="{x.begin}" x2="{x.end}" y1="{y.begin}" y2="{y.begin}"/>')
     return "".join(parts) + _axis_label(x_label, (x.begin + x.end) / 2)
 
@@ -302,7 +306,8 @@ def _path(px: np.ndarray, py: np.ndarray) -> str:
 
 def _swatch(line: Line) -> str:
     dash = f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else ""
-    return f'<span><svg width="18" height="8"><path d="M0 4H18" stroke="{line.stroke}" stroke-width="2.5"{dash}/></svg>{_escape(line.label)}</span>'
+    return (f'<span><svg width="18" height="8"><path d="M0 4H18" stroke="{line.stroke}" stroke-width="2.5"{dash}/></svg>'
+            f"{_escape(line.label)}</span>")
 
 
 def _svg(body: str, title: str) -> str:

@@ -1,26 +1,78 @@
 """Reading metrics.jsonl, the record of a run; docs/report.md has the schema."""
 
-import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from qwen3next_jax import jsonfile
+
+_LARGEST = 2**63  # of a number: more is damage, and NumPy has no room for it
+
 
 def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(line, event) of every event in `path` in the order written; none where there is no file. A line torn by a kill is
-    not an event. One at a time: the record of a long run does not have to fit in memory."""
+    not an event, nor is one whose fields are not what the schema says, so that no reader has to look twice. One at a time:
+    the record of a long run does not have to fit in memory.
+
+    Raises:
+      OSError: `path` is something other than a regular file, or cannot be read.
+    """
     if not path.exists():
         return
+    jsonfile.check_regular(path)
     with path.open(errors="replace") as file:
         for line in file:
             try:
-                event = json.loads(line)
+                event = jsonfile.parse(line)
             except ValueError:
                 continue
-            if isinstance(event, dict) and isinstance(event.get("step"), int) and isinstance(event.get("event"), str):
+            whole = _REQUIRED <= event.keys() and (event["event"] != "suite" or "suite" in event)
+            if whole and all(_FIELDS.get(name, _is_plain)(value) for name, value in event.items()):
                 yield line, event
 
 
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     """Every event in `path`."""
     return [event for _, event in each_event(path)]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -_LARGEST < value < _LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_plain(value: Any) -> bool:
+    """Numbers (NaN and infinity are text), text, nothing, or lists and objects of them: what a reader can draw or leave out."""
+    return (value is None or isinstance(value, (str, bool, float)) or _is_number(value)
+            or isinstance(value, (list, dict)) and all(map(_is_plain, value.values() if isinstance(value, dict) else value)))
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(row, list) and len(row) == len(value[0]) > 0 and set(map(type, row)) <= {int, float}
+                                           and -_LARGEST < min(row) <= max(row) < _LARGEST for row in value)
+
+
+def _is_changes(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(change, list) and len(change) == 3 and _is_text(change[0]) for change in value)
+
+
+def _is_groups(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(group, dict) and all(map(_is_plain, group.values())) for group in value.values())
+
+
+def _or_none(check):
+    return lambda value: value is None or check(value)
+
+
+# What readers take for granted; any other field is as `_is_plain` has it.
+_REQUIRED = {"event", "step", "time"}
+_FIELDS = {"event": _is_text, "step": _is_count, "time": _is_number, "seconds": _is_number, "first_step": _is_count,
+           "lost_steps": _is_count, "previous_end": _or_none(_is_number), "hosts": _is_count, "commit": _or_none(_is_text),
+           "suite": _is_text, "changes": _is_changes, "groups": _is_groups, "expert_load": _is_matrix}

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.reporting.charts import Line, heatmap, line_chart, short, stacked_columns, table
+from qwen3next_jax.reporting.figures import Value, evaluation, recorded
 from qwen3next_jax.reporting.runs import (
-    POINTS, USES, TRAINING, Run, differences, faults, flat, goodput, load_run, wall_time, wall_time_columns)
+    POINTS, USES, TRAINING, Run, differences, faults, goodput, load_run, wall_time, wall_time_columns)
+from qwen3next_jax.trees import flat
 
 FEW_LAYERS = 8  # more are drawn as a heatmap of layers over steps
 SAMPLES = 12  # shown; the rest is in metrics.jsonl
@@ -39,8 +41,9 @@ def report(runs: Sequence[Run]) -> str:
     runs = _distinct(runs)
     marks = [(fault.step, f"{fault.kind} at step {fault.step}: {fault.text}") for fault in faults(runs[0])[:200]] if len(runs) == 1 else []
     sections = {
-        "Loss": _loss(runs, marks), "Evaluations": _evaluations(runs, marks), "Optimisation": _optimisation(runs, marks), "Speed and use of time": _speed(runs),
-        "Experts": _experts(runs), "Recurrent layers": _recurrent(runs), "Attention and activations": _attention(runs),
+        "Loss": _loss(runs, marks), "Evaluations": _evaluations(runs, marks), "Optimisation": _optimisation(runs, marks),
+        "Speed and use of time": _speed(runs), "Experts": _experts(runs), "Recurrent layers": _recurrent(runs),
+        "Attention and activations": _attention(runs),
     }
     body = "".join(_section(name, f'<div class="charts">{"".join(found)}</div>') for name, found in sections.items() if found)
     rest = {"Samples": _samples(runs), "Faults and restarts": _faults(runs), "Configuration": _configuration(runs)}
@@ -54,8 +57,8 @@ def document(title: str, subtitle: str, sections: Sequence[str], body: str) -> s
     style, script = (resources.files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("css", "js"))
     links = "".join(f'<a href="#{_anchor(name)}">{html.escape(name)}</a>' for name in sections)
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-            f'initial-scale=1"><link rel="icon" href="data:,"><title>{html.escape(title)}</title><style>{style}</style></head><body><main><header><div>'
-            f"<h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p></div>"
+            f'initial-scale=1"><link rel="icon" href="data:,"><title>{html.escape(title)}</title><style>{style}</style></head>'
+            f"<body><main><header><div><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p></div>"
             f'<button id="theme" type="button">light / dark</button></header><nav>{links}</nav>{body}</main>'
             f"<script>{script}</script></body></html>\n")
 
@@ -157,35 +160,41 @@ def _over_steps(title: str, runs: Sequence[Run], parts: Sequence[tuple[str, str,
 
 
 def _loss(runs: Sequence[Run], marks) -> list[str]:
-    depths = sorted({name.partition("/")[2] for run in runs for name in run.names("train", "mtp_loss/")}, key=int)
+    depths = sorted({name.partition("/")[2] for run in runs for name in run.names("train", "mtp_loss/") if name[9:].isdecimal()}, key=int)
     accepted = [(f"depth {d}", "heldout", f"mtp_acceptance/{d}") for d in depths]
     return _only((
         _over_steps("Loss (nats per token)", runs, [("training", "train", "loss"), ("held-out", "heldout", "loss")], marks, late=True),
         _over_steps("Held-out bits per byte", runs, [("", "heldout", "bits_per_byte")], marks, late=True)
         or _over_steps("Held-out accuracy", runs, [("", "heldout", "accuracy")], marks),
-        _over_steps("MTP loss by depth (nats per token)", runs, [(f"depth {d}", "train", f"mtp_loss/{d}") for d in depths], marks, late=True),
+        _over_steps("MTP loss by depth (nats per token)", runs, [(f"depth {d}", "train", f"mtp_loss/{d}") for d in depths], marks,
+                    late=True),
         _over_steps("MTP drafts accepted by depth, held-out text", runs, accepted, marks, from_zero=True,
-                    references=ACCEPTANCE[:len(depths)], note="Share of positions whose drafts so far all match the trunk's greedy tokens."),
-        _over_steps("Next-token accuracy in training", runs, [("trunk", "train", "top1"), *((f"MTP depth {d}", "train", f"mtp_top1/{d}") for d in depths)],
+                    references=ACCEPTANCE[:len(depths)],
+                    note="Share of positions whose drafts so far all match the trunk's greedy tokens."),
+        _over_steps("Next-token accuracy in training", runs,
+                    [("trunk", "train", "top1"), *((f"MTP depth {d}", "train", f"mtp_top1/{d}") for d in depths)],
                     marks, from_zero=True),
         _over_steps("Balance loss", runs, [("", "train", "balance_loss")], marks, late=True, references=(("perfect balance 1", 1.0),)),
     ))
 
 
 def _evaluations(runs: Sequence[Run], marks) -> list[str]:
-    """A chart for each evaluation of `eval.suites` and each kind of number in it."""
-    charts: dict[tuple[str, str], list[str]] = {}
+    """A chart for each evaluation of `eval.suites` and each of its figures, but for mere counts."""
+    charts: dict[tuple[str, str], dict[str, Value]] = {}
     for run in runs:
         for event in run.events.get("suite", ()):
-            for name, value in event.items():
-                kind, slash, _ = name.partition("/")
-                if slash and isinstance(value, (int, float)) and kind != "targets":
-                    names = charts.setdefault((event["suite"], kind), [])
-                    names.extend([name] if name not in names else [])
-    split = [Run(run.name, run.config, run.log, {f"suite {suite}": [e for e in run.events.get("suite", ()) if e["suite"] == suite]
+            for value in recorded(event):
+                if value.figure.unit != "count":
+                    charts.setdefault((evaluation(event), value.kind), {})[value.name] = value
+    split = [Run(run.name, run.config, run.log, {f"suite {suite}": [e for e in run.events.get("suite", ()) if evaluation(e) == suite]
                                                  for suite, _ in charts}) for run in runs]
-    return _only(_over_steps(f"{suite}: {kind.replace('_', ' ')}", split, [(name.partition("/")[2], f"suite {suite}", name) for name in names],
-                             marks, from_zero=kind == "accuracy") for (suite, kind), names in charts.items())
+    found = []
+    for (suite, _), values in charts.items():
+        figure = next(reversed(values.values())).figure
+        parts = [(value.place or "all" * (len(values) > 1), f"suite {suite}", name) for name, value in values.items()]
+        found.append(_over_steps(f"{suite}: {figure.title}", split, parts, marks, from_zero=figure.unit == "share",
+                                 note=f"{figure.better.capitalize()} is better." if figure.better else ""))
+    return _only(found)
 
 
 def _optimisation(runs: Sequence[Run], marks) -> list[str]:
@@ -195,7 +204,8 @@ def _optimisation(runs: Sequence[Run], marks) -> list[str]:
         _over_steps("Learning rate", runs, [("", "train", "learning_rate")], marks, from_zero=True),
         _by_layer("Gradient norm by layer", runs, "grad_norm", marks, log=True),
         _by_layer("Parameter norm by layer", runs, "param_norm", marks),
-        _by_layer("Largest norm weight by layer", runs, "norm_weight_max", marks, note="max |w| of the layer's norms; most of them start at 0."),
+        _by_layer("Largest norm weight by layer", runs, "norm_weight_max", marks,
+                  note="max |w| of the layer's norms; most of them start at 0."),
         _by_group("Gradient norm outside the layers", runs, groups, "grad_norm", marks),
         _by_group("Parameter norm outside the layers", runs, groups, "param_norm", marks),
     ))
@@ -291,8 +301,10 @@ def _experts(runs: Sequence[Run]) -> list[str]:
     return _only(found + [
         _by_layer("Dead experts by layer", runs, "dead_experts", note="Experts that no token of the batch chose.", from_zero=True),
         _by_layer("Load: coefficient of variation by layer", runs, "load_cv", from_zero=True),
-        _by_layer("Load: largest violation by layer", runs, "load_max_violation", note="Busiest expert's load over the mean, less 1.", from_zero=True),
-        _by_layer("Router entropy by layer", runs, "router_entropy", note="Of a token's probabilities, over ln E: 1 is undecided, 0 is certain."),
+        _by_layer("Load: largest violation by layer", runs, "load_max_violation",
+                  note="Busiest expert's load over the mean, less 1.", from_zero=True),
+        _by_layer("Router entropy by layer", runs, "router_entropy",
+                  note="Of a token's probabilities, over ln E: 1 is undecided, 0 is certain."),
         _by_layer("Router z by layer", runs, "router_z", note="Mean of logsumexp(logits)²."),
     ])
 
@@ -302,7 +314,8 @@ def _recurrent(runs: Sequence[Run]) -> list[str]:
         _by_layer("Decay half-life by layer (tokens)", runs, "half_life", log=True, note="−ln 2 / mean g; geometric mean over heads."),
         _by_layer("Longest half-life of a head (tokens)", runs, "half_life_max", log=True),
         _by_layer("Write strength β by layer", runs, "beta", note="Mean over tokens and heads."),
-        _by_layer("State norm by layer", runs, "state_norm", log=True, note="‖S‖ (Frobenius) after the last token, mean over rows and heads."),
+        _by_layer("State norm by layer", runs, "state_norm", log=True,
+                  note="‖S‖ (Frobenius) after the last token, mean over rows and heads."),
     ))
 
 
@@ -310,7 +323,9 @@ def _attention(runs: Sequence[Run]) -> list[str]:
     return _only((
         _by_layer("Attention on the first token", runs, "first_token_share", from_zero=True, references=SINKS,
                   note="Mean over heads and over the queries after it."),
-        _by_layer("Heads with more than 0.3 on the first token", runs, "first_token_heads", from_zero=True, note="Share of the layer's heads."),
+        _by_layer("Heads with more than 0.3 on the first token", runs, "first_token_heads", from_zero=True,
+                  note="Share of the layer's heads."),
+        _by_layer("Largest attention logit by layer", runs, "logit_max", note="Over heads and pairs of query and key."),
         _by_layer("Output gate of attention, mean", runs, "gate_mean", from_zero=True),
         _by_layer("Output gate of attention below 0.1", runs, "gate_closed", from_zero=True, note="Share of the gate's entries."),
         _by_layer("Largest activation by layer", runs, "activation_max", log=True, references=ACTIVATIONS, note="max |x| after the layer."),
@@ -325,15 +340,20 @@ def _samples(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
         samples = run.events.get("sample", [])
-        chosen = [samples[i] for i in np.unique(np.linspace(0, len(samples) - 1, min(SAMPLES, len(samples))).round().astype(int))] if samples else []
-        texts = [f"<pre><small>{html.escape(run.name) + ', ' if len(runs) > 1 else ''}step {s['step']:,}</small>{html.escape(str(s.get('text', '')))}</pre>"
+        places = np.linspace(0, len(samples) - 1, min(SAMPLES, len(samples)))
+        chosen = [samples[i] for i in np.unique(places.round().astype(int))]
+        texts = [f"<pre><small>{html.escape(run.name) + ', ' if len(runs) > 1 else ''}step {s['step']:,}</small>"
+                 f"{html.escape(str(s.get('text', '')))}</pre>"
                  for s in reversed(chosen)]
-        parts += texts[:1] + ([f"<details><summary>{len(texts) - 1} earlier</summary>{''.join(texts[1:])}</details>"] if len(texts) > 1 else [])
+        parts += texts[:1]
+        if len(texts) > 1:
+            parts.append(f"<details><summary>{len(texts) - 1} earlier</summary>{''.join(texts[1:])}</details>")
     return "".join(parts)
 
 
 def _faults(runs: Sequence[Run]) -> str:
-    rows = [[*([run.name] if len(runs) > 1 else []), f"{fault.step:,}", _duration(fault.time - run.log[0].get("time", 0.0)), fault.kind, fault.text]
+    rows = [[*([run.name] if len(runs) > 1 else []), f"{fault.step:,}", _duration(fault.time - run.log[0].get("time", 0.0)),
+             fault.kind, fault.text]
             for run in runs for fault in faults(run)]
     head = [*(["run"] if len(runs) > 1 else []), "step", "after", "what", ""]
     more = f"<p>{len(rows) - 200:,} more are in metrics.jsonl.</p>" if len(rows) > 200 else ""

@@ -4,15 +4,16 @@ Letters: N points or events, L layers.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from qwen3next_jax import jsonfile
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.reporting.events import each_event
+from qwen3next_jax.trees import flat
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
 FAULTS = ("skip", "spike", "rewind", "damaged", "save_failed", "stop")
@@ -61,9 +62,10 @@ class Run:
     def layers(self, name: str, points: int = 120) -> tuple[np.ndarray, np.ndarray] | None:
         """(steps [N], values [N, L]) of a list over layers in the "diagnostics" events, at most `points` of them evenly
         chosen; layers without a value are NaN. None where no event has it."""
-        events = [e for e in self.events.get("diagnostics", ()) if any(v is not None for v in e.get(name) or ())]
+        events = [e for e in self.events.get("diagnostics", ()) if isinstance(e.get(name), list) and any(v is not None for v in e[name])]
         if not events:
             return None
+        events = [e for e in events if len(e[name]) == len(events[-1][name])]
         events = [events[i] for i in np.unique(np.linspace(0, len(events) - 1, min(points, len(events))).round().astype(int))]
         return np.array([e["step"] for e in events]), np.array([[_number(v) for v in e[name]] for e in events])
 
@@ -83,21 +85,29 @@ def load_run(workdir: pathlib.Path) -> Run:
     """Reads WORKDIR/run.json and WORKDIR/metrics.jsonl.
 
     Raises:
-      UserError: `workdir` is not the folder of a run, or nothing has been recorded there yet.
+      UserError: `workdir` is not the folder of a run, or nothing has been recorded there yet, or it cannot be read.
     """
     path = workdir / "run.json"
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
-        config = json.loads(path.read_text())["config"]
-    except (ValueError, KeyError, TypeError) as error:
+        config = jsonfile.read(path)["config"]
+        layers, steps = config.get("model", {}).get("num_hidden_layers", 0), config.get("train", {}).get("steps", 0)
+        if not (type(layers) is int and 0 <= layers < 10**5 and type(steps) is int and 0 <= steps < 2**63):
+            raise ValueError("no numbers of layers and steps")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: damaged or foreign (expected JSON with config)") from error
     events, newest = [], {}
-    for _, event in each_event(workdir / "metrics.jsonl"):
-        if "expert_load" in event:  # by far the largest thing there; only the newest one is drawn
-            newest.pop("expert_load", None)
-            newest = event
-        events.append(event)
+    try:
+        for _, event in each_event(workdir / "metrics.jsonl"):
+            if "expert_load" in event:  # by far the largest thing there; only the newest one is drawn
+                newest.pop("expert_load", None)
+                newest = event
+            events.append(event)
+    except OSError as error:
+        raise UserError(f"{workdir / 'metrics.jsonl'}: cannot be read ({error.strerror})") from error
     if not events:
         raise UserError(f"{workdir}: nothing has been recorded yet (metrics.jsonl is absent or empty)")
     return make_run(workdir.resolve().name, config, events)
@@ -201,14 +211,6 @@ def faults(run: Run) -> list[Fault]:
             lost = f"; {event['lost_steps']} steps taken again" if event.get("lost_steps") else ""
             found.append(Fault(event["step"], event["time"], "restart", f"from step {event.get('first_step', event['step'])}{lost}"))
     return sorted(found, key=lambda fault: fault.time)
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
-    result = {}
-    for name, value in config.items():
-        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return result
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:

@@ -1,30 +1,23 @@
 """What a point needs beyond a valid configuration: its evaluations and its data must be able to run. Checked for all points
 before the first starts; nothing is computed."""
 
-from qwen3next_jax.data.sources import resolve
-from qwen3next_jax.data.synthetic import TRAIN_SPLIT, TaskRows
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.evals import suite
-from qwen3next_jax.evals.recall import check_needle_lengths
+from qwen3next_jax.evals import evaluation
+from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.sweeps.points import Sweep
 
 
 def check_points(sweep: Sweep) -> None:
     """Raises: UserError that names the first point which could not run to its end."""
     for point in sweep.points:
-        config = point.config
+        config, model = point.config, point.config.model
         try:
-            text = config.data.source == "text"
-            suite.check(config.eval.suites, suite.options_of(config.eval), config.model, text)
-            if text:
-                tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size)
-                if "niah" in config.eval.suites:
-                    check_needle_lengths(tokenizer, config.eval.suite_lengths)
-                for path in config.data.globs or ("",):
-                    resolve(path, config.data.text_field)
-            else:
-                TaskRows(config.data.source, config.train.sequence_length, config.model.vocab_size, config.data.synthetic,
-                         config.data.seed, TRAIN_SPLIT)
+            source = source_of(config.data)
+            tokenizer = source.tokenizer_of(config.data, model.vocab_size)
+            evaluation.check(config.eval.suites, evaluation.options_of(config.eval), model, tokenizer)
+            source.check(config.data, config.train.sequence_length, model.vocab_size)
+            if config.eval.sample_tokens:
+                check_request(model, [tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
         except UserError as error:
             raise UserError(f"point {point.name}: {error}") from error

@@ -14,7 +14,6 @@ A point's name is its axes' values, and its command is a plain train.py with ove
 """
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import pathlib
@@ -22,8 +21,9 @@ import re
 from typing import Any
 
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
+from qwen3next_jax.config_files import call_file, fill_from_tokenizer, load_config_file
 from qwen3next_jax.errors import UserError, did_you_mean
-from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+from qwen3next_jax.trees import flat
 
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
@@ -56,7 +56,7 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
       UserError: the file, an axis, or the configuration of a point is wrong (the point is named).
     """
     record, changes = _read(pathlib.Path(path)), changes or {}
-    base = _base_config(record["base"], path)
+    base = load_config_file(pathlib.Path(record["base"]), f"{path}: base = ")
     axes = {axis: _axis_values(axis, values, path) for axis, values in record.get("axes", {}).items()}
     sources = _sources(axes, changes, path)
     if not axes:
@@ -98,16 +98,7 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        others = [f.name for f in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such sweep file{did_you_mean(path.name, others)}")
-    spec = importlib.util.spec_from_file_location("sweep_file", path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        record = module.get_sweep()
-    except Exception as error:  # whatever the file does
-        raise UserError(f"{path}: cannot be used as a sweep file: {_first_line(error)}") from error
+    record = call_file(path, "get_sweep")
     if not isinstance(record, dict) or "base" not in record:
         raise UserError(f"{path}: get_sweep() returned {type(record).__name__}: expected a dict with base and axes")
     for key in record:
@@ -118,11 +109,6 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
         if not isinstance(record.get(key, example), kind):
             raise UserError(f"{path}: {key} = {record[key]!r}: expected a {kind.__name__}, such as {example!r}")
     return record
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _sources(axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any], path: str | pathlib.Path) -> dict[str, str]:
@@ -139,19 +125,6 @@ def _sources(axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any]
 
 def _two_sources(path: str | pathlib.Path, setting: str, first: str, second: str) -> str:
     return f"{path}: {setting} comes from {first} and from {second}: leave it out of one of them"
-
-
-def _base_config(base: str, path: str | pathlib.Path) -> dict[str, Any]:
-    file = pathlib.Path(base)
-    if not file.is_file():
-        raise UserError(f"{path}: base = {base!r}: no such config file (looked for from the current folder)")
-    spec = importlib.util.spec_from_file_location("base_config", file)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        return module.get_config().to_dict()
-    except Exception as error:  # whatever the file does
-        raise UserError(f"{path}: base = {base!r} cannot be used: {_first_line(error)}") from error
 
 
 def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -221,6 +194,7 @@ def _config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Conf
             group = group[part]
         group[key] = value
     try:
+        fill_from_tokenizer(values)
         return from_dict(Config, values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
@@ -232,6 +206,8 @@ def _copy(tree: Any) -> Any:
 
 def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str, int]:
     """The MLP width (setting and value) with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
+    from qwen3next_jax.model.flops import flops_per_token, parameter_counts  # which loads JAX; a mistake should not wait for it
+
     name = "moe_intermediate_size" if config.model.has_experts else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
@@ -251,12 +227,7 @@ def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which model.layer_types is what came out."""
-    def flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-        settings = {}
-        for key, value in tree.items():
-            settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: _jsonable(value)}
-        return settings
-    settings = flat(dataclasses.asdict(config) | {"model": dataclasses.asdict(config.model) | {"layer_types": config.model.pattern}}, "")
+    settings = flat(_jsonable(dataclasses.asdict(config))) | {"model.layer_types": list(config.model.pattern)}
     del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
     return settings
 

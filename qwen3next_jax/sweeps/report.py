@@ -10,7 +10,7 @@ from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
-    Result, Spread, along_x, findings, higher_is_better, lines_of, pareto, seed_axes, shown, to_csv, to_json)
+    Result, Spread, along_x, declared, findings, lines_of, main_figures, pareto, seed_axes, shown, to_csv, to_json)
 
 COUNTED = {"parameters": "parameters", "flops_per_token": "FLOPs per token", "cache_bytes_per_token": "cache bytes per token",
            "state_bytes": "recurrent state, bytes"}
@@ -56,10 +56,10 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
     """A chart per kind of figure; what it is split up by ("accuracy/8 pairs", "loss/64-127") are lines of it, coloured by that
     and dashed by the other axes' values."""
     values, charts, kinds = sweep.axes[sweep.x], [], {}
-    for name in dict.fromkeys(name for result in done for name in result.measured):
+    for name, figure in declared(done).items():
         kind, _, place = name.partition("/")
-        kinds.setdefault((kind, bool(place)), []).append((name, place))
-    for (kind, _), names in kinds.items():
+        kinds.setdefault((kind, bool(place), figure), []).append((name, place))
+    for (kind, _, figure), names in kinds.items():
         lines = []
         labels = list(dict.fromkeys(label for name, _ in names for label in lines_of(sweep, done, name)))
         for i, (name, place) in enumerate(names):
@@ -72,9 +72,9 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
                                   colour=i if len(names) > 1 else labels.index(label), dash=labels.index(label) if len(names) > 1 else 0,
                                   shade=i / (len(names) - 1) if len(names) > 4 else None))
         seeds = "the line is the mean over seeds, the band their range" if seed_axes(sweep) else "one seed"
-        better = "Higher" if higher_is_better(kind) else "Lower"
-        charts.append(line_chart(shown(kind), lines, x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=higher_is_better(kind),
-                                 note=f"{better} is better; {seeds}."))
+        better = f"{figure.better.capitalize()} is better; " if figure.better else ""
+        charts.append(line_chart(shown(kind, figure), lines, x_label=sweep.x.rpartition(".")[2], x_names=values,
+                                 from_zero=figure.unit == "share", note=f"{better}{seeds}."))
     return f'<div class="charts">{"".join(charts)}</div>' if charts else "<p>No point is done yet.</p>"
 
 
@@ -102,31 +102,27 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
     """Each main figure against the cache a token of context costs, for each combination of the other axes along which that changes."""
     charts = []
     costs = along_x(sweep, ((r, r.counted["cache_bytes_per_token"]) for r in done))
-    for name in dict.fromkeys(name for result in done for name in result.measured):
-        if name == "heldout loss" or not (name.startswith("heldout") or "accuracy" in name):
-            continue
-        for label, line in lines_of(sweep, done, name).items():
+    for name, figure in main_figures(done).items():
+        for label, line in lines_of(sweep, done, name).items() if figure.better else ():
             points = [(costs[label][value].mean, line[value].mean) for value in line]
             if len({cost for cost, _ in points}) < 2:
                 continue
-            front = pareto(points, higher_is_better(name))
+            front = pareto(points, figure.better == "higher")
             lines = [Line(value, [cost], [mean], colour=k, dots=True) for k, (value, (cost, mean)) in enumerate(zip(line, points))]
             if len(front) > 1:
                 lines.insert(0, Line("best for its cost", [points[i][0] for i in front], [points[i][1] for i in front], colour=7, dash=1))
-            charts.append(line_chart(f"{shown(name)}{f' ({label})' if label else ''} against cache", lines,
+            charts.append(line_chart(f"{shown(name, figure)}{f' ({label})' if label else ''} against cache", lines,
                                      x_label="cache bytes per token of context"))
     return charts
 
 
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
-    # The rest of what is split up by position or layer is in results.csv.
-    measured = [name for name in dict.fromkeys(name for result in results for name in result.measured)
-                if "/" not in name or higher_is_better(name)]
-    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "state", "step", *map(shown, measured), "tokens/s", *COUNTED.values(),
-            "seconds"]
+    measured = main_figures(results)  # the rest is in results.csv
+    head = [*(axis.rpartition(".")[2] for axis in sweep.axes), "state", "step", *(shown(name, figure) for name, figure in measured.items()),
+            "tokens/s", *COUNTED.values(), "seconds"]
     rows = [[*r.point.values.values(), "done" if r.done else f"failed: {r.failed}" if r.failed else "not done yet",
              f"{r.step:,} of {r.point.config.train.steps:,}",
-             *(f"{r.measured[name]:.4g}" if name in r.measured else "–" for name in measured),
+             *(f"{r.measured[name].value:.4g}" if name in r.measured else "–" for name in measured),
              f"{r.tokens_per_second:,.0f}" if r.step else "–", *(f"{r.counted[name]:,.0f}" for name in COUNTED),
              f"{r.seconds:,.0f}"] for r in results]
     return table(head, rows, numeric=True)

@@ -17,6 +17,7 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.reporting.figures import Figure, Value, evaluation, recorded
 from qwen3next_jax.sweeps.points import Point, Sweep
 
 _CACHE_LENGTH = 1024  # the attention cache grows linearly; this length tells by how much
@@ -24,11 +25,12 @@ _CACHE_LENGTH = 1024  # the attention cache grows linearly; this length tells by
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One point's figures. `measured`: name → value at the last step ({} until then): held-out figures and every evaluation's."""
+    """One point's figures. `measured`: name → value at the last step ({} until then) of every evaluation: "heldout loss",
+    "mqar accuracy/8 pairs"."""
 
     point: Point
     step: int
-    measured: dict[str, float]
+    measured: dict[str, Value]
     tokens_per_second: float  # median over the logged steps; NaN before the first
     seconds: float  # wall time in all its processes
     failed: str = ""  # why it was given up
@@ -76,29 +78,17 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
     for event, following in zip(events, events[1:]):
         if following["event"] != "start":
             seconds += following["time"] - event["time"]
-    return Result(point, train[-1]["step"] if train else 0, _measured(events, point.config),
-                  statistics.median(speeds) if speeds else math.nan, seconds, failed)
+    return Result(point, step=train[-1]["step"] if train else 0, measured=_measured(events, point.config),
+                  tokens_per_second=statistics.median(speeds) if speeds else math.nan, seconds=seconds, failed=failed)
 
 
-_REPEATED = (("position", "loss"), ("position", "bits_per_byte"))
-
-
-def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, float]:
-    """The figures of the last step, {} unless all its evaluations are there: "heldout loss", "mqar accuracy/8 pairs"."""
-    last = [e for e in events if e["step"] == config.train.steps]
-    heldout = [e for e in last if e["event"] == "heldout"]
-    suites = [e for e in last if e["event"] == "suite"]
-    if not heldout or set(config.eval.suites) - {e["suite"] for e in suites}:
+def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, Value]:
+    """The figures of the last step but for mere counts, {} unless all its evaluations are there."""
+    last = {name: event for event in events if event["step"] == config.train.steps and (name := evaluation(event))}
+    if {"heldout", *config.eval.suites} - last.keys():
         return {}
-    names = ("bits_per_byte", "loss") if "bits_per_byte" in heldout[-1] else ("accuracy", "loss")
-    values = {f"heldout {name}": heldout[-1][name] for name in names}
-    values |= {f"mtp {name.partition('_')[2]}": v for name, v in heldout[-1].items() if name.startswith("mtp_acceptance/")}
-    for event in suites:
-        # Bits per byte say what the loss says, and compare across tokenizers; both over all positions are the held-out figures.
-        skipped = ("event", "step", "time", "suite", "targets", *(("loss",) if "bits_per_byte" in event else ()))
-        values |= {f"{event['suite']} {name}": v for name, v in event.items()
-                   if name.partition("/")[0] not in skipped and (event["suite"], name) not in _REPEATED}
-    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {f"{name} {value.name}": value for name, event in last.items() for value in recorded(event)
+            if value.figure.unit != "count" and math.isfinite(value.value)}
 
 
 def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
@@ -110,14 +100,14 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
     writer.writerow(["point", *sweep.axes, "steps", "steps_done", *measured, "tokens_per_second", *counted, "seconds", "command"])
     for r in results:
         writer.writerow([r.point.name, *r.point.values.values(), r.point.config.train.steps, r.step,
-                         *(r.measured.get(name, "") for name in measured), round(r.tokens_per_second, 1) if r.step else "",
-                         *r.counted.values(), round(r.seconds, 1), commands[r.point.name]])
+                         *(r.measured[name].value if name in r.measured else "" for name in measured),
+                         round(r.tokens_per_second, 1) if r.step else "", *r.counted.values(), round(r.seconds, 1), commands[r.point.name]])
     return out.getvalue()
 
 
 def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
     """The same as JSON, with the findings: what a results page in the docs is kept from."""
-    points = [{"point": r.point.name, **r.point.values, "steps": r.step, **{n: _short(v) for n, v in r.measured.items()},
+    points = [{"point": r.point.name, **r.point.values, "steps": r.step, **{n: _short(v.value) for n, v in r.measured.items()},
                "tokens_per_second": _short(r.tokens_per_second), **r.counted, "seconds": round(r.seconds),
                "command": commands[r.point.name]}
               for r in results if r.done]
@@ -136,7 +126,7 @@ def seed_axes(sweep: Sweep) -> tuple[str, ...]:
 
 def lines_of(sweep: Sweep, results: Iterable[Result], figure: str) -> dict[str, dict[str, Spread]]:
     """One measured figure along the x axis, as `along_x` gives it."""
-    return along_x(sweep, ((result, result.measured[figure]) for result in results if figure in result.measured))
+    return along_x(sweep, ((result, result.measured[figure].value) for result in results if figure in result.measured))
 
 
 def along_x(sweep: Sweep, figures: Iterable[tuple[Result, float]]) -> dict[str, dict[str, Spread]]:
@@ -150,32 +140,36 @@ def along_x(sweep: Sweep, figures: Iterable[tuple[Result, float]]) -> dict[str, 
     return {name: {x: Spread(tuple(values)) for x, values in line.items()} for name, line in collected.items()}
 
 
-def higher_is_better(figure: str) -> bool:
-    return "accuracy" in figure or "acceptance" in figure or "right" in figure
+def declared(results: Iterable[Result]) -> dict[str, Figure]:
+    """Every figure that was measured."""
+    return {name: value.figure for result in results for name, value in result.measured.items()}
 
 
-def shown(figure: str) -> str:
-    """A figure's name as text: "mqar accuracy/8 pairs" → "Mqar accuracy, 8 pairs"."""
-    text = figure.replace("heldout", "held-out").replace("_", " ").replace("/", ", ")
-    return text[0].upper() + text[1:]
+def main_figures(results: Iterable[Result]) -> dict[str, Figure]:
+    """What evaluations are judged by: a figure over all its places where there is such a value, else at every place."""
+    figures = declared(results)
+    return {name: figure for name, figure in figures.items()
+            if figure.main and (name.partition("/")[0] not in figures or "/" not in name)}
+
+
+def shown(name: str, figure: Figure) -> str:
+    """A figure's name as text: "mqar accuracy/8 pairs" → "Mqar: accuracy 8 pairs"."""
+    evaluated, _, rest = name.partition(" ")
+    return f"{evaluated.capitalize()}: {figure.title} {rest.partition('/')[2]}".strip()
 
 
 def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """A sentence per figure and line, computed from the numbers: which value of the x axis is best, and whether the seeds say so.
-    Of figures that are split up, losses by position for instance, only shares of right answers get one each."""
-    sentences = []
-    for figure in dict.fromkeys(name for result in results for name in result.measured):
-        for name, line in lines_of(sweep, results, figure).items():
-            if len(line) > 1 and figure != "heldout loss" and ("/" not in figure or higher_is_better(figure)):
-                sentences.append(_finding(sweep.x.rpartition(".")[2], figure, name, line))
-    return sentences
+    """A sentence per main figure and line, computed from the numbers: which value of the x axis is best, and whether the seeds
+    say so."""
+    return [_finding(sweep.x.rpartition(".")[2], shown(name, figure) + (f" ({label})" if label else ""), figure.better, line)
+            for name, figure in main_figures(results).items() if figure.better
+            for label, line in lines_of(sweep, results, name).items() if len(line) > 1]
 
 
-def _finding(x: str, figure: str, name: str, line: dict[str, Spread]) -> str:
-    sign = 1 if higher_is_better(figure) else -1
+def _finding(x: str, subject: str, better: str, line: dict[str, Spread]) -> str:
+    sign = 1 if better == "higher" else -1
     order = sorted(line, key=lambda value: -sign * line[value].mean)
     best, rest = line[order[0]], order[1:]
-    subject = shown(figure) + (f" ({name})" if name else "")
     if all(spread.mean == best.mean for spread in line.values()):
         return f"{subject} is the same at every {x}: {best}."
     extreme = "highest" if sign > 0 else "lowest"

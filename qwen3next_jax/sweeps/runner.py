@@ -9,8 +9,8 @@ stops its points after the step under way, saved; the same command goes on from 
 from its newest checkpoint, up to `retries` times; one that would only end the same way again has failed.
 """
 
-import ctypes
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from qwen3next_jax import jsonfile
+from qwen3next_jax.children import end_with
 from qwen3next_jax.errors import RESTARTED, ExitCode, UserError
 from qwen3next_jax.sweeps.points import Point, Sweep, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
@@ -58,8 +60,8 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
     path = workdir / "sweep.json"
     if path.exists():
         try:
-            before = {point["name"]: dict(point["config"]) for point in json.loads(path.read_text())["points"]}
-        except (ValueError, KeyError, TypeError) as error:
+            before = {point["name"]: dict(point["config"]) for point in jsonfile.read(path)["points"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: damaged or foreign: give another --workdir") from error
         check_unchanged(sweep, before, workdir)
         return
@@ -76,7 +78,7 @@ class Runner:
     """`tell(line)` gets a line about every start and end; `after({failed point: why})` is called when a point has ended and
     at the end, always under the folder's lock."""
 
-    def __init__(self, sweep: Sweep, workdir: pathlib.Path, workers: int, retries: int, tell: Callable[[str], None],
+    def __init__(self, sweep: Sweep, workdir: pathlib.Path, *, workers: int, retries: int, tell: Callable[[str], None],
                  after: Callable[[dict[str, str]], None]):
         self.sweep, self.workdir, self.workers, self.retries = sweep, workdir, workers, retries
         self.tell, self.after = tell, after
@@ -126,7 +128,7 @@ class Runner:
             size = os.fstat(log.fileno()).st_size
             process = subprocess.Popen([sys.executable, str(TRAIN), *command(self.sweep, point, self.workdir)], stdin=subprocess.DEVNULL,
                                        stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
-                                       preexec_fn=_die_with_parent)
+                                       preexec_fn=functools.partial(end_with, os.getpid(), signal.SIGTERM))
         self.running[point.name] = point, process, time.monotonic(), size
         if self._stopping:  # the signal came while the point was being started, and did not reach it
             process.terminate()
@@ -162,12 +164,6 @@ class Runner:
         for _, process, _, _ in self.running.values():
             process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
         self._stopping = True
-
-
-def _die_with_parent() -> None:
-    """In the child: SIGTERM when the runner dies, however it dies (Linux's prctl(PR_SET_PDEATHSIG))."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _last_line(path: pathlib.Path, begin: int) -> str:

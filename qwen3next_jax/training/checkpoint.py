@@ -256,7 +256,8 @@ def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3N
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
         if step is None:
-            raise UserError(f"{workdir}: no whole checkpoint; let the run reach its first one (checkpoint.every = {config.checkpoint.every})")
+            raise UserError(f"{workdir}: no whole checkpoint; let the run reach its first one "
+                            f"(checkpoint.every = {config.checkpoint.every})")
         params = abstract_train_state(config, one_device())["params"]
         params = checkpoints.restore(step, {"params": params}, whole=False)["params"]
     graphdef, _ = abstract_model(config)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.evals.sinks import SINK_HEAD
 from qwen3next_jax.model import declared
-from qwen3next_jax.parallel.rules import path_string
+from qwen3next_jax.trees import path_string
 
 
 def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
@@ -39,9 +39,9 @@ def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
 def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
     """[L]: the largest |w| among the layer's norm weights; those of most norms start at 0, and act as 1 + w."""
     def largest(group, prefix, axes_kept):
-        leaves = jax.tree_util.tree_leaves_with_path(group)
-        return jnp.stack([jnp.max(jnp.abs(leaf), axis=tuple(range(axes_kept, leaf.ndim))) for path, leaf in leaves
-                          if declared(model)[path_string(path, prefix)].kind == "norm"]).max(axis=0)
+        leaves = {f"{prefix}/{path_string(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(group)}
+        return jnp.stack([jnp.max(jnp.abs(leaf), axis=tuple(range(axes_kept, leaf.ndim))) for name, leaf in leaves.items()
+                          if declared(model)[name].kind == "norm"]).max(axis=0)
     layers = _in_order(model, [largest(params["layers"][j], f"layers/{j}", 1) for j in sorted(params["layers"])])
     return jnp.concatenate([layers, largest(params["mtp"], "mtp", 0)[None]]) if "mtp" in params else layers
 
@@ -98,7 +98,8 @@ def _layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
     row["activation_ratio"] = row["activation_max"] / max(float(row.pop("activation_median")), 1e-12)
     if "first_token_share" in layer:
         share_N = layer["first_token_share"]
-        row |= {"first_token_share": np.mean(share_N), "first_token_heads": np.mean(share_N > SINK_HEAD)}
+        row |= {"first_token_share": np.mean(share_N), "first_token_heads": np.mean(share_N > SINK_HEAD),
+                "logit_max": np.max(layer["logit_max"])}
     if "half_life" in layer:
         half_life_H = layer["half_life"]
         row |= {"half_life": math.exp(np.mean(np.log(half_life_H))), "half_life_min": np.min(half_life_H),

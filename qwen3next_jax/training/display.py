@@ -5,6 +5,7 @@ Both are drawn from the events of metrics.jsonl, so that what is shown is what i
 
 import contextlib
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
+
 CELL_WIDTH = 24  # the widest name and value beside each other
+XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure
 
 class PreparationProgress:
     """Shows how far the tokenizing of each source is: a bar on a terminal, one line elsewhere. A context manager."""
@@ -42,12 +46,6 @@ class PreparationProgress:
         self._bars.update(self._tasks[source], completed=bytes_read)
 
 
-def heldout_figure(values: Mapping[str, Any]) -> str:
-    """The one figure of a held-out evaluation: bits per byte, or the accuracy where tokens are no text."""
-    return (f"{_number(values['bits_per_byte'], '.3f')} bits/byte" if "bits_per_byte" in values
-            else f"accuracy {_number(values['accuracy'], '.1%')}")
-
-
 class Display:
     """Shows the events it is called with. Use as a context manager."""
 
@@ -67,19 +65,26 @@ class Display:
                                       TaskProgressColumn(), TimeElapsedColumn(), console=self._console)
             self._task = self._progress.add_task("train", total=steps, completed=first_step)
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render)
+        self._compiling = threading.Timer(XLA_BANNER - 10, self.say, (
+            "still compiling the train step, which takes minutes for a large model. XLA asks \"Very slow compile?\" on standard error: "
+            "nothing is wrong",))
+        self._compiling.daemon = True
 
     def __enter__(self):
         if self._live:
             self._live.start()
         else:
             self.say(self._title)
+        self._compiling.start()
         return self
 
     def __exit__(self, *exception):
+        self._compiling.cancel()
         if self._live:
             self._live.stop()
 
     def step(self, step: int) -> None:
+        self._compiling.cancel()
         if self._live:
             self._progress.update(self._task, completed=step)
 
@@ -93,16 +98,10 @@ class Display:
             self.step(step)
             line = "  ".join((f"step {step:>{len(str(self._steps))}}/{self._steps}",
                               *(f"{name} {value}" for name, value in self._cells() if name in PLAIN)))
-        elif kind == "heldout":
-            line = f"step {step}  held-out {heldout_figure(event)}  loss {_number(event['loss'], '.4f')}"
-            line += "".join(f"  accepted@{name.rpartition('/')[2]} {value:.1%}"
-                            for name, value in event.items() if name.startswith("mtp_acceptance/"))
-            self._heldout.append(line)
-        elif kind == "suite":
-            figures = {name.replace("/", " "): value for name, value in event.items() if "/" in name and isinstance(value, float)}
-            shares = {name: f"{value:.1%}" for name, value in figures.items() if name.startswith("accuracy")}
-            line = "  ".join((f"step {step}  {event['suite']}", *(
-                f"{name} {text}" for name, text in (shares or {n: f"{v:.4g}" for n, v in figures.items()}).items())))
+        elif name := evaluation(event):
+            values = recorded(event)
+            shown = main_values(values) or [value for value in values if value.figure.unit != "count"]
+            line = "  ".join((f"step {step}  {name}", *(f"{value.label} {value}" for value in shown)))
             self._heldout.append(line)
         elif kind == "sample":
             self._sample = event["text"]
@@ -149,7 +148,8 @@ class Display:
             return [("compiling the train step", "…")]
         cells = [("loss", _number(v["loss"], ".4f")), ("bits/byte", _number(v["bits_per_byte"], ".3f")) if "bits_per_byte" in v
                  else ("accuracy", _number(v["top1"], ".1%"))]
-        cells += [(f"mtp loss {name.rpartition('/')[2]}", _number(value, ".3f")) for name, value in v.items() if name.startswith("mtp_loss/")]
+        cells += [(f"mtp loss {name.rpartition('/')[2]}", _number(value, ".3f")) for name, value in v.items()
+                  if name.startswith("mtp_loss/")]
         if "balance_loss" in v:
             cells += [("balance", _number(v["balance_loss"], ".3f")), ("busiest expert", f"×{_number(v['busiest_expert'], '.2f')}")]
         tokens_per_step = v["tokens_seen"] / v["step"]

@@ -4,7 +4,6 @@
 """
 
 import fcntl
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -15,8 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.trees import flat
 
 # What may differ when a run goes on, and why; it is logged. Any other difference would make it another run.
 MAY_CHANGE = {
@@ -76,7 +77,8 @@ class RunLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{self._workdir}: another process is training in it: wait for it, end it, or give another --workdir") from error
+            raise UserError(f"{self._workdir}: another process is training in it: wait for it, end it, or give another "
+                            "--workdir") from error
         except OSError:
             pass  # a file system without locks
 
@@ -115,7 +117,8 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str, token
     before = read_run(workdir)
     # Settings that the run's code did not have yet stand at their defaults, which keep what was computed before them.
     before["config"] = _plain(from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"))
-    changes = [Change(*difference) for difference in _differences({k: before.get(k) for k in now}, now)]
+    old, new = flat({name: before.get(name) for name in now}), flat(now)
+    changes = [Change(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     changes.sort(key=lambda change: change.name != "tokenizer")  # which changes the data's fingerprint, too
     for change in changes:
         if change.name in ("data", "tokenizer"):
@@ -149,9 +152,11 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
-        record = json.loads(path.read_text())
-        intact = record.pop("digest") == _digest(record)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        record = jsonfile.read(path)
+        intact = record.pop("digest") == digests.of_json(record)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): restore it, or give another --workdir") from error
+    except (ValueError, KeyError):
         intact = False
     if not intact:
         raise UserError(f"{path}: damaged, or changed by hand: what it says of the run cannot be relied on; restore it, or give "
@@ -164,21 +169,21 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
     path = workdir / "run.json"
     temporary = path.with_suffix(".tmp")
     with temporary.open("w") as file:
-        json.dump(record | {"digest": _digest(record)}, file, indent=2)
+        json.dump(record | {"digest": digests.of_json(record)}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())  # else a power failure may leave an empty one, and the run could not go on
     os.replace(temporary, path)
 
 
+def code_commit() -> str | None:
+    """The commit of the checkout that the package runs from; None for an installed package."""
+    return _git("rev-parse", "HEAD")
+
+
 def code_version() -> str:
-    """The commit of the working tree the package is in ("+": with changes), else the version of the package."""
-    here = pathlib.Path(__file__).parents[2]
-    if (here / ".git").exists():
-        try:
-            commit = _git(here, "rev-parse", "HEAD")[:12]
-            return commit + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax") else "")
-        except (OSError, subprocess.SubprocessError):
-            pass  # no git, or not a repository it trusts
+    """The first digits of that commit ("+": with changes), else the version of the package."""
+    if commit := code_commit():
+        return commit[:12] + ("" if _git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax") == "" else "+")
     try:
         return importlib.metadata.version("qwen3next-jax")
     except importlib.metadata.PackageNotFoundError:
@@ -195,21 +200,16 @@ def _plain(config: Config) -> dict[str, Any]:
     return plain
 
 
-def _git(folder: pathlib.Path, *command: str) -> str:
-    return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+def _git(*command: str) -> str | None:
+    """What git says of the checkout that the package runs from; None where there is none, no git, or none that trusts it."""
+    root = pathlib.Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        return subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _devices() -> str:
     return f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-
-
-def _digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _differences(old: Any, new: Any, name: str = ""):
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-    elif old != new:
-        yield name, old, new

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.config import Config, GuardConfig, from_dict, to_dict
-from qwen3next_jax.data.pipeline import SyntheticData, TrainData
+from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.parallel.distributed import is_leader, leader_says
 from qwen3next_jax.parallel.mesh import one_device
@@ -97,7 +97,7 @@ class Dump:
     documents: list[list[str]]  # of every row
 
 
-def write_dump(workdir: pathlib.Path, config: Config, data: TrainData | SyntheticData, halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
+def write_dump(workdir: pathlib.Path, config: Config, data: Data, halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
     """Saves what the halted step met under WORKDIR/dumps/STEP. → (the folder, the documents of every row).
 
     All processes write the state, process 0 the rest."""
@@ -136,4 +136,5 @@ def read_dump(folder: pathlib.Path) -> Dump:
     config = from_dict(Config, record["config"])
     state = read_arrays(folder.absolute() / "state", abstract_train_state(config, one_device()))
     batch = dict(np.load(folder / "batch.npz"))
-    return Dump(config, jax.device_put(jax.device_get(state)), batch, record["step"], record["reason"], record["documents"])
+    return Dump(config, state=jax.device_put(jax.device_get(state)), batch=batch, step=record["step"], reason=record["reason"],
+                documents=record["documents"])

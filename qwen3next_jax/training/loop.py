@@ -1,33 +1,31 @@
 """The training run, as a story: data, state, resume, loop, end."""
 
-import math
+import dataclasses
 import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
-from qwen3next_jax.data.pipeline import SyntheticData, TrainData, open_data
+from qwen3next_jax.data.pipeline import Data, open_data, source_of
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 from qwen3next_jax.errors import ExitCode, UserError
-from qwen3next_jax.evals import suite
-from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
+from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import load_hf
-from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import (
-    BatchShare, StopVote, barrier, check_shared, is_leader, leader_first, leader_says, together)
+    BatchShare, StopVote, check_shared, is_leader, leader_first, leader_says, together)
 from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.reporting.figures import main_values, named, record
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.display import Display, PreparationProgress, heldout_figure
+from qwen3next_jax.training.display import Display, PreparationProgress
 from qwen3next_jax.training.fingerprint import RunLock, open_run
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.profiling import Profiler
@@ -50,7 +48,8 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
 
-    suite.check(config.eval.suites, suite.options_of(config.eval), config.model, config.data.source == "text")
+    evaluation.check(config.eval.suites, evaluation.options_of(config.eval), config.model,
+                     source_of(config.data).tokenizer_of(config.data, config.model.vocab_size))
 
     # Data
     with PreparationProgress() as progress:
@@ -70,7 +69,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
             if first:
-                print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir)}")
+                print(f"{workdir}: already trained to step {first_step} of {config.train.steps}. {_what_next(config, workdir, data)}")
             return 0
         if first:  # either can take minutes, and the display needs the state
             print(f"{workdir}: restoring step {first_step}" if first_step else f"{workdir}: making the first state", flush=True)
@@ -78,12 +77,12 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 
         # Loop
         corpus = data.describe()
-        bits_per_nat = corpus["tokens"] / corpus["bytes"] / math.log(2) if corpus["bytes"] else None
-        with Display(_title(config, mesh, state, corpus, first_step), config.train.steps, first_step, first) as display, \
-                open_metrics(config, workdir, first_step, display) as metrics, Signals() as signals, \
+        with Display(_title(config, mesh, state, corpus["title"], first_step), config.train.steps, first_step, first) as display, \
+                open_metrics(config, workdir, first_step, display) as metrics, Signals(display.say) as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
-            run = _Run(config, mesh, data, checkpoints, metrics, display, profiler, watchdog, Throughput(config, bits_per_nat))
+            run = _Run(config, mesh, data, checkpoints=checkpoints, metrics=metrics, display=display, profiler=profiler,
+                       watchdog=watchdog, throughput=Throughput(config, corpus["bits_per_nat"]))
             if changes:
                 metrics.write("changed", first_step, changes=[[*change] for change in changes])
                 display.say("\n".join(f"changed since the run before: {change}" for change in changes))
@@ -111,22 +110,23 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     if step < config.train.steps:
         print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
         return ExitCode.INTERRUPTED
-    print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir)}")
+    print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir, data)}")
     return 0
 
 
 class _Run:
     """The loop with what it reads and writes."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: TrainData | SyntheticData, checkpoints: Checkpoints,
+    def __init__(self, config: Config, mesh: Mesh, data: Data, *, checkpoints: Checkpoints,
                  metrics: MetricsFile, display: Display, profiler: Profiler, watchdog: Watchdog, throughput: Throughput):
         self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
         self.profiler, self.watchdog, self.throughput = profiler, watchdog, throughput
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config, mesh)
-        self.heldout_step = make_heldout_step(self.graphdef, compute_mesh(mesh))
-        self.suites = suite.Suites(config.eval.suites, suite.options_of(config.eval), self.graphdef, config.model, data.tokenizer,
-                                   lambda: data)
+        subject = evaluation.Subject(config.model, self.graphdef, data.tokenizer, lambda: data, evaluation.Options(config.eval.rows),
+                                     compute_mesh(mesh))
+        self.heldout = evaluation.make(("heldout",), subject)["heldout"]
+        self.suites = evaluation.make(config.eval.suites, dataclasses.replace(subject, options=evaluation.options_of(config.eval)))
         self.mesh, self.share, self.votes = mesh, BatchShare(batch_sharding(mesh), config.train.batch_size), StopVote()
         self.incidents = Incidents(config.guards, metrics)
         self.diagnostics_step = make_diagnostics_step(config, self.graphdef, compute_mesh(mesh))
@@ -175,7 +175,6 @@ class _Run:
                 self._diagnose(step, state, batch, values)
             if step % config.eval.every == 0 or step == config.train.steps:
                 self._evaluate(step, state)
-                barrier()  # process 0 alone samples; the others' watchdogs should not count that as a step
             if saves:
                 self.checkpoints.save(step, state)
             since += time.perf_counter() - begun
@@ -202,7 +201,8 @@ class _Run:
             return None
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
         jax.tree.map(lambda leaf: leaf.delete(), halt.state)  # a device may not have room for two states
-        state = self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step else start_state(self.config, self.mesh)
+        state = (self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step
+                 else start_state(self.config, self.mesh))
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
         self.metrics.rewind(step)
@@ -217,9 +217,10 @@ class _Run:
         self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder),
                            documents=documents)
         names = sorted({name for row in documents for name in row})
-        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Saved for a look: "
-              f"uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. A lower optimizer.learning_rate (now "
-              f"{self.config.optimizer.learning_rate}) in a new --workdir may help, or guards.on_spike", file=sys.stderr)
+        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
+              f"{', …' if len(names) > 8 else ''}. Saved for a look: uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. "
+              f"A lower optimizer.learning_rate (now {self.config.optimizer.learning_rate}) in a new --workdir may help, or "
+              "guards.on_spike", file=sys.stderr)
         return ExitCode.DIVERGED
 
     def _diagnose(self, step: int, state: State, batch: dict[str, jax.Array], values: dict[str, Any]) -> None:
@@ -227,39 +228,19 @@ class _Run:
         self.metrics.write("diagnostics", step, **summarise(self.config, *measured))
 
     def _evaluate(self, step: int, state: State) -> None:
-        values = evaluate_heldout(self.heldout_step, state["params"], self._heldout_batches(),
-                                  self.data.tokenizer.token_bytes)
-        self.heldout_figure = heldout_figure(values)
-        self.metrics.write("heldout", step, **values)
-        if not (self.config.eval.sample_tokens or self.config.eval.suites):
-            return
-        params = on_one_device(state["params"], self.mesh)
-        if params is None and step <= self.config.eval.every:
-            self.display.say("no samples and no suites: the parameters of the whole model do not fit on one device")
-        if params is None or not is_leader():
-            return
+        values = self.heldout.run(state["params"])
+        self.heldout_figure = "  ".join(f"{value.label} {value}" for value in main_values(named(values, self.heldout.figures))[:1])
+        self.metrics.write("heldout", step, **record(values, self.heldout.figures))
+        for name, suite in self.suites.items():
+            self.metrics.write("suite", step, suite=name, **record(suite.run(state["params"]), suite.figures))
         if self.config.eval.sample_tokens:
-            text = _sample(nnx.merge(self.graphdef, params), self.data.tokenizer, self.config)
-            self.metrics.write("sample", step, text=text)
-        for name, values in self.suites.run(params):
-            self.metrics.write("suite", step, suite=name, **values)
+            self.metrics.write("sample", step, text=self._sample(state["params"]))
 
-    def _heldout_batches(self) -> Iterator[dict[str, jax.Array]]:
-        return map(self.share.spread, self.data.heldout(self.config.eval.rows, self.share.rows))
-
-
-def on_one_device(params: dict, mesh: Mesh) -> dict | None:
-    """`params` whole on this process's first device; None where they do not fit beside what is there."""
-    if mesh.size == 1:
-        return params
-    def fits() -> bool:
-        stats = mesh.local_devices[0].memory_stats()
-        free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else math.inf  # the host's own memory tells nothing
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) <= free / 2
-    if not leader_says(fits):
-        return None
-    everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), everywhere)
+    def _sample(self, params: dict) -> str:
+        config, tokenizer = self.config.eval, self.data.tokenizer
+        new = complete(nnx.merge(self.graphdef, params), [tokenizer.encode(config.sample_prompt)], max_new_tokens=config.sample_tokens,
+                       temperature=0.7, stop_ids=(tokenizer.eos_id,), mesh=compute_mesh(self.mesh))[0]
+        return config.sample_prompt + tokenizer.decode(new)
 
 
 def keep_tokenizer(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
@@ -289,24 +270,11 @@ def start_state(config: Config, mesh: Mesh) -> State:
     return init_state(config, mesh, params)
 
 
-def _sample(model: Qwen3Next, tokenizer: Tokenizer, config: Config) -> str:
-    prompt = tokenizer.encode(config.eval.sample_prompt)
-    new = complete(model, [prompt], max_new_tokens=config.eval.sample_tokens, temperature=0.7,
-                   stop_ids=(tokenizer.eos_id,))[0]
-    return config.eval.sample_prompt + tokenizer.decode(new)
-
-
-def _title(config: Config, mesh: Mesh, state: State, corpus: dict[str, Any], first_step: int) -> str:
+def _title(config: Config, mesh: Mesh, state: State, corpus: str, first_step: int) -> str:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     start = f"resumed after step {first_step}" if first_step else "new run"
     return (f"{config.name}: {parameters:,} parameters on {_describe(mesh)} · "
-            f"{_corpus(corpus)} · {start}")
-
-
-def _corpus(corpus: dict[str, Any]) -> str:
-    if not corpus["bytes"]:
-        return f"synthetic task {corpus['sources'][0]['source']}"
-    return f"{corpus['documents']:,} documents, {corpus['tokens']:,} tokens"
+            f"{corpus} · {start}")
 
 
 def _describe(mesh: Mesh) -> str:
@@ -316,8 +284,8 @@ def _describe(mesh: Mesh) -> str:
     return f"{mesh.size} × {kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1)})"
 
 
-def _what_next(config: Config, workdir: pathlib.Path) -> str:
+def _what_next(config: Config, workdir: pathlib.Path, data: Data) -> str:
     folder = shlex.quote(str(workdir))
     generate = f", or uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}"
     return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}"
-            + (generate if config.data.source == "text" else ""))
+            + (generate if data.tokenizer.reads_text else ""))

@@ -67,7 +67,7 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
     def cross_entropy(hidden_BTD, offset, targets):
         """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the same document."""
         weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
-        total, correct_BT, _ = model.cross_entropy(hidden_BTD, jnp.roll(batch["tokens"], -offset, axis=1), weight_BT, mesh)
+        total, correct_BT, *_ = model.cross_entropy(hidden_BTD, jnp.roll(batch["tokens"], -offset, axis=1), weight_BT, mesh)
         return total, jnp.sum(correct_BT * weight_BT)
 
     loss, top1 = cross_entropy(features.hidden, 1, counts.targets)

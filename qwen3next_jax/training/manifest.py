@@ -7,10 +7,11 @@ cores share the largest one, too, and nothing but a piece's buffer is in memory.
 """
 
 import concurrent.futures
-import hashlib
 import json
 import os
 import pathlib
+
+from qwen3next_jax import digests, jsonfile
 
 NAME = "manifest.json"
 PIECE = 1 << 25  # bytes
@@ -46,10 +47,10 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool) -> str | None:
     if not path.exists():
         return f"it has no {NAME}: it is being written, or the run died before it was complete"
     try:
-        record = json.loads(path.read_text())
+        record = jsonfile.read(path)
         piece = int(record["piece"])
         sizes = {name: int(size) for name, (size, _) in record["files"].items()}
-        expected = [digest for _, digests in record["files"].values() for digest in digests]
+        expected = [digest for _, of_pieces in record["files"].values() for digest in of_pieces]
         # One digest for each piece: fewer would leave bytes unread.
         whole = piece > 0 and all(len(d) == len(_pieces(size, piece)) for size, d in record["files"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -84,23 +85,12 @@ def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
     """Yields (name, start, SHA-256) of every piece, in order; one thread a core reads ahead."""
     pieces = [(name, start) for name, size in sizes.items() for start in _pieces(size, piece)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = pool.map(lambda p: _digest(directory / p[0], p[1], piece), pieces)
+        found = pool.map(lambda p: digests.of_file(directory / p[0], p[1], piece), pieces)
         try:
-            for (name, start), digest in zip(pieces, digests, strict=True):
+            for (name, start), digest in zip(pieces, found, strict=True):
                 yield name, start, digest
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _digest(path: pathlib.Path, start: int, length: int) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(1 << 18)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while length and (count := file.readinto(view[:min(len(buffer), length)])):
-            digest.update(view[:count])
-            length -= count
-    return digest.hexdigest()
 
 
 def _flush(path: pathlib.Path) -> None:

@@ -1,11 +1,14 @@
-"""AdamW through optax: schedules, clipping, and which parameters decay."""
+"""What all optimizers share: clipping, weight decay, the schedule of the learning rate."""
 
 import jax
 import optax
+from jax.sharding import Mesh
 
-from qwen3next_jax.config import Config, ModelConfig, OptimizerConfig
+from qwen3next_jax.config import Config, OptimizerConfig
+from qwen3next_jax.config.optimizers import OPTIMIZERS
+from qwen3next_jax.config.tables import resolve
 from qwen3next_jax.model import declared
-from qwen3next_jax.parallel.rules import path_string
+from qwen3next_jax.trees import path_string
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -25,14 +28,22 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.join_schedules((rising, optax.constant_schedule(peak), fall), (warmup, stable_until))
 
 
-def decay_mask(params: dict, model: ModelConfig, decay_norm_weights: bool) -> dict:
-    """Tree of bools: which parameters take weight decay."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: declared(model)[path_string(path)].decays(decay_norm_weights), params)
+def make_optimizer(config: Config, mesh: Mesh | None = None) -> optax.GradientTransformation:
+    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate.
 
+    An optimizer is `direction(config.optimizer, declared, mesh)` → the transformation between clipping and weight decay. `declared`:
+    of every parameter, by its path; `mesh`: over which it may divide its work, None for one device. What it keeps of a parameter
+    has that parameter's path and shape, so that it lies on the mesh as the parameter does.
 
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    c = config.optimizer
+    Raises:
+      UserError: no such optimizer, or its line of `config.optimizers` cannot be imported.
+    """
+    c, parameters = config.optimizer, declared(config.model)
+
+    def decays(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: parameters[path_string(path)].decays(c.decay_norm_weights), params)
     clip = optax.clip_by_global_norm(c.clip_norm) if c.clip_norm else optax.identity()
-    adamw = optax.adamw(learning_rate_schedule(c, config.train.steps), b1=c.beta1, b2=c.beta2, eps=c.eps, weight_decay=c.weight_decay,
-                        mask=lambda params: decay_mask(params, config.model, c.decay_norm_weights))
-    return optax.chain(clip, adamw)
+    direction = resolve(OPTIMIZERS, c.name, "optimizer.name")(c, parameters, mesh)
+    # The inner chain is that of optax.adamw, whose state the checkpoints hold.
+    return optax.chain(clip, optax.chain(direction, optax.add_decayed_weights(c.weight_decay, decays),
+                                         optax.scale_by_learning_rate(learning_rate_schedule(c, config.train.steps))))

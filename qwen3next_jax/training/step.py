@@ -80,7 +80,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tupl
     `balance_loss_weight` is 0); this costs up to a third of a step and makes k micro-batches equal to one batch.
     """
     gradients = make_gradients(config, mesh)
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(config, compute_mesh(mesh))
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh))
 
@@ -113,7 +113,7 @@ def make_gradients(config: Config, mesh: Mesh) -> Callable[[dict, Batch], tuple[
 
     def of(params, batch, counts, load=None):
         def loss(params):
-            return total_loss(nnx.merge(graphdef, params), batch, config, counts, load, shared)
+            return total_loss(nnx.merge(graphdef, params), batch, config, counts=counts, load=load, mesh=shared)
         (_, parts), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return grads, parts
 
@@ -122,7 +122,7 @@ def make_gradients(config: Config, mesh: Mesh) -> Callable[[dict, Batch], tuple[
         if config.train.gradient_accumulation == 1:
             grads, parts = of(params, batch, counts)
         else:
-            grads, parts = _accumulate(graphdef, of, params, batch, counts, config, shared)
+            grads, parts = _accumulate(config, graphdef, of, params, batch, counts=counts, mesh=shared)
         if shared is not None:
             grads = jax.lax.with_sharding_constraint(grads, shardings(abstract_params, declared(config.model), shared))
         return grads, parts, counts.tokens
@@ -130,8 +130,7 @@ def make_gradients(config: Config, mesh: Mesh) -> Callable[[dict, Batch], tuple[
     return gradients
 
 
-def _accumulate(graphdef, gradients: Callable, params: dict, batch: Batch, counts: Counts, config: Config,
-                mesh: Mesh | None):
+def _accumulate(config: Config, graphdef, gradients: Callable, params: dict, batch: Batch, *, counts: Counts, mesh: Mesh | None):
     """(gradients, parts) of the whole batch as the sum over its micro-batches."""
     k = config.train.gradient_accumulation
     micro_batches = jax.tree.map(

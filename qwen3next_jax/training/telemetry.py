@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.chips import chip_of
 from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.reporting.page import write_report
+from qwen3next_jax.training.fingerprint import code_commit
 
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
@@ -132,7 +132,7 @@ class Throughput:
         flops = speed * self._flops_per_token
         used, limit = memory()
         bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
-        return bits | {"tokens_seen": step * self._tokens, "tokens_per_second": speed, "steps": steps, 
+        return bits | {"tokens_seen": step * self._tokens, "tokens_per_second": speed, "steps": steps,
                 "seconds": seconds, "data_wait": waited / seconds, "model_flops_per_second": flops,
                 "mfu": flops / self._peak if self._peak else None, "memory_bytes": used, "memory_limit": limit}
 
@@ -170,8 +170,8 @@ class ReportWriter:
     def _write(self) -> None:
         try:
             write_report([self._workdir], self._workdir / "report.html")
-        except (OSError, UserError) as error:  # the run is worth more than its picture
-            warn(f"{self._workdir / 'report.html'} was not written: {error}")
+        except Exception as error:  # the run is worth more than its picture, whatever is wrong with that
+            warn(f"{self._workdir / 'report.html'} was not written: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 def open_metrics(config: Config, workdir: pathlib.Path, first_step: int, display: Listener) -> MetricsFile:
@@ -190,17 +190,6 @@ def surroundings() -> dict[str, Any]:
     """What a "start" event says of where the run runs."""
     return {"hosts": jax.process_count(), "devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind,
             "jax": jax.__version__, "commit": code_commit()}
-
-
-def code_commit() -> str | None:
-    """Commit of the checkout this package runs from; None for an installed package."""
-    root = pathlib.Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        return subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        return None
 
 
 class TensorBoard:

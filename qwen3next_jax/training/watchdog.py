@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from qwen3next_jax.errors import ExitCode
 
@@ -20,11 +21,12 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-    """Notes the first SIGINT or SIGTERM in `caught`, so that the step under way ends and is saved; a second one ends the
-    process at once, even while it waits for a device: a thread of its own reads them. A context manager."""
+    """Notes the first SIGINT or SIGTERM in `caught`, so that the step under way ends and is saved, and says so; a second one
+    ends the process at once, even while it waits for a device: a thread of its own reads them. A context manager."""
 
-    def __init__(self):
-        self.caught = False
+    def __init__(self, say: Callable[[str], None]):
+        """`say` shows a line beside what is on the screen."""
+        self.caught, self._say = False, say
 
     def __enter__(self):
         self._reader, self._writer = socket.socketpair()
@@ -49,6 +51,9 @@ class Signals:
                     os.write(2, b"second signal: left at once, without saving\n")
                     os._exit(ExitCode.ABORTED)
                 self.caught = True
+                line = f"{signal.Signals(received[0]).name}: saving after the step under way; again to stop now, without saving"
+                # In a thread: a terminal that does not take the line must not keep the second signal waiting.
+                threading.Thread(target=self._say, args=(line,), daemon=True).start()
 
 
 def _noted_elsewhere(number: int, frame: object) -> None:

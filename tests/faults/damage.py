@@ -150,7 +150,8 @@ def plain_files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
             for damaged in (content[:len(content) // 2] if content else None, None):
                 path.unlink() if damaged is None else path.write_bytes(damaged)
                 restored, error = attempt(lambda: checkpointer.restore(folder, jax.tree.map(np.zeros_like, state)))
-                same = not error and all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
+                same = not error and all(np.array_equal(a, b) for a, b in zip(
+                    jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
                 trials.append(Trial(told=bool(error), harmless=same, note="no fallback" if error else ""))
                 path.write_bytes(content)
     return trials
@@ -238,7 +239,8 @@ def hostile_files(marker: pathlib.Path) -> dict[str, tuple[str, bytes]]:
         "unknown dtype": (file, _header({name: tensor | {"dtype": "F9"}}, b"\0" * 8)),
         "pickle as model.safetensors": (file, code),
         "pickle as pytorch_model.bin": ("pytorch_model.bin", code),
-        "index that leaves the folder": ("model.safetensors.index.json", json.dumps({"weight_map": {name: "../../x.safetensors"}}).encode()),
+        "index that leaves the folder": (
+            "model.safetensors.index.json", json.dumps({"weight_map": {name: "../../x.safetensors"}}).encode()),
         "empty file": (file, b""),
     }
 

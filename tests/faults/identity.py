@@ -11,7 +11,8 @@ from tests.faults.lab import Lab, Trial
 
 # setting, value, what the message must name
 MISTAKES = [
-    ("train.stesp", 5, "did you mean 'steps'"), ("trian", {}, "did you mean 'train'"), ("model.hiden_size", 8, "did you mean 'hidden_size'"),
+    ("train.stesp", 5, "did you mean 'steps'"), ("trian", {}, "did you mean 'train'"),
+    ("model.hiden_size", 8, "did you mean 'hidden_size'"),
     ("train.steps", "many", "train.steps"), ("train.steps", 1.5, "train.steps"), ("train.steps", True, "train.steps"),
     ("optimizer.learning_rate", "1e-3", "optimizer.learning_rate"), ("data.weights", 3, "data.weights"), ("model", 3, "model"),
     ("train.steps", 0, "train.steps"), ("train.batch_size", -1, "train.batch_size"), ("optimizer.beta1", 1.0, "optimizer.beta1"),

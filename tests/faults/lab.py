@@ -1,7 +1,6 @@
 """The bench on which faults are tried: a nano run, the undisturbed reference, processes to kill, and what came of it."""
 
 import dataclasses
-import json
 import multiprocessing
 import os
 import pathlib
@@ -15,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, GuardConfig, ModelConfig, OptimizerConfig, ParallelConfig, TelemetryConfig, TrainConfig, to_dict
+from qwen3next_jax.config import (
+    CheckpointConfig, Config, DataConfig, EvalConfig, GuardConfig, ModelConfig, OptimizerConfig, ParallelConfig, TelemetryConfig,
+    TrainConfig, to_dict)
 from tests.faults import worker
 
 MODEL = ModelConfig(

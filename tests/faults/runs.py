@@ -138,7 +138,8 @@ def device_counts(lab: Lab, _: int) -> list[Trial]:
                 mesh = make_mesh(lab.config.parallel, jax.devices()[:m])
                 state = checkpoints.restore(step, abstract_train_state(lab.config, mesh))
                 spread = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)} == {m}
-                same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(jax.device_get(state)), jax.tree.leaves(saved), strict=True))
+                same = all(np.array_equal(a, b) for a, b in zip(
+                    jax.tree.leaves(jax.device_get(state)), jax.tree.leaves(saved), strict=True))
                 trials.append(Trial(told=False, harmless=same and spread, recovered=same, steps_lost=0, bitwise=same, note=f"{n} to {m}"))
         other = counts[(counts.index(n) + 1) % 4]
         assert lab.run(workdir, devices=other) == 0, lab.log(workdir)[-2000:]
@@ -160,8 +161,8 @@ def dead_peer(lab: Lab, seed: int) -> list[Trial]:
     reference, victim = _undisturbed(lab, 2), seed % 2
     supervisors = []
     for i, launch in enumerate(_launches(2)):
-        spec = {"config": to_dict(lab.with_(parallel={"heartbeat_timeout": 10})), "workdir": str(workdir), "log": str(lab.log_file(workdir)), "pace": 0.05,
-                "progress": str(workdir.parent / f"progress-{i}"), **launch}
+        spec = {"config": to_dict(lab.with_(parallel={"heartbeat_timeout": 10})), "workdir": str(workdir),
+                "log": str(lab.log_file(workdir)), "pace": 0.05, "progress": str(workdir.parent / f"progress-{i}"), **launch}
         with (workdir.parent / f"supervisor-{i}").open("w") as log:
             supervisors.append(subprocess.Popen([sys.executable, "-c", SUPERVISED, str(workdir), json.dumps(spec)], stderr=log))
     progress = workdir.parent / f"progress-{victim}"
@@ -181,4 +182,5 @@ def dead_peer(lab: Lab, seed: int) -> list[Trial]:
             s.poll() is None and s.terminate()
     said = "".join((workdir.parent / f"supervisor-{i}").read_text() for i in (0, 1))
     return [Trial(told="SIGKILL" in said, recovered=codes == [0, 0], steps_lost=lost_steps(workdir),
-                  bitwise=codes == [0, 0] and lab.same(workdir, reference), note=f"process {victim} killed; {said.count('restart ')} restarts")]
+                  bitwise=codes == [0, 0] and lab.same(workdir, reference),
+                  note=f"process {victim} killed; {said.count('restart ')} restarts")]

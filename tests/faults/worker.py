@@ -23,7 +23,7 @@ def main(spec: dict) -> None:
     os.dup2(output, 2)
     try:
         code = _train(spec)
-    except BaseException as error:  # noqa: B036  as the interpreter does: say it, and leave with code 1
+    except BaseException as error:  # as the interpreter does: say it, and leave with code 1
         traceback.print_exc()
         code = getattr(error, "exit_code", 1)
     sys.stdout.flush()

@@ -14,7 +14,10 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm, rotate
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
-from qwen3next_jax.parallel.rules import activation_spec, constrain, local
+from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
+
+
+SHARPENED = 1024.0  # a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
 
 
 class GatedAttention(Mixer):
@@ -22,7 +25,7 @@ class GatedAttention(Mixer):
 
     Diagnostics, over the counted tokens: first_token_share [N]: attention probability on the first token of the document,
     mean over the other tokens' queries; gate_mean [], gate_closed []: mean of the output gate, share of it below 0.1 (where
-    there is a gate).
+    there is a gate); logit_max [N]: the largest scaled score of a query and a key that it sees.
     """
 
     settings = ("attention_output_gate", "qk_norm")
@@ -101,11 +104,16 @@ def _diagnostics(q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.A
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
     share_BTN = _attend(q_BTNK, k_BTMK, indicator_BTMK, context)[..., 0]
     counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
-    share = {"first_token_share": token_mean(share_BTN, counted_BT)}
+    # Of sharpened probabilities nothing but the largest is left: with the keys as values, attention returns each query's best one.
+    best_BTNK = _attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK, context)
+    logit_BTN = jnp.einsum("btnk,btnk->btn", q_BTNK, best_BTNK, preferred_element_type=jnp.float32) * q_BTNK.shape[-1] ** -0.5
+    if context.counted is not None:
+        logit_BTN = jnp.where(context.counted[..., None], logit_BTN, -jnp.inf)
+    measured = {"first_token_share": token_mean(share_BTN, counted_BT), "logit_max": jnp.max(logit_BTN, axis=(0, 1))}
     if gate_BTNK is None:
-        return share
+        return measured
     open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
-    return share | {"gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
+    return measured | {"gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
                     "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 
 
@@ -114,11 +122,11 @@ def _attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Co
     """Attention with the heads split over `tensor`; with `q_positions`, to the slots of a cache. Where there are fewer key/value
     heads than shards, every shard holds all of them and takes the one that its query heads read."""
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
-    shared = mesh is not None and m % mesh.shape["tensor"] != 0
+    shared = m % shards(mesh, TENSOR) != 0
 
     def attend(q, k, v, segment_ids, q_positions):
         if shared:
-            head = jax.lax.axis_index("tensor") * q.shape[2] // (n // m)
+            head = jax.lax.axis_index(TENSOR) * q.shape[2] // (n // m)
             k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
         if q_positions is not None:
             return attention(q, k, v, q_positions=q_positions)

@@ -34,7 +34,7 @@ def attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
 
 def _owners(n: int):
     """For the even and for the odd blocks: (shard that holds the block in order, shard that works on it)."""
-    worker = lambda block: min(block, 2 * n - 1 - block)  # noqa: E731
+    worker = lambda block: min(block, 2 * n - 1 - block)
     return tuple([(i, worker(2 * i + odd)) for i in range(n)] for odd in (0, 1))
 
 
@@ -123,7 +123,7 @@ def _around(axis_name, visiting, gradients, result, step):
     shard before this one. What is needed next is sent before a step computes, so that both can go on at once.
     """
     n, shard = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    send = lambda tree: jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % n) for i in range(n)])  # noqa: E731
+    send = lambda tree: jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % n) for i in range(n)])
 
     def turn(distance, carry):
         visiting, gradients, result = carry

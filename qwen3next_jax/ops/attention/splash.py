@@ -3,6 +3,8 @@
 Letters: B batch, T queries, N query heads, D head width.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 
@@ -67,24 +69,31 @@ def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, causal,
     return _from_splash(o, q), logsumexp[:, :, :t].astype(wide_dtype(q))
 
 
-def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, causal, interpret):
+def _backward_of_a_row(kernel):
+    """→ f(q, k, v, segments, o, logsumexp, do) → (dq, dk, dv): the backward kernels alone, which have no public name.
+
+    `_splash_attention_bwd` was like this in JAX 0.11.2 and 0.12.0. Where it is not, the public gradient serves, which runs the
+    forward kernel again to have what we kept."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
+    private = getattr(splash_attention_kernel, "_splash_attention_bwd", None)
+    if private is None or inspect.signature(private).parameters.keys() != {*kernel.kwargs, "res", "do"}:
+        return lambda q, k, v, segments, o, logsumexp, do: jax.vjp(lambda *x: kernel(*x, segments), q, k, v)[1](do)
+
+    def backward(q, k, v, segments, o, logsumexp, do):
+        residuals = (q, k, v, segments, None, o, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+        return private(res=residuals, do=do, **kernel.kwargs)[3:6]
+    return backward
+
+
+def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, causal, interpret):
     t, n = q.shape[1:3]
     length = _length(t)
-    kernel = _kernel(n, length, causal, interpret, save_residuals=False)
-    options = {name: value for name, value in kernel.kwargs.items()}
-
-    def one_row(q, k, v, segments, o, logsumexp, do):
-        # The public call would run the forward kernel again to rebuild these residuals.
-        residuals = (q, k, v, segments, None, o, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
-        gradients = splash_attention_kernel._splash_attention_bwd(res=residuals, do=do, **options)
-        return gradients[3:6]
-
+    row = _backward_of_a_row(_kernel(n, length, causal, interpret, save_residuals=False))
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
     with _named(causal):
-        dq, dk, dv = jax.vmap(one_row)(_to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v),
-                                       _segments(q, segment_ids, kv_segment_ids, causal), _to_splash(o), logsumexp, _to_splash(do))
+        dq, dk, dv = jax.vmap(row)(_to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v),
+                                   _segments(q, segment_ids, kv_segment_ids, causal), _to_splash(o), logsumexp, _to_splash(do))
     return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)
 
 

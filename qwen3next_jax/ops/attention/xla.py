@@ -122,7 +122,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, block, 
     if q_positions is not None and q.shape[1] <= _FEW_QUERIES:
         return _few_queries_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions)
     size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions)
-    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
+    (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
     wide = wide_dtype(q)
 
@@ -160,7 +160,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, block, 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, block, causal):
     size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions)
-    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
+    (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
     wide = wide_dtype(q)
     delta_BTN = jnp.sum(o.astype(wide) * do.astype(wide), axis=-1)

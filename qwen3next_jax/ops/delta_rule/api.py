@@ -13,20 +13,8 @@ from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, referenc
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu")
 
 
-def gated_delta_rule(
-    q,
-    k,
-    v,
-    *,
-    g,
-    beta,
-    initial_state=None,
-    segment_ids=None,
-    normalize_qk: bool = True,
-    erase: bool = True,
-    implementation: str | None = None,
-    axis_name: str | None = None,
-):
+def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, normalize_qk: bool = True, erase: bool = True,
+                     implementation: str | None = None, axis_name: str | None = None):
     """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
 
     Per value head, with S the state [K, V], decay first, then the write, then the read:
@@ -80,11 +68,12 @@ def gated_delta_rule(
         live = segments[:, :, None] > 0  # a padding row neither decays nor writes
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
     options = dispatch.Options(implementation, normalize_qk, erase)
+    x = chunk_math.Inputs(q, k, v, g, beta, segments)
     if axis_name is not None:
-        return context.across(options, axis_name, q, k, v, g, beta, initial_state, segments, before)
+        return context.across(options, axis_name, x, initial_state, before)
     if implementation == "recurrent":
-        return reference.recurrent(q, k, v, g, beta, initial_state, segments, normalize_qk=normalize_qk, erase=erase)
-    return _operator(options, q, k, v, g, beta, initial_state, segments)
+        return reference.recurrent(x, initial_state, normalize_qk=normalize_qk, erase=erase)
+    return _operator(options, x, initial_state)
 
 
 def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
@@ -101,9 +90,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: expected at least one of every axis")
     if v.shape[2] % q.shape[2] != 0:
-        raise ValueError(
-            f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads"
-        )
+        raise ValueError(f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads")
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
@@ -115,9 +102,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
             f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to interpret it; use 'chunked'"
         )
     if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
-        raise NotImplementedError(
-            "implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'"
-        )
+        raise NotImplementedError("implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'")
     state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     if initial_state is not None and initial_state.shape != state_shape:
         raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, H, K, V] = {state_shape}")
@@ -147,20 +132,19 @@ def _check_values(g, segment_ids):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(options: dispatch.Options, q, k, v, g, beta, initial_state, segments):
-    return dispatch.forward(options, dispatch.chunk_size(q, v), False, q, k, v, g, beta, initial_state, segments, None)[:2]
+def _operator(options: dispatch.Options, x: chunk_math.Inputs, initial_state):
+    return dispatch.forward(options, x, initial_state, inverses=None, save=False)[:2]
 
 
-def _operator_forward(options, q, k, v, g, beta, initial_state, segments):
-    arguments = q, k, v, g, beta, initial_state, segments, None
-    o, final, *saved = dispatch.forward(options, dispatch.chunk_size(q, v), True, *arguments)
-    return (o, final), (q, k, v, g, beta, initial_state[:0], segments, saved)
+def _operator_forward(options, x, initial_state):
+    o, final, *saved = dispatch.forward(options, x, initial_state, inverses=None, save=True)
+    return (o, final), (x, initial_state[:0], saved)
 
 
 def _operator_backward(options, residuals, cotangents):
-    q, k, v, g, beta, initial_state, segments, saved = residuals
-    gradients = dispatch.backward(options, dispatch.chunk_size(q, v), q, k, v, g, beta, segments, *saved, *cotangents)
-    return (*(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v, g, beta, initial_state))), None)
+    x, initial_state, saved = residuals
+    *gradients, dinitial = dispatch.backward(options, x, *saved, *cotangents)
+    return x.cast(gradients), dinitial.astype(initial_state.dtype)
 
 
 _operator.defvjp(_operator_forward, _operator_backward)

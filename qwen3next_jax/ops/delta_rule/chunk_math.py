@@ -43,13 +43,8 @@ def stacked(x_parts, y_parts, x_axis: int, y_axis: int):
 def _dot(x, y, x_dim: int, y_dim: int, precision=None):
     batch = tuple(range(x.ndim - 2))
     wide = jnp.promote_types(jnp.float32, x.dtype)
-    return jax.lax.dot_general(
-        x,
-        y,
-        (((x.ndim - 2 + x_dim,), (y.ndim - 2 + y_dim,)), (batch, batch)),
-        precision=precision,
-        preferred_element_type=wide,
-    )
+    return jax.lax.dot_general(x, y, (((x.ndim - 2 + x_dim,), (y.ndim - 2 + y_dim,)), (batch, batch)), precision=precision,
+                               preferred_element_type=wide)
 
 
 class Scaled(typing.NamedTuple):
@@ -139,6 +134,21 @@ def lower_mask(size: int, strict: bool = False):
 
 
 # ---- inputs -----------------------------------------------------------------------------------------------
+
+
+class Inputs(typing.NamedTuple):
+    """The arrays of one call by token, which every pass over it takes."""
+
+    q: jax.Array  # [B, T, G, K]
+    k: jax.Array  # [B, T, G, K]
+    v: jax.Array  # [B, T, H, V]
+    g: jax.Array  # [B, T, H]
+    beta: jax.Array  # [B, T, H]
+    segments: jax.Array | None = None  # [B, T], see `encode_segments`
+
+    def cast(self, gradients) -> "Inputs":
+        """The gradients of q, k, v, g and beta in their dtypes; ids have none."""
+        return Inputs(*(dx.astype(x.dtype) for dx, x in zip(gradients, self)))
 
 
 def encode_segments(segment_ids, before=None):
@@ -265,23 +275,8 @@ def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
     return dstate if x_CV is None else dstate - dots.tn(k_CK, x_CV)
 
 
-def chunk_gradients(
-    q_CK,
-    k_CK,
-    unseen_CV,
-    beta_C1,
-    d: Decay,
-    kk_CC,
-    qk_CC,
-    written_CV,
-    dr_CV,
-    x_CV,
-    state_KV,
-    dstate_KV,
-    do_CV,
-    erase: bool,
-    dots: Products,
-) -> Gradients:
+def chunk_gradients(q_CK, k_CK, unseen_CV, beta_C1, d: Decay, kk_CC, qk_CC, written_CV, dr_CV, x_CV, state_KV, dstate_KV, do_CV,
+                    erase: bool, dots: Products) -> Gradients:
     """Everything but the state pass: the gradients of one chunk's inputs from V', dR, X, S, dS' and dO.
 
     `unseen_CV` is V - gamma K S, or V without erasing.

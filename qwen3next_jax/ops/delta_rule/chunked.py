@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
-from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Products, Scaled
+from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Inputs, Products, Scaled
 
 
 class Pieces(typing.NamedTuple):
@@ -81,19 +81,15 @@ def _join(x, time: int):
     return x.reshape(batch, count * size, heads, *x.shape[4:])[:, :time]
 
 
-def _chunks(
-    q, k, v, g, beta, segments, known_inverse, size: int, normalize_qk: bool, erase: bool
-) -> tuple[Chunks, Products, Products]:
+def _chunks(x: Inputs, known_inverse, size: int, normalize_qk: bool, erase: bool) -> tuple[Chunks, Products, Products]:
+    q, k, v, g, beta, segments = x
     operand = v.dtype
     dtype = jnp.promote_types(jnp.float32, operand)
     dots, exact = Products(operand, copies=True), Products(dtype, copies=True)
     heads = v.shape[2]
     narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
     scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
-    q_, k_ = (
-        _scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size)
-        for x, y in zip((q, k), scales)
-    )
+    q_, k_ = (_scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size) for x, y in zip((q, k), scales))
     v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
     documents = None
     if segments is not None:
@@ -136,48 +132,31 @@ def _state_pass(c: Chunks, initial_state, dots: Products, exact: Products, paral
     return states, written, final
 
 
-def forward(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
-    segments,
-    inverses,
-    *,
-    size: int,
-    normalize_qk: bool,
-    erase: bool,
-    save: bool,
-    parallel: bool,
-):
+def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, parallel: bool):
     """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
     [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without `save` the last two are None.
     `inverses`: those of an earlier pass over the same k, g and beta, or None."""
-    c, dots, exact = _chunks(q, k, v, g, beta, segments, inverses, size, normalize_qk, erase)
+    c, dots, exact = _chunks(x, inverses, size, normalize_qk, erase)
     states, written, final = _state_pass(c, initial_state.astype(exact.operand), dots, exact, parallel)
     o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
-    o = _join(o, v.shape[1]).astype(v.dtype)
-    return (o, final, states.astype(v.dtype), _to_twins(c.inverse)) if save else (o, final, None, None)
+    o = _join(o, x.v.shape[1]).astype(x.v.dtype)
+    return (o, final, states.astype(x.v.dtype), _to_twins(c.inverse)) if save else (o, final, None, None)
 
 
-def affine_map(
-    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, parallel: bool
-):
+def affine_map(x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
     """What these tokens do to any state S that enters beside `initial_state`: U and M of the final state U + M S, the reads r
     of o + r S, and the inverses A.
 
     Returns U [B, H, K, V] and M [B, H, K, K] in float32 at least, r [N, B, H, C, K] in v's dtype, A [N, B, H, C, C].
     """
-    c, dots, exact = _chunks(q, k, v, g, beta, segments, None, size, normalize_qk, erase)
-    key, value = q.shape[-1], v.shape[-1]
+    c, dots, exact = _chunks(x, None, size, normalize_qk, erase)
+    key, value = x.q.shape[-1], x.v.shape[-1]
     identity = jnp.broadcast_to(jnp.eye(key, dtype=exact.operand), (*initial_state.shape[:-1], key))
     c = c._replace(v=jnp.pad(c.v, [(0, 0)] * 4 + [(0, key)]))  # M is the state of values zero that starts at I
     state = jnp.concatenate([initial_state.astype(exact.operand), identity], axis=-1)
     states, written, final = _state_pass(c, state, dots, exact, parallel)
     r = chunk_math.output(dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots)
-    return final[..., :value], final[..., value:], r.astype(v.dtype), _to_twins(c.inverse)
+    return final[..., :value], final[..., value:], r.astype(x.v.dtype), _to_twins(c.inverse)
 
 
 def map_gradient(r, do):
@@ -185,25 +164,10 @@ def map_gradient(r, do):
     return jnp.sum(Products(r.dtype).tn(r, _cut(do.astype(r.dtype), r.shape[3])), axis=0)
 
 
-def backward(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    segments,
-    states,
-    inverses,
-    do,
-    dfinal,
-    *,
-    size: int,
-    normalize_qk: bool,
-    erase: bool,
-    parallel: bool,
-):
+def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
     """Gradients of q, k, v, g, beta and the initial state, from those of o and the final state."""
-    c, dots, exact = _chunks(q, k, v, g, beta, segments, inverses, size, normalize_qk, erase)
+    c, dots, exact = _chunks(x, inverses, size, normalize_qk, erase)
+    q, k, v, *_, segments = x
     states = states.astype(exact.operand)
     time, dtype = v.shape[1], exact.operand
     do = _cut(do.astype(dtype), size)
@@ -213,17 +177,17 @@ def backward(
 
     def step(dstate, inputs):
         chunk, po, qo = inputs
-        dr, x = _residual_backward(chunk, chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots), exact)
-        return chunk_math.state_backward(qo, chunk.k, x, dstate, chunk.decay, dots), (dstate, dr, x)
+        dr, dread = _residual_backward(chunk, chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots), exact)
+        return chunk_math.state_backward(qo, chunk.k, dread, dstate, chunk.decay, dots), (dstate, dr, dread)
 
     if parallel:
         dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
-        dr, x = _residual_backward(c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact)
+        dr, dread = _residual_backward(c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact)
     else:
         needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
-        dinitial, (dstates, dr, x) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
+        dinitial, (dstates, dr, dread) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
     d = chunk_math.chunk_gradients(
-        c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, x, states, dstates, do, erase, dots
+        c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, dread, states, dstates, do, erase, dots
     )
     dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :]))
     if segments is not None:
@@ -232,49 +196,46 @@ def backward(
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
-def forward_in_pieces(q, k, v, g, beta, initial_state, segments, inverses, *, pieces: Pieces, size: int, **settings):
+def forward_in_pieces(x: Inputs, initial_state, inverses, *, limits: Pieces, size: int, **settings):
     """`forward`, a few chunks at a time."""
-    count, chunks = _pieces(pieces, q, v, size)
+    (count, chunks), time = _pieces(limits, x, size), x.v.shape[1]
     if count == 1:
-        return forward(q, k, v, g, beta, initial_state, segments, inverses, size=size, parallel=False, **settings)
+        return forward(x, initial_state, inverses, size=size, parallel=False, **settings)
 
     def piece(state, inputs):
-        continues, inverses, *inputs = inputs
-        state = kept(continues, state)
-        o, state, states, inverses = forward(*inputs[:5], state, inputs[5], inverses, size=size, parallel=False, **settings)
-        return state, (o, states, inverses)
+        continues, inverses, x = inputs
+        o, state, *saved = forward(x, kept(continues, state), inverses, size=size, parallel=False, **settings)
+        return state, (o, *saved)
 
-    segments, continues = _documents(segments, count, chunks * size)
-    by_token = _split((q, k, v, g, beta), 1, count, chunks * size)
-    wide = initial_state.astype(jnp.promote_types(jnp.float32, v.dtype))
-    final, (o, *saved) = jax.lax.scan(piece, wide, (continues, _split(inverses, 0, count, chunks), *by_token, segments))
-    return _merged(o, 1, v.shape[1]), final, *_merged(saved, 0, -(-v.shape[1] // size))
+    pieces, continues = _split_inputs(x, count, chunks * size)
+    wide = initial_state.astype(jnp.promote_types(jnp.float32, x.v.dtype))
+    final, (o, *saved) = jax.lax.scan(piece, wide, (continues, _split(inverses, 0, count, chunks), pieces))
+    return _merged(o, 1, time), final, *_merged(saved, 0, -(-time // size))
 
 
-def backward_in_pieces(q, k, v, g, beta, segments, states, inverses, do, dfinal, *, pieces: Pieces, size: int, **settings):
+def backward_in_pieces(x: Inputs, states, inverses, do, dfinal, *, limits: Pieces, size: int, **settings):
     """`backward`, a few chunks at a time."""
-    (count, chunks), time = _pieces(pieces, q, v, size), v.shape[1]
+    (count, chunks), time = _pieces(limits, x, size), x.v.shape[1]
     if count == 1:
-        return backward(q, k, v, g, beta, segments, states, inverses, do, dfinal, size=size, parallel=False, **settings)
+        return backward(x, states, inverses, do, dfinal, size=size, parallel=False, **settings)
 
     def piece(dstate, inputs):
         continues, *inputs = inputs
         *gradients, dstate = backward(*inputs, dstate, size=size, parallel=False, **settings)
         return kept(continues, dstate), gradients
 
-    segments, continues = _documents(segments, count, chunks * size)
-    q, k, v, g, beta, do = _split((q, k, v, g, beta, do), 1, count, chunks * size)
-    saved = _split((states, inverses), 0, count, chunks)
-    wide = dfinal.astype(jnp.promote_types(jnp.float32, v.dtype))
-    dinitial, gradients = jax.lax.scan(piece, wide, (continues, q, k, v, g, beta, segments, *saved, do), reverse=True)
+    pieces, continues = _split_inputs(x, count, chunks * size)
+    saved, do = _split((states, inverses), 0, count, chunks), _split(do, 1, count, chunks * size)
+    wide = dfinal.astype(jnp.promote_types(jnp.float32, x.v.dtype))
+    dinitial, gradients = jax.lax.scan(piece, wide, (continues, pieces, *saved, do), reverse=True)
     return *_merged(gradients, 1, time), dinitial
 
 
-def _pieces(pieces: Pieces, q, v, size: int) -> tuple[int, int]:
+def _pieces(limits: Pieces, x: Inputs, size: int) -> tuple[int, int]:
     """(pieces, chunks in each) of a sequence; the last may be padded."""
-    chunks = -(-v.shape[1] // size)
-    numbers = v.shape[0] * size * v.shape[2] * max(q.shape[3], v.shape[3])
-    count = -(-chunks // (1 if numbers >= pieces.alone else max(1, pieces.together // numbers)))
+    batch, time, heads, value = x.v.shape
+    chunks, numbers = -(-time // size), batch * size * heads * max(x.q.shape[3], value)
+    count = -(-chunks // (1 if numbers >= limits.alone else max(1, limits.together // numbers)))
     return count, -(-chunks // count)
 
 
@@ -296,13 +257,15 @@ def _merged(tree, axis: int, length: int):
     return jax.tree.map(merged, tree)
 
 
-def _documents(segments_BT, count: int, length: int):
-    """(every piece's segments [count, B, length], whether its first token goes on with the document before it [count, B])."""
-    if segments_BT is None:
-        return None, None
-    pieces = _split(segments_BT, 1, count, length, "edge")
-    ids = jnp.abs(pieces)
-    return pieces, jnp.concatenate([jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]])
+def _split_inputs(x: Inputs, count: int, length: int):
+    """(every piece's inputs [count, B, length, …], whether its first token goes on with the document before it [count, B])."""
+    pieces = _split(x._replace(segments=None), 1, count, length)
+    if x.segments is None:
+        return pieces, None
+    segments = _split(x.segments, 1, count, length, "edge")
+    ids = jnp.abs(segments)
+    continues = jnp.concatenate([jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]])
+    return pieces._replace(segments=segments), continues
 
 
 def kept(continues_B, state_BHKV):
@@ -324,8 +287,5 @@ def _prepare_backward(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
     dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))
     dq = dq * width**-0.5
     if normalize:
-        dq, dk = (
-            chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x))
-            for dy, x in ((dq, q_BTGK), (dk, k_BTGK))
-        )
+        dq, dk = (chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x)) for dy, x in ((dq, q_BTGK), (dk, k_BTGK)))
     return dq, dk

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule import associative, chunked, dispatch, reference
-from qwen3next_jax.ops.delta_rule.chunk_math import Products
+from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, Products
 
 
 def last_id_before(segment_ids, axis_name: str):
@@ -31,28 +31,27 @@ def last_id_before(segment_ids, axis_name: str):
     return jnp.maximum(jnp.max(jnp.where(earlier[:, None], largest, 0), axis=0), 1)
 
 
-def across(options: dispatch.Options, axis_name: str, q, k, v, g, beta, initial_state, segments, before):
+def across(options: dispatch.Options, axis_name: str, x: Inputs, initial_state, before):
     """o [B, T, H, V] of this shard and the row's final state [B, H, K, V].
 
-    `segments` are encoded with the ids of the shards `before` (`last_id_before`); both None for a row of one document.
+    The segments are encoded with the ids of the shards `before` (`last_id_before`); both None for a row of one document.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     initial_state = jnp.where(shard == 0, initial_state, 0)
-    continues = None if segments is None else jnp.abs(segments[:, 0]) == before
+    continues = None if x.segments is None else jnp.abs(x.segments[:, 0]) == before
     run = _recurrent if options.implementation == "recurrent" else _operator
-    o, final = run(options, axis_name, q, k, v, g, beta, initial_state, segments, continues)
+    o, final = run(options, axis_name, x, initial_state, continues)
     return o, jax.lax.psum(jnp.where(shard == shards - 1, final, 0), axis_name)
 
 
-def _recurrent(options, axis_name, q, k, v, g, beta, initial_state, segments, continues):
+def _recurrent(options, axis_name, x: Inputs, initial_state, continues):
     """The oracle, by plain autodiff: every quantity by the recurrence."""
-    settings = dict(segments=segments, normalize_qk=options.normalize_qk, erase=options.erase)
-    pass_over = functools.partial(reference.recurrent, q, k, **settings)
+    pass_over = functools.partial(reference.recurrent, normalize_qk=options.normalize_qk, erase=options.erase)
     batch, heads, width, _ = initial_state.shape
     identity = jnp.broadcast_to(jnp.eye(width, dtype=initial_state.dtype), (batch, heads, width, width))
-    _, u = pass_over(v, g, beta, initial_state)
-    _, m = pass_over(jnp.zeros((*v.shape[:3], width), v.dtype), g, beta, identity)
-    return pass_over(v, g, beta, initial_state + _entering(axis_name, continues, m, u))
+    _, u = pass_over(x, initial_state)
+    _, m = pass_over(x._replace(v=jnp.zeros((*x.v.shape[:3], width), x.v.dtype)), identity)
+    return pass_over(x, initial_state + _entering(axis_name, continues, m, u))
 
 
 # ---- composition over the shards ----------------------------------------------------------------------------------
@@ -93,24 +92,22 @@ def _operator_forward(options, axis_name, *arguments):
     return _forward(options, axis_name, True, *arguments)
 
 
-def _forward(options, axis_name, save: bool, q, k, v, g, beta, initial_state, segments, continues):
+def _forward(options, axis_name, save: bool, x: Inputs, initial_state, continues):
     """(o, the state leaving this shard) and the residuals."""
-    size = dispatch.chunk_size(q, v)
-    u, m, r, inverses = dispatch.affine_map(options, size, q, k, v, g, beta, initial_state, segments)
+    u, m, r, inverses = dispatch.affine_map(options, x, initial_state)
     state = initial_state + _entering(axis_name, continues, m, u)
-    o, final, states, inverses = dispatch.forward(options, size, save, q, k, v, g, beta, state, segments, inverses)
-    return (o, final), (q, k, v, g, beta, initial_state[:0], segments, continues, states, inverses, r, m)
+    o, final, states, inverses = dispatch.forward(options, x, state, inverses, save=save)
+    return (o, final), (x, initial_state[:0], continues, states, inverses, r, m)
 
 
 def _operator_backward(options, axis_name, residuals, cotangents):
-    q, k, v, g, beta, initial_state, segments, continues, states, inverses, r, m = residuals
+    x, initial_state, continues, states, inverses, r, m = residuals
     do, dfinal = cotangents
     transposed = jnp.swapaxes(chunked.kept(continues, m), -1, -2)
     du = chunked.kept(continues, chunked.map_gradient(r, do).astype(m.dtype)) + Products(m.dtype).nn(transposed, dfinal)
     dleaving = dfinal + _composed(axis_name, transposed, du, reverse=True)
-    size = dispatch.chunk_size(q, v)
-    gradients = dispatch.backward(options, size, q, k, v, g, beta, segments, states, inverses, do, dleaving)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v, g, beta, initial_state))), None, None
+    *gradients, dinitial = dispatch.backward(options, x, states, inverses, do, dleaving)
+    return x.cast(gradients), dinitial.astype(initial_state.dtype), None
 
 
 _operator.defvjp(_operator_forward, _operator_backward)

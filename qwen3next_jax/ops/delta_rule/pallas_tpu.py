@@ -19,29 +19,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.ops.delta_rule import chunk_math, inverse, twins
+from qwen3next_jax.ops.delta_rule import chunk_math, twins
+from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 from qwen3next_jax.ops.delta_rule.tiling import Problem
 
 
-def forward(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
-    segments,
-    inverses,
-    *,
-    size: int,
-    normalize_qk: bool,
-    erase: bool,
-    save: bool,
-    interpret: bool,
-):
+def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, interpret: bool):
     """As `chunked.forward`; without `save` the last two results are None and never exist."""
-    p = Problem(q, v, size)
-    inputs = p.inputs(q, k, v, g, beta, segments)
+    p, v = Problem(x.q, x.v, size), x.v
+    inputs = p.inputs(*x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     if inverses is not None:
         inputs["inverses"] = p.pad_twins(inverses)
@@ -57,19 +43,14 @@ def forward(
     return o, p.cut_state(out["final"]), states, known if save else None
 
 
-def affine_map(
-    q, k, v, g, beta, initial_state, segments, *, size: int, normalize_qk: bool, erase: bool, interpret: bool
-):
+def affine_map(x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
     """As `chunked.affine_map`."""
-    p = Problem(q, v, size)
-    inputs = p.inputs(q, k, v, g, beta, segments)
+    p = Problem(x.q, x.v, size)
+    inputs = p.inputs(*x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     heads = p.state_shape[:2]
-    shapes = dict(
-        final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
-        m=jax.ShapeDtypeStruct((*heads, p.key, p.key), jnp.float32),
-        reads=jax.ShapeDtypeStruct((p.chunks, *heads, size, p.key), v.dtype),
-    )
+    shapes = dict(final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32), m=jax.ShapeDtypeStruct((*heads, p.key, p.key),
+                  jnp.float32), reads=jax.ShapeDtypeStruct((p.chunks, *heads, size, p.key), x.v.dtype))
     if erase:
         shapes["inverses"] = p.inverses_shape
     out = p.call(_map_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
@@ -77,25 +58,18 @@ def affine_map(
     return p.cut_state(out["final"]), m, reads, p.cut_twins(out["inverses"]) if erase else None
 
 
-def backward(
-    q, k, v, g, beta, segments, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool
-):
+def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
     """As `chunked.backward`."""
+    q, k, v, *_ = x
     p = Problem(q, v, size)
-    inputs = p.inputs(q, k, v, g, beta, segments)
+    inputs = p.inputs(*x)
     inputs |= dict(do=p.flatten(do.astype(v.dtype), p.value_heads), states=p.pad_state(states))
     inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
     if erase:
         inputs["inverses"] = p.pad_twins(inverses)
     rows = jax.ShapeDtypeStruct((p.batch, p.chunks, p.value_heads // p.block, p.block // 2, 2 * size), jnp.float32)
-    shapes = dict(
-        dq=p.flat(p.key_heads, p.key, q.dtype),
-        dk=p.flat(p.key_heads, p.key, k.dtype),
-        dv=p.flat(p.value_heads, p.value, v.dtype),
-        dg=rows,
-        dbeta=rows,
-        dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
-    )
+    shapes = dict(dq=p.flat(p.key_heads, p.key, q.dtype), dk=p.flat(p.key_heads, p.key, k.dtype), dv=p.flat(p.value_heads, p.value,
+                  v.dtype), dg=rows, dbeta=rows, dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32))
     out = p.call(_backward_kernel, inputs, shapes, False, normalize_qk, erase, interpret)
     dq, dk, dv = (p.unflatten(out[n], shape) for n, shape in (("dq", q.shape), ("dk", k.shape), ("dv", v.shape)))
     return dq, dk, dv, p.unchunk(out["dg"]), p.unchunk(out["dbeta"]), p.cut_state(out["dinitial"])
@@ -242,7 +216,7 @@ def _start(p: Problem, ref, initial_ref):
 
 
 def _inverse(c: _Block):
-    return inverse.twin_inverse(c.kk * c.kk_scale * c.pair * c.beta, c.dots)
+    return twins.twin_inverse(c.kk * c.kk_scale * c.pair * c.beta, c.dots)
 
 
 def _next_state(c: _Block, state, errors):

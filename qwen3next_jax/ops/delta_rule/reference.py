@@ -11,16 +11,13 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.delta_rule import chunk_math
 
 
-def recurrent(q, k, v, g, beta, initial_state, segments, *, normalize_qk: bool, erase: bool):
+def recurrent(x: chunk_math.Inputs, initial_state, *, normalize_qk: bool, erase: bool):
     """The recurrence in the widest dtype of the inputs, differentiable by plain autodiff.
 
-    Args:
-      q, k: [B, T, G, K].  v: [B, T, H, V].  g, beta: [B, T, H].  initial_state: [B, H, K, V].
-      segments: [B, T] encoded ids (`chunk_math.encode_segments`) or None.
-
     Returns:
-      o [B, T, H, V] in v's dtype and the final state [B, H, K, V].
+      o [B, T, H, V] in v's dtype and the final state [B, H, K, V], the shape of `initial_state`.
     """
+    q, k, v, g, beta, segments = x
     dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)
     heads, (batch, time) = v.shape[2], q.shape[:2]
     q, k = q.astype(dtype), k.astype(dtype)

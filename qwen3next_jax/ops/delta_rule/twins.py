@@ -102,7 +102,7 @@ def fit(spread_ICX, width: int):
 
 def row_sums(*xs_ICX):
     """[E, 2C] each: the sums of every row, the two heads of a twin in one row."""
-    count, size = xs_ICX[0].shape[0] // 2, xs_ICX[0].shape[1]
+    size = xs_ICX[0].shape[1]
     sums = [x for x_ICX in xs_ICX for x in jnp.concatenate(apart(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)]  # [2C, 1]
     width = -(-len(sums) // LANES) * LANES
     lane = indices(2 * size, width)[1]
@@ -187,3 +187,61 @@ def _quarters(product, x_parts, y_parts):
     at = lambda i, j: product[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
     small = [at(i, j) for i in range(len(x_parts)) for j in range(len(y_parts)) if i + j == 1]
     return at(0, 0) if not small else at(0, 0) + sum(small[1:], small[0])
+
+
+# ---- the inverse of I + L (`inverse.py` says why this way) ---------------------------------------------------------------
+
+DIAGONAL, TOGETHER = 16, 8  # rows of a block; twins whose chains of eliminations hide each other's latency
+
+
+def twin_inverse(m_ECC, products):
+    """(I + L)^{-1}, L the strictly lower part of m, for two heads side by side.
+
+    16-row diagonal blocks by substitution on the vector unit, then merges of which only the rows that change go through the
+    matrix unit.
+    """
+    size = m_ECC.shape[-2]
+    x = _diagonal_inverse(m_ECC)
+    parts = products.parts(m_ECC)
+    m = DIAGONAL
+    while m < size:
+        blocks = jnp.split(x, size // m, axis=1)
+        lower = jnp.concatenate(blocks[1::2], axis=1)
+        # Every second block's rows of X L X. Only the quarter left of the block's diagonal is part of the result; it takes
+        # nothing of m above the diagonal.
+        change = products.twins(products.parts(products.twins(products.parts(lower), parts)), products.parts(x))
+        row, column = indices(size // 2, 2 * size)
+        lower = lower - jnp.where(column % size // m == 2 * (row // m), change, 0)
+        blocks[1::2] = jnp.split(lower, size // (2 * m), axis=1)
+        x = jnp.concatenate(blocks, axis=1)
+        m *= 2
+    return x
+
+
+def _diagonal_inverse(m_ECC):
+    """The inverses of the 16-row diagonal blocks, in place. The blocks of a twin, packed, fill two registers."""
+    size = m_ECC.shape[1]
+    blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)
+    row, column = indices(DIAGONAL, 2 * size)
+    own = column % size // DIAGONAL
+    packed = blocks[0]
+    for i in range(1, len(blocks)):
+        packed = jnp.where(own == i, blocks[i], packed)
+    packed = jnp.where(row > column % DIAGONAL, packed, 0)
+    x = jnp.concatenate([_substitute(packed[e : e + TOGETHER]) for e in range(0, packed.shape[0], TOGETHER)])
+    return jnp.concatenate([jnp.where(own == i, x, 0) for i in range(len(blocks))], axis=1)
+
+
+def _substitute(l):
+    """(I + L)^{-1} of 16x16 blocks side by side, [n, 16, lanes]: row j is eliminated from all rows of all blocks at once. Half of
+    a block is a register's 8 rows; what lies above row j stays."""
+    half = DIAGONAL // 2
+    row, column = indices(DIAGONAL, l.shape[-1])
+    identity = jnp.where(row == column % DIAGONAL, 1.0, 0.0)
+    x, start = [jnp.split(identity, 2) for _ in l], column[:half] // DIAGONAL * DIAGONAL
+    for j in range(DIAGONAL - 1):
+        for n, rows in enumerate(x):
+            pivot = rows[j // half][j % half : j % half + 1]
+            for i in range(j // half, 2):  # by column j of every block, along its lanes
+                rows[i] = rows[i] - jnp.take_along_axis(l[n, i * half : (i + 1) * half], start + j, axis=1) * pivot
+    return jnp.stack([jnp.concatenate(rows) for rows in x])
