@@ -107,8 +107,8 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
     x_RD = x_BTD.reshape(-1, config.hidden_size)
     # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
     # unless told otherwise).
-    logits_RE = keeping_inputs(lambda x, w: jnp.einsum("rd,de->re", x.reshape(x_RD.shape).astype(jnp.float32), w.astype(jnp.float32),
-                                                       precision=jax.lax.Precision.HIGHEST), x_BTD, router_DE)
+    logits_RE = keeping_inputs(lambda x, w: jnp.einsum("rd,de->re", x.astype(jnp.float32), w.astype(jnp.float32),
+                                                       precision=jax.lax.Precision.HIGHEST), x_RD, router_DE)
     probability_RE = jax.nn.softmax(logits_RE, axis=-1)
     weight_RA, expert_RA = jax.lax.top_k(probability_RE, config.num_experts_per_tok)
     if config.norm_topk_prob:
