@@ -156,7 +156,7 @@ def test_delta_rule_in_every_form(settings):
 
 def test_delta_rule_in_pieces(monkeypatch):
     """With the chunks' inverses known, of which every piece takes its own."""
-    monkeypatch.setattr(chunked, "_CACHED", 1)  # a chunk a piece
+    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=1, together=1))  # a chunk a piece
     ids = jnp.asarray(layout(160))
     f, by_time, whole = delta_rule_case(160)
     one_device, *_ = delta_rule_case(160, implementation="recurrent")

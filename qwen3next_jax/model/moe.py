@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.hf_entries import Entry, Slice, one
-from qwen3next_jax.model.layers import Context, token_mean
+from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.parallel.experts import split_experts
@@ -107,8 +107,8 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
     x_RD = x_BTD.reshape(-1, config.hidden_size)
     # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
     # unless told otherwise).
-    logits_RE = jnp.einsum("rd,de->re", x_RD.astype(jnp.float32), router_DE.astype(jnp.float32),
-                           precision=jax.lax.Precision.HIGHEST)
+    logits_RE = keeping_inputs(lambda x, w: jnp.einsum("rd,de->re", x.astype(jnp.float32), w.astype(jnp.float32),
+                                                       precision=jax.lax.Precision.HIGHEST), x_RD, router_DE)
     probability_RE = jax.nn.softmax(logits_RE, axis=-1)
     weight_RA, expert_RA = jax.lax.top_k(probability_RE, config.num_experts_per_tok)
     if config.norm_topk_prob:
@@ -128,7 +128,7 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
     gate_up = jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype))
-    hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+    hidden = keeping_inputs(lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up)
     return hidden @ down_ID.astype(x.dtype)
 
 
