@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.expert_parallel import split_experts
+from qwen3next_jax.model.expert_parallel import split_experts, whole_experts
 from qwen3next_jax.model.layers import Context, normal, token_mean
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.parallel.rules import activation_spec, gather_local, local, storage_spec
@@ -88,7 +88,8 @@ def _routed(config: ModelConfig, mesh: Mesh | None, shapes: dict, x_BTD, router_
 
     weight_RA = weight_RA.astype(dtype)
     if mesh is None or mesh.shape["expert"] == 1:
-        y_RD = _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
+        # On CPU, whose caches hold the rows, every choice has its own and autodiff keeps them.
+        y_RD = jax.lax.platform_dependent(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, tpu=whole_experts, default=_run_experts)
     else:
         y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, "expert", ("data", "expert", "context"))
     statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
