@@ -106,9 +106,9 @@ class _Plan(NamedTuple):
     choice_P: jax.Array  # [P] number of the row's choice
     token_P: jax.Array  # [P]
     weight_P: jax.Array  # [P] float32
-    sorted_Q: tuple[jax.Array, jax.Array]  # number and weight of each choice, by expert, and O more
-    left_E: jax.Array  # [E] index into them of the first choice that the layout does not hold
-    ends_E: jax.Array  # [E] and of the end of each expert's
+    ordered: tuple[jax.Array, jax.Array]  # choices and weights as in P, but of all choices, and O more
+    left_E: jax.Array  # [E] index into them of the first of the expert's choices that the layout does not hold
+    ends_E: jax.Array  # [E] and of the end of its choices
     begun_E: jax.Array  # [E] whether the expert has a tile
     first: jax.Array | None  # expert with which the loop starts, E where there is nothing left; None: never is
 
@@ -122,26 +122,26 @@ def _arrange(weight_NA, expert_NA, experts: int, room: int) -> _Plan:
     tiles = most if room == choices else min(-(-room // size) + experts // 2, most)
 
     expert_Q = jnp.where((expert_NA >= 0) & (expert_NA < experts), expert_NA, experts).reshape(-1).astype(jnp.int32)
-    _, *sorted_Q = jax.lax.sort((expert_Q, jnp.arange(choices, dtype=jnp.int32), weight_NA.reshape(-1).astype(_wide(weight_NA))),
-                                num_keys=1, is_stable=True)
-    # Numbers beyond the last stand for no choice.
-    sorted_Q = [jnp.pad(a, (0, max(size, _LOOP_ROWS)), constant_values=fill) for a, fill in zip(sorted_Q, (choices, 0))]
-
     count_E = jnp.sum(expert_Q[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    ends_E = jnp.cumsum(count_E)
-    tile_ends_E = jnp.cumsum(jnp.maximum(-(-count_E // size), 1))
-    tile_starts_E = jnp.concatenate([jnp.zeros(1, jnp.int32), tile_ends_E[:-1]])
-    tile = jnp.arange(tiles)
+    tiles_E = jnp.maximum(-(-count_E // size), 1)
+    tile_ends_E = jnp.cumsum(tiles_E)
+    tile_starts_E = tile_ends_E - tiles_E
+    # What fills an expert's last tile is sorted behind its choices, so that the sort itself makes the layout.
+    filling_EM = jnp.where(jnp.arange(size) < (tiles_E * size - count_E)[:, None], jnp.arange(experts)[:, None], experts)
+    filling = experts * size + _LOOP_ROWS  # choices that are none have numbers from Q on, and weight 0
+    keys = jnp.concatenate([expert_Q, filling_EM.reshape(-1), jnp.full(_LOOP_ROWS, experts)])
+    weights = jnp.pad(weight_NA.reshape(-1).astype(_wide(weight_NA)), (0, filling))
+    _, *ordered = jax.lax.sort((keys, jnp.arange(choices + filling, dtype=jnp.int32), weights), num_keys=1, is_stable=True)
+
+    rows, tile = tiles * size, jnp.arange(tiles)
+    choice_P, weight_P = (a[:rows] for a in ordered)
     expert_T = jnp.minimum(jnp.sum(tile_ends_E <= tile[:, None], axis=1, dtype=jnp.int32), experts - 1)
-    first_T = jnp.minimum((ends_E - count_E)[expert_T] + (tile - tile_starts_E[expert_T]) * size, choices)
-    here_TM = first_T[:, None] + jnp.arange(size) < jnp.where(tile < tile_ends_E[-1], ends_E[expert_T], 0)[:, None]
-    choice_TM, weight_TM = (jax.vmap(lambda first, a=a: jax.lax.dynamic_slice(a, (first,), (size,)))(first_T) for a in sorted_Q)
-    choice_P = choice_TM.reshape(-1)
-    held_E = jnp.clip((tiles - tile_starts_E) * size, 0, count_E)
+    used = jnp.minimum(tile_ends_E[-1:], tiles)
+    here_P = (choice_P < choices) & (jnp.arange(rows) < used * size)
     first = None if tiles == most else jnp.sum(tile_ends_E <= tiles)
-    return _Plan(expert_T, jnp.minimum(tile_ends_E[-1:], tiles), (jnp.minimum(tile_ends_E, tiles) - jnp.minimum(tile_starts_E, tiles)) * size,
-                 here_TM.reshape(-1), choice_P, _token(choice_P, weight_NA), jnp.where(here_TM, weight_TM, 0).reshape(-1), tuple(sorted_Q),
-                 ends_E - count_E + held_E, ends_E, tile_starts_E < tiles, first)
+    return _Plan(expert_T, used, (jnp.minimum(tile_ends_E, tiles) - jnp.minimum(tile_starts_E, tiles)) * size,
+                 here_P, choice_P, _token(choice_P, weight_NA), jnp.where(here_P, weight_P, 0), tuple(ordered),
+                 jnp.maximum(tile_starts_E * size, rows), tile_starts_E * size + count_E, tile_starts_E < tiles, first)
 
 
 def _token(choice, weight_NA):
@@ -217,7 +217,7 @@ def _steps(plan: _Plan, e, weight_NA, step, carry):
 
     def a_step(k, carry):
         first, index_O = left + k * _LOOP_ROWS, jnp.arange(_LOOP_ROWS)
-        choice_O, weight_O = (jax.lax.dynamic_slice(a, (first,), (_LOOP_ROWS,)) for a in plan.sorted_Q)
+        choice_O, weight_O = (jax.lax.dynamic_slice(a, (first,), (_LOOP_ROWS,)) for a in plan.ordered)
         token_O, here_O = _token(choice_O, weight_NA), first + index_O < plan.ends_E[e]
         return step(_Left(token_O, jnp.where(here_O, weight_O, 0), jnp.where(here_O, token_O, weight_NA.shape[0] + index_O),
                           jnp.where(here_O, choice_O, weight_NA.size + index_O)), carry)
