@@ -21,29 +21,31 @@ _SUM_TOKENS, _SUM_ROWS = 256, 128  # of a block and a tile of `sum_rows`
 
 
 def fits(x, gate_up, tile: int) -> bool:
-    """Whether the kernels take these shapes on the chip compiled for: whole lanes, and an expert's weights and gradients in VMEM."""
+    """Whether the kernels of the grouped SwiGLU take these shapes on the chip compiled for: whole lanes, and an expert's weights, or
+    their gradients, in VMEM."""
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or d % (_LANES * _cores()) or f % (2 * _LANES) or tile % (32 // size):
+    if not known() or x.dtype not in (jnp.bfloat16, jnp.float32) or d % (_LANES * _cores()) or f % (2 * _LANES) or tile % (32 // size):
         return False
-    rows = 2 * 2 * size * 3 * d * f // 2 // 2 + tile * (8 * d * size + 16 * f)  # weights twice, rows
-    sums = 3 * d * f // 2 // _cores() * (4 + 2 * size) + tile * (8 * d * size + 16 * f)
-    return max(rows, sums) < 0.9 * _vmem()
+    # What a step reads and writes is there twice; sums and the values between products, in float32, once.
+    weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
+    return max(2 * size * weights, (4 + 2 * size) * weights // _cores()) + rows < 0.95 * _vmem()
+
+
+def known() -> bool:
+    """Whether a TPU is compiled for: the one of this process, or one that `jax.sharding.use_abstract_mesh` describes."""
+    try:
+        pltpu.get_tpu_info()
+    except ValueError:
+        return False
+    return True
 
 
 def _vmem() -> int:
-    return _info()[0]
+    return pltpu.get_tpu_info().vmem_capacity_bytes if known() else 2**24
 
 
 def _cores() -> int:
-    return _info()[1]
-
-
-def _info() -> tuple[int, int]:
-    try:
-        info = pltpu.get_tpu_info()
-    except ValueError:  # traced on a machine without a TPU and outside a described chip's abstract mesh
-        return 2**24, 1
-    return info.vmem_capacity_bytes, info.num_cores
+    return pltpu.get_tpu_info().num_cores if known() else 1
 
 
 def _dot(a, b, dims=(((1,), (0,)), ((), ()))):

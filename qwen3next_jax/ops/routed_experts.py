@@ -92,6 +92,8 @@ def sum_by_token(rows, token, tokens: int):
     def scatter(rows, token):
         return jnp.zeros((tokens, rows.shape[1]), _wide(rows)).at[token].add(rows.astype(_wide(rows)), mode="drop").astype(rows.dtype)
 
+    if not experts_tpu.known():
+        return scatter(rows, token)
     return jax.lax.platform_dependent(rows, token.astype(jnp.int32), tpu=product, default=scatter)
 
 
