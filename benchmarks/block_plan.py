@@ -116,7 +116,8 @@ class _Parts(_Simulation):
             part = self.functions.get(int(frame.group(1)) if frame else 0, "?")
             if self.instructions:
                 part += f" | {instruction.name} {instruction.op_name} {[f'{s.dtype}{list(s.dims)}' for s in instruction.shapes]}"
-            add(seconds, counts + collections.Counter({(name, part): value for name, value in counts.items()} | {("seconds", part): seconds}))
+            own = {(name, part): value for name, value in counts.items()} | {("seconds", part): seconds}
+            add(seconds, counts + collections.Counter(own))
         super()._work(computation, instruction, add_to_part)
 
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.expert_parallel import split_experts, whole_experts
 from qwen3next_jax.model.layers import Context, normal, token_mean
-from qwen3next_jax.ops import expert_mlp, experts_tpu
+from qwen3next_jax.ops import expert_mlp
+from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.parallel.rules import activation_spec, gather_local, local, storage_spec
 
 
@@ -88,7 +89,7 @@ def _routed(config: ModelConfig, mesh: Mesh | None, shapes: dict, x_BTD, router_
 
     weight_RA = weight_RA.astype(dtype)
     if mesh is None or mesh.shape["expert"] == 1:
-        run = whole_experts if experts_tpu.known() else _run_experts  # both run anywhere
+        run = whole_experts if tpu() else _run_experts  # both run anywhere
         y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     else:
         y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, "expert", ("data", "expert", "context"))

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from qwen3next_jax.ops.tpu import tpu
+
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _TN = (((0,), (0,)), ((), ()))  # xᵀ y
 _LANES = 128
@@ -24,28 +26,19 @@ def fits(x, gate_up, tile: int) -> bool:
     """Whether the kernels of the grouped SwiGLU take these shapes on the chip compiled for: whole lanes, and an expert's weights, or
     their gradients, in VMEM."""
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
-    if not known() or x.dtype not in (jnp.bfloat16, jnp.float32) or d % (_LANES * _cores()) or f % (2 * _LANES) or tile % (32 // size):
+    if not tpu() or x.dtype not in (jnp.bfloat16, jnp.float32) or d % (_LANES * _cores()) or f % (2 * _LANES) or tile % (32 // size):
         return False
     # What a step reads and writes is there twice; sums and the values between products, in float32, once.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
     return max(2 * size * weights, (4 + 2 * size) * weights // _cores()) + rows < 0.95 * _vmem()
 
 
-def known() -> bool:
-    """Whether a TPU is compiled for: the one of this process, or one that `jax.sharding.use_abstract_mesh` describes."""
-    try:
-        pltpu.get_tpu_info()
-    except ValueError:
-        return False
-    return True
-
-
 def _vmem() -> int:
-    return pltpu.get_tpu_info().vmem_capacity_bytes if known() else 2**24
+    return tpu().vmem_capacity_bytes if tpu() else 2**24
 
 
 def _cores() -> int:
-    return pltpu.get_tpu_info().num_cores if known() else 1
+    return tpu().num_cores if tpu() else 1
 
 
 def _dot(a, b, dims=(((1,), (0,)), ((), ()))):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import experts_tpu
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
+from qwen3next_jax.ops.tpu import tpu
 
 _LARGEST_TILE = 256
 _LOOP_ROWS = 512
@@ -92,7 +93,7 @@ def sum_by_token(rows, token, tokens: int):
     def scatter(rows, token):
         return jnp.zeros((tokens, rows.shape[1]), _wide(rows)).at[token].add(rows.astype(_wide(rows)), mode="drop").astype(rows.dtype)
 
-    if not experts_tpu.known():
+    if not tpu():
         return scatter(rows, token)
     return jax.lax.platform_dependent(rows, token.astype(jnp.int32), tpu=product, default=scatter)
 
