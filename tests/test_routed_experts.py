@@ -36,10 +36,11 @@ def test_any_routing_is_exact(room, kernels, monkeypatch):
 
 
 def test_bfloat16_is_as_near_as_with_a_row_a_choice():
-    given = inputs(tokens=256)
+    """By the kernels, and by products in four parts that are summed in bfloat16 (as by a reduce-scatter)."""
+    given = inputs(tokens=128, experts=8)
     expected = exact(*given)
     before = errors(a_row_a_choice(*given), expected)
-    with interpreted():
-        for shards in (1, 8):
+    for context, shards in ((interpreted(), 1), (contextlib.nullcontext(), 4)):
+        with context:
             now = errors(jax.jit(functools.partial(by_token, shards=shards))(*given), expected)
-            assert all(now[name] <= 1.25 * before[name] for name in now), (shards, now, before)
+        assert all(now[name] <= 1.25 * before[name] for name in now), (shards, now, before)
