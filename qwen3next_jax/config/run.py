@@ -65,7 +65,8 @@ class TrainConfig:
     sequence_length: int = 2048
     gradient_accumulation: int = 1  # micro-batches per step
     seed: int = 0  # initial weights
-    init_from: str = ""  # a Hugging Face directory whose weights the run starts from; "": random
+    init_from: str = ""  # a Hugging Face directory or a run (RUN, RUN@STEP) whose weights this one starts from; "": random
+    init_state: Literal["weights", "all"] = "weights"  # all: of a run also optimizer state, step and place in the data
     # Kept for the backward: "none" everything; "block" each block's input; "dots" also what its projections gave; "offload"
     # each block's input, in host memory. The rest is computed again.
     remat: Literal["none", "block", "dots", "offload"] = "none"
@@ -80,6 +81,7 @@ class TrainConfig:
         for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
             require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: expected at least 1")
         require(0 <= self.seed < 2**32, f"train.seed = {self.seed}: expected 0 … 2^32 - 1")
+        require(self.init_state == "weights" or bool(self.init_from), "train.init_state = 'all': expected a run in train.init_from")
         require(self.sequence_length >= 2, f"train.sequence_length = {self.sequence_length}: expected at least 2")
         require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
