@@ -55,8 +55,8 @@ def describe(config: Config, data: Data, parent: Parent | None) -> str:
     if config.train.init_state == "weights":
         return f"{text} (step 0, a new optimizer, the data from their first batch)"
     same_data, same_guards = _alike(config, data, parent)
-    rows = "behind the rows that it took" if same_data else "from their first batch, as they are others"
-    return f"{text}, optimizer and step; the data {rows}; the guards' window {'goes on' if same_guards else 'begins anew'}"
+    rows = "behind the rows that it took" if same_data else "from the first batch, as they are others"
+    return f"{text}, optimizer and step; the data go on {rows}; the guards' window {'goes on' if same_guards else 'begins anew'}"
 
 
 def _alike(config: Config, data: Data, parent: Parent) -> tuple[bool, bool]:
