@@ -198,20 +198,12 @@ def _text_row(row: PackedRow) -> Batch:
 
 
 def _totals(prepared: list[Prepared]) -> dict:
-    statistics = [s for p in prepared for s in p.statistics.values()]
-    rows = sum(s.rows for s in statistics)
-    tokens = sum(s.tokens for s in statistics)
-    padding = sum(s.padding for s in statistics)
-    return {
-        "documents": sum(s.documents for s in statistics),
-        "heldout_documents": sum(p.statistics[HELDOUT].documents for p in prepared),
-        "cut_documents": sum(s.cut_documents for s in statistics),
-        "bytes": sum(s.text_bytes for s in statistics),
-        "tokens": tokens,
-        "rows": rows - sum(p.statistics[HELDOUT].rows for p in prepared),
-        "heldout_rows": sum(p.statistics[HELDOUT].rows for p in prepared),
-        "padding_share": padding / (tokens + padding),
-    }
+    def total(figure: str, *sides: str) -> int:
+        return sum(getattr(p.statistics[side], figure) for p in prepared for side in sides or (TRAIN, HELDOUT))
+
+    return {"documents": total("documents"), "heldout_documents": total("documents", HELDOUT), "cut_documents": total("cut_documents"),
+            "bytes": total("text_bytes"), "tokens": total("tokens"), "rows": total("rows", TRAIN), "heldout_rows": total("rows", HELDOUT),
+            "padding_share": total("padding") / (total("tokens") + total("padding"))}
 
 
 def _endless(prepared: list[Prepared], weights: tuple[float, ...], seed: int) -> "grain.MapDataset":

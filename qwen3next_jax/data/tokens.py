@@ -105,33 +105,6 @@ class ByteTokenizer:
         _save(directory, tokenizer.to_str(pretty=True), END_OF_TEXT)
 
 
-class TaskTokens:
-    """The ids of a synthetic task, which stand for no text; written as numbers."""
-
-    reads_text = False
-    eos_id = -1
-
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
-        self.token_bytes = np.zeros(vocab_size, np.int32)
-        self.fingerprint = digests.of(f"{vocab_size} ids of a synthetic task")
-
-    def encode(self, text: str) -> np.ndarray:
-        try:
-            return np.array([int(word) for word in text.split()], np.int32)
-        except ValueError as error:
-            raise UserError(f"{text!r}: a model of a synthetic task reads ids, such as '17 4 230'") from error
-
-    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return " ".join(str(int(i)) for i in ids)
-
-    def save(self, directory: epath.PathLike) -> None:
-        """Nothing to write: a Hugging Face directory without a tokenizer.json."""
-
-
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
