@@ -127,10 +127,8 @@ def open_data(config: DataConfig, sequence_length: int, batch_size: int, vocab_s
 
 
 class TrainData(Data):
-    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch.
-
-    Constructing it prepares what is not prepared yet. Several processes that share `prepared_dir` may do so at once; to
-    spare the double work let one go first.
+    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch. Constructing it prepares what is not
+    prepared yet; several processes that share `prepared_dir` may do so at once, but spare the double work where one goes first.
 
     Attributes:
       rows: number of training rows (an epoch, over all sources).

@@ -28,7 +28,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError, reason, told
 
 _FORMAT = 1  # raise it when the same input no longer gives the same rows
-_METADATA, _DIGESTS = "metadata.json", "content_digests.json"
+METADATA, _DIGESTS = "metadata.json", "content_digests.json"
 _REREAD_SIZE = 1 << 26  # smaller sources are hashed at every start
 _BATCH_CHARACTERS = 1 << 23  # tokenized at once
 TRAIN, HELDOUT = "train", "heldout"
@@ -160,10 +160,10 @@ def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: 
     try:
         content = _write_rows(source, tokenizer, recipe, temporary, progress)
         _check_unchanged(source, contents, directory.parent)
-        (temporary / _METADATA).write_text(json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n")
+        (temporary / METADATA).write_text(json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n")
         temporary.rename(directory)
     except OSError as error:
-        if not (directory / _METADATA).exists():  # else another process was faster, with the same rows
+        if not (directory / METADATA).exists():  # else another process was faster, with the same rows
             raise UserError(f"{unwritable} ({reason(error)})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -247,27 +247,9 @@ def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str,
 # ---- reading
 
 
-def verify_prepared(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
-    """`(file, what is wrong with it or None)` of the metadata and of every shard in `directory`; reads every row."""
-    try:
-        content = _read_metadata(directory)
-    except UserError as error:
-        yield _METADATA, str(error)
-        return
-    yield _METADATA, None
-    for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
-        try:
-            rows = RowReader(directory, [shard], np.dtype(content["dtype"]), content["row_length"])
-            for i in range(len(rows)):
-                rows[i]
-        except UserError as error:
-            yield shard.file, str(error)
-        else:
-            yield shard.file, None
-
-
-def _read_metadata(directory: pathlib.Path) -> dict:
-    path = directory / _METADATA
+def read_metadata(directory: pathlib.Path) -> dict:
+    """What stands in `directory` beside the shards. Raises: UserError: it is damaged."""
+    path = directory / METADATA
     try:
         content = jsonfile.read(path)
         intact = content.pop("digest") == digests.of_json(content)
@@ -279,10 +261,9 @@ def _read_metadata(directory: pathlib.Path) -> dict:
 
 
 def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
-    content = _read_metadata(directory)
+    content = read_metadata(directory)
     statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
-    rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], np.dtype(content["dtype"]),
-                            content["row_length"])
+    rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"])
             for side, shards in content["shards"].items()}
     return Prepared(source, key, directory, statistics, rows)
 

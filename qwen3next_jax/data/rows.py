@@ -81,9 +81,9 @@ class RowReader:
       UserError: a shard is missing, of the wrong size, or (when a row of it is read) damaged.
     """
 
-    def __init__(self, directory: pathlib.Path, shards: list[Shard], dtype: np.dtype, row_length: int):
+    def __init__(self, directory: pathlib.Path, shards: list[Shard], dtype: str, row_length: int):
         self._directory, self._shards = directory, shards
-        self._dtype = dtype.newbyteorder("<")
+        self._dtype = np.dtype(dtype).newbyteorder("<")
         self._row_length = row_length
         self._ends = list(itertools.accumulate(shard.rows for shard in shards))
         self._readers = [_open_shard(directory / shard.file, shard) for shard in shards]

@@ -59,7 +59,7 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
 
     Args:
       spec: "bytes", the path of a Hugging Face `tokenizer.json`, or a directory that holds one (local or gs://).
-      vocab_size: the model's vocabulary, when known.
+      vocab_size: of the model, when known.
 
     Raises:
       UserError: no such file, not a tokenizer, no end-of-document token, or more ids than `vocab_size`.
@@ -137,7 +137,22 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        return _token_bytes(self._tokenizer, self.vocab_size)
+        decoder = json.loads(self._json).get("decoder") or {}
+        kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", ())]}
+        added = self._tokenizer.get_added_tokens_decoder()
+        sizes = np.zeros(self.vocab_size, np.int32)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                sizes[i] = 0 if added[i].special else len(token.encode())
+            elif "ByteLevel" in kinds:
+                sizes[i] = len(token)  # one character per byte
+            elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+                sizes[i] = 1
+            elif kinds & {"Metaspace", "ByteFallback"}:
+                sizes[i] = len(token.replace("▁", " ").encode())
+            else:
+                sizes[i] = len(self.decode([i]).encode())
+        return sizes
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
@@ -199,23 +214,3 @@ def _byte_characters() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _token_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> np.ndarray:
-    """int32 [vocab_size]: how many UTF-8 bytes of text each token stands for."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-    kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", ())]}
-    added = tokenizer.get_added_tokens_decoder()
-    sizes = np.zeros(vocab_size, np.int32)
-    for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
-        if i in added:
-            sizes[i] = 0 if added[i].special else len(token.encode())
-        elif "ByteLevel" in kinds:
-            sizes[i] = len(token)  # one character per byte
-        elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
-            sizes[i] = 1
-        elif kinds & {"Metaspace", "ByteFallback"}:
-            sizes[i] = len(token.replace("▁", " ").encode())
-        else:
-            sizes[i] = len(tokenizer.decode([i], skip_special_tokens=False).encode())
-    return sizes

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import pathlib
 import shlex
-import shutil
 import sys
 import time
 from typing import Any
@@ -16,7 +15,6 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data, open_data, source_of
-from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
@@ -30,7 +28,7 @@ from qwen3next_jax.training import preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display, PreparationProgress
-from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, saved_steps, write_run
+from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, saved_steps, seal
 from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.profiling import Profiler
@@ -284,21 +282,6 @@ def check_start(config: Config, workdir: pathlib.Path, restart: bool = False) ->
                      source_of(config.data).tokenizer_of(config.data, config.model.vocab_size))
     if config.train.init_from and (restart or not saved_steps(workdir)):
         check_hf(config.train.init_from)
-
-
-def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Tokenizer, new: bool) -> None:
-    """Writes down what the run is, before its first step: `description` as run.json (if it is not empty), and a copy of a tokenizer
-    that came from a file, with which the run can be used wherever it or the file goes. `new`: one that is there is of a start
-    that came to nothing."""
-    if description:
-        write_run(workdir, description)
-    if new:
-        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
-        partial = workdir / "tokenizer.partial"
-        partial.mkdir(exist_ok=True)
-        tokenizer.save(partial)
-        partial.rename(workdir / "tokenizer")
 
 
 def start_state(config: Config, mesh: Mesh) -> State:

@@ -62,12 +62,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, activation_spec("batch", "time"))
 
 
-def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and places of one batch."""
-    shape = (config.train.batch_size, config.train.sequence_length)
-    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh)) for name in ("tokens", "segment_ids")}
-
-
 def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated.
 
