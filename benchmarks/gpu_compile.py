@@ -70,7 +70,6 @@ def largest_arrays(folder: str, top: int):
 
 
 def show(name: str, lowered, top: int):
-    import jax
 
     from qwen3next_jax.planner import hlo
 
