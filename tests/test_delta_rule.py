@@ -1,7 +1,12 @@
-"""Every implementation of the gated delta rule against the float64 recurrence, outputs and all gradients."""
+"""Every implementation of the gated delta rule against the float64 recurrence, outputs and all gradients.
+
+    python tests/test_delta_rule.py chunked pallas_tpu      prints the errors of the hard inputs
+"""
 
 import functools
+import itertools
 import re
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -61,16 +66,20 @@ def error(got, want):
     return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
 
 
-def check(inputs, cotangents, implementation, dtype, bar, gradient_bar, **settings):
-    """Relative L2 errors against the recurrence in float64; the bars are those of outputs and of gradients."""
+def errors(inputs, cotangents, implementation, dtype, **settings):
+    """Relative L2 errors against the recurrence in float64, of outputs and gradients."""
     if dtype != jnp.float64:
         inputs, cotangents = rounded(inputs, cotangents, dtype)
     want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="recurrent", **settings)
     got = outputs_and_gradients(inputs, cotangents, dtype, implementation=implementation, **settings)
     floor = 1e-12 * np.linalg.norm(want["dv"]) + 1e-30  # of dg, which may be zero as a whole
-    for name in want:
-        size = max(np.linalg.norm(want[name]), floor if name == "dg" else 1e-30)
-        found = np.linalg.norm(got[name] - want[name]) / size
+    sizes = {name: max(np.linalg.norm(x), floor if name == "dg" else 1e-30) for name, x in want.items()}
+    return {name: np.linalg.norm(got[name] - want[name]) / size for name, size in sizes.items()}
+
+
+def check(inputs, cotangents, implementation, dtype, bar, gradient_bar, **settings):
+    """The bars are those of outputs and of gradients."""
+    for name, found in errors(inputs, cotangents, implementation, dtype, **settings).items():
         assert found <= (bar if name in ("o", "final") else gradient_bar), (name, found)
 
 
@@ -372,3 +381,9 @@ def test_values_are_checked_where_nans_are_debugged(change, message):
             with pytest.raises(jax.errors.JaxRuntimeError, match=message):  # JAX wraps what a callback raises
                 run()
                 jax.effects_barrier()
+
+
+if __name__ == "__main__":
+    for dtype, name, implementation in itertools.product((jnp.float32, jnp.bfloat16), CASES, sys.argv[1:]):
+        found = errors(*adversarial(name)[:2], implementation, dtype)
+        print(f"{dtype.__name__:8} {name:14} {implementation:11}", *(f"{n} {x:.1e}" for n, x in found.items()), flush=True)
