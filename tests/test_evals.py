@@ -15,7 +15,8 @@ from qwen3next_jax import evaluate
 from qwen3next_jax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.data.tokens import ByteTokenizer, TaskTokens
+from qwen3next_jax.data.synthetic import TaskTokens
+from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer

@@ -25,7 +25,7 @@ from qwen3next_jax.data.packing import Packer, Row
 from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
 from qwen3next_jax.data.sources import Document, Source
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, reason, told
 
 _FORMAT = 1  # raise it when the same input no longer gives the same rows
 _METADATA, _DIGESTS = "metadata.json", "content_digests.json"
@@ -73,10 +73,7 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
     """The rows of `source`, prepared now unless that was done before.
 
     Args:
-      source: see `sources.resolve`.
-      tokenizer: its `fingerprint` is part of the rows'.
-      recipe: row length, held-out share and seed.
-      prepared_dir: a local directory; rows are read from it at random, so it should be on a local or fast disk.
+      prepared_dir: rows are read from it at random, so it should be on a local or fast disk.
       progress: called now and then while documents are read.
 
     Raises:
@@ -154,13 +151,12 @@ def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -
 
 def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path,
              progress: Progress) -> None:
-    try:
+    unwritable = f"data.prepared_dir {str(directory.parent)!r}: cannot be written to"
+    with told(unwritable, OSError):
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
         temporary = directory.parent / f".{directory.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
         temporary.mkdir()
-    except OSError as error:
-        raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
     try:
         content = _write_rows(source, tokenizer, recipe, temporary, progress)
         _check_unchanged(source, contents, directory.parent)
@@ -168,7 +164,7 @@ def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: 
         temporary.rename(directory)
     except OSError as error:
         if not (directory / _METADATA).exists():  # else another process was faster, with the same rows
-            raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
+            raise UserError(f"{unwritable} ({reason(error)})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -195,10 +191,8 @@ def _remove_abandoned(directory: pathlib.Path) -> None:
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:  # a process of another user is alive, too
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

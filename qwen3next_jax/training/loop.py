@@ -23,7 +23,7 @@ from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import check_hf, load_hf
 from qwen3next_jax.parallel.distributed import (
     BatchShare, StopVote, check_shared, is_leader, leader_first, leader_says, together)
-from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.parallel.mesh import make_mesh, mesh_text
 from qwen3next_jax.reporting.events import each_event, ended_badly
 from qwen3next_jax.reporting.figures import main_values, named, record
 from qwen3next_jax.training import preflight
@@ -73,7 +73,9 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
-            return _nothing_to_do(config, workdir, first_step, data)
+            trouble = leader_says(lambda: ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), first_step))
+            return _at_last_step(config, workdir, first_step, trouble,
+                                 f"{workdir}: already trained to step {first_step} of {config.train.steps}.", data)
         checkpoints.begin(first_step)
         check_shared(checkpoints.directory, config.parallel.start_timeout)
         if first:  # either can take minutes, and the display needs the state
@@ -109,37 +111,35 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
                 metrics.write("stop", step, reason=run.trouble, exit_code=int(ExitCode.DIVERGED))
 
     # End
-    if not first:
-        return (ExitCode.NOT_SAVED if not saved else ExitCode.INTERRUPTED if step < config.train.steps
-                else ExitCode.DIVERGED if run.trouble else ExitCode.DONE)
     if not saved:
-        print(f"error: step {step} could not be saved in {workdir} (see above): the same command goes on from the checkpoint "
-              "before; make room first", file=sys.stderr)
-        return ExitCode.NOT_SAVED
+        return _ended(ExitCode.NOT_SAVED, f"step {step} could not be saved in {workdir} (see above): the same command goes on from the "
+                                          "checkpoint before; make room first")
     if step < config.train.steps:
-        print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
-        return ExitCode.INTERRUPTED
-    if run.trouble:
-        return _diverged(config, workdir, step, run.trouble)
-    print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir, data)}")
-    return 0
+        return _ended(ExitCode.INTERRUPTED, f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command "
+                                            "goes on from there.")
+    return _at_last_step(config, workdir, step, run.trouble, f"Trained {step} steps: held-out {heldout}.", data)
 
 
-def _nothing_to_do(config: Config, workdir: pathlib.Path, step: int, data: Data) -> int:
-    """Ends a start in the folder of a run that has reached its last step. Nothing has been written."""
-    reason = leader_says(lambda: ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), step))
-    if reason:
-        return _diverged(config, workdir, step, reason)
+def _at_last_step(config: Config, workdir: pathlib.Path, step: int, trouble: str, done: str, data: Data) -> ExitCode:
+    """Ends a run that has reached its last step: badly where there is `trouble`, else with what is `done` and what comes next."""
+    if trouble:
+        return _ended(ExitCode.DIVERGED, f"{workdir}: diverged by step {step}, its last: {trouble}. {_advice(config)}")
+    folder = shlex.quote(str(workdir))
+    generate = f", or uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}"
+    return _ended(ExitCode.DONE, f"{done} Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}"
+                                 + generate * data.tokenizer.reads_text)
+
+
+def _advice(config: Config) -> str:
+    return f"A lower optimizer.learning_rate (now {config.optimizer.learning_rate}) in a new --workdir may help"
+
+
+def _ended(code: ExitCode, text: str) -> ExitCode:
+    """→ `code`, after `text` on the terminal."""
     if is_leader():
-        print(f"{workdir}: already trained to step {step} of {config.train.steps}. {_what_next(config, workdir, data)}")
-    return ExitCode.DONE
-
-
-def _diverged(config: Config, workdir: pathlib.Path, step: int, reason: str) -> int:
-    if is_leader():
-        print(f"error: {workdir}: diverged by step {step}, its last: {reason}. A lower optimizer.learning_rate (now "
-              f"{config.optimizer.learning_rate}) in a new --workdir may help", file=sys.stderr)
-    return ExitCode.DIVERGED
+        good = code in (ExitCode.DONE, ExitCode.INTERRUPTED)
+        print(text if good else f"error: {text}", file=sys.stdout if good else sys.stderr)
+    return code
 
 
 class _Run:
@@ -249,16 +249,12 @@ class _Run:
     def stop(self, halt: Halted, workdir: pathlib.Path) -> int:
         """Ends a halted run with a dump of what the step met. → exit code."""
         folder, documents = write_dump(workdir, self.config, self.data, halt)
-        if not is_leader():
-            return ExitCode.DIVERGED
         self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder),
                            documents=documents)
         names = sorted({name for row in documents for name in row})
-        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
-              f"{', …' if len(names) > 8 else ''}. Saved for a look: uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. "
-              f"A lower optimizer.learning_rate (now {self.config.optimizer.learning_rate}) in a new --workdir may help, or "
-              "guards.on_spike", file=sys.stderr)
-        return ExitCode.DIVERGED
+        return _ended(ExitCode.DIVERGED, f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
+                                         f"{', …' * (len(names) > 8)}. Saved for a look: uv run python -m qwen3next_jax.replay "
+                                         f"{shlex.quote(str(folder))}. {_advice(self.config)}, or guards.on_spike")
 
     def _diagnose(self, step: int, state: State, batch: dict[str, jax.Array], values: dict[str, Any]) -> None:
         measured = jax.device_get((self.diagnostics_step(state["params"], batch), values["grad_norms"], values.get("expert_load")))
@@ -320,19 +316,6 @@ def start_state(config: Config, mesh: Mesh) -> State:
 def _title(config: Config, mesh: Mesh, state: State, corpus: str, first_step: int) -> str:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     start = f"resumed after step {first_step}" if first_step else "new run"
-    return (f"{config.name}: {parameters:,} parameters on {_describe(mesh)} · "
-            f"{corpus} · {start}")
-
-
-def _describe(mesh: Mesh) -> str:
     kind = mesh.devices.flat[0].device_kind
-    if mesh.size == 1:
-        return kind
-    return f"{mesh.size} × {kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1)})"
-
-
-def _what_next(config: Config, workdir: pathlib.Path, data: Data) -> str:
-    folder = shlex.quote(str(workdir))
-    generate = f", or uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}"
-    return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}"
-            + (generate if data.tokenizer.reads_text else ""))
+    devices = kind if mesh.size == 1 else f"{mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
+    return f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}"
