@@ -162,7 +162,7 @@ def test_delta_rule_in_every_form(packed, settings):
 def test_delta_rule_in_pieces(monkeypatch):
     """With the chunks' inverses known, of which every piece takes its own."""
     want = delta_rule_on_one_device(True, implementation="chunked")
-    monkeypatch.setattr(chunked, "_CACHED", 1)  # a chunk a piece
+    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=1, together=1))  # a chunk a piece
     f, by_time, whole = delta_rule_case(160)
     assert_equal(results(f, by_time, whole, 2, jnp.asarray(layout(160))), want)
 

@@ -242,7 +242,7 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     (dict(model="m", prompt=""), "--prompt is missing or empty"),
     (dict(model="m", prompt="\udcff"), "--prompt is not UTF-8 at character 0"),
     (dict(prompt="def "), "--model is missing"),
-    (dict(model="no/such/folder", prompt="def "), "no/such/folder: neither the folder of a run nor a Hugging Face directory"),
+    (dict(model="no/such/folder", prompt="def "), "--model=no/such/folder: not the folder of a run, nor a Hugging Face directory"),
     (dict(model=str(FIXTURE), prompt="def "), "no tokenizer.json"),
 ])
 def test_bad_input_of_the_command(command, values, message):

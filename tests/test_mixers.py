@@ -113,19 +113,17 @@ def test_flops_and_counts_are_those_of_the_shapes(mixer):
     assert sum(p.size for p in sizes.values()) == 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
     assert parameter_counts(config).total == sum(p.size for p in declared(config).values())
     products = 2 * sum(p.size for p in sizes.values() if p.kind == "matrix")
-    assert forward_flops_per_token(config, T)[name] == products + 2 * mixer_class(name).forward_flops(config, T) > products > 0
+    assert forward_flops_per_token(config, T)[name] == products + 2 * mixer_class(name).forward_flops(config, T) > 0
     assert all(not p.decays(True) for path, p in sizes.items() if p.kind == "rate")
 
 
 def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
-    config = Config(model=dataclasses.replace(BASE, linear_mixer="retention", full_attention_interval=2),
-                    train=TrainConfig(steps=4, batch_size=4, sequence_length=T))
-    rng = np.random.default_rng(1)
-    batch = {"tokens": np.asarray(rng.integers(0, 64, (4, T)), np.int32), "segment_ids": np.ones((4, T), np.int32)}
+    model = dataclasses.replace(BASE, linear_mixer="retention", full_attention_interval=2, num_experts=0, intermediate_size=16)
+    config = Config(model=model, train=TrainConfig(steps=4, batch_size=4, sequence_length=T))
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=2)), jax.devices()[:4])
-    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    batch = {"tokens": np.asarray(np.random.default_rng(1).integers(0, 64, (4, T)), np.int32), "segment_ids": np.ones((4, T), np.int32)}
+    state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
     log_decay = np.asarray(state["params"]["layers"][0]["mixer"]["log_decay"])
-    losses = []
     for _ in range(3):
         state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
         losses.append(float(metrics["loss"]))

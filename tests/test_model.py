@@ -163,3 +163,17 @@ def test_bfloat16_follows_float32():
     assert rounded.dtype == jnp.float32
     # About 20 roundings of relative size 2⁻⁹ on the way through two layers, adding up as a random walk: 4.5 · 2⁻⁹ = 0.9 %.
     assert np.linalg.norm(rounded - exact) < 0.02 * np.linalg.norm(exact)
+
+
+def test_a_bfloat16_backward_pass_keeps_no_float32_activations():
+    """Of what has a number for every channel of a token, the inverses of the delta rule's chunks alone are float32."""
+    config = dataclasses.replace(TINY, dtype="bfloat16", num_hidden_layers=2, mtp_depth=0)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
+
+    def backward(params, tokens):
+        return jax.vjp(lambda params: nnx.merge(graphdef, params).features(tokens).hidden, params)[1]
+
+    b, t, chunk = 2, 128, 64
+    kept = jax.tree.leaves(jax.eval_shape(backward, params, jax.ShapeDtypeStruct((b, t), jnp.int32)))
+    large = {leaf.shape for leaf in kept if leaf.dtype == jnp.float32 and leaf.size >= b * t * 16}
+    assert large - {leaf.shape for leaf in jax.tree.leaves(params)} == {(t // chunk, b, 2, chunk, 2 * chunk)}

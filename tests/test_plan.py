@@ -54,7 +54,7 @@ def test_the_command_answers_a_mistake_in_one_line(tmp_path):
 
 def test_a_size_that_is_no_number():
     done = command("--config=configs/tiny.py", "--topology=v5p:2x2x1", "--config.parallel.mesh.data=abc")
-    assert done.returncode == 2 and done.stderr == "error: flag --config.parallel.mesh.data=abc: expected a whole number\n"
+    assert done.returncode == 2 and done.stderr == "error: --config.parallel.mesh.data=abc: expected a whole number\n"
 
 
 def test_a_figure_that_does_not_exist():

@@ -9,10 +9,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops.tpu import tpu
+
 # Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks of 256 to 512 rows
-# are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192). Accelerators want matmuls of many rows.
+# are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192). Accelerators want matmuls of many rows, and dw,
+# which every chunk reads and writes, seldom: where a TPU is compiled for, the logits may take this part of its memory.
 _CHUNK_ELEMENTS = 2**22
 _MIN_CHUNK_ROWS = 512
+_MEMORY_PART = 32
 
 
 class Rows(NamedTuple):
@@ -50,7 +54,11 @@ def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights
     _check(x, w, targets, weights, chunk)
     rows, vocabulary = x.shape[0], w.shape[1]
     if chunk is None:
-        chunk = max(_CHUNK_ELEMENTS // vocabulary, _MIN_CHUNK_ROWS)
+        chip = tpu()
+        elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART) if chip else _CHUNK_ELEMENTS
+        chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
+        if chip:
+            chunk = -(-rows // -(-rows // chunk))  # all of one size, or the last would be mostly padding
     return _operator(min(chunk, rows), x, w, targets, weights)
 
 

@@ -4,9 +4,9 @@ Forward and backward are explicit (docs/delta_rule.md); `api` wires them into on
 inputs, the state at the start of every chunk (in the inputs' dtype) and the chunks' inverses: per head O(T (K + V + C))
 plus one state per chunk. Everything else is recomputed.
 
-The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine maps (`associative`). On CPU
+The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine maps (`associative`).
 `forward_in_pieces` and `backward_in_pieces` take a long sequence a few chunks at a time, so that what is made inside the chunks
-stays in the caches.
+stays in a CPU's caches, or is a small part of an accelerator's memory.
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
@@ -19,9 +19,19 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Inputs, Products, Scaled
 
-# Numbers in one [B, H, C, width] array from which a chunk is a piece of its own, whose state pass is no loop; of smaller chunks
-# a piece takes as many as make 0.5 MB in float32, of which a core's caches hold a few: a piece has a cost of its own, too.
-_ALONE, _CACHED = 1 << 15, 1 << 17
+
+class Pieces(typing.NamedTuple):
+    """How many chunks are worked at once: numbers in one [B, H, C, width] array from which a chunk is a piece of its own, whose
+    state pass is no loop; and numbers in the arrays of a piece of smaller chunks."""
+
+    alone: int
+    together: int
+
+
+# Pieces of 0.5 MB in float32, of which a core's caches hold a few: a piece has a cost of its own, too.
+CPU_PIECES = Pieces(1 << 15, 1 << 17)
+# 64 MB in float32: thousands of chunks' products at once, while some thirty such arrays live.
+PIECES = Pieces(1 << 24, 1 << 24)
 
 
 class Chunks(typing.NamedTuple):
@@ -186,9 +196,9 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
-def forward_in_pieces(x: Inputs, initial_state, inverses, *, size: int, **settings):
+def forward_in_pieces(x: Inputs, initial_state, inverses, *, limits: Pieces, size: int, **settings):
     """`forward`, a few chunks at a time."""
-    (count, chunks), time = _pieces(x, size), x.v.shape[1]
+    (count, chunks), time = _pieces(limits, x, size), x.v.shape[1]
     if count == 1:
         return forward(x, initial_state, inverses, size=size, parallel=False, **settings)
 
@@ -203,9 +213,9 @@ def forward_in_pieces(x: Inputs, initial_state, inverses, *, size: int, **settin
     return _merged(o, 1, time), final, *_merged(saved, 0, -(-time // size))
 
 
-def backward_in_pieces(x: Inputs, states, inverses, do, dfinal, *, size: int, **settings):
+def backward_in_pieces(x: Inputs, states, inverses, do, dfinal, *, limits: Pieces, size: int, **settings):
     """`backward`, a few chunks at a time."""
-    (count, chunks), time = _pieces(x, size), x.v.shape[1]
+    (count, chunks), time = _pieces(limits, x, size), x.v.shape[1]
     if count == 1:
         return backward(x, states, inverses, do, dfinal, size=size, parallel=False, **settings)
 
@@ -221,11 +231,11 @@ def backward_in_pieces(x: Inputs, states, inverses, do, dfinal, *, size: int, **
     return *_merged(gradients, 1, time), dinitial
 
 
-def _pieces(x: Inputs, size: int) -> tuple[int, int]:
+def _pieces(limits: Pieces, x: Inputs, size: int) -> tuple[int, int]:
     """(pieces, chunks in each) of a sequence; the last may be padded."""
     batch, time, heads, value = x.v.shape
     chunks, numbers = -(-time // size), batch * size * heads * max(x.q.shape[3], value)
-    count = -(-chunks // (1 if numbers >= _ALONE else max(1, _CACHED // numbers)))
+    count = -(-chunks // (1 if numbers >= limits.alone else max(1, limits.together // numbers)))
     return count, -(-chunks // count)
 
 
