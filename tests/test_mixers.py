@@ -113,29 +113,23 @@ def test_flops_and_counts_are_those_of_the_shapes(mixer):
     assert sum(p.size for p in sizes.values()) == 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
     assert parameter_counts(config).total == sum(p.size for p in declared(config).values())
     products = 2 * sum(p.size for p in sizes.values() if p.kind == "matrix")
-    assert forward_flops_per_token(config, T)[name] == products + 2 * mixer_class(name).forward_flops(config, T) > products > 0
+    assert forward_flops_per_token(config, T)[name] == products + 2 * mixer_class(name).forward_flops(config, T) > 0
     assert all(not p.decays(True) for path, p in sizes.items() if p.kind == "rate")
 
 
-def test_the_page_s_mixer_trains_shards_and_is_not_exported():
-    config = Config(model=dataclasses.replace(BASE, linear_mixer="retention", num_hidden_layers=4, full_attention_interval=2, mtp_depth=1),
-                    train=TrainConfig(steps=4, batch_size=4, sequence_length=T))
-    rng = np.random.default_rng(1)
-    batch = {"tokens": np.asarray(rng.integers(0, 64, (4, T)), np.int32), "segment_ids": np.ones((4, T), np.int32)}
-    losses = []
-    for axes in ({"data": 1}, {"data": 2, "tensor": 2}):
-        mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:int(np.prod(list(axes.values())))])
-        state, step = init_state(config, mesh), make_train_step(config, mesh)
-        log_decay = np.asarray(state["params"]["layers"][0]["mixer"]["log_decay"])
-        values = []
-        for _ in range(3):
-            state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
-            values.append(float(metrics["loss"]))
-        np.testing.assert_array_equal(state["params"]["layers"][0]["mixer"]["log_decay"], log_decay)  # neither learns nor decays
-        losses.append(values)
-    assert losses[0][-1] < losses[0][0] and flops_per_token(config.model, T) > 0
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
-    with pytest.raises(UserError, match=r"layers without a Hugging Face form: retention \(layers 0, 2\)"):
+def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
+    model = dataclasses.replace(BASE, linear_mixer="retention", full_attention_interval=2, num_experts=0, intermediate_size=16)
+    config = Config(model=model, train=TrainConfig(steps=4, batch_size=4, sequence_length=T))
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=2)), jax.devices()[:4])
+    batch = {"tokens": np.asarray(np.random.default_rng(1).integers(0, 64, (4, T)), np.int32), "segment_ids": np.ones((4, T), np.int32)}
+    state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
+    log_decay = np.asarray(state["params"]["layers"][0]["mixer"]["log_decay"])
+    for _ in range(3):
+        state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_array_equal(state["params"]["layers"][0]["mixer"]["log_decay"], log_decay)  # neither learns nor decays
+    assert losses[-1] < losses[0] and flops_per_token(config.model, T) > 0
+    with pytest.raises(UserError, match=r"layers without a Hugging Face form: retention \(layers 0\)"):
         check_hf_form(config.model)
 
 

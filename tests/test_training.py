@@ -172,11 +172,11 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
     model, _, _ = load_trained(finished)
     save_hf(model, tmp_path / "hf")
     again = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf")))
-    state = start_state(again, ONE_DEVICE)
+    state = start_state(again, ONE_DEVICE, None)
     _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert int(state["step"]) == 0
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
-        start_state(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)), ONE_DEVICE)
+        start_state(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)), ONE_DEVICE, None)
 
 
 @pytest.mark.parametrize("section, change, message", [

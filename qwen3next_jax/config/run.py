@@ -64,7 +64,8 @@ class TrainConfig:
     sequence_length: int = 2048
     gradient_accumulation: int = 1  # micro-batches per step
     seed: int = 0  # initial weights
-    init_from: str = ""  # a Hugging Face directory whose weights the run starts from; "": random
+    init_from: str = ""  # a Hugging Face directory or a run (RUN, RUN@STEP) whose weights this one starts from; "": random
+    init_state: Literal["weights", "all"] = "weights"  # all: of a run also optimizer state, step and place in the data
     # Kept for the backward: "none" everything; "block" each block's input; "dots" also what its projections gave; "offload"
     # each block's input, in host memory. The rest is computed again.
     remat: Literal["none", "block", "dots", "offload"] = "none"
@@ -79,6 +80,7 @@ class TrainConfig:
         check_bounds(self, "train", {
             "at least 1": "steps batch_size gradient_accumulation log_every", "at least 2": "sequence_length", "0 … 2^32 - 1": "seed",
             "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight step_timeout compile_timeout"})
+        require(self.init_state == "weights" or bool(self.init_from), "train.init_state = 'all': expected a run in train.init_from")
         require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
                  f"{self.gradient_accumulation}")

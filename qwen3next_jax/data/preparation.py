@@ -85,7 +85,11 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
     directory = parent / key
     if not directory.exists():
         _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
-    return _open(source, key, directory)
+    content = read_metadata(directory)
+    statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
+    rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"])
+            for side, shards in content["shards"].items()}
+    return Prepared(source, key, directory, statistics, rows)
 
 
 def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
@@ -258,14 +262,6 @@ def read_metadata(directory: pathlib.Path) -> dict:
     if not intact:
         raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
     return content
-
-
-def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
-    content = read_metadata(directory)
-    statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
-    rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"])
-            for side, shards in content["shards"].items()}
-    return Prepared(source, key, directory, statistics, rows)
 
 
 def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:

@@ -78,10 +78,8 @@ class ByteTokenizer:
     reads_text = True
     vocab_size = 257
     eos_id = 256
+    token_bytes = np.array([1] * 256 + [0], np.int32)
     fingerprint = digests.of("bytes, 256 = end of document")
-
-    def __init__(self):
-        self.token_bytes = np.array([1] * 256 + [0], np.int32)
 
     def encode(self, text: str) -> np.ndarray:
         documents = self.encode_documents(text.split(END_OF_TEXT))

@@ -4,7 +4,8 @@ Letters: B batch, T time, N heads, D the normalised or rotated width.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,12 @@ def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:
     return jnp.einsum("bt...,bt->...", x_BT.astype(jnp.float32), counted_BT) / jnp.maximum(jnp.sum(counted_BT), 1.0)
 
 
+def keeping_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
+    """f(x, *args), of which the backward pass keeps the arguments and computes the rest again, where x is narrower than float32:
+    autodiff would keep every float32 step of a norm or a gate, several times the bytes of x each. Else f as it is."""
+    return (f if x.dtype.itemsize >= 4 else jax.checkpoint(f))(x, *args)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted); dtype of `x`."""
     if not config.zero_centered_norm:
@@ -59,9 +66,12 @@ def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _rms_normalise(x: jax.Array, eps: float, scale: jax.Array) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
+    def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        return (x32 * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
+
+    return keeping_inputs(normalise, x, scale)
 
 
 def document_positions(segment_ids: jax.Array) -> jax.Array:

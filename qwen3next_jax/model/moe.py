@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.hf_entries import Entry, Slice, one
-from qwen3next_jax.model.layers import Context, token_mean
+from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import expert_mlp
-from qwen3next_jax.parallel.experts import split_experts
+from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.parallel.experts import split_experts, whole_experts
 from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, local, shards, storage_spec
 
 
@@ -107,8 +108,8 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
     x_RD = x_BTD.reshape(-1, config.hidden_size)
     # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
     # unless told otherwise).
-    logits_RE = jnp.einsum("rd,de->re", x_RD.astype(jnp.float32), router_DE.astype(jnp.float32),
-                           precision=jax.lax.Precision.HIGHEST)
+    logits_RE = keeping_inputs(lambda x, w: jnp.einsum("rd,de->re", x.astype(jnp.float32), w.astype(jnp.float32),
+                                                       precision=jax.lax.Precision.HIGHEST), x_RD, router_DE)
     probability_RE = jax.nn.softmax(logits_RE, axis=-1)
     weight_RA, expert_RA = jax.lax.top_k(probability_RE, config.num_experts_per_tok)
     if config.norm_topk_prob:
@@ -116,7 +117,8 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
 
     weight_RA = weight_RA.astype(dtype)
     if shards(mesh, EXPERTS) == 1:
-        y_RD = _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
+        run = whole_experts if tpu() else _run_experts  # both run anywhere
+        y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     else:
         y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, EXPERTS, TOKENS)
     statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
@@ -128,12 +130,13 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
     gate_up = jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype))
-    hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+    hidden = keeping_inputs(lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up)
     return hidden @ down_ID.astype(x.dtype)
 
 
 def _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
-    """Every token through its chosen experts: sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum."""
+    """Every token through its chosen experts, with a row for each choice, which CPUs do fastest: sort the choices by expert, one grouped
+    SwiGLU, unsort, weigh, sum."""
     r, a = expert_RA.shape
     expert_Q = expert_RA.reshape(-1)  # Q = R·A choices
     order_Q = jnp.argsort(expert_Q, stable=True)

@@ -9,6 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import checks
+
 
 def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None,
                   axis_name: str | None = None):
@@ -72,15 +74,9 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
 def _check(x, kernel, activation, initial_state, segment_ids):
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r}: expected 'silu' or None")
-    if x.ndim < 3:
-        raise ValueError(f"x has shape {x.shape}: expected [B, T, *channels]")
-    if kernel.ndim != x.ndim - 1 or kernel.shape[1:] != x.shape[2:] or kernel.shape[0] < 1:
-        raise ValueError(f"kernel has shape {kernel.shape}: expected [width, *channels] with channels {x.shape[2:]}")
-    state_shape = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
-    if initial_state is not None and initial_state.shape != state_shape:
-        raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}")
-    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-        raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
+    channels = x.shape[2:]
+    checks.shapes(x=(x, ("B", "T", *channels)), kernel=(kernel, ("W", *channels)), segment_ids=(segment_ids, "BT"))
+    checks.shapes(initial_state=(initial_state, (x.shape[0], kernel.shape[0] - 1, *channels)))
 
 
 def _halo(x, first, size: int, axis_name: str):
@@ -125,7 +121,11 @@ def _convolve_forward(activation, extended, kernel, ids):
 
 
 def _convolve_backward(activation, residuals, dy):
-    extended, kernel, ids = residuals
+    cpu, elsewhere = (functools.partial(_gradients, activation, on_cpu) for on_cpu in (True, False))
+    return (*jax.lax.platform_dependent(*residuals, dy, cpu=cpu, default=elsewhere), None)
+
+
+def _gradients(activation, on_cpu, extended, kernel, ids, dy):
     width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
     x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
     same = None if ids is None else _same_document(ids, width, wide)
@@ -135,19 +135,25 @@ def _convolve_backward(activation, residuals, dy):
         dz *= gate * (1 + z * (1 - gate))
     time = dz.shape[1]
     # The barrier makes these arrays exist: fused into what follows, the padding turns every read into a branch and the
-    # activation's gradient is computed once per tap.
+    # activation's gradient is computed once per tap. Where a pass over memory is what costs, x is not copied in float32.
     margin = (width - 1, width - 1)
-    x, padded, same = jax.lax.optimization_barrier((x, jnp.pad(dz, ((0, 0), margin, (0, 0))), same))
+    padded = jnp.pad(dz, ((0, 0), margin, (0, 0)))
+    if on_cpu:
+        x, padded, same = jax.lax.optimization_barrier((x, padded, same))
+    else:
+        padded, same = jax.lax.optimization_barrier((padded, same))
     dz = padded[:, width - 1 : width - 1 + time]
-    # One pass for all taps, over the batch first: on CPU six times faster than a sum per tap, which materialises its term.
-    add = lambda a, b: tuple(map(jnp.add, a, b))
-    sums = jax.lax.reduce(tuple(_terms(_shifted(x, width), [dz] * width, same)), (jnp.zeros((), wide),) * width, add, (0,))
-    dkernel = jnp.stack([jnp.sum(x_TD, axis=0) for x_TD in sums])
+    terms = _terms(_shifted(x, width), [dz] * width, same)
+    if on_cpu:
+        # One pass for all taps, over the batch first: six times faster than a sum per tap, which materialises its term.
+        add = lambda a, b: tuple(map(jnp.add, a, b))
+        terms = jax.lax.reduce(tuple(terms), (jnp.zeros((), wide),) * width, add, (0,))
+    dkernel = jnp.stack([jnp.sum(term, axis=range(term.ndim - 1)) for term in terms])
     # Input s meets output s - w through tap w.
     if same is not None:
         same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
     dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))
-    return dx.astype(extended.dtype), dkernel.astype(kernel.dtype), None
+    return dx.astype(extended.dtype), dkernel.astype(kernel.dtype)
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)

@@ -1,7 +1,7 @@
 """Matmuls of rows sorted by group, one weight matrix per group: the experts of a mixture.
 
 "blocked" copies the rows into blocks of one group each, filled up with zeros, and multiplies the blocks as one batch, so
-every row meets one weight matrix only. (XLA's own `ragged_dot` computes every group for every row on CPU.)
+every row meets one weight matrix only. (XLA's own `ragged_dot` computes every group for every row on CPUs and GPUs.)
 
 Letters: R rows, C rows of a block, D width in, F width out, E groups (experts), G = min(E, R) groups that can have rows,
 I expert width, K blocks of a batch, W groups of a batch.
@@ -13,10 +13,29 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import checks
+
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
-# Both the best of several for 8 to 64 groups of 8192 to 16384 rows (benchmarks/grouped_matmul.py).
-_LARGEST_BLOCK = 128  # rows
-_BATCH = 2**20  # elements of the weights copied for one batch of blocks, which keeps the copy in cache
+
+
+class Tiles(NamedTuple):
+    """How "blocked" cuts rows into blocks.
+
+    largest: rows of a block at most.
+    share: blocks that a group of mean size fills; every group wastes less than one block, so a share of 1/share at most.
+    batch: elements of the weights copied for one batch of blocks.
+    """
+
+    largest: int
+    share: int
+    batch: int
+
+
+# Both the best of several for 8 to 64 groups of 8192 to 16384 rows (benchmarks/grouped_matmul.py); the copy stays in cache.
+_CPU = Tiles(largest=128, share=1, batch=2**20)
+# Never timed. Long blocks copy the weights seldom; blocks of one batch are one product, which has to fill the chip.
+_GPU = Tiles(largest=512, share=8, batch=2**26)
+_FULL_TILE = 64  # rows of a matrix unit's tile: shorter blocks save nothing
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None) -> jax.Array:
@@ -26,7 +45,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implem
       x: [R, D] rows sorted by group.
       w: [E, D, F].
       group_sizes: [E] integers, rows of each group; their sum may be below R, the rows beyond give zeros.
-      implementation: "blocked", "ragged_dot", or None for the platform's best ("blocked" on CPU, "ragged_dot" elsewhere).
+      implementation: "blocked", "ragged_dot", or None for the platform's best ("ragged_dot" on TPU, "blocked" elsewhere).
 
     Returns:
       y [R, F] in x's dtype, accumulated in float32; differentiable in x and w.
@@ -34,9 +53,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implem
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
     """
-    _check(x, w, group_sizes, implementation)
-    if w.ndim != 3 or w.shape[1] != x.shape[1]:
-        raise ValueError(f"w has shape {w.shape}: expected [E, D, F] with D = {x.shape[1]}, as in x")
+    _check(group_sizes, implementation, x=(x, "RD"), w=(w, "EDF"))
     return _matmul(implementation, x, w, group_sizes.astype(jnp.int32))
 
 
@@ -56,33 +73,25 @@ def expert_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: j
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
     """
-    _check(x, gate_up, group_sizes, implementation)
-    if gate_up.ndim != 4 or gate_up.shape[1:3] != (x.shape[1], 2):
-        raise ValueError(f"gate_up has shape {gate_up.shape}: expected [E, D, 2, I] with D = {x.shape[1]}, as in x")
-    if down.shape != (gate_up.shape[0], gate_up.shape[3], x.shape[1]):
-        raise ValueError(f"down has shape {down.shape}: expected [E, I, D] = "
-                         f"{(gate_up.shape[0], gate_up.shape[3], x.shape[1])}")
+    _check(group_sizes, implementation, x=(x, "RD"), gate_up=(gate_up, ("E", "D", 2, "I")), down=(down, "EID"))
     return _mlp(implementation, x, gate_up.reshape(*gate_up.shape[:2], -1), down, group_sizes.astype(jnp.int32))
 
 
-def _check(x, w, group_sizes, implementation):
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}, or None")
-    if x.ndim != 2 or x.shape[0] == 0:
-        raise ValueError(f"x has shape {x.shape}: expected [R, D] with at least one row")
-    if group_sizes.shape != w.shape[:1]:
-        raise ValueError(f"group_sizes has shape {group_sizes.shape}: expected [E] = {w.shape[:1]}")
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(f"group_sizes has dtype {group_sizes.dtype}: expected integers")
+def _check(group_sizes, implementation, **arrays):
+    checks.implementation(implementation, IMPLEMENTATIONS)
+    checks.shapes(**arrays, group_sizes=(group_sizes, "E"))
+    checks.integers(group_sizes=group_sizes)
 
 
 # ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------
 
 
 def _choose(implementation, blocked, ragged, *args):
-    if implementation is None:
-        return jax.lax.platform_dependent(*args, cpu=blocked, default=ragged)
-    return (blocked if implementation == "blocked" else ragged)(*args)
+    if implementation == "ragged_dot":
+        return ragged(*args)
+    on_tpu = {"tpu": ragged} if implementation is None else {}
+    cpu, elsewhere = (functools.partial(blocked, tiles) for tiles in (_CPU, _GPU))
+    return jax.lax.platform_dependent(*args, cpu=cpu, default=elsewhere, **on_tpu)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,17 +179,18 @@ class _Plan(NamedTuple):
     groups: int  # G
 
 
-def _block_size(rows: int, groups: int) -> int:
+def _block_size(tiles: Tiles, rows: int, groups: int) -> int:
     """A power of two up to the mean size of a group, as each group wastes less than one block."""
-    return min(1 << ((rows // groups).bit_length() - 1), _LARGEST_BLOCK)
+    mean = rows // groups
+    return min(1 << (max(mean // tiles.share, min(mean, _FULL_TILE)).bit_length() - 1), tiles.largest)
 
 
-def _plan(group_sizes, rows: int, weights: int) -> _Plan:
+def _plan(tiles: Tiles, group_sizes, rows: int, weights: int) -> _Plan:
     """`weights`: elements of one group's largest matrix."""
     groups = min(group_sizes.shape[0], rows)
-    size = _block_size(rows, groups)
+    size = _block_size(tiles, rows, groups)
     blocks = min(rows // size + groups, rows)  # as many as any sizes can need
-    batches = -(-blocks // min(blocks, max(_BATCH // weights, 1)))
+    batches = -(-blocks // min(blocks, max(tiles.batch // weights, 1)))
     batch = -(-blocks // batches)
 
     group_G = jnp.argsort(group_sizes == 0, stable=True)[:groups]
@@ -223,7 +233,9 @@ def _walk(plan: _Plan, rows, weights, step):
     def batch(totals, inputs):
         group, first, member, *blocks = inputs
         outputs, terms = step(group, *blocks)
-        return tuple(_add(total, first, member, term) for total, term in zip(totals, terms, strict=True)), outputs
+        # A sum that ends in bfloat16 may be one of terms rounded to a GPU's 11 bits.
+        precision = jax.lax.Precision.DEFAULT if rows[0].dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+        return tuple(_add(total, first, member, term, precision) for total, term in zip(totals, terms, strict=True)), outputs
 
     blocks = (jnp.where(plan.filled[..., None], x[plan.row], 0) for x in rows)
     zeros = tuple(jnp.zeros((plan.groups, *w.shape[1:]), _wide(w)) for w in weights)
@@ -233,9 +245,9 @@ def _walk(plan: _Plan, rows, weights, step):
                   for total, w in zip(totals, weights)))
 
 
-def _add(total, first, member_WK, term):
+def _add(total, first, member_WK, term, precision):
     """total[first + g] += Σ of the terms of blocks that belong to group g of the batch."""
-    sums = jnp.einsum("wk,kdf->wdf", member_WK.astype(term.dtype), term, precision=jax.lax.Precision.HIGHEST)
+    sums = jnp.einsum("wk,kdf->wdf", member_WK.astype(term.dtype), term, precision=precision)
     old = jax.lax.dynamic_slice_in_dim(total, first, member_WK.shape[0])
     return jax.lax.dynamic_update_slice_in_dim(total, old + sums, first, 0)
 
@@ -251,37 +263,38 @@ def _dot_transposed(y_KCF, w_KDF):
 def _product(x_KCD, y_KCF):
     """xᵀ y of each block in the dtype of accumulation."""
     # Without the barrier XLA would fold the transpose into the matmul, which takes half as long again on CPU.
-    x_KDC = jax.lax.optimization_barrier(x_KCD.swapaxes(1, 2))
+    copied = lambda x: jax.lax.optimization_barrier(x.swapaxes(1, 2))
+    x_KDC = jax.lax.platform_dependent(x_KCD, cpu=copied, default=lambda x: x.swapaxes(1, 2))
     return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=_wide(x_KCD))
 
 
-def _blocked(x, w, group_sizes):
-    plan = _plan(group_sizes, x.shape[0], w[0].size)
+def _blocked(tiles, x, w, group_sizes):
+    plan = _plan(tiles, group_sizes, x.shape[0], w[0].size)
     return _walk(plan, (x,), (), lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()))[0][0]
 
 
-def _blocked_gradients(x, w, group_sizes, dy):
+def _blocked_gradients(tiles, x, w, group_sizes, dy):
     def step(group, x_KCD, dy_KCF):
         return (_dot_transposed(dy_KCF, w[group]),), (_product(x_KCD, dy_KCF),)
 
-    (dx,), (dw,) = _walk(_plan(group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step)
+    (dx,), (dw,) = _walk(_plan(tiles, group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step)
     return dx, dw
 
 
-def _blocked_mlp(x, gate_up, down, group_sizes):
+def _blocked_mlp(tiles, x, gate_up, down, group_sizes):
     def step(group, x_KCD):
         hidden = _dot(x_KCD, gate_up[group])
         return (_dot(_swiglu(hidden), down[group]), hidden), ()
 
-    return _walk(_plan(group_sizes, x.shape[0], gate_up[0].size), (x,), (), step)[0]
+    return _walk(_plan(tiles, group_sizes, x.shape[0], gate_up[0].size), (x,), (), step)[0]
 
 
-def _blocked_mlp_gradients(x, gate_up, down, group_sizes, hidden, dy):
+def _blocked_mlp_gradients(tiles, x, gate_up, down, group_sizes, hidden, dy):
     def step(group, x_KCD, hidden, dy_KCD):
         activation, pullback = jax.vjp(_swiglu, hidden)
         (dhidden,) = pullback(_dot_transposed(dy_KCD, down[group]))
         dx_KCD = _dot_transposed(dhidden, gate_up[group])
         return (dx_KCD,), (_product(x_KCD, dhidden), _product(activation, dy_KCD))
 
-    (dx,), (dgate_up, ddown) = _walk(_plan(group_sizes, x.shape[0], gate_up[0].size), (x, hidden, dy), (gate_up, down), step)
+    (dx,), (dgate_up, ddown) = _walk(_plan(tiles, group_sizes, x.shape[0], gate_up[0].size), (x, hidden, dy), (gate_up, down), step)
     return dx, dgate_up, ddown

@@ -1,6 +1,6 @@
 """What a run is: `run.json`, written before its first step and compared at every resume.
 
-    WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, and every allowed change since
+    WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and every allowed change since
     WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a file
     WORKDIR/before-TIME/   what `--restart` moved out of the way
 
@@ -115,9 +115,9 @@ def may_change(name: str) -> bool:
 
 
 def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str,
-             tokenizer_fingerprint: str) -> tuple[dict[str, Any], list[Change]]:
+             tokenizer_fingerprint: str, parent: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[Change]]:
     """Whether this run may start, or go on, in `workdir`; writes nothing. → (what run.json is to hold, or {} where it stays as
-    it is; the allowed changes since the run before).
+    it is; the allowed changes since the run before). `parent`: of the run that it begins with, where it begins with one.
 
     Raises:
       UserError: the folder holds a run with another configuration, data or tokenizer (the first difference is named), or one
@@ -127,7 +127,7 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str,
 
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     now = {"format": _FORMAT, "config": _plain(config), "data": data_fingerprint, "tokenizer": tokenizer_fingerprint,
-           "code": code_version(), "processes": jax.process_count(), "devices": devices}
+           "code": code_version(), "processes": jax.process_count(), "devices": devices} | ({"parent": parent} if parent else {})
     before = _read_trained(workdir)
     if before is None:
         return now | {"changes": []}, []
@@ -136,7 +136,8 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str,
         warn(f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step from which the run goes on")
     if not changes and "format" in before:
         return {}, []
-    return now | {"changes": before.get("changes", []) + [[*change] for change in changes]}, changes
+    parent = {name: before[name] for name in ("parent",) if name in before}  # once there is a checkpoint it is not looked at
+    return parent | now | {"changes": before.get("changes", []) + [[*change] for change in changes]}, changes
 
 
 def check_settings(workdir: pathlib.Path, config: Config) -> None:

@@ -21,13 +21,13 @@ from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import check_hf, load_hf
 from qwen3next_jax.parallel.distributed import (
     BatchShare, StopVote, check_shared, is_leader, leader_first, leader_says, together)
-from qwen3next_jax.parallel.mesh import make_mesh, mesh_text
+from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.reporting.events import each_event, ended_badly
 from qwen3next_jax.reporting.figures import main_values, named, record
-from qwen3next_jax.training import preflight
+from qwen3next_jax.training import branching, preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.display import Display, PreparationProgress
+from qwen3next_jax.training.display import Display, PreparationProgress, title
 from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, saved_steps, seal
 from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
@@ -63,8 +63,9 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
     def open_folder():
         if restart:
             move_aside(workdir)
-        return open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint)
-    description, changes = leader_says(lambda: lock.held(open_folder))
+        parent = preflight.find_parent(config, workdir)
+        return parent, *open_run(workdir, config, data.fingerprint, data.tokenizer.fingerprint, parent)
+    parent, description, changes = leader_says(lambda: lock.held(open_folder))
     check_shared(workdir, config.parallel.start_timeout)
 
     with lock, Checkpoints(workdir, config.checkpoint) as checkpoints:
@@ -77,17 +78,22 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
         checkpoints.begin(first_step)
         check_shared(checkpoints.directory, config.parallel.start_timeout)
         if first:  # either can take minutes, and the display needs the state
-            print(f"{workdir}: restoring step {first_step}" if first_step else f"{workdir}: making the first state", flush=True)
-        state = checkpoints.restore(first_step, abstract_state) if first_step else start_state(config, mesh)
+            print(f"{workdir}: {f'restoring step {first_step}' if first_step else branching.describe(config, data, parent)}", flush=True)
+        new = not first_step
+        state = start_state(config, mesh, data, parent) if new else checkpoints.restore(first_step, abstract_state)
+        first_step = int(state["step"])  # that of its parent in a branch with the whole state
 
         # Loop
         corpus = data.describe()
-        with Display(_title(config, mesh, state, corpus["title"], first_step), config.train.steps, first_step, first) as display, \
+        with Display(title(config, mesh, state, corpus["title"], first_step), config.train.steps, first_step, first) as display, \
                 open_metrics(config, workdir, first_step, display) as metrics, Signals(display.say) as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
-            leader_says(lambda: seal(workdir, description, data.tokenizer, new=not first_step))
-            run = _Run(config, mesh, data, checkpoints=checkpoints, metrics=metrics, display=display, profiler=profiler,
+            leader_says(lambda: seal(workdir, description, data.tokenizer, new))
+            if new and first_step:  # from here on the branch does not need its parent
+                checkpoints.save(first_step, state)
+                checkpoints.wait()
+            run = _Run(config, mesh, data, parent, checkpoints=checkpoints, metrics=metrics, display=display, profiler=profiler,
                        watchdog=watchdog, throughput=Throughput(config, corpus["bits_per_nat"]))
             if changes:
                 metrics.write("changed", first_step, changes=[[*change] for change in changes])
@@ -143,9 +149,10 @@ def _ended(code: ExitCode, text: str) -> ExitCode:
 class _Run:
     """The loop with what it reads and writes."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: Data, *, checkpoints: Checkpoints,
+    def __init__(self, config: Config, mesh: Mesh, data: Data, parent: preflight.Parent | None, *, checkpoints: Checkpoints,
                  metrics: MetricsFile, display: Display, profiler: Profiler, watchdog: Watchdog, throughput: Throughput):
-        self.config, self.data, self.checkpoints, self.metrics, self.display = config, data, checkpoints, metrics, display
+        self.config, self.data, self.parent = config, data, parent
+        self.checkpoints, self.metrics, self.display = checkpoints, metrics, display
         self.profiler, self.watchdog, self.throughput = profiler, watchdog, throughput
         self.graphdef, _ = abstract_model(config)
         self.train_step = make_train_step(config, mesh)
@@ -236,7 +243,7 @@ class _Run:
         offset = int(halt.state["guards"]["data_offset"]) + halt.step - step
         jax.tree.map(lambda leaf: leaf.delete(), halt.state)  # a device may not have room for two states
         state = (self.checkpoints.restore(step, abstract_train_state(self.config, self.mesh)) if step
-                 else start_state(self.config, self.mesh))
+                 else start_state(self.config, self.mesh, self.data, self.parent))
         self.checkpoints.begin(step)
         before = state["guards"]["data_offset"]
         state["guards"]["data_offset"] = jax.device_put(np.int32(offset), before.sharding)
@@ -280,12 +287,14 @@ def check_start(config: Config, workdir: pathlib.Path, restart: bool = False) ->
     preflight.check(config, workdir, restart)
     evaluation.check(config.eval.suites, evaluation.options_of(config.eval), config.model,
                      source_of(config.data).tokenizer_of(config.data, config.model.vocab_size))
-    if config.train.init_from and (restart or not saved_steps(workdir)):
+    if config.train.init_from and not preflight.names_run(config.train.init_from) and (restart or not saved_steps(workdir)):
         check_hf(config.train.init_from)
 
 
-def start_state(config: Config, mesh: Mesh) -> State:
-    """The state before the first step: random weights, or those of the Hugging Face directory `train.init_from`."""
+def start_state(config: Config, mesh: Mesh, data: Data, parent: preflight.Parent | None = None) -> State:
+    """The state before the first step: random weights, or what `train.init_from` names."""
+    if parent:
+        return branching.start_state(config, mesh, data, parent)
     if not config.train.init_from:
         return init_state(config, mesh)
     preflight.check_structure(config)
@@ -294,11 +303,3 @@ def start_state(config: Config, mesh: Mesh) -> State:
     if not config.model.mtp_depth:
         params.pop("mtp", None)
     return init_state(config, mesh, params)
-
-
-def _title(config: Config, mesh: Mesh, state: State, corpus: str, first_step: int) -> str:
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
-    start = f"resumed after step {first_step}" if first_step else "new run"
-    kind = mesh.devices.flat[0].device_kind
-    devices = kind if mesh.size == 1 else f"{mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
-    return f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}"

@@ -4,21 +4,27 @@ train.py asks this first where there is one process; `train` asks it again, of a
 """
 
 import pathlib
+import re
+from typing import Any
 
+from qwen3next_jax import digests
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import source_of
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.interop.hf_config import read_hf_config
-from qwen3next_jax.training.fingerprint import check_settings, saved_steps
+from qwen3next_jax.training import manifest
+from qwen3next_jax.training.fingerprint import check_settings, is_trained, read_config, read_run, saved_steps
 
+# Of the run that another one begins with, as run.json holds it: path, step, manifest (digest of that checkpoint's).
+Parent = dict[str, Any]
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
                  "delta_rule", "bos_token_id", "eos_token_id"}
 
 
 def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
-    """Looks at the folder of the run, the source of its data (a tokenizer, the globs of `data.path`) and the architecture of
-    `train.init_from`.
+    """Looks at the folder of the run, the source of its data (a tokenizer, the globs of `data.path`) and what
+    `train.init_from` names.
 
     Raises:
       UserError: one of them is not as it should be.
@@ -26,13 +32,67 @@ def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
     if not restart:
         check_settings(workdir, config)
     if config.train.init_from and (restart or not saved_steps(workdir)):  # a run that goes on needs it no more
-        check_structure(config)
+        check_structure(config, find_parent(config, workdir, restart))
     source_of(config.data).check(config.data, config.train.sequence_length, config.model.vocab_size)
 
 
-def check_structure(config: Config) -> None:
-    """Raises UserError unless the model in `train.init_from` is that of the configuration."""
-    found_config = read_hf_config(config.train.init_from)
+def names_run(init_from: str) -> bool:
+    """Whether `train.init_from` is a run, not a Hugging Face directory."""
+    path, step = _split(init_from)
+    return step is not None or (path / "run.json").exists()
+
+
+def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) -> Parent | None:
+    """The run that `train.init_from` names; None where it names none, and where the run in `workdir` has a checkpoint of its own.
+    A run that was killed before its first one begins with the step that it began with, whatever its parent has saved since.
+
+    Raises:
+      UserError: it is not there, has no such step, or cannot be gone on with as `train.init_state` says. Of a checkpoint's files
+        the sizes are looked at; their digests when it is read.
+    """
+    train, where = config.train, f"train.init_from = {config.train.init_from}"
+    if not train.init_from or not restart and saved_steps(workdir):
+        return None
+    path, step = _split(train.init_from)
+    if not names_run(train.init_from) or "://" in train.init_from:
+        found = "has neither run.json nor config.json" if path.is_dir() else "is no folder here"
+        require((path / "config.json").exists(), f"{where}: it {found}: expected a run (RUN or RUN@STEP) or a Hugging Face directory, "
+                                                 "either local or on a mounted file system")
+        require(train.init_state == "weights", f"{where}: a Hugging Face directory has no optimizer state: set train.init_state = "
+                                               "'weights'")
+        return None
+    require(path.is_dir(), f"{where}: there is no folder {path}")
+    require(path.resolve() != workdir.resolve(), f"{where}: that is the folder of this run: give another --workdir")
+    theirs, saved = read_config(path), saved_steps(path)
+    if step is None and not restart and is_trained(workdir):
+        step = read_run(workdir).get("parent", {}).get("step")
+    if step is None:
+        step = next((s for s in reversed(saved) if manifest.find_damage(path / "checkpoints" / str(s), sizes_only=True) is None), None)
+        require(step is not None, f"{where}: it has no whole checkpoint yet (its checkpoint.every = {theirs.checkpoint.every})")
+    require(step in saved, f"{where}: it has no checkpoint of step {step}; saved steps: {', '.join(map(str, saved)) or 'none'}")
+    folder = path / "checkpoints" / str(step)
+    damage = manifest.find_damage(folder, sizes_only=True)
+    require(damage is None, f"{where}: {folder}: damaged: {damage}")
+    if train.init_state == "all":
+        require(theirs.optimizer.name == config.optimizer.name,
+                f"{where}: its optimizer.name is {theirs.optimizer.name!r}, here it is {config.optimizer.name!r}, which cannot go on with "
+                "that one's state: set the one to the other, or train.init_state = 'weights'")
+        require(step < train.steps, f"{where}: train.steps = {train.steps} is the total, of which {step} are taken: give more, or "
+                                    "train.init_state = 'weights'")
+    return {"path": str(path.absolute()), "step": step, "manifest": digests.of_file(folder / manifest.NAME)[:20]}
+
+
+def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
+    """RUN@STEP → (RUN, STEP); (RUN, None) where no step is named, or a folder has that very name."""
+    named = re.fullmatch(r"(.+)@([0-9]{1,18})", init_from)
+    if named is None or pathlib.Path(init_from).exists():
+        return pathlib.Path(init_from), None
+    return pathlib.Path(named[1]), int(named[2])
+
+
+def check_structure(config: Config, parent: Parent | None = None) -> None:
+    """Raises UserError unless the model of `parent`, or the one in the directory `train.init_from`, is that of the configuration."""
+    found_config = read_config(pathlib.Path(parent["path"])).model if parent else read_hf_config(config.train.init_from)
     for name in config.model.differs(found_config):
         if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps):
             wanted, found = (c.mixers if name == "layer_types" else getattr(c, name) for c in (config.model, found_config))

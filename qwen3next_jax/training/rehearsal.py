@@ -13,6 +13,7 @@ from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.distributed import is_leader, together
 from qwen3next_jax.parallel.mesh import make_mesh, mesh_text
+from qwen3next_jax.training import preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.loop import check_start
 from qwen3next_jax.training.step import abstract_train_state
@@ -47,7 +48,9 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     print(f"Tokens: {train.batch_size} × {train.sequence_length} = {tokens:,} a step, {tokens * train.steps:,} in {train.steps:,} steps")
     print(f"FLOPs of the model, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, "
           f"{flops * tokens * train.steps:.4g} in all")
-    begin = f"after step {step}" if step else f"from {train.init_from or f'random weights (train.seed = {train.seed})'}"
+    parent = preflight.find_parent(config, workdir, restart)
+    branch = parent and f"{parent['path']}, step {parent['step']}, train.init_state = {train.init_state!r}"
+    begin = f"after step {step}" if step else f"from {branch or train.init_from or f'random weights (train.seed = {train.seed})'}"
     print(f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. Nothing has been written")
     return ExitCode.DONE
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.hf_entries import Entry, one, vector
-from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
+from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm, rotate, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
@@ -63,12 +63,14 @@ class GatedAttention(Mixer):
             cache = {"k": _write(cache["k"], k_BTMK, context.positions), "v": _write(cache["v"], v_BTMK, context.positions)}
             o_BTNK = _attend(q_BTNK, cache["k"], cache["v"], context, context.positions)
 
-        open_BTNK = None if gate_BTNK is None else jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
-        diagnostics = _diagnostics(q_BTNK, k_BTMK, open_BTNK, context) if context.diagnose and cache is None else {}
-        if open_BTNK is not None:
-            o_BTNK = o_BTNK * open_BTNK.astype(dtype)
-        o_BTNK = constrain(o_BTNK, context.mesh, "batch", context.time, "heads", None)
-        return jnp.einsum("btnk,nkd->btd", o_BTNK, self.o_proj[...].astype(dtype)), diagnostics, cache
+        def project(o_BTNK, gate_BTNK, o_proj_NKD):
+            if gate_BTNK is not None:
+                o_BTNK = o_BTNK * jax.nn.sigmoid(gate_BTNK.astype(jnp.float32)).astype(dtype)
+            o_BTNK = constrain(o_BTNK, context.mesh, "batch", context.time, "heads", None)
+            return jnp.einsum("btnk,nkd->btd", o_BTNK, o_proj_NKD.astype(dtype))
+
+        diagnostics = _diagnostics(q_BTNK, k_BTMK, gate_BTNK, context) if context.diagnose and cache is None else {}
+        return keeping_inputs(project, o_BTNK, gate_BTNK, self.o_proj[...]), diagnostics, cache
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
@@ -96,7 +98,7 @@ class GatedAttention(Mixer):
         yield vector("k_norm", "self_attn.k_norm.weight", k)
 
 
-def _diagnostics(q_BTNK, k_BTMK, open_BTNK, context: Context) -> dict[str, jax.Array]:
+def _diagnostics(q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
     # With the indicator of first tokens as values, attention returns its own probability on them: no T × T matrix.
     first_BT = context.positions == 0
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
@@ -108,8 +110,9 @@ def _diagnostics(q_BTNK, k_BTMK, open_BTNK, context: Context) -> dict[str, jax.A
     if context.counted is not None:
         logit_BTN = jnp.where(context.counted[..., None], logit_BTN, -jnp.inf)
     measured = {"first_token_share": token_mean(share_BTN, counted_BT), "logit_max": jnp.max(logit_BTN, axis=(0, 1))}
-    if open_BTNK is None:
+    if gate_BTNK is None:
         return measured
+    open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
     return measured | {"gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
                     "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 

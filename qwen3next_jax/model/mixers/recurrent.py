@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, rms_norm_plain, token_mean
+from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
@@ -69,12 +69,15 @@ class Recurrent(Mixer):
         beta_BTH = jnp.ones(shape, jnp.float32) if beta_BTH is None else beta_BTH
         o_BTHV, conv_state, state = self._recurrence(mixed_BTGC, g_BTH, beta_BTH, context, cache)
 
-        o_BTHV = rms_norm_plain(o_BTHV, self.norm[...], c.rms_norm_eps)
-        if gate_BTGRV is not None:
-            gate_BTHV = jax.nn.silu(gate_BTGRV.reshape(o_BTHV.shape).astype(jnp.float32))
-            o_BTHV = (o_BTHV.astype(jnp.float32) * gate_BTHV).astype(dtype)
-        o_BTHV = constrain(o_BTHV, context.mesh, "batch", context.time, "heads", None)
-        y_BTD = jnp.einsum("bthv,hvd->btd", o_BTHV, self.out_proj[...].astype(dtype))
+        def project(o_BTHV, norm_V, gate_BTGRV, out_proj_HVD):
+            o_BTHV = rms_norm_plain(o_BTHV, norm_V, c.rms_norm_eps)
+            if gate_BTGRV is not None:
+                gate_BTHV = jax.nn.silu(gate_BTGRV.reshape(o_BTHV.shape).astype(jnp.float32))
+                o_BTHV = (o_BTHV.astype(jnp.float32) * gate_BTHV).astype(dtype)
+            o_BTHV = constrain(o_BTHV, context.mesh, "batch", context.time, "heads", None)
+            return jnp.einsum("bthv,hvd->btd", o_BTHV, out_proj_HVD.astype(dtype))
+
+        y_BTD = keeping_inputs(project, o_BTHV, self.norm[...], gate_BTGRV, self.out_proj[...])
         diagnostics = {}
         if context.diagnose:
             diagnostics = {"beta": token_mean(beta_BTH, context.counted),
@@ -92,9 +95,10 @@ class Recurrent(Mixer):
 
         def run(mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, segment_ids, conv_state, state):
             if c.short_convolution:
-                mixed_BTGC, conv = causal_conv1d(
-                    mixed_BTGC, kernel_WGC, activation="silu", initial_state=conv_state, segment_ids=segment_ids,
-                    axis_name=context.time_axis)
+                mixed_BTGC, conv = keeping_inputs(
+                    lambda mixed, kernel, state: causal_conv1d(mixed, kernel, activation="silu", initial_state=state,
+                                                               segment_ids=segment_ids, axis_name=context.time_axis),
+                    mixed_BTGC, kernel_WGC, conv_state)
             else:
                 mixed_BTGC, conv = jax.nn.silu(mixed_BTGC), mixed_BTGC[:, :0]
             q_BTGK, k_BTGK, v_BTGRV = jnp.split(mixed_BTGC, (k, 2 * k), axis=-1)

@@ -22,27 +22,28 @@ class Options:
 
 def forward(options: Options, x: Inputs, initial_state, inverses, *, save: bool):
     """`chunked.forward` or its like."""
-    xla = (chunked.forward, chunked.forward if _parallel(options) else chunked.forward_in_pieces)
-    return _run(options, *xla, pallas_tpu.forward, x, initial_state, inverses, save=save)
+    return _run(options, chunked.forward, chunked.forward_in_pieces, pallas_tpu.forward, x, initial_state, inverses, save=save)
 
 
 def affine_map(options: Options, x: Inputs, initial_state):
     """`chunked.affine_map` or its like."""
-    return _run(options, chunked.affine_map, chunked.affine_map, pallas_tpu.affine_map, x, initial_state)
+    return _run(options, chunked.affine_map, None, pallas_tpu.affine_map, x, initial_state)
 
 
 def backward(options: Options, x: Inputs, states, inverses, do, dfinal):
     """`chunked.backward` or its like."""
-    xla = (chunked.backward, chunked.backward if _parallel(options) else chunked.backward_in_pieces)
-    return _run(options, *xla, pallas_tpu.backward, x, states, inverses, do, dfinal)
+    return _run(options, chunked.backward, chunked.backward_in_pieces, pallas_tpu.backward, x, states, inverses, do, dfinal)
 
 
-def _run(options: Options, xla, xla_cpu, kernel, *arguments, **settings):
-    x = arguments[0]
+def _run(options: Options, whole, in_pieces, kernel, *arguments, **settings):
+    """Of the XLA forms the one in pieces, where there is one and the state is passed chunk by chunk."""
+    x, parallel = arguments[0], options.implementation == "associative"
     settings |= dict(size=chunk_size(x), normalize_qk=options.normalize_qk, erase=options.erase)
-    platforms = {"default": functools.partial(xla, parallel=_parallel(options), **settings)}
-    if xla_cpu is not xla:
-        platforms["cpu"] = functools.partial(xla_cpu, **settings)
+    if parallel or in_pieces is None:
+        platforms = {"default": functools.partial(whole, parallel=parallel, **settings)}
+    else:
+        platforms = {"cpu": functools.partial(in_pieces, limits=chunked.CPU_PIECES, **settings),
+                     "default": functools.partial(in_pieces, limits=chunked.PIECES, **settings)}
     compiled = functools.partial(kernel, interpret=False, **settings)
     interpreted = functools.partial(kernel, interpret=True, **settings)
     if options.implementation == "pallas_tpu":
@@ -50,10 +51,6 @@ def _run(options: Options, xla, xla_cpu, kernel, *arguments, **settings):
     if options.implementation is None and _kernel_takes(settings["size"], x):
         platforms["tpu"] = compiled
     return jax.lax.platform_dependent(*arguments, **platforms)
-
-
-def _parallel(options: Options) -> bool:
-    return options.implementation == "associative"
 
 
 def _kernel_takes(size: int, x: Inputs) -> bool:

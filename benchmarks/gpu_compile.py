@@ -1,0 +1,171 @@
+"""The train step of a config, or its operators one by one, compiled for H100s with no GPU: what fits, and what is computed.
+
+    python benchmarks/gpu_compile.py --config configs/small.py [--gpus 8] [--top 12]
+    python benchmarks/gpu_compile.py --config configs/small.py --operators
+
+XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment apart, since a process with the
+plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cuda-nvcc brings one):
+
+    uv venv /tmp/gpu -p 3.12
+    uv pip install --python /tmp/gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1
+    /tmp/gpu/bin/python benchmarks/gpu_compile.py
+
+Printed: seconds to compile, memory of the arguments (the state) and of everything else (temporaries), FLOPs of all products, a
+loop of unstated length counted once, the largest array, the collectives, and with --top what shares the temporaries' memory at its
+fullest, by shape. What no compiler says is a time.
+"""
+
+import argparse
+import collections
+import dataclasses
+import glob
+import os
+import re
+import runpy
+import tempfile
+import time
+
+H100 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584
+  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+COLLECTIVES = re.compile(r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(?:-start)?\(")
+
+
+def product_flops(program) -> float:
+    """2 × multiply-adds of every product as often as it runs; a loop whose trips the program does not state counts once."""
+    from qwen3next_jax.planner import hlo
+
+    total = 0.0
+    for computation, instruction, times in program.walk():
+        total += times * hlo.product_flops(computation, instruction)
+        contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
+        if instruction.opcode == "custom-call" and "matmul" in instruction.attribute("custom_call_target") and contracted:
+            left = computation[instruction.operands[0]].shapes[0].dims
+            total += times * 2.0 * instruction.shapes[0].elements * left[int(contracted[1])]
+    return total
+
+
+def largest_arrays(folder: str, top: int):
+    """(GiB, places, shape) of what shares the memory of the fullest moment, from XLA's own report of one program."""
+    unit = {"GiB": 1.0, "MiB": 2.0**-10, "KiB": 2.0**-20, "B": 2.0**-30}
+    size, count = collections.Counter(), collections.Counter()
+    report = max(glob.glob(f"{folder}/*memory-usage-report.txt"), key=os.path.getsize)
+    with open(report) as lines:
+        for line in lines:
+            if m := re.match(r"\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(GiB|MiB|KiB|B);\s*\d+;\s*\d+; (.*)", line):
+                shape = re.sub(r"^\d+×", "", m[3].split(", ")[-1].strip())
+                size[shape] += float(m[1]) * unit[m[2]]
+                count[shape] += 1
+    return [(gib, count[shape], shape) for shape, gib in size.most_common(top)]
+
+
+def show(name: str, lowered, top: int):
+
+    from qwen3next_jax.planner import hlo
+
+    folder = os.environ["XLA_FLAGS"].rpartition("--xla_dump_to=")[2]
+    for file in glob.glob(f"{folder}/*"):
+        os.remove(file)
+    begun = time.time()
+    compiled = lowered.compile()
+    seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
+    program = hlo.parse(text)
+    sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
+    print(f"{name}: compiled in {seconds:.0f} s, arguments {memory.argument_size_in_bytes / 2**30:.2f} GiB, "
+          f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products {product_flops(program) / 1e12:.2f} TFLOP, "
+          f"largest array {max(sizes) / 2**30:.2f} GiB, collectives {dict(collections.Counter(COLLECTIVES.findall(text)))}", flush=True)
+    for gib, places, shape in largest_arrays(folder, top):
+        print(f"  {gib:6.2f} GiB in {places:2} places  {shape}")
+
+
+def operators(config, place):
+    """{name: (function, shapes)}: forward and backward of one layer's operators at the config's sizes, in bfloat16."""
+    import jax
+    import jax.numpy as jnp
+
+    from qwen3next_jax import ops
+
+    m, b, t = config.model, config.train.batch_size, config.train.sequence_length
+
+    def shaped(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
+
+    def with_gradients(f):
+        def run(differentiated, others, dy):
+            y, pullback = jax.vjp(lambda *a: f(*a, *others), *differentiated)
+            return y, pullback(dy)
+        return run
+
+    rows, g, h = b * t * m.num_experts_per_tok, m.linear_num_key_heads, m.linear_num_value_heads
+    k, v = m.linear_key_head_dim, m.linear_value_head_dim
+    e, d, i, n, q = m.num_experts, m.hidden_size, m.moe_intermediate_size, m.num_attention_heads, m.head_dim
+    float_bth, ids = shaped(b, t, h, dtype=jnp.float32), shaped(b, t, dtype=jnp.int32)
+    channels = 2 * k + h // g * v
+    return {
+        "experts": (with_gradients(ops.expert_mlp), (shaped(rows, d), shaped(e, d, 2, i), shaped(e, i, d)),
+                    (shaped(e, dtype=jnp.int32),), shaped(rows, d)),
+        "attention": (with_gradients(lambda q, k, v, ids: ops.attention(q, k, v, segment_ids=ids)),
+                      (shaped(b, t, n, q), *[shaped(b, t, m.num_key_value_heads, q)] * 2), (ids,), shaped(b, t, n, q)),
+        "delta rule": (with_gradients(lambda q, k, v, g, beta, ids: ops.gated_delta_rule(q, k, v, g=g, beta=beta, segment_ids=ids)[0]),
+                       (shaped(b, t, g, k), shaped(b, t, g, k), shaped(b, t, h, v), float_bth, float_bth), (ids,), shaped(b, t, h, v)),
+        "convolution": (with_gradients(lambda x, w, ids: ops.causal_conv1d(x, w, segment_ids=ids)[0]),
+                        (shaped(b, t, g, channels), shaped(m.linear_conv_kernel_dim, g, channels)), (ids,), shaped(b, t, g, channels)),
+        "cross-entropy": (with_gradients(lambda x, w, targets, weights: ops.linear_cross_entropy(x, w, targets, weights)[0]),
+                          (shaped(b * t, d), shaped(d, m.vocab_size, dtype=jnp.float32)),
+                          (shaped(b * t, dtype=jnp.int32), shaped(b * t, dtype=jnp.float32)), shaped(dtype=jnp.float32)),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/small.py")
+    parser.add_argument("--gpus", type=int, default=1, help="H100s, all along the mesh's `data` axis")
+    parser.add_argument("--remat", default="", help="instead of the config's train.remat")
+    parser.add_argument("--operators", action="store_true", help="one layer's operators instead of the whole step")
+    parser.add_argument("--only", default="", help="of the operators, the one so named")
+    parser.add_argument("--top", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "XLA_FLAGS": f"--xla_dump_to={folder}"}
+        compile_all(options)
+
+
+def compile_all(options):
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    from qwen3next_jax.config import Config, MeshConfig, from_dict
+    from qwen3next_jax.parallel.mesh import make_mesh
+    from qwen3next_jax.planner.planning import abstract_batch
+    from qwen3next_jax.training.step import abstract_train_state, make_train_step
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{options.gpus}")
+    config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(data=options.gpus)))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat=options.remat or config.train.remat))
+    mesh = make_mesh(config.parallel, topology.devices)
+    if options.operators:
+        for name, (function, *shapes) in operators(config, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())).items():
+            if options.only in name:
+                show(name, jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)), options.top)
+        return
+    step = make_train_step(config, mesh)
+    traced = step.trace(abstract_train_state(config, mesh), abstract_batch(config, mesh))
+    show(f"step of {options.config}, remat {config.train.remat}, on {options.gpus} x H100",
+         traced.lower(lowering_platforms=("cuda",)), options.top)
+
+
+if __name__ == "__main__":
+    main()

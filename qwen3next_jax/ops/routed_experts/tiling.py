@@ -1,0 +1,235 @@
+"""The routed experts of one device: tokens to the experts they chose, and the weighted results summed by token.
+
+Choices are sorted by expert, and each expert's rows laid out in whole tiles. The router's weight enters the hidden layer, so that
+neither the results nor their gradients need a pass of their own, and results are summed by a product with their tokens: no
+array has a row for each choice of each token. The layout has room for a given number of choices; what a skewed router sends
+beyond is worked off one expert after another in a loop that a balanced one never enters.
+
+Letters: N tokens, A choices of each, Q = N·A, D model, E experts, I expert width, F = 2I (gate before up), T tiles of M rows, P = T·M,
+O rows of a step of the loop.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops.routed_experts import pallas_tpu
+from qwen3next_jax.ops.grouped_matmul import grouped_matmul
+from qwen3next_jax.ops.tpu import tpu
+
+_LARGEST_TILE = 256
+_LOOP_ROWS = 512
+
+
+def routed_experts(x, weight, expert, gate_up, down, *, room: int):
+    """Σ_a weight · SwiGLU_expert(x) over the choices whose expert is here.
+
+    Args:
+      x: [N, D]. weight: [N, A]. expert: [N, A] integers, those below 0 or from E on are elsewhere; a token's choices differ.
+      gate_up: [E, D, 2, I]. down: [E, I, D].
+      room: choices of experts here that the layout holds; all are computed, however many.
+
+    Returns:
+      [N, D] in x's dtype, accumulated in float32 (but for what passes through the loop).
+    """
+    plan = _arrange(weight, expert, gate_up.shape[0], room)
+    flat = gate_up.reshape(*gate_up.shape[:2], -1)
+    y_PD = _mlp(plan, _rows(x, plan.token_P), flat, down)
+
+    def an_expert(e, y_ND):
+        w = _matrices(e, flat, down)
+
+        def step(left, y_ND):
+            y_OD = _dense(_rows(x, left.token_O).astype(_wide(x)), left.weight_O, *w)
+            return y_ND.at[left.into_O].add(y_OD.astype(x.dtype), mode="drop", unique_indices=True)
+        return _steps(plan, e, weight, step, y_ND)
+    return _loop(plan, an_expert, sum_by_token(y_PD, jnp.where(plan.here_P, plan.token_P, x.shape[0]), x.shape[0]))
+
+
+def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *, room: int):
+    """Gradients of `routed_experts` for that of its result, dy [N, D].
+
+    Returns:
+      dx [N, D], dweight [N, A] in float32, dgate_up [E, D, 2, I], ddown [E, I, D]; all but dweight in the arguments' dtypes.
+    """
+    plan = _arrange(weight, expert, gate_up.shape[0], room)
+    flat = gate_up.reshape(*gate_up.shape[:2], -1)
+    dx_PD, dweight_P, *dw = _mlp_gradients(plan, _rows(x, plan.token_P), flat, down, _rows(dy, plan.token_P))
+    dx_ND = sum_by_token(dx_PD, jnp.where(plan.here_P, plan.token_P, x.shape[0]), x.shape[0])
+    none = weight.size
+    dweight_Q = jnp.zeros(none, _wide(weight)).at[jnp.where(plan.here_P, plan.choice_P, none)].set(
+        dweight_P, mode="drop", unique_indices=True)
+
+    def an_expert(e, carry):
+        w = _matrices(e, flat, down)
+
+        def step(left, carry):
+            sums, dx_ND, dweight_Q = carry
+            _, pullback = jax.vjp(_dense, _rows(x, left.token_O).astype(_wide(x)), left.weight_O, *w)
+            dx_OD, dweight_O, *terms = pullback(_rows(dy, left.token_O).astype(_wide(x)))
+            return (jax.tree.map(jnp.add, sums, terms), dx_ND.at[left.into_O].add(dx_OD.astype(x.dtype), mode="drop", unique_indices=True),
+                    dweight_Q.at[left.choice_O].set(dweight_O, mode="drop", unique_indices=True))
+        dw, dx_ND, dweight_Q = carry
+        sums, dx_ND, dweight_Q = _steps(plan, e, weight, step, ([jnp.zeros_like(m) for m in w], dx_ND, dweight_Q))
+        begun = plan.begun_E[e]  # else nothing has been written there yet
+        dw = [d.at[e].set((jnp.where(begun, d[e].astype(s.dtype), 0) + s).astype(d.dtype)) for d, s in zip(dw, sums)]
+        return dw, dx_ND, dweight_Q
+
+    (dflat, ddown), dx_ND, dweight_Q = _loop(plan, an_expert, (dw, dx_ND, dweight_Q))
+    return dx_ND, dweight_Q.reshape(weight.shape), dflat.reshape(gate_up.shape), ddown
+
+
+def sum_by_token(rows, token, tokens: int):
+    """[N, D]: of each token the sum of its rows, accumulated in float32.
+
+    Args:
+      rows: [P, D], finite. token: [P] integers in any order; rows of tokens from `tokens` = N on are left out.
+    """
+    def product(rows, token):
+        token, order = jax.lax.sort((token, jnp.arange(token.shape[0], dtype=jnp.int32)), num_keys=1)
+        return pallas_tpu.sum_rows(_rows(rows, order), token, tokens)
+
+    def scatter(rows, token):
+        return jnp.zeros((tokens, rows.shape[1]), _wide(rows)).at[token].add(rows.astype(_wide(rows)), mode="drop").astype(rows.dtype)
+
+    if not tpu():
+        return scatter(rows, token)
+    return jax.lax.platform_dependent(rows, token.astype(jnp.int32), tpu=product, default=scatter)
+
+
+# ---- the layout --------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    expert_T: jax.Array  # [T] of each tile, ascending
+    used: jax.Array  # [1] tiles that hold rows
+    sizes_E: jax.Array  # [E] rows of each expert's tiles
+    here_P: jax.Array  # [P] whether the row holds a choice; one that does not has weight 0 and any token
+    choice_P: jax.Array  # [P] number of the row's choice
+    token_P: jax.Array  # [P]
+    weight_P: jax.Array  # [P] float32
+    ordered: tuple[jax.Array, jax.Array]  # choices and weights as in P, but of all choices, and O more
+    left_E: jax.Array  # [E] index into them of the first of the expert's choices that the layout does not hold
+    ends_E: jax.Array  # [E] and of the end of its choices
+    begun_E: jax.Array  # [E] whether the expert has a tile
+    first: jax.Array | None  # expert with which the loop starts, E where there is nothing left; None: never is
+
+
+def _arrange(weight_NA, expert_NA, experts: int, room: int) -> _Plan:
+    choices = expert_NA.size
+    room = min(room, choices)
+    # A fourth of the rows of an expert at most: half a tile of each is wasted.
+    size = min(1 << max((room // experts // 4).bit_length() - 1, 4), _LARGEST_TILE)
+    most = choices // size + experts  # tiles, with at least one for each expert
+    tiles = most if room == choices else min(-(-room // size) + experts // 2, most)
+
+    expert_Q = jnp.where((expert_NA >= 0) & (expert_NA < experts), expert_NA, experts).reshape(-1).astype(jnp.int32)
+    count_E = jnp.sum(expert_Q[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    tiles_E = jnp.maximum(-(-count_E // size), 1)
+    tile_ends_E = jnp.cumsum(tiles_E)
+    tile_starts_E = tile_ends_E - tiles_E
+    # What fills an expert's last tile is sorted behind its choices, so that the sort itself makes the layout.
+    filling_EM = jnp.where(jnp.arange(size) < (tiles_E * size - count_E)[:, None], jnp.arange(experts)[:, None], experts)
+    filling = experts * size + _LOOP_ROWS  # choices that are none have numbers from Q on, and weight 0
+    keys = jnp.concatenate([expert_Q, filling_EM.reshape(-1), jnp.full(_LOOP_ROWS, experts)])
+    weights = jnp.pad(weight_NA.reshape(-1).astype(_wide(weight_NA)), (0, filling))
+    _, *ordered = jax.lax.sort((keys, jnp.arange(choices + filling, dtype=jnp.int32), weights), num_keys=1, is_stable=True)
+
+    rows, tile = tiles * size, jnp.arange(tiles)
+    choice_P, weight_P = (a[:rows] for a in ordered)
+    expert_T = jnp.minimum(jnp.sum(tile_ends_E <= tile[:, None], axis=1, dtype=jnp.int32), experts - 1)
+    used = jnp.minimum(tile_ends_E[-1:], tiles)
+    here_P = (choice_P < choices) & (jnp.arange(rows) < used * size)
+    first = None if tiles == most else jnp.sum(tile_ends_E <= tiles)
+    return _Plan(expert_T, used, (jnp.minimum(tile_ends_E, tiles) - jnp.minimum(tile_starts_E, tiles)) * size,
+                 here_P, choice_P, _token(choice_P, weight_NA), jnp.where(here_P, weight_P, 0), tuple(ordered),
+                 jnp.maximum(tile_starts_E * size, rows), tile_starts_E * size + count_E, tile_starts_E < tiles, first)
+
+
+def _token(choice, weight_NA):
+    """Of a choice's number; any for one that stands for none."""
+    return jnp.minimum(choice, weight_NA.size - 1) // weight_NA.shape[1]
+
+
+def _rows(x, index):
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _wide(x):
+    return jnp.promote_types(jnp.float32, x.dtype)
+
+
+# ---- what the layout holds ---------------------------------------------------------------------------------------
+
+
+def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E):
+    hidden_PF = grouped_matmul(x_PD, gate_up_EDF, sizes_E)
+    return grouped_matmul(_weighted_swiglu(hidden_PF.astype(_wide(x_PD)), weight_P).astype(x_PD.dtype), down_EID, sizes_E)
+
+
+def _weighted_swiglu(hidden, weight):
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    return jax.nn.silu(gate) * up * weight[:, None]
+
+
+def _mlp(plan: _Plan, x_PD, gate_up_EDF, down_EID):
+    arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID
+    if not pallas_tpu.fits(x_PD, gate_up_EDF, x_PD.shape[0] // plan.expert_T.shape[0]):
+        return _products(*arguments, plan.sizes_E)
+    return jax.lax.platform_dependent(
+        *arguments, plan.sizes_E, plan.expert_T, plan.used, tpu=lambda *a: pallas_tpu.mlp(*a[:4], *a[5:]),
+        default=lambda *a: _products(*a[:5]))
+
+
+def _mlp_gradients(plan: _Plan, x_PD, gate_up_EDF, down_EID, dy_PD):
+    arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID
+
+    def by_products(x_PD, weight_P, gate_up_EDF, down_EID, dy_PD, sizes_E, *_):
+        return jax.vjp(lambda *a: _products(*a, sizes_E), x_PD, weight_P, gate_up_EDF, down_EID)[1](dy_PD)
+
+    if not pallas_tpu.fits(x_PD, gate_up_EDF, x_PD.shape[0] // plan.expert_T.shape[0]):
+        return by_products(*arguments, dy_PD, plan.sizes_E)
+    return jax.lax.platform_dependent(
+        *arguments, dy_PD, plan.sizes_E, plan.expert_T, plan.used, default=by_products,
+        tpu=lambda *a: pallas_tpu.mlp_gradients(*a[:4], *a[6:], a[4]))
+
+
+# ---- what it does not hold ---------------------------------------------------------------------------------------
+
+
+def _loop(plan: _Plan, an_expert, carry):
+    """`carry` through `an_expert`(number, carry) of each expert with choices left."""
+    if plan.first is None:
+        return carry
+    return jax.lax.fori_loop(plan.first, plan.ends_E.shape[0], an_expert, carry)
+
+
+class _Left(NamedTuple):
+    """Choices of a step of the loop. Those beyond the expert's last have weight 0, any token, and nowhere to go."""
+
+    token_O: jax.Array
+    weight_O: jax.Array
+    into_O: jax.Array  # the token, or a number from N on
+    choice_O: jax.Array  # the number, or one from Q on
+
+
+def _steps(plan: _Plan, e, weight_NA, step, carry):
+    """`carry` through `step`(choices, carry) of all that is left of an expert."""
+    left = plan.left_E[e]
+
+    def a_step(k, carry):
+        first, index_O = left + k * _LOOP_ROWS, jnp.arange(_LOOP_ROWS)
+        choice_O, weight_O = (jax.lax.dynamic_slice(a, (first,), (_LOOP_ROWS,)) for a in plan.ordered)
+        token_O, here_O = _token(choice_O, weight_NA), first + index_O < plan.ends_E[e]
+        return step(_Left(token_O, jnp.where(here_O, weight_O, 0), jnp.where(here_O, token_O, weight_NA.shape[0] + index_O),
+                          jnp.where(here_O, choice_O, weight_NA.size + index_O)), carry)
+    return jax.lax.fori_loop(0, -(-(plan.ends_E[e] - left) // _LOOP_ROWS), a_step, carry)
+
+
+def _matrices(e, gate_up_EDF, down_EID):
+    return tuple(w[e].astype(_wide(w)) for w in (gate_up_EDF, down_EID))
+
+
+def _dense(x_OD, weight_O, gate_up_DF, down_ID):
+    return _weighted_swiglu(x_OD @ gate_up_DF, weight_O) @ down_ID

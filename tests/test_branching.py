@@ -1,0 +1,133 @@
+"""A run that begins with another one: its whole state goes on bitwise, its weights go anywhere, and what cannot be is said in a line."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from qwen3next_jax import digests
+from qwen3next_jax.config import (
+    CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TelemetryConfig, TrainConfig)
+from qwen3next_jax.config.run import SyntheticConfig
+from qwen3next_jax.data.pipeline import open_data
+from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.training import manifest, preflight
+from qwen3next_jax.training.checkpoint import Checkpoints
+from qwen3next_jax.training.fingerprint import read_run, write_run
+from qwen3next_jax.training.loop import start_state, train
+from qwen3next_jax.training.step import abstract_train_state, init_state
+
+STEPS, BRANCHED = 30, 10
+CONFIG = Config(
+    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=1,
+                      num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=8,
+                      linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32"),
+    data=DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)),
+    train=TrainConfig(steps=STEPS, batch_size=4, sequence_length=32, log_every=1),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5), checkpoint=CheckpointConfig(every=BRANCHED),
+    eval=EvalConfig(every=1000, rows=4, sample_tokens=0), telemetry=TelemetryConfig(diagnostics_every=0))
+
+
+def with_(**sections):
+    groups = {name: dataclasses.replace(getattr(CONFIG, name), **changes) for name, changes in sections.items()}
+    return dataclasses.replace(CONFIG, **groups)
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parent")
+    assert train(CONFIG, folder) == 0
+    return folder
+
+
+def losses(workdir):
+    events = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {e["step"]: (e["loss"], e["grad_norm"], e["learning_rate"]) for e in events if e["event"] == "train"}
+
+
+def saved(workdir, step, config=CONFIG):
+    with Checkpoints(workdir) as checkpoints:
+        return checkpoints.restore(step, abstract_train_state(config, one_device()))
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, tmp_path):
+    theirs, trained, gone = losses(parent), saved(parent, STEPS), tmp_path / "parent"
+    shutil.copytree(parent, gone)
+    config = with_(train={"init_from": f"{gone}@{BRANCHED}", "init_state": "all"})
+    assert train(config, tmp_path / "branch") == 0
+    assert losses(tmp_path / "branch") == {step: theirs[step] for step in range(BRANCHED + 1, STEPS + 1)}
+    same(saved(tmp_path / "branch", STEPS), trained)
+    digest = digests.of_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
+    record = read_run(tmp_path / "branch")["parent"]
+    assert record == {"path": str(gone), "step": BRANCHED, "manifest": digest}
+
+    shutil.rmtree(gone)
+    shutil.rmtree(tmp_path / "branch" / "checkpoints" / "30")
+    shutil.rmtree(tmp_path / "branch" / "checkpoints" / "20")  # to the copy of what it began with
+    assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0  # run.json is written anew
+    same(saved(tmp_path / "branch", STEPS), trained)
+    assert read_run(tmp_path / "branch")["parent"] == record
+
+
+def begun(config, mesh=None):
+    """→ (its first state, what it begins with)."""
+    data = open_data(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size)
+    mesh = mesh or one_device()
+    return start_state(config, mesh, data, preflight.find_parent(config, pathlib.Path("nowhere")))
+
+
+def test_the_weights_alone_begin_another_run_on_other_devices(parent):
+    config = with_(train={"init_from": str(parent), "sequence_length": 64, "batch_size": 8}, optimizer={"name": "muon"},
+                   data={"synthetic": SyntheticConfig(pairs=8)})
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2, 1, 1, 1), ("data", "expert", "context", "tensor"))
+    state = begun(config, mesh)
+    same(state["params"], saved(parent, STEPS)["params"])
+    fresh = init_state(config, mesh, state["params"])
+    same({**state, "params": 0}, {**fresh, "params": 0})
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, fresh)
+
+
+@pytest.mark.parametrize("change, offset, anew", [
+    ({"optimizer": {"learning_rate": 1e-3}}, 0, False),
+    ({"train": {"batch_size": 8}}, 5 - BRANCHED, True),  # the rows of 10 batches of 4
+    ({"train": {"batch_size": 3}}, 14 - BRANCHED, True),  # no row twice
+    ({"data": {"seed": 1}}, -BRANCHED, True)], ids=str)
+def test_the_whole_state_on_other_data(parent, change, offset, anew):
+    whole = {"init_from": f"{parent}@{BRANCHED}", "init_state": "all"}
+    state, held = begun(with_(**change | {"train": change.get("train", {}) | whole})), saved(parent, BRANCHED)
+    for name in ("params", "opt_state", "step"):
+        same(state[name], held[name])
+    assert int(state["guards"]["data_offset"]) == offset
+    assert int(state["guards"]["entries"]) == (0 if anew else BRANCHED)
+
+
+@pytest.mark.parametrize("init_from, change, message", [
+    ("{}/nowhere@10", {}, "there is no folder .*nowhere"),
+    ("{}/nowhere", {}, "it is no folder here: expected a run"),
+    ("{}@15", {}, "it has no checkpoint of step 15; saved steps: 10, 20, 30"),
+    ("{}@20", {"model": {"intermediate_size": 24}}, "its intermediate_size is 16, model.intermediate_size = 24"),
+    ("{}@20", {"optimizer": {"name": "muon"}}, "its optimizer.name is 'adamw', here it is 'muon'"),
+    ("{}", {}, "train.steps = 30 is the total, of which 30 are taken")])
+def test_what_cannot_be_is_told_before_anything_is_read(parent, tmp_path, init_from, change, message):
+    config = with_(train={"init_from": init_from.format(parent), "init_state": "all"}, **change)
+    with pytest.raises(UserError, match=message) as told:
+        preflight.check(config, tmp_path)
+    assert "\n" not in str(told.value)
+
+
+def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_with(parent, tmp_path):
+    """Although its parent has saved later ones since."""
+    config = with_(train={"init_from": str(parent)})
+    assert preflight.find_parent(config, tmp_path)["step"] == STEPS
+    write_run(tmp_path, {"parent": {"step": BRANCHED}})
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
+    assert preflight.find_parent(config, tmp_path)["step"] == BRANCHED
