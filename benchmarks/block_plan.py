@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from qwen3next_jax.config import LINEAR, MeshConfig, ModelConfig, ParallelConfig
+from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, shardings
+from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, storage_spec
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.roofline import Network, _Simulation
 from qwen3next_jax.planner.topology import describe
@@ -74,13 +75,13 @@ def main():
 
 
 def compile_layer(config: ModelConfig, mesh, tokens: int, level: str):
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, LINEAR, True, rngs=nnx.Rngs(0))))
-    params = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                          params, shardings({"layer": params}, mesh)["layer"])
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, "gated_deltanet", True, Make(config, nnx.Rngs(0)), (0,))))
+    params = jax.tree.map(lambda p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(
+        mesh, storage_spec(p.declared, p.shape, mesh)))), params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     spread = mesh if mesh.size > 1 else None
 
     def apply(params, x):
-        x, aux, _ = nnx.merge(graphdef, gather(params, "layer", spread, config.dtype))(x, context(x), None)
+        x, aux, _ = nnx.merge(graphdef, gather(params, spread, config.dtype))(x, context(x), None)
         return constrain(x, spread, "batch", "time", None), {name: aux[name] for name in ("load", "probability", "z", "tokens")}
 
     def context(x):

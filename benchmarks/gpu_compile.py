@@ -70,7 +70,6 @@ def largest_arrays(folder: str, top: int):
 
 
 def show(name: str, lowered, top: int):
-    import jax
 
     from qwen3next_jax.planner import hlo
 
@@ -149,7 +148,8 @@ def compile_all(options):
 
     from qwen3next_jax.config import Config, MeshConfig, from_dict
     from qwen3next_jax.parallel.mesh import make_mesh
-    from qwen3next_jax.training.step import abstract_batch, abstract_train_state, make_train_step
+    from qwen3next_jax.planner.planning import abstract_batch
+    from qwen3next_jax.training.step import abstract_train_state, make_train_step
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{options.gpus}")
     config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())

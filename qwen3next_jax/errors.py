@@ -5,7 +5,7 @@ import contextlib
 import difflib
 import enum
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class ExitCode(enum.IntEnum):
@@ -39,6 +39,20 @@ def require(condition: bool, message: str) -> None:
     """Raises a UserError of this message unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+@contextlib.contextmanager
+def told(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """A `with` block in which an error of these kinds becomes a UserError: `what`, and the reason in brackets."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{what} ({reason(error)})") from error
+
+
+def reason(error: Exception) -> str:
+    """What an error of the system or of a library says, in one line and without the path that is named beside it."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
 
 
 def warn(message: str) -> None:

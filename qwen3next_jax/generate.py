@@ -28,6 +28,7 @@ def main() -> int:
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.inference import decode
     from qwen3next_jax.inference.cache import cache_bytes
+    from qwen3next_jax.inference.streaming import DecodeStream
     from qwen3next_jax.load import load_model
 
     model, tokenizer, _ = load_model(_model.value)
@@ -43,7 +44,7 @@ def main() -> int:
     decode.compile_ahead(model, [prompt], **request)
     times = [time.perf_counter()]
     try:
-        for piece in _pieces(text, prompt, (int(token) for (token,) in tokens_B), tokenizer, times):
+        for piece in _pieces(text, prompt, (int(token) for (token,) in tokens_B), DecodeStream(tokenizer), times):
             sys.stdout.write(piece)
             sys.stdout.flush()
         print(flush=True)
@@ -68,10 +69,9 @@ def _prompt_text() -> str:
     return text
 
 
-def _pieces(text: str, prompt, tokens: Iterator[int], tokenizer, times: list[float]) -> Iterator[str]:
+def _pieces(text: str, prompt, tokens: Iterator[int], stream, times: list[float]) -> Iterator[str]:
     """The text in pieces as they complete, the prompt first; appends to `times` when each token came."""
     yield text
-    stream = tokenizer.decode_stream()
     for token in prompt:
         stream.add(token)
     for token in tokens:

@@ -88,11 +88,25 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
 
 
 def _verify_prepared(directories: list[pathlib.Path]) -> Iterator[Finding]:
-    from qwen3next_jax.data.preparation import verify_prepared
+    from qwen3next_jax.data.preparation import METADATA, read_metadata
+    from qwen3next_jax.data.rows import RowReader, Shard
 
     for directory in directories:
-        for name, damage in verify_prepared(directory):
-            yield f"{directory.name}/{name}", damage
+        try:
+            content = read_metadata(directory)
+            yield f"{directory.name}/{METADATA}", None
+        except UserError as error:
+            yield f"{directory.name}/{METADATA}", str(error)
+            continue
+        for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
+            damage = None
+            try:
+                rows = RowReader(directory, [shard], content["dtype"], content["row_length"])
+                for i in range(len(rows)):
+                    rows[i]
+            except UserError as error:
+                damage = str(error)
+            yield f"{directory.name}/{shard.file}", damage
 
 
 if __name__ == "__main__":

@@ -103,12 +103,18 @@ def test_both_mixers_follow_their_formulas(off):
 
 def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
     config = dataclasses.replace(BASE, **dict.fromkeys(ABLATIONS, False))
-    model = Qwen3Next(config, rngs=nnx.Rngs(0))
-    tokens = jnp.arange(T, dtype=jnp.int32)[None]
-    hidden, _ = model.decode(tokens, tokens, model.init_cache(1, T))
-    np.testing.assert_allclose(model.logits(hidden), model(tokens).logits, rtol=0, atol=1e-5)
+    model = nnx.jit(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))()
     graphdef, params = nnx.split(model, nnx.Param)
-    gradient = jax.grad(lambda p: jnp.sum(jax.nn.log_softmax(nnx.merge(graphdef, p)(tokens).logits)[..., 0]))(params)
+    tokens = jnp.arange(T, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def run(params):
+        model = nnx.merge(graphdef, params)
+        hidden, _ = model.decode(tokens, tokens, model.init_cache(1, T))
+        logits, pullback = jax.vjp(lambda p: nnx.merge(graphdef, p)(tokens).logits, params)
+        return model.logits(hidden), logits, *pullback(jax.grad(lambda x: jnp.sum(jax.nn.log_softmax(x)[..., 0]))(logits))
+    decoded, logits, gradient = run(params)
+    np.testing.assert_allclose(decoded, logits, rtol=0, atol=1e-5)
     for path, g in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.abs(g).max() > 0, jax.tree_util.keystr(path)
     assert parameter_counts(config).total == sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -117,13 +123,15 @@ def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
 
 
 def test_without_positions_the_order_of_the_past_does_not_matter():
-    def last_logits(factor, order):
-        config = dataclasses.replace(BASE, partial_rotary_factor=factor, layer_types=(FULL,), num_hidden_layers=1)
-        return Qwen3Next(config, rngs=nnx.Rngs(0))(jnp.asarray([order], jnp.int32)).logits[0, -1]
+    x_BTD = np.random.default_rng(0).standard_normal((1, T, BASE.hidden_size)).astype(np.float32)
+    context = Context(jnp.arange(T, dtype=jnp.int32)[None])
 
-    here, swapped = (3, 1, 4, 15, 9), (4, 1, 3, 15, 9)
-    np.testing.assert_allclose(last_logits(0.0, here), last_logits(0.0, swapped), atol=1e-5)
-    assert np.abs(last_logits(0.5, here) - last_logits(0.5, swapped)).max() > 1e-3
+    def last(factor, x_BTD):
+        config = dataclasses.replace(BASE, partial_rotary_factor=factor)
+        return GatedAttention(config, Make(config, nnx.Rngs(1)), (0,))(x_BTD, context)[0][0, -1]
+    swapped = x_BTD[:, [2, 1, 0, *range(3, T)]]
+    np.testing.assert_allclose(last(0.0, x_BTD), last(0.0, swapped), atol=1e-5)
+    assert np.abs(last(0.5, x_BTD) - last(0.5, swapped)).max() > 1e-3
 
 
 @pytest.mark.parametrize("placement, expected", [("last", "LLFLLF"), ("middle", "LFLLFL"), ("first", "FLLFLL")])

@@ -39,9 +39,11 @@ def inputs(b, t, n, m, d, s=None, dtype=np.float32):
     return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def output_and_gradients(f, q, k, v, do):
-    """o, dq, dk, dv."""
-    return jax.jit(lambda q, k, v, do: (lambda o, pullback: (o, *pullback(do)))(*jax.vjp(f, q, k, v)))(q, k, v, do)
+    """o, dq, dk, dv; compiled once for a function and shapes."""
+    o, pullback = jax.vjp(f, q, k, v)
+    return o, *pullback(do)
 
 
 def oracle_output_and_gradients(q, k, v, do, mask):
@@ -63,8 +65,8 @@ def tolerance(t, dtype=jnp.float32):
     return 4 * EPSILON * t**0.5 if dtype == jnp.float32 else 4 * 2.0**-9
 
 
-@pytest.mark.parametrize("t, n, m", [(1, 2, 2), (63, 4, 2), (64, 4, 1), (65, 3, 3), (200, 8, 2)])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("t, n, m, packed", [(1, 2, 2, False), (63, 4, 2, True), (64, 4, 1, False), (65, 3, 3, True), (200, 8, 2, False),
+                                             (200, 8, 2, True)])
 def test_equals_the_plain_softmax(t, n, m, packed):
     arrays = inputs(2, t, n, m, 16)
     segment_ids = np.sort(np.random.default_rng(1).integers(1, 5, (2, t)), axis=1) if packed else None
@@ -85,9 +87,9 @@ def test_bfloat16_operands_float32_softmax():
 
 
 def test_packed_documents_are_separate_documents():
-    lengths = (1, 64, 37, 100)
+    lengths = (1, 100, 37)
     q, k, v, do = inputs(1, sum(lengths), 4, 2, 16)
-    segment_ids = np.repeat(np.arange(1, 5), lengths)[None]
+    segment_ids = np.repeat(np.arange(1, 4), lengths)[None]
     packed = output_and_gradients(lambda *x: attention(*x, segment_ids=segment_ids), q, k, v, do)
     edges = np.cumsum((0, *lengths))
     alone = [output_and_gradients(attention, *(x[:, a:b] for x in (q, k, v, do))) for a, b in zip(edges, edges[1:])]
@@ -151,7 +153,7 @@ def test_memory_is_linear_in_the_length():
 # ---- splash -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("t, d, private", [(100, 64, True), (100, 64, False), (300, 128, True)])
+@pytest.mark.parametrize("t, d, private", [(100, 64, False), (300, 128, True)])
 def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch):
     if not private:  # a JAX without the backward kernels' name
         monkeypatch.delattr("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd")

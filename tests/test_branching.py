@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from qwen3next_jax import digests
-from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TelemetryConfig, TrainConfig
+from qwen3next_jax.config import (
+    CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TelemetryConfig, TrainConfig)
 from qwen3next_jax.config.run import SyntheticConfig
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.errors import UserError
@@ -33,7 +34,8 @@ CONFIG = Config(
 
 
 def with_(**sections):
-    return dataclasses.replace(CONFIG, **{name: dataclasses.replace(getattr(CONFIG, name), **changes) for name, changes in sections.items()})
+    groups = {name: dataclasses.replace(getattr(CONFIG, name), **changes) for name, changes in sections.items()}
+    return dataclasses.replace(CONFIG, **groups)
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_two_halves_chained_by_the_state_are_the_whole():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(kernel=jnp.zeros((4, D + 1))), r"kernel has shape \(4, 6\): expected \[width, \*channels\]"),
+        (dict(kernel=jnp.zeros((4, D + 1))), r"kernel has shape \(4, 6\): expected \[W, 5\]"),
         (dict(activation="gelu"), "activation='gelu'"),
         (dict(initial_state=jnp.zeros((B, 4, D))), "initial_state has shape"),
         (dict(segment_ids=jnp.zeros((B, T + 1), int)), "segment_ids has shape"),

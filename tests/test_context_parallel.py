@@ -1,6 +1,7 @@
 """The operators with the sequence split over devices against themselves on one device, outputs and all gradients."""
 
 import functools
+import itertools
 import importlib.util
 import pathlib
 import subprocess
@@ -67,11 +68,12 @@ def assert_equal(got, want, bar=BAR):
         assert error <= bar, f"{jax.tree_util.keystr(path)}: relative L2 error {error:.1e}"
 
 
-SPLITS = pytest.mark.parametrize("shards, packed", [
-    (2, False), (4, True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, True), (4, False), (8, False), (8, True)))])
+def splits(*quick):
+    every = itertools.product((2, 4, 8), (False, True))
+    return pytest.mark.parametrize("shards, packed", [*quick, *(pytest.param(*x, marks=pytest.mark.slow) for x in every if x not in quick)])
 
 
-@SPLITS
+@splits((2, False), (4, True))
 def test_convolution(shards, packed):
     time, channels, width = 32, (3, 2), 4
     by_time = arrays(0, x=(B, time, *channels))
@@ -97,7 +99,7 @@ def attention_case(time, implementation=None):
     return f, arrays(2, q=(B, time, 4, 8), k=(B, time, 2, 8), v=(B, time, 2, 8))
 
 
-@SPLITS
+@splits((2, False), (4, True))
 def test_attention(shards, packed):
     time = 160  # blocks of 20 to 40 queries, no multiple of the key blocks of 64
     f, arguments = attention_case(time)
@@ -136,31 +138,33 @@ def delta_rule_case(time, key=8, value=12, **settings):
     return f, by_time, arrays(5, initial_state=(B, 4, key, value))
 
 
-@SPLITS
+@functools.cache
+def delta_rule_on_one_device(packed, **settings):
+    f, by_time, whole = delta_rule_case(160, **settings)
+    return results(f, by_time, whole, None, jnp.asarray(layout(160)) if packed else None)
+
+
+@splits((4, True))  # without documents on two: below
 def test_delta_rule(shards, packed):
-    time = 160
-    f, by_time, whole = delta_rule_case(time)
-    ids = jnp.asarray(layout(time)) if packed else None
-    assert_equal(results(f, by_time, whole, shards, ids), results(f, by_time, whole, None, ids))
+    f, by_time, whole = delta_rule_case(160)
+    ids = jnp.asarray(layout(160)) if packed else None
+    assert_equal(results(f, by_time, whole, shards, ids), delta_rule_on_one_device(packed, implementation="chunked"))
 
 
-@pytest.mark.parametrize("settings", [dict(implementation="recurrent"), dict(implementation="associative"),
-                                      dict(implementation="pallas_tpu"), dict(erase=False)], ids=str)
-def test_delta_rule_in_every_form(settings):
-    time = 160
-    ids = jnp.asarray(layout(time))
-    f, by_time, whole = delta_rule_case(time, **settings)
-    one_device, *_ = delta_rule_case(time, **settings | dict(implementation="chunked"))
-    assert_equal(results(f, by_time, whole, 2, ids), results(one_device, by_time, whole, None, ids))
+@pytest.mark.parametrize("packed, settings", [(True, dict(implementation="recurrent")), (True, dict(implementation="associative")),
+                                              (True, dict(implementation="pallas_tpu")), (False, dict(erase=False))], ids=str)
+def test_delta_rule_in_every_form(packed, settings):
+    ids = jnp.asarray(layout(160)) if packed else None
+    f, by_time, whole = delta_rule_case(160, **settings)
+    assert_equal(results(f, by_time, whole, 2, ids), delta_rule_on_one_device(packed, **settings | dict(implementation="chunked")))
 
 
 def test_delta_rule_in_pieces(monkeypatch):
     """With the chunks' inverses known, of which every piece takes its own."""
+    want = delta_rule_on_one_device(True, implementation="chunked")
     monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=1, together=1))  # a chunk a piece
-    ids = jnp.asarray(layout(160))
     f, by_time, whole = delta_rule_case(160)
-    one_device, *_ = delta_rule_case(160, implementation="recurrent")
-    assert_equal(results(f, by_time, whole, 2, ids), results(one_device, by_time, whole, None, ids))
+    assert_equal(results(f, by_time, whole, 2, jnp.asarray(layout(160))), want)
 
 
 def test_delta_rule_in_bfloat16():

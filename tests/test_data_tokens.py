@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.inference.streaming import DecodeStream
 
 TEXT = "def größe(x):\n\treturn '∀ 😀' + x  # naïve\r\n\x00\x7f   done — ok\n"
 TRAINING = ["def f(x):\n    return x + 1\n", "größe naïve ∀x 😀😀 done", "import os\nimport sys\n"] * 4
@@ -82,7 +83,7 @@ def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
 
 @pytest.mark.parametrize("pieces", [TEXT, "é", "\ufffd", "😀" * 3, "a\ufffd\ufffd b"])
 def test_stream_never_shows_half_a_character(tokenizer, pieces):
-    stream = tokenizer.decode_stream()
+    stream = DecodeStream(tokenizer)
     shown = [stream.add(i) for i in tokenizer.encode(pieces)]
     assert "".join(shown) + stream.end() == pieces
     if "\ufffd" not in pieces:
@@ -90,7 +91,7 @@ def test_stream_never_shows_half_a_character(tokenizer, pieces):
 
 
 def test_stream_of_broken_bytes_ends_and_is_bounded():
-    stream = load_tokenizer("bytes").decode_stream()
+    stream = DecodeStream(load_tokenizer("bytes"))
     shown = [stream.add(0xE2) for _ in range(50)]  # each the first of three bytes, none completed
     assert sum(map(len, shown)) >= 40
     assert "".join(shown) + stream.end() == "\ufffd" * 50

@@ -1,7 +1,12 @@
-"""Every implementation of the gated delta rule against the float64 recurrence, outputs and all gradients."""
+"""Every implementation of the gated delta rule against the float64 recurrence, outputs and all gradients.
+
+    python tests/test_delta_rule.py chunked pallas_tpu      prints the errors of the hard inputs
+"""
 
 import functools
+import itertools
 import re
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -61,16 +66,20 @@ def error(got, want):
     return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
 
 
-def check(inputs, cotangents, implementation, dtype, bar, gradient_bar, **settings):
-    """Relative L2 errors against the recurrence in float64; the bars are those of outputs and of gradients."""
+def errors(inputs, cotangents, implementation, dtype, **settings):
+    """Relative L2 errors against the recurrence in float64, of outputs and gradients."""
     if dtype != jnp.float64:
         inputs, cotangents = rounded(inputs, cotangents, dtype)
     want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="recurrent", **settings)
     got = outputs_and_gradients(inputs, cotangents, dtype, implementation=implementation, **settings)
     floor = 1e-12 * np.linalg.norm(want["dv"]) + 1e-30  # of dg, which may be zero as a whole
-    for name in want:
-        size = max(np.linalg.norm(want[name]), floor if name == "dg" else 1e-30)
-        found = np.linalg.norm(got[name] - want[name]) / size
+    sizes = {name: max(np.linalg.norm(x), floor if name == "dg" else 1e-30) for name, x in want.items()}
+    return {name: np.linalg.norm(got[name] - want[name]) / size for name, size in sizes.items()}
+
+
+def check(inputs, cotangents, implementation, dtype, bar, gradient_bar, **settings):
+    """The bars are those of outputs and of gradients."""
+    for name, found in errors(inputs, cotangents, implementation, dtype, **settings).items():
         assert found <= (bar if name in ("o", "final") else gradient_bar), (name, found)
 
 
@@ -143,9 +152,10 @@ def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     check(inputs, cotangents, "chunked", dtype, *BARS[dtype], segment_ids=ids, **settings)
 
 
-@pytest.mark.parametrize("settings", [dict(erase=False), dict(normalize_qk=False)], ids=str)
-def test_kernel_without_erasing_or_norm(settings):
-    inputs, cotangents = problem(time=CHUNK + 3)
+@pytest.mark.parametrize("groups, heads, settings", [(2, 2, dict(erase=False)), (1, 3, dict(normalize_qk=False))], ids=str)
+def test_kernel_without_erasing_or_norm(groups, heads, settings):
+    """With a key head each, and with one for three."""
+    inputs, cotangents = problem(time=CHUNK + 3, groups=groups, heads=heads)
     inputs |= dict(q=inputs["q"] / 4, k=inputs["k"] / 4)
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32], **settings)
 
@@ -175,17 +185,6 @@ def test_kernel_with_two_blocks_reads_nothing_unwritten_and_races_nowhere(monkey
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32], segment_ids=ids)
 
 
-@pytest.mark.parametrize("implementation", FORMS)
-@pytest.mark.parametrize("time", [1, 15, CHUNK - 1, CHUNK, CHUNK + 1])
-def test_lengths_around_a_chunk(time, implementation):
-    check(*problem(time=time), implementation, jnp.float32, *BARS[jnp.float32])
-
-
-@pytest.mark.parametrize("groups, heads, implementation", [*((1, 3, form) for form in FORMS), (2, 2, "pallas_tpu")])
-def test_head_groups(groups, heads, implementation):
-    check(*problem(time=CHUNK + 5, groups=groups, heads=heads), implementation, jnp.float32, *BARS[jnp.float32])
-
-
 @st.composite
 def layouts(draw):
     """A [1, 100] row of document ids: lengths from one token up, gaps in the ids, padding at the end."""
@@ -197,7 +196,7 @@ def layouts(draw):
     return np.array([ids + [0] * (100 - len(ids))])
 
 
-@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=9, deadline=None, derandomize=True)
 @hypothesis.given(ids=layouts(), implementation=st.sampled_from(FORMS))
 @hypothesis.example(ids=np.zeros((1, 100), int), implementation="pallas_tpu")
 @hypothesis.example(ids=np.array([[1] * 64 + [2] * 36]), implementation="pallas_tpu")
@@ -207,7 +206,7 @@ def test_documents(ids, implementation):
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_packed_documents_equal_separate_ones(implementation):
-    lengths = (15, CHUNK, 1)  # lengths that other tests compile, and so is the row's
+    lengths = (15, 50, 1)  # of which the first two are the halves below
     inputs, cotangents = problem(time=100)
     ids = np.array([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * (100 - sum(lengths))])
     packed = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation, segment_ids=ids)
@@ -232,23 +231,18 @@ def test_packed_documents_equal_separate_ones(implementation):
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_two_halves_chained_by_the_state_are_the_whole(implementation):
-    inputs, cotangents = problem(time=CHUNK + 1)
-    whole = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation)
-    arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-
-    @jax.jit
-    def halves(p):
-        cut = lambda rows: {n: x[:, rows] for n, x in p.items() if n != "initial_state"}
-        first, state = gated_delta_rule(
-            **cut(slice(0, 40)), initial_state=p["initial_state"], implementation=implementation
-        )
-        second, state = gated_delta_rule(**cut(slice(40, None)), initial_state=state, implementation=implementation)
-        return jnp.concatenate([first, second], axis=1), state
-
-    (o, final), pullback = jax.vjp(halves, arrays)
-    (gradients,) = pullback(tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
-    for name, x in (dict(o=o, final=final) | {f"d{n}": x for n, x in gradients.items()}).items():
-        assert error(np.asarray(x), whole[name]) < 2e-5, name
+    """And the whole, a chunk and one token, is what the recurrence gives."""
+    inputs, (do, dfinal) = problem(time=CHUNK + 1)
+    check(inputs, (do, dfinal), implementation, jnp.float32, *BARS[jnp.float32])
+    run = functools.partial(outputs_and_gradients, dtype=jnp.float32, implementation=implementation)
+    cut = lambda rows, state: {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"} | dict(initial_state=state)
+    early, late = slice(0, 15), slice(15, None)
+    state = run(cut(early, inputs["initial_state"]), (do[:, early], dfinal))["final"]
+    second = run(cut(late, state), (do[:, late], dfinal))
+    first = run(cut(early, inputs["initial_state"]), (do[:, early], second["dinitial_state"]))
+    halves = {n: np.concatenate([first[n], second[n]], axis=1) for n in ("o", "dq", "dk", "dv", "dg", "dbeta")}
+    for name, x in run(inputs, (do, dfinal)).items():
+        assert error((halves | dict(final=second["final"], dinitial_state=first["dinitial_state"]))[name], x) < 2e-5, name
 
 
 @pytest.mark.parametrize("implementation", FORMS)
@@ -264,7 +258,7 @@ def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementatio
     np.testing.assert_array_equal(run(changed)["o"][:, :30], before["o"][:, :30])
 
 
-@pytest.mark.parametrize("implementation", (*FORMS[1:], None))  # None is the chunked form here
+@pytest.mark.parametrize("implementation", ("pallas_tpu", None))  # None is the chunked form here, of which the associative is a variant
 def test_x64_changes_nothing_for_float32(implementation):
     inputs, cotangents = problem(time=15)  # a length that other tests compile
     want = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation or "chunked")
@@ -285,19 +279,15 @@ def test_long_sequence():
     "change, kind, message",
     [
         (dict(implementation="triton"), ValueError, "implementation='triton': expected one of"),
-        (dict(k=jnp.zeros((1, 8, 2, 4))), ValueError, r"k has shape \(1, 8, 2, 4\)"),
-        (dict(v=jnp.zeros((1, 8, 3, 4))), ValueError, "v has 3 heads and q 2"),
-        (dict(g=jnp.zeros((1, 8))), ValueError, r"g has shape \(1, 8\): expected \[B, T, H\]"),
+        (dict(k=jnp.zeros((1, 8, 2, 4))), ValueError, r"k has shape \(1, 8, 2, 4\): expected \[B = 1, T = 8, G = 2, K = 3\]$"),
+        (dict.fromkeys("qk", jnp.zeros((1, 8, 3, 3))), ValueError, "v has 4 heads and q 3"),
+        (dict(g=jnp.zeros((1, 8))), ValueError, r"g has shape \(1, 8\): expected \[B = 1, T = 8, H = 4\]"),
         (dict(beta=jnp.zeros((1, 8, 4), jnp.int32)), ValueError, "beta has dtype int32"),
-        (
-            dict(initial_state=jnp.zeros((1, 4, 4, 4))),
-            ValueError,
-            r"initial_state has shape .* expected \[B, H, K, V\]",
-        ),
+        (dict(initial_state=jnp.zeros((1, 4, 4, 4))), ValueError, r"initial_state has shape .* expected \[B = 1, H = 4, K = 3, V = 4\]"),
         (dict(segment_ids=jnp.ones((1, 7), int)), ValueError, "segment_ids has shape"),
-        *((dict.fromkeys("qk", jnp.zeros(shape)), ValueError, f"q has shape {re.escape(str(shape))}: expected at least one")
+        *((dict.fromkeys("qk", jnp.zeros(shape)), ValueError, f"q has shape {re.escape(str(shape))}: expected .*, nothing empty")
           for shape in ((1, 8, 0, 3), (1, 8, 2, 0))),
-        *((dict(v=jnp.zeros(shape)), ValueError, f"v has shape {re.escape(str(shape))}: expected at least one")
+        *((dict(v=jnp.zeros(shape)), ValueError, f"v has shape {re.escape(str(shape))}: expected .*, nothing empty")
           for shape in ((1, 8, 0, 4), (1, 8, 4, 0))),
         (dict(v=jnp.zeros((1, 8, 4, 4), jnp.float8_e4m3fn)), ValueError, "v has dtype float8_e4m3fn: expected float32, bfloat16 or"),
         (dict(q=jnp.zeros((1, 8, 2, 3), jnp.float16)), ValueError, "q has dtype float16"),
@@ -376,3 +366,9 @@ def test_values_are_checked_where_nans_are_debugged(change, message):
             with pytest.raises(jax.errors.JaxRuntimeError, match=message):  # JAX wraps what a callback raises
                 run()
                 jax.effects_barrier()
+
+
+if __name__ == "__main__":
+    for dtype, name, implementation in itertools.product((jnp.float32, jnp.bfloat16), CASES, sys.argv[1:]):
+        found = errors(*adversarial(name)[:2], implementation, dtype)
+        print(f"{dtype.__name__:8} {name:14} {implementation:11}", *(f"{n} {x:.1e}" for n, x in found.items()), flush=True)

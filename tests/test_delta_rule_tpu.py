@@ -1,10 +1,10 @@
 """The kernels through the real TPU compiler, for described chips: no TPU is needed.
 
-The released model's shape, one a chip, and small problems that take other ways through the kernels; `-m slow` adds the forward pass
-alone, head widths 64 and 256, longer sequences and more of the small ones. One process a chip, for the compiler reads its environment
-once:
+The released model's shape for one core a chip (v6e) and for two (v4), and small problems that take other ways through the kernels;
+`-m slow` adds the other chips, the forward pass alone, head widths 64 and 256, longer sequences and more of the small ones. One
+process a chip, for the compiler reads its environment once:
 
-    python -m tests.test_delta_rule_tpu v6e float32 x64    # names of CASES: prints the number of kernels in each program
+    python -m tests.test_delta_rule_tpu v6e released "share 4"    # names of CASES: prints the number of kernels in each program
 """
 
 import functools
@@ -27,12 +27,10 @@ needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, 
 
 RELEASED = {"released": dict(time=4096, key_heads=16, value_heads=32)}
 QUICK = RELEASED | {
-    "float32": dict(dtype="float32"),
-    "x64": dict(x64=True),
-    "share 3": dict(value_heads=6),
+    "float32, x64": dict(dtype="float32", x64=True),
+    "share 3, documents and first state": dict(value_heads=6, documents=True, first_state=True),
     "1 head, chunk 16, float32": dict(key_heads=1, value_heads=1, width=32, value_width=32, dtype="float32"),
     "K 64, V 256, q float32": dict(width=64, value_width=256, key_dtype="float32"),
-    "documents and first state": dict(documents=True, first_state=True),
 }
 REST = {
     "no erasing, no norm": dict(erase=False, normalize_qk=False),
@@ -75,7 +73,8 @@ def kernels_of_cases(chip, names):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name, chip", [*((name, "v6e") for name in QUICK), *(("released", chip) for chip in CHIPS if chip != "v6e")])
+@pytest.mark.parametrize("name, chip", [*((name, "v6e") for name in QUICK), ("released", "v4"), *(
+    pytest.param("released", chip, marks=pytest.mark.slow) for chip in CHIPS if chip not in ("v4", "v6e"))])
 def test_compiles(name, chip):
     printed, errors = kernels_of_cases(chip, tuple(QUICK if chip == "v6e" else RELEASED))
     assert printed.get(name) == "2", printed.get(name, errors)

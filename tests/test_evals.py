@@ -15,7 +15,8 @@ from qwen3next_jax import evaluate
 from qwen3next_jax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.data.tokens import ByteTokenizer, TaskTokens
+from qwen3next_jax.data.synthetic import TaskTokens
+from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
@@ -196,8 +197,8 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
         params = init_state(NANO, mesh)["params"]
         evaluations = evaluation.make(("heldout", "mqar", "sinks"), subject)
         found.append({f"{name} {kind}": value for name, one in evaluations.items() for kind, value in one.run(params).items()})
-        said.append([complete(nnx.merge(graphdef, params), [np.arange(1, n) for n in (6, 20, 2)], max_new_tokens=8, seed=3,
-                              temperature=temperature, mesh=compute_mesh(mesh)) for temperature in (0.0, 1.0)])
+        said.append(complete(nnx.merge(graphdef, params), [np.arange(1, n) for n in (6, 20, 2)], max_new_tokens=8, seed=3,
+                             temperature=1.0, mesh=compute_mesh(mesh)))
     assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1 and len(found[0]) > 10
     np.testing.assert_array_equal(said[1], said[0])
     assert len(np.unique(said[0])) > 8

@@ -16,7 +16,7 @@ SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=6, num_attention_h
              intermediate_size=40, full_attention_interval=3)
 MODELS = {
     "released": ModelConfig(),
-    "dense": ModelConfig(**SMALL | dict(num_experts=0, mtp_depth=2, tie_word_embeddings=True)),
+    "dense": ModelConfig(**SMALL | dict(num_experts=0, num_experts_per_tok=0, mtp_depth=2, tie_word_embeddings=True)),
     "mixed": ModelConfig(**SMALL | dict(mlp_only_layers=(1, 4), mtp_depth=0, shared_expert_intermediate_size=0)),
     "no attention": ModelConfig(**SMALL | dict(full_attention_interval=0)),
 }

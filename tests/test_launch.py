@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.parallel import distributed
 from qwen3next_jax.parallel.launch import GKE, TPU_VM, Launch, find_launch, first_host, own_gpus, tasks_on_node
@@ -102,9 +103,9 @@ def test_mistakes_are_named(environment, flags, message):
         find_launch(environment, *flags)
 
 
-@pytest.mark.parametrize("name", ["code: qwen3next_jax/model/language_model.py", "optax", "libtpu"])
-def test_another_version_of_the_code_or_of_a_library_is_refused_by_name(monkeypatch, name):
-    digests = distributed._code_digests()
+@pytest.mark.parametrize("name", ["code: qwen3next_jax/model/language_model.py", "optax", "libtpu", "config.optimizer.learning_rate"])
+def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_name(monkeypatch, name):
+    digests = distributed._code_digests() | distributed._settings(Config())
     assert name in digests
     said = [{"host": f"host{i}", "about": about} for i, about in enumerate((digests, digests | {name: "another"}))]
     monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)

@@ -19,7 +19,7 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
     "parallel": {"ops", "config"},
     "data": {"config"},
     "interop": {"model", "config"},
-    "inference": {"model", "parallel", "ops", "config"},
+    "inference": {"data", "model", "parallel", "ops", "config"},
     "evals": {"reporting", "inference", "model", "parallel", "config", "data"},
     "reporting": set(),
     "sweeps": {"config_files", "reporting", "data", "evals", "inference", "model", "config"},

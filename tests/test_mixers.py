@@ -113,7 +113,7 @@ def test_flops_and_counts_are_those_of_the_shapes(mixer):
     assert sum(p.size for p in sizes.values()) == 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
     assert parameter_counts(config).total == sum(p.size for p in declared(config).values())
     products = 2 * sum(p.size for p in sizes.values() if p.kind == "matrix")
-    assert forward_flops_per_token(config, T)[name] == products + 2 * mixer_class(name).forward_flops(config, T) > products > 0
+    assert forward_flops_per_token(config, T)[name] == products + 2 * mixer_class(name).forward_flops(config, T) > 0
     assert all(not p.decays(True) for path, p in sizes.items() if p.kind == "rate")
 
 

@@ -46,7 +46,8 @@ import sys
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.planner.topology import describe
-from qwen3next_jax.training.step import abstract_batch, abstract_train_state, make_train_step
+from qwen3next_jax.planner.planning import abstract_batch
+from qwen3next_jax.training.step import abstract_train_state, make_train_step
 
 topology, axes = sys.argv[1], dict(pair.split("=") for pair in sys.argv[2].split(","))
 config = Config(

@@ -43,7 +43,7 @@ def get_config():
                         linear_key_head_dim=16, linear_value_head_dim=16)
     config.train.update(steps=16, batch_size=4, sequence_length=32, log_every=1)
     config.checkpoint.every = 10
-    config.eval.update(every=16, rows=8, sample_tokens=0, suite_rows=3, suite_pairs=(2,))
+    config.eval.update(every=4, rows=8, sample_tokens=0, suite_rows=3, suite_pairs=(2,))
     return config
 """
 
@@ -54,7 +54,7 @@ class Processes:
     def __init__(self, environments, flags, arguments, folders=None, shares=None):
         shared = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
             "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "SHARES": str(shares or os.devnull),
-            "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={DEVICES // len(environments)}",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // len(environments)}",
             "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
         self.all = [subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments, *own], cwd=folder, text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=shared | environment)
@@ -135,7 +135,8 @@ def assert_same_curve(workdir, expected):
     found, wanted = ([(e["step"], e["loss"], e["grad_norm"]) for e in events(w, "train")] for w in (workdir, expected))
     assert [step for step, _, _ in found] == list(range(1, 17))
     assert found == [(step, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for step, loss, norm in wanted]
-    assert events(workdir, "heldout")[-1]["loss"] == pytest.approx(events(expected, "heldout")[-1]["loss"], rel=1e-5)
+    heldout, wanted = ([event["loss"] for event in events(w, "heldout")] for w in (workdir, expected))
+    assert heldout == pytest.approx(wanted, rel=1e-5)
     for kind, said in (("suite", "accuracy/2 pairs"), ("sample", "text")):
         assert [event[said] for event in events(workdir, kind)] == [event[said] for event in events(expected, kind)]
 
@@ -177,11 +178,12 @@ def test_two_processes_interrupted_by_a_signal_to_one_go_on_as_one_process(one, 
     assert_same_curve(run, one)
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_as_two(one, corpus, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(one, run)
     shutil.rmtree(run / "checkpoints" / "16")
-    (_, out, _), (_, other, _) = Processes(*by_flags(2), arguments(corpus, run)).succeed()
+    (_, out, _), (_, other, _) = Processes(*by_open_mpi(2), arguments(corpus, run)).succeed()
     assert "Trained 16 steps" in out and "step" not in other
     assert [(e["first_step"], e["hosts"]) for e in events(run, "start")] == [(0, 1), (10, 2)]
     assert_same_curve(run, one)
@@ -193,13 +195,10 @@ def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
     other.mkdir()
     shutil.copy(corpus / "0.txt", tmp_path / "text.txt")
     (other / "text.txt").write_text((corpus / "0.txt").read_text() + "one more line")
-    environments, _ = by_open_mpi(2)
-    config = Processes(environments, [(), ("--config.optimizer.learning_rate=0.5",)], arguments(corpus, tmp_path / "run"))
-    data = Processes(*by_gke(2), arguments(corpus, tmp_path / "run", "--config.data.path=text.txt"), folders=[tmp_path, other])
-    for run, field in ((config, "config.optimizer.learning_rate"), (data, "data fingerprint")):
-        for code, _, err in run.wait():
-            line = rf"^error: processes disagree on {field}: process 0 on \S+ has \S+, process 1 on \S+ \S+; start"
-            assert code == 2 and re.search(line, err), err
+    run = Processes(*by_gke(2), arguments(corpus, tmp_path / "run", "--config.data.path=text.txt"), folders=[tmp_path, other])
+    for code, _, err in run.wait():
+        line = r"^error: processes disagree on data fingerprint: process 0 on \S+ has \S+, process 1 on \S+ \S+; start"
+        assert code == 2 and re.search(line, err), err
     assert not (tmp_path / "run").exists()
 
 

@@ -26,8 +26,8 @@ from qwen3next_jax.load import load_model
 from qwen3next_jax.model import declared
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.training.fingerprint import read_run
-from qwen3next_jax.training.loop import seal, start_state, train
+from qwen3next_jax.training.fingerprint import read_run, seal
+from qwen3next_jax.training.loop import start_state, train
 from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.step import abstract_train_state, init_state, make_train_step
 

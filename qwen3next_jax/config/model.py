@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
@@ -76,23 +77,18 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("layer_types", "mlp_only_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        self._check_sizes()
+        check_bounds(self, "model", {
+            "a positive number":
+                "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
+                "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim decoder_sparse_step "
+                "max_position_embeddings rms_norm_eps initializer_range rope_theta",
+            "0 or more": "num_experts mtp_depth shared_expert_intermediate_size full_attention_interval",
+            "0 … 1": "partial_rotary_factor"})
         self._check_layers()
         self._check_heads()
-        self._check_experts()
-
-    def _check_sizes(self):
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
-                     "linear_value_head_dim", "linear_conv_kernel_dim", "decoder_sparse_step", "max_position_embeddings",
-                     "rms_norm_eps", "initializer_range", "rope_theta"):
-            require(getattr(self, name) > 0, f"model.{name} = {getattr(self, name)}: expected a positive number")
-        for name in ("num_experts", "mtp_depth", "shared_expert_intermediate_size"):
-            require(getattr(self, name) >= 0, f"model.{name} = {getattr(self, name)}: expected 0 or more")
+        self._check_mlps()
 
     def _check_layers(self):
-        require(self.full_attention_interval >= 0,
-                f"model.full_attention_interval = {self.full_attention_interval}: expected 0 (no full attention) or more")
         require(not self.layer_types or len(self.layer_types) == self.num_hidden_layers,
                  f"model.layer_types names {len(self.layer_types)} layers, model.num_hidden_layers = "
                  f"{self.num_hidden_layers}: expected as many; change one of the two")
@@ -109,21 +105,15 @@ class ModelConfig:
         require(n % m == 0, f"model.num_attention_heads = {n} is not a multiple of model.num_key_value_heads = {m}")
         g, h = self.linear_num_key_heads, self.linear_num_value_heads
         require(h % g == 0, f"model.linear_num_value_heads = {h} is not a multiple of model.linear_num_key_heads = {g}")
-        require(0 <= self.partial_rotary_factor <= 1,
-                 f"model.partial_rotary_factor = {self.partial_rotary_factor}: expected 0 … 1")
         require(self.rotary_dim % 2 == 0,
                  f"model.head_dim × model.partial_rotary_factor = {self.head_dim} × {self.partial_rotary_factor} gives "
                  f"{self.rotary_dim} rotated dimensions: expected an even number")
 
-    def _check_experts(self):
-        if self.has_experts:
-            k, e = self.num_experts_per_tok, self.num_experts
-            require(1 <= k <= e, f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}")
-            require(self.moe_intermediate_size > 0,
-                     f"model.moe_intermediate_size = {self.moe_intermediate_size}: expected a positive number")
-        if self.has_dense_mlps:
-            require(self.intermediate_size > 0,
-                     f"model.intermediate_size = {self.intermediate_size}: expected a positive number")
+    def _check_mlps(self):
+        k, e = self.num_experts_per_tok, self.num_experts
+        require(1 <= k <= e or not self.has_experts, f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}")
+        widths = "moe_intermediate_size " * self.has_experts + "intermediate_size" * self.has_dense_mlps
+        check_bounds(self, "model", {"a positive number": widths})
 
     @property
     def ablated(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import math
 import re
 from typing import Literal
 
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.sources import DATA_SOURCES
@@ -22,8 +23,7 @@ class SyntheticConfig:
     gap_power: float = 0.01  # mqar: a query's distance d has probability ∝ d^(gap_power - 1)
 
     def __post_init__(self):
-        require(self.pairs >= 1, f"data.synthetic.pairs = {self.pairs}: expected at least 1")
-        require(self.gap_power > 0, f"data.synthetic.gap_power = {self.gap_power}: expected a positive number")
+        check_bounds(self, "data.synthetic", {"at least 1": "pairs", "a positive number": "gap_power"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,7 @@ class DataConfig:
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
         check_name(DATA_SOURCES, self.source, "data.source")
-        require(0 <= self.seed < 2**32, f"data.seed = {self.seed}: expected 0 … 2^32 - 1")
-        require(0 < self.heldout_fraction < 1, f"data.heldout_fraction = {self.heldout_fraction}: expected between 0 and 1")
+        check_bounds(self, "data", {"0 … 2^32 - 1": "seed", "between 0 and 1": "heldout_fraction"})
         require("://" not in self.prepared_dir, f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are read "
                                                 "from it at random; data.path may be remote")
         require(all(w > 0 for w in self.weights), f"data.weights = {self.weights}: expected positive numbers")
@@ -78,16 +77,13 @@ class TrainConfig:
     compile_timeout: float = 7200.0  # seconds for what may compile: the first step and evaluations
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
-            require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: expected at least 1")
-        require(0 <= self.seed < 2**32, f"train.seed = {self.seed}: expected 0 … 2^32 - 1")
+        check_bounds(self, "train", {
+            "at least 1": "steps batch_size gradient_accumulation log_every", "at least 2": "sequence_length", "0 … 2^32 - 1": "seed",
+            "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight step_timeout compile_timeout"})
         require(self.init_state == "weights" or bool(self.init_from), "train.init_state = 'all': expected a run in train.init_from")
-        require(self.sequence_length >= 2, f"train.sequence_length = {self.sequence_length}: expected at least 2")
         require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
                  f"{self.gradient_accumulation}")
-        for name in ("balance_loss_weight", "mtp_loss_weight", "router_z_loss_weight", "step_timeout", "compile_timeout"):
-            require(getattr(self, name) >= 0, f"train.{name} = {getattr(self, name)}: expected 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +96,7 @@ class MuonConfig:
     per_head: bool = False  # orthogonalises each head's rows or columns alone, not a projection's of all heads together
 
     def __post_init__(self):
-        require(0 <= self.momentum < 1, f"optimizer.muon.momentum = {self.momentum}: expected 0 ≤ momentum < 1")
-        require(self.steps >= 1, f"optimizer.muon.steps = {self.steps}: expected at least 1")
+        check_bounds(self, "optimizer.muon", {"0 or more, less than 1": "momentum", "at least 1": "steps"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,15 +124,9 @@ class OptimizerConfig:
                 require(getattr(self, field.name) == field.default,
                          f"optimizer.{field.name} is set, but optimizer.name = {self.name!r} does not read it: "
                          f"set optimizer.name = {field.name!r}, or leave it out")
-        for name in ("learning_rate", "eps"):
-            require(getattr(self, name) > 0, f"optimizer.{name} = {getattr(self, name)}: expected a positive number")
-        require(self.warmup_steps >= 0, f"optimizer.warmup_steps = {self.warmup_steps}: expected 0 or more")
-        for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.{name} = {getattr(self, name)}: expected 0 ≤ {name} < 1")
-        for name in ("decay_fraction", "final_fraction"):
-            require(0 <= getattr(self, name) <= 1, f"optimizer.{name} = {getattr(self, name)}: expected 0 … 1")
-        for name in ("weight_decay", "clip_norm"):
-            require(getattr(self, name) >= 0, f"optimizer.{name} = {getattr(self, name)}: expected 0 or more")
+        check_bounds(self, "optimizer", {
+            "a positive number": "learning_rate eps", "0 or more": "warmup_steps weight_decay clip_norm",
+            "0 or more, less than 1": "beta1 beta2", "0 … 1": "decay_fraction final_fraction"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +139,7 @@ class GuardConfig:
     max_skips: int = 10  # skipped updates in a row after which the run stops
 
     def __post_init__(self):
-        require(self.spike_z > 0, f"guards.spike_z = {self.spike_z}: expected a positive number")
-        require(self.window >= 4, f"guards.window = {self.window}: expected at least 4")
-        require(self.max_skips >= 1, f"guards.max_skips = {self.max_skips}: expected at least 1")
+        check_bounds(self, "guards", {"a positive number": "spike_z", "at least 4": "window", "at least 1": "max_skips"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +149,8 @@ class CheckpointConfig:
     keep_every: int = 0  # steps; those at multiples of it are kept, too; 0: none
 
     def __post_init__(self):
-        require(self.keep_every >= 0, f"checkpoint.keep_every = {self.keep_every}: expected 0 or more")
-        require(self.every >= 1, f"checkpoint.every = {self.every}: expected at least 1")
-        # With 1 the older one would be gone before the newer one is sealed.
-        require(self.keep_last >= 2, f"checkpoint.keep_last = {self.keep_last}: expected at least 2")
+        # If one alone were kept, the older would be gone before the newer is sealed.
+        check_bounds(self, "checkpoint", {"0 or more": "keep_every", "at least 1": "every", "at least 2": "keep_last"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +170,7 @@ class EvalConfig:
         for name in ("suite_lengths", "suite_pairs"):
             require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1,
                     f"eval.{name} = {getattr(self, name)}: expected positive numbers")
-        for name in ("every", "rows", "suite_rows"):
-            require(getattr(self, name) >= 1, f"eval.{name} = {getattr(self, name)}: expected at least 1")
-        require(self.sample_tokens >= 0, f"eval.sample_tokens = {self.sample_tokens}: expected 0 or more")
+        check_bounds(self, "eval", {"at least 1": "every rows suite_rows", "0 or more": "sample_tokens"})
         require(bool(self.sample_prompt) or not self.sample_tokens,
                  "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0")
 
@@ -227,8 +210,7 @@ class ParallelConfig:
     heartbeat_timeout: float = 100.0  # seconds after which a silent process counts as dead, and the others end
 
     def __post_init__(self):
-        for name in ("start_timeout", "heartbeat_timeout"):
-            require(getattr(self, name) >= 1, f"parallel.{name} = {getattr(self, name)}: expected at least 1 second")
+        check_bounds(self, "parallel", {"at least 1": "start_timeout heartbeat_timeout"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +222,7 @@ class TelemetryConfig:
     wandb: str = ""  # Weights & Biases project; "": none
 
     def __post_init__(self):
-        require(self.diagnostics_every >= 0, f"telemetry.diagnostics_every = {self.diagnostics_every}: expected 0 or more")
+        check_bounds(self, "telemetry", {"0 or more": "diagnostics_every"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ They hold strings, so that a table can stand here, below what it names, and a ru
 import importlib
 from typing import Any
 
-from qwen3next_jax.errors import UserError, did_you_mean, require
+from qwen3next_jax.errors import UserError, did_you_mean, reason, require
 
 
 def check_name(table: dict[str, str], name: str, setting: str) -> None:
@@ -25,6 +25,5 @@ def resolve(table: dict[str, str], name: str, setting: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever the module does
-        reason = " ".join(str(error).split())
         raise UserError(f"{setting} = {name!r}: its line of the table, {name!r}: {table[name]!r}, cannot be imported "
-                        f"({type(error).__name__}: {reason}): correct the line or the module") from error
+                        f"({type(error).__name__}: {reason(error)}): correct the line or the module") from error

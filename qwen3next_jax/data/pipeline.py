@@ -59,7 +59,6 @@ class Data(Protocol):
         Raises:
           UserError: there is none, or it does not fit the model's vocabulary.
         """
-        ...
 
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
@@ -67,27 +66,33 @@ class Data(Protocol):
 
     def row(self, index: int) -> Batch:
         """Row `index` of the endless training stream."""
-        ...
 
     def heldout_row(self, index: int) -> Batch:
         """Held-out row `index`, in an order of which any beginning is a fair sample."""
-        ...
 
     def names(self, index: int) -> list[str]:
         """Where the documents of a training row come from: "dir/part.jsonl:17", "dir/book.txt", "mqar:17"."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """What the data are, as JSON-ready figures; at least `title`, in words, and `bits_per_nat`: bits per byte of text for
         each nat per token, None where the tokens are no text."""
-        ...
 
     def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
         """Endless batches from `start_step` on, read ahead by background threads.
 
         `share`: which rows of every batch to read (indices in the batch, ascending); None: all.
         """
-        yield from _read_ahead(_Steps(self, range(self.batch_size) if share is None else share), start_step)
+        import grain
+
+        share = range(self.batch_size) if share is None else share
+        steps = grain.MapDataset.range(start_step, _ENDLESS // self.batch_size)
+        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches ahead; threads do not change the order
+        iterator = iter(steps.map(lambda step: self._stack([self.row(step * self.batch_size + b) for b in share], len(share)))
+                        .to_iter_dataset(options))
+        try:
+            yield from iterator
+        finally:
+            iterator.close()
 
     def heldout(self, rows: int | None = None, share: Sequence[int] | None = None) -> Iterator[Batch]:
         """The first `rows` held-out rows (None: all of them) in batches of `batch_size`, of which `share` is read as in
@@ -122,10 +127,8 @@ def open_data(config: DataConfig, sequence_length: int, batch_size: int, vocab_s
 
 
 class TrainData(Data):
-    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch.
-
-    Constructing it prepares what is not prepared yet. Several processes that share `prepared_dir` may do so at once; to
-    spare the double work let one go first.
+    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch. Constructing it prepares what is not
+    prepared yet; several processes that share `prepared_dir` may do so at once, but spare the double work where one goes first.
 
     Attributes:
       rows: number of training rows (an epoch, over all sources).
@@ -193,27 +196,19 @@ def _text_row(row: PackedRow) -> Batch:
 
 
 def _totals(prepared: list[Prepared]) -> dict:
-    statistics = [s for p in prepared for s in p.statistics.values()]
-    rows = sum(s.rows for s in statistics)
-    tokens = sum(s.tokens for s in statistics)
-    padding = sum(s.padding for s in statistics)
-    return {
-        "documents": sum(s.documents for s in statistics),
-        "heldout_documents": sum(p.statistics[HELDOUT].documents for p in prepared),
-        "cut_documents": sum(s.cut_documents for s in statistics),
-        "bytes": sum(s.text_bytes for s in statistics),
-        "tokens": tokens,
-        "rows": rows - sum(p.statistics[HELDOUT].rows for p in prepared),
-        "heldout_rows": sum(p.statistics[HELDOUT].rows for p in prepared),
-        "padding_share": padding / (tokens + padding),
-    }
+    def total(figure: str, *sides: str) -> int:
+        return sum(getattr(p.statistics[side], figure) for p in prepared for side in sides or (TRAIN, HELDOUT))
+
+    return {"documents": total("documents"), "heldout_documents": total("documents", HELDOUT), "cut_documents": total("cut_documents"),
+            "bytes": total("text_bytes"), "tokens": total("tokens"), "rows": total("rows", TRAIN), "heldout_rows": total("rows", HELDOUT),
+            "padding_share": total("padding") / (total("tokens") + total("padding"))}
 
 
 def _endless(prepared: list[Prepared], weights: tuple[float, ...], seed: int) -> "grain.MapDataset":
     """MapDataset of `(source index, PackedRow)`: every source shuffled per epoch and repeated, then mixed."""
     import grain
 
-    streams = [grain.MapDataset.source(_Tagged(i, p.rows[TRAIN])).shuffle(seed=_shuffle_seed(seed, i)).repeat()
+    streams = [grain.MapDataset.source(p.rows[TRAIN]).map(lambda row, i=i: (i, row)).shuffle(seed=_shuffle_seed(seed, i)).repeat()
                for i, p in enumerate(prepared)]
     return streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
 
@@ -234,39 +229,3 @@ def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
 
-def _read_ahead(steps: "_Steps", start_step: int) -> Iterator[Batch]:
-    import grain
-
-    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches ahead; threads do not change the order
-    iterator = iter(grain.MapDataset.source(steps)[start_step:].to_iter_dataset(options))
-    try:
-        yield from iterator
-    finally:
-        iterator.close()
-
-
-class _Tagged:
-    """grain data source of `(source index, PackedRow)`."""
-
-    def __init__(self, source: int, rows: preparation.RowReader):
-        self._source, self._rows = source, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> tuple[int, PackedRow]:
-        return self._source, self._rows[index]
-
-
-class _Steps:
-    """grain data source whose element s is the rows `share` of the batch of step s."""
-
-    def __init__(self, data: Data, share: Sequence[int]):
-        self._data, self._share = data, share
-
-    def __len__(self) -> int:
-        return _ENDLESS // self._data.batch_size
-
-    def __getitem__(self, step: int) -> Batch:
-        first = step * self._data.batch_size
-        return self._data._stack([self._data.row(first + b) for b in self._share], len(self._share))

@@ -25,10 +25,10 @@ from qwen3next_jax.data.packing import Packer, Row
 from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
 from qwen3next_jax.data.sources import Document, Source
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, reason, told
 
 _FORMAT = 1  # raise it when the same input no longer gives the same rows
-_METADATA, _DIGESTS = "metadata.json", "content_digests.json"
+METADATA, _DIGESTS = "metadata.json", "content_digests.json"
 _REREAD_SIZE = 1 << 26  # smaller sources are hashed at every start
 _BATCH_CHARACTERS = 1 << 23  # tokenized at once
 TRAIN, HELDOUT = "train", "heldout"
@@ -73,10 +73,7 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
     """The rows of `source`, prepared now unless that was done before.
 
     Args:
-      source: see `sources.resolve`.
-      tokenizer: its `fingerprint` is part of the rows'.
-      recipe: row length, held-out share and seed.
-      prepared_dir: a local directory; rows are read from it at random, so it should be on a local or fast disk.
+      prepared_dir: rows are read from it at random, so it should be on a local or fast disk.
       progress: called now and then while documents are read.
 
     Raises:
@@ -88,7 +85,11 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
     directory = parent / key
     if not directory.exists():
         _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
-    return _open(source, key, directory)
+    content = read_metadata(directory)
+    statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
+    rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"])
+            for side, shards in content["shards"].items()}
+    return Prepared(source, key, directory, statistics, rows)
 
 
 def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
@@ -154,21 +155,20 @@ def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -
 
 def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path,
              progress: Progress) -> None:
-    try:
+    unwritable = f"data.prepared_dir {str(directory.parent)!r}: cannot be written to"
+    with told(unwritable, OSError):
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
         temporary = directory.parent / f".{directory.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
         temporary.mkdir()
-    except OSError as error:
-        raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
     try:
         content = _write_rows(source, tokenizer, recipe, temporary, progress)
         _check_unchanged(source, contents, directory.parent)
-        (temporary / _METADATA).write_text(json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n")
+        (temporary / METADATA).write_text(json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n")
         temporary.rename(directory)
     except OSError as error:
-        if not (directory / _METADATA).exists():  # else another process was faster, with the same rows
-            raise UserError(f"data.prepared_dir {str(directory.parent)!r}: cannot be written to ({error})") from error
+        if not (directory / METADATA).exists():  # else another process was faster, with the same rows
+            raise UserError(f"{unwritable} ({reason(error)})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -195,10 +195,8 @@ def _remove_abandoned(directory: pathlib.Path) -> None:
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:  # a process of another user is alive, too
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -253,27 +251,9 @@ def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str,
 # ---- reading
 
 
-def verify_prepared(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
-    """`(file, what is wrong with it or None)` of the metadata and of every shard in `directory`; reads every row."""
-    try:
-        content = _read_metadata(directory)
-    except UserError as error:
-        yield _METADATA, str(error)
-        return
-    yield _METADATA, None
-    for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
-        try:
-            rows = RowReader(directory, [shard], np.dtype(content["dtype"]), content["row_length"])
-            for i in range(len(rows)):
-                rows[i]
-        except UserError as error:
-            yield shard.file, str(error)
-        else:
-            yield shard.file, None
-
-
-def _read_metadata(directory: pathlib.Path) -> dict:
-    path = directory / _METADATA
+def read_metadata(directory: pathlib.Path) -> dict:
+    """What stands in `directory` beside the shards. Raises: UserError: it is damaged."""
+    path = directory / METADATA
     try:
         content = jsonfile.read(path)
         intact = content.pop("digest") == digests.of_json(content)
@@ -282,15 +262,6 @@ def _read_metadata(directory: pathlib.Path) -> dict:
     if not intact:
         raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
     return content
-
-
-def _open(source: Source, key: str, directory: pathlib.Path) -> Prepared:
-    content = _read_metadata(directory)
-    statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
-    rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], np.dtype(content["dtype"]),
-                            content["row_length"])
-            for side, shards in content["shards"].items()}
-    return Prepared(source, key, directory, statistics, rows)
 
 
 def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:

@@ -6,17 +6,15 @@ and verifies it when reading, so a damaged byte is an error and never a differen
 """
 
 import bisect
-import contextlib
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from qwen3next_jax.data.packing import Row
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, reason, told
 
 _SHARD_BYTES = 1 << 28  # uncompressed
 _INTEGER = np.dtype("<u4")
@@ -55,7 +53,7 @@ class RowWriter:
             self._in_shard = 0
         header = [len(row), *(len(p.tokens) for p in row), *(p.file for p in row), *(p.record for p in row)]
         tokens = np.concatenate([piece.tokens for piece in row]).astype(self._dtype)
-        with self._write_errors():
+        with told(f"{self._path}: cannot be written", RuntimeError):
             self._writer.write(np.array(header, _INTEGER).tobytes() + tokens.tobytes())
         self._in_shard += 1
         if self._in_shard == self._rows_per_shard:
@@ -68,19 +66,12 @@ class RowWriter:
         return self._shards
 
     def _finish_shard(self) -> None:
-        with self._write_errors():
+        with told(f"{self._path}: cannot be written", RuntimeError):
             self._writer.close()
         self._writer = None
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
         _open_shard(self._path, shard).close()  # as it will be read: nothing was lost without an error
         self._shards.append(shard)
-
-    @contextlib.contextmanager
-    def _write_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise UserError(f"{self._path}: cannot be written ({_one_line(error)})") from error
 
 
 class RowReader:
@@ -90,9 +81,9 @@ class RowReader:
       UserError: a shard is missing, of the wrong size, or (when a row of it is read) damaged.
     """
 
-    def __init__(self, directory: pathlib.Path, shards: list[Shard], dtype: np.dtype, row_length: int):
+    def __init__(self, directory: pathlib.Path, shards: list[Shard], dtype: str, row_length: int):
         self._directory, self._shards = directory, shards
-        self._dtype = dtype.newbyteorder("<")
+        self._dtype = np.dtype(dtype).newbyteorder("<")
         self._row_length = row_length
         self._ends = list(itertools.accumulate(shard.rows for shard in shards))
         self._readers = [_open_shard(directory / shard.file, shard) for shard in shards]
@@ -107,7 +98,7 @@ class RowReader:
         try:
             (record,) = self._readers[shard].read([position])
         except (RuntimeError, IndexError, ValueError) as error:
-            raise _damaged(path, f"row {position} cannot be read: {_one_line(error)}") from error
+            raise _damaged(path, f"row {position} cannot be read: {reason(error)}") from error
         return self._decode(record, path, position)
 
     def _decode(self, record: bytes, path: pathlib.Path, position: int) -> PackedRow:
@@ -139,10 +130,6 @@ def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
     if reader.num_records() != shard.rows:
         raise _damaged(path, f"it has {reader.num_records()} readable rows instead of {shard.rows}")
     return reader
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120]
 
 
 def _damaged(path: pathlib.Path, what: str) -> UserError:

@@ -21,7 +21,7 @@ import pyarrow.parquet
 from etils import epath
 
 from qwen3next_jax import digests, jsonfile
-from qwen3next_jax.errors import UserError, did_you_mean, warn
+from qwen3next_jax.errors import UserError, did_you_mean, told, warn
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
@@ -51,7 +51,6 @@ class Source:
     name: str  # the glob as the user wrote it
     files: tuple[SourceFile, ...]  # sorted by label
     text_field: str
-    explicit: bool  # named without wildcards: an empty file is then a mistake, not one of many
     on_bad_text: str = "stop"  # data.on_bad_text
 
     @property
@@ -75,11 +74,11 @@ def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
       UserError: nothing matches, or gs:// support is not installed.
     """
     if not path:
-        return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, explicit=False, on_bad_text=on_bad_text)
+        return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, on_bad_text)
     files = sorted(_remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label)
     if not files:
         raise UserError(f"data.path {path!r} matches no file{_nearest_hint(path)}")
-    return Source(path, tuple(files), text_field, explicit=len(files) == 1 and not _WILDCARD.search(path), on_bad_text=on_bad_text)
+    return Source(path, tuple(files), text_field, on_bad_text)
 
 
 def documents(source: Source) -> Iterator[Document]:
@@ -94,20 +93,17 @@ def documents(source: Source) -> Iterator[Document]:
         suffix = file.path.name.lower()
         read = (_read_parquet if suffix.endswith(".parquet") else
                 _read_jsonl if suffix.endswith((".jsonl", ".jsonl.gz")) else _read_text)
-        try:
+        with told(f"{file.path}: cannot be read", OSError):
             for record, text, position in read(file, source.text_field, bad):
                 if text:
                     any_text = True
                     yield Document(text, index, record, done + position)
-        except OSError as error:
-            raise UserError(f"{file.path}: cannot be read ({error})") from error
         done += file.size
     if bad.count:
         warn(f"{source.name}: {bad.told()}")
     if not any_text:
-        which = source.files[0].path if len(source.files) == 1 else f"all {len(source.files)} files of {source.name!r}"
-        verb = "is" if len(source.files) == 1 else "are"
-        raise UserError(f"{which} {verb} empty{' but for ' + bad.told() if bad.count else ''}: expected text")
+        which = f"{source.files[0].path} is" if len(source.files) == 1 else f"all {len(source.files)} files of {source.name!r} are"
+        raise UserError(f"{which} empty{' but for ' + bad.told() if bad.count else ''}: expected text")
 
 
 def describe(source: Source, file: int, record: int) -> str:
@@ -120,10 +116,8 @@ def content_digest(file: SourceFile) -> str:
     """SHA-256 of a local file's bytes; of size and checksum for a remote object, which is not downloaded."""
     if is_remote(os.fspath(file.path)):
         return digests.of(f"{file.size} {file.version}")
-    try:
+    with told(f"{file.path}: cannot be read", OSError):
         return digests.of_file(file.path)
-    except OSError as error:
-        raise UserError(f"{file.path}: cannot be read ({error})") from error
 
 
 # ---- finding files
@@ -191,13 +185,10 @@ def _remote_files(path: str) -> list[SourceFile]:
     scheme = path.split("://")[0]
     if scheme not in _REMOTE_SCHEMES:
         raise UserError(f"data.path {path!r}: expected a local path or one of {', '.join(_REMOTE_SCHEMES)}")
-    try:
+    with told(f"data.path {path!r}: {scheme}:// needs another package", ImportError), \
+            told(f"data.path {path!r}: cannot be listed", OSError):
         filesystem, pattern = fsspec.core.url_to_fs(path)
         found = filesystem.glob(pattern, detail=True)
-    except ImportError as error:
-        raise UserError(f"data.path {path!r}: {scheme}:// needs another package ({error})") from error
-    except OSError as error:
-        raise UserError(f"data.path {path!r}: cannot be listed ({error})") from error
     root = filesystem._strip_protocol(_fixed_part(path)).strip("/") + "/"
     files = []
     for name, info in found.items():
@@ -282,14 +273,12 @@ def _read_jsonl(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tup
     with file.path.open("rb") as raw:
         stream: BinaryIO = gzip.open(raw) if file.path.name.lower().endswith(".gz") else raw
         offset = 0
-        try:
+        with told(f"{file.path}: damaged gzip file", EOFError, gzip.BadGzipFile, zlib.error):
             for record, line in enumerate(stream):
                 where = f"{file.path}:{record + 1}"
                 if line.strip() and (text := _decoded(line, bad, where, offset).removeprefix("\ufeff")):
                     yield record, _json_text(text, text_field, bad, where), min(offset, file.size)
                 offset += len(line)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"{file.path}: damaged gzip file ({error})") from error
 
 
 def _json_text(line: str, field: str, bad: BadText, where: str) -> str:
@@ -314,25 +303,21 @@ def _checked_text(text: object, bad: BadText, where: str) -> str:
 
 
 def _read_parquet(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tuple[int, str, int]]:
-    with file.path.open("rb") as stream:
-        try:
-            table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
-            schema = table.schema_arrow
-            if schema.names.count(text_field) != 1:
-                which = "two columns" if text_field in schema.names else "no column"
-                hint = "" if text_field in schema.names else did_you_mean(text_field, schema.names)
-                raise UserError(f"{file.path}: {which} {text_field!r}{hint}; it has "
-                                f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field")
-            kind = schema.field(text_field).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UserError(f"{file.path}: column {text_field!r} is of type {kind}: expected string")
-            record, rows = 0, max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(batch_size=256, columns=[text_field]):
-                for value in batch.column(0):
-                    where = f"{file.path}: row {record + 1} of column {text_field!r}"
-                    data = value.as_buffer()
-                    text = None if data is None else _decoded(data.to_pybytes(), bad, where)
-                    yield record, _checked_text(text, bad, where), file.size * record // rows
-                    record += 1
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{file.path}: not a readable Parquet file ({' '.join(str(error).split())[:200]})") from error
+    with file.path.open("rb") as stream, told(f"{file.path}: not a readable Parquet file", pyarrow.ArrowException):
+        table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
+        schema = table.schema_arrow
+        if schema.names.count(text_field) != 1:
+            which, hint = (("two columns", "") if text_field in schema.names else ("no column", did_you_mean(text_field, schema.names)))
+            raise UserError(f"{file.path}: {which} {text_field!r}{hint}; it has "
+                            f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field")
+        kind = schema.field(text_field).type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise UserError(f"{file.path}: column {text_field!r} is of type {kind}: expected string")
+        record, rows = 0, max(table.metadata.num_rows, 1)
+        for batch in table.iter_batches(batch_size=256, columns=[text_field]):
+            for value in batch.column(0):
+                where = f"{file.path}: row {record + 1} of column {text_field!r}"
+                data = value.as_buffer()
+                text = None if data is None else _decoded(data.to_pybytes(), bad, where)
+                yield record, _checked_text(text, bad, where), file.size * record // rows
+                record += 1

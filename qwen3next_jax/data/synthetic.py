@@ -15,16 +15,17 @@ Letters: T tokens of a row, P pairs.
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from etils import epath
 
 from qwen3next_jax import digests
 from qwen3next_jax.config import DataConfig, SyntheticConfig
 from qwen3next_jax.data.pipeline import Batch, Data
 from qwen3next_jax.data.preparation import Progress
-from qwen3next_jax.data.tokens import TaskTokens, Tokenizer
+from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
 
 TRAIN_SPLIT, HELDOUT_SPLIT = 0, 1
@@ -133,6 +134,33 @@ def _backcopy(rng: np.random.Generator, length: int, cumulative: np.ndarray, tri
     targets = np.ones(length, bool)
     targets[0] = False
     return TaskRow(tokens.astype(np.int32), targets)
+
+
+class TaskTokens:
+    """The ids of a synthetic task, which stand for no text; written as numbers."""
+
+    reads_text = False
+    eos_id = -1
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.token_bytes = np.zeros(vocab_size, np.int32)
+        self.fingerprint = digests.of(f"{vocab_size} ids of a synthetic task")
+
+    def encode(self, text: str) -> np.ndarray:
+        try:
+            return np.array([int(word) for word in text.split()], np.int32)
+        except ValueError as error:
+            raise UserError(f"{text!r}: a model of a synthetic task reads ids, such as '17 4 230'") from error
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def save(self, directory: epath.PathLike) -> None:
+        """Nothing to write: a Hugging Face directory without a tokenizer.json."""
 
 
 class SyntheticData(Data):

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, or any Hugging Face `tokenizer.json`, behind one small interface.
 
 `load_tokenizer("bytes")` and `load_tokenizer("path/to/tokenizer.json")` return objects with the same attributes, so
-that preparation, evaluation (bits per byte), generation (streamed text) and export need not know which one they hold.
+that preparation, evaluation (bits per byte), generation and export need not know which one they hold.
 """
 
 import functools
@@ -14,7 +14,7 @@ import tokenizers
 from etils import epath
 
 from qwen3next_jax import digests, jsonfile
-from qwen3next_jax.errors import UserError, short
+from qwen3next_jax.errors import UserError, short, told
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -43,23 +43,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n] ids of `text`, special tokens written out in it recognised, none added."""
-        ...
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids of each text: no text becomes a special token, and `eos_id` ends each."""
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-        ...
-
-    def decode_stream(self) -> "DecodeStream":
-        """A decoder that is fed one id at a time."""
-        ...
 
     def save(self, directory: epath.PathLike) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json` in the Hugging Face format."""
-        ...
 
 
 def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
@@ -67,7 +59,7 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
 
     Args:
       spec: "bytes", the path of a Hugging Face `tokenizer.json`, or a directory that holds one (local or gs://).
-      vocab_size: the model's vocabulary, when known.
+      vocab_size: of the model, when known.
 
     Raises:
       UserError: no such file, not a tokenizer, no end-of-document token, or more ids than `vocab_size`.
@@ -80,51 +72,14 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
     return tokenizer
 
 
-class DecodeStream:
-    """Incremental decoding: text leaves as soon as it is complete, never half a UTF-8 character.
-
-    To continue a prompt, feed its ids first and drop what they return: some decoders treat a text's first token apart.
-    """
-
-    # A character has at most 4 bytes and a token at least one, so a longer undecodable tail is not an unfinished one.
-    _LONGEST_TAIL = 8
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._context: list[int] = []  # ids already shown, kept because some decoders join tokens to what precedes
-        self._pending: list[int] = []
-
-    def add(self, token: int) -> str:
-        """The text that `token` completes, possibly empty."""
-        self._pending.append(int(token))
-        text = self._pending_text()
-        if text.endswith("\ufffd") and len(self._pending) < self._LONGEST_TAIL:
-            return ""
-        return self._release(text)
-
-    def end(self) -> str:
-        """What is left; an unfinished character becomes U+FFFD."""
-        return self._release(self._pending_text()) if self._pending else ""
-
-    def _pending_text(self) -> str:
-        shown = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._pending)[len(shown):]
-
-    def _release(self, text: str) -> str:
-        self._context, self._pending = self._pending, []
-        return text
-
-
 class ByteTokenizer:
     """Ids 0 … 255 are the bytes of the UTF-8 text, 256 ends a document."""
 
     reads_text = True
     vocab_size = 257
     eos_id = 256
+    token_bytes = np.array([1] * 256 + [0], np.int32)
     fingerprint = digests.of("bytes, 256 = end of document")
-
-    def __init__(self):
-        self.token_bytes = np.array([1] * 256 + [0], np.int32)
 
     def encode(self, text: str) -> np.ndarray:
         documents = self.encode_documents(text.split(END_OF_TEXT))
@@ -138,9 +93,6 @@ class ByteTokenizer:
         special = {self.eos_id: END_OF_TEXT.encode()}
         return b"".join(bytes([i]) if i < 256 else special.get(i, invalid) for i in ids).decode("utf-8", "replace")
 
-    def decode_stream(self) -> DecodeStream:
-        return DecodeStream(self)
-
     def save(self, directory: epath.PathLike) -> None:
         """Writes a byte-level BPE without merges: the same ids in any program that reads Hugging Face tokenizers."""
         model = tokenizers.models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
@@ -149,36 +101,6 @@ class ByteTokenizer:
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_TEXT])
         _save(directory, tokenizer.to_str(pretty=True), END_OF_TEXT)
-
-
-class TaskTokens:
-    """The ids of a synthetic task, which stand for no text; written as numbers."""
-
-    reads_text = False
-    eos_id = -1
-
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
-        self.token_bytes = np.zeros(vocab_size, np.int32)
-        self.fingerprint = digests.of(f"{vocab_size} ids of a synthetic task")
-
-    def encode(self, text: str) -> np.ndarray:
-        try:
-            return np.array([int(word) for word in text.split()], np.int32)
-        except ValueError as error:
-            raise UserError(f"{text!r}: a model of a synthetic task reads ids, such as '17 4 230'") from error
-
-    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return " ".join(str(int(i)) for i in ids)
-
-    def decode_stream(self) -> DecodeStream:
-        return DecodeStream(self)
-
-    def save(self, directory: epath.PathLike) -> None:
-        """Nothing to write: a Hugging Face directory without a tokenizer.json."""
 
 
 class HuggingFaceTokenizer:
@@ -195,13 +117,9 @@ class HuggingFaceTokenizer:
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
             raise UserError(f"tokenizer {path}: no such file; expected 'bytes' or the path of a Hugging Face tokenizer.json")
-        try:
+        with told(f"tokenizer {path}: cannot be read", OSError), told(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError):
             with jsonfile.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(jsonfile.MAX_BYTES))
-        except OSError as error:
-            raise UserError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            raise UserError(f"tokenizer {path}: not a Hugging Face tokenizer.json ({_one_line(error)})") from error
         # The library lists every id that is left out, and a table of all ids is made here, too.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
@@ -217,7 +135,22 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        return _token_bytes(self._tokenizer, self.vocab_size)
+        decoder = json.loads(self._json).get("decoder") or {}
+        kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", ())]}
+        added = self._tokenizer.get_added_tokens_decoder()
+        sizes = np.zeros(self.vocab_size, np.int32)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                sizes[i] = 0 if added[i].special else len(token.encode())
+            elif "ByteLevel" in kinds:
+                sizes[i] = len(token)  # one character per byte
+            elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+                sizes[i] = 1
+            elif kinds & {"Metaspace", "ByteFallback"}:
+                sizes[i] = len(token.replace("▁", " ").encode())
+            else:
+                sizes[i] = len(self.decode([i]).encode())
+        return sizes
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
@@ -237,9 +170,6 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def decode_stream(self) -> DecodeStream:
-        return DecodeStream(self)
-
     def save(self, directory: epath.PathLike) -> None:
         _save(directory, self._tokenizer.to_str(pretty=True), self._eos_token)
 
@@ -251,19 +181,11 @@ def _save(directory: epath.PathLike, tokenizer_json: str, eos_token: str) -> Non
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
-
-
 def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     config_path = path.parent / "tokenizer_config.json"
     if config_path.exists():
-        try:
+        with told(f"{config_path}: cannot be read", OSError, ValueError):
             token = jsonfile.read(config_path).get("eos_token")
-        except OSError as error:
-            raise UserError(f"{config_path}: cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            raise UserError(f"{config_path}: {error}") from error
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
@@ -290,23 +212,3 @@ def _byte_characters() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _token_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> np.ndarray:
-    """int32 [vocab_size]: how many UTF-8 bytes of text each token stands for."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-    kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", ())]}
-    added = tokenizer.get_added_tokens_decoder()
-    sizes = np.zeros(vocab_size, np.int32)
-    for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
-        if i in added:
-            sizes[i] = 0 if added[i].special else len(token.encode())
-        elif "ByteLevel" in kinds:
-            sizes[i] = len(token)  # one character per byte
-        elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
-            sizes[i] = 1
-        elif kinds & {"Metaspace", "ByteFallback"}:
-            sizes[i] = len(token.replace("▁", " ").encode())
-        else:
-            sizes[i] = len(tokenizer.decode([i], skip_special_tokens=False).encode())
-    return sizes

@@ -133,7 +133,8 @@ def format_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     fields = {name: getattr(config, name) for name in _SHARED}
     fields["mlp_only_layers"] = list(config.mlp_only_layers)
     fields["layer_types"] = [_LAYER_TYPES[mixer] for mixer in config.mixers]
-    by_interval = dataclasses.replace(config, layer_types=(), full_attention_placement="last")
+    by_interval = dataclasses.replace(config, layer_types=(), full_attention_placement="last", linear_mixer="gated_deltanet",
+                                      full_mixer="gated_attention")
     if config.full_attention_interval == 0 or by_interval.mixers != config.mixers:
         del fields["full_attention_interval"]  # it would contradict the list, or (0) means "never" only here
     rope = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor}

@@ -69,8 +69,11 @@ def check_hf_form(config: ModelConfig) -> None:
     if config.ablated:
         raise UserError(f"model.{config.ablated[0]} = False: transformers' Qwen3Next always has it, so this model has no "
                         "Hugging Face form")
+    if config.mtp_depth and config.full_mixer != "gated_attention":
+        raise UserError(f"model.full_mixer = {config.full_mixer!r}: the multi-token prediction module has a Hugging Face form with "
+                        "gated_attention alone: expected that, or model.mtp_depth = 0")
     without = [f"{name} (layers {', '.join(str(i) for i, mixer in enumerate(config.mixers) if mixer == name) or 'of MTP'})"
                for name in dict.fromkeys(kind for kind, _ in config.layer_kinds) if mixer_class(name).hf_entries is None]
     if without:
-        raise UserError(f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected gated_deltanet and "
-                        "gated_attention")
+        raise UserError(f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected mixers that "
+                        "have one (`hf_entries`)")

@@ -49,8 +49,9 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
             part = _part(config, path, parameter)
             parts[part] = parts.get(part, 0.0) + 2 * _passed(config, parameter) * (config.mtp_depth if part == "mtp" else 1)
     for mixer in config.mixers:
-        parts[mixer] += mixer_class(mixer).forward_flops(config, sequence_length)
-    parts["mtp"] += config.mtp_depth * mixer_class(config.full_mixer).forward_flops(config, sequence_length)
+        parts[mixer] = parts.get(mixer, 0.0) + mixer_class(mixer).forward_flops(config, sequence_length)
+    if config.mtp_depth:
+        parts["mtp"] += config.mtp_depth * mixer_class(config.full_mixer).forward_flops(config, sequence_length)
     return parts
 
 
@@ -70,7 +71,8 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 
 def _passed(config: ModelConfig, parameter: Declared) -> int:
     """Its elements that one token passes."""
-    return parameter.size // parameter.experts * min(parameter.experts, config.num_experts_per_tok)
+    chosen = min(parameter.experts, config.num_experts_per_tok) if parameter.experts > 1 else 1
+    return parameter.size // parameter.experts * chosen
 
 
 def _part(config: ModelConfig, path: str, parameter: Declared) -> str:

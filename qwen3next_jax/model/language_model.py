@@ -161,10 +161,6 @@ class Qwen3Next(nnx.Module):
         in_specs = (storage_spec(declared, shape, mesh), activation_spec("batch", time))
         return local(look_up, mesh, in_specs, activation_spec("batch", time, None))(self.embedding[...], tokens)
 
-    def head_weight(self) -> jax.Array:
-        """[D, V], of the parameters' dtype."""
-        return self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
-
     def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array,
                       mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens are split over all devices.
@@ -203,8 +199,8 @@ class Qwen3Next(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] → [..., V], float32."""
-        return jnp.einsum("...d,dv->...v", hidden, self.head_weight().astype(hidden.dtype),
-                          preferred_element_type=jnp.float32)
+        head_DV = self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
+        return jnp.einsum("...d,dv->...v", hidden, head_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config)
@@ -230,7 +226,7 @@ class Qwen3Next(nnx.Module):
         graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
         caches_before = cache if cache is not None else [None] * len(params)
         repeats = len(self.config.stacks[-1])
-        single = len(params) if repeats == 1 else sum(len(layers) == 1 for layers in self.config.stacks)
+        single = sum(len(layers) == 1 for layers in self.config.stacks)
         inputs = jax.tree.map(lambda leaf: leaf[0], (list(params[:single]), caches_before[:single]))
         x, (auxes, caches) = run(x, graphdefs[:single], inputs)
         per_layer, caches = auxes, [jax.tree.map(lambda leaf: leaf[None], c) for c in caches]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.parallel.rules import time_axis
+from qwen3next_jax.parallel.rules import CONTEXT, shards
 
 
 class Context(NamedTuple):
@@ -36,7 +36,7 @@ class Context(NamedTuple):
     @property
     def time_axis(self) -> str | None:
         """The mesh axis that splits the tokens of a row, for operators that look back; None where none does."""
-        return time_axis(self.mesh) if self.time else None
+        return CONTEXT if self.time and shards(self.mesh, CONTEXT) > 1 else None
 
 
 def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:

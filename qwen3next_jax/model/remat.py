@@ -20,17 +20,11 @@ def rematerialized(block: Callable, policy: str) -> Callable:
     Raises:
       KeyError: no policy is called so.
     """
-    return {"none": lambda: block, "block": lambda: jax.checkpoint(block), "dots": lambda: _keeping_dots(block),
-            "offload": lambda: _offloading(block)}[policy]()
+    def named(params, x, *rest):  # inside: recomputation starts from what was offloaded, and the input itself is let go
+        return block(params, checkpoint_name(x, _INPUT), *rest)
 
-
-def _keeping_dots(block: Callable) -> Callable:
-    return jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-
-
-def _offloading(block: Callable) -> Callable:
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+    offloaded = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], offload_src="device", offload_dst="pinned_host")
-
-    # The name stands inside: recomputation starts from what was offloaded, and the input itself is let go.
-    return jax.checkpoint(lambda params, x, *rest: block(params, checkpoint_name(x, _INPUT), *rest), policy=policy)
+    return {"none": lambda: block, "block": lambda: jax.checkpoint(block),
+            "dots": lambda: jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+            "offload": lambda: jax.checkpoint(named, policy=offloaded)}[policy]()

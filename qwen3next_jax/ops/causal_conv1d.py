@@ -9,6 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import checks
+
 
 def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None,
                   axis_name: str | None = None):
@@ -72,15 +74,9 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
 def _check(x, kernel, activation, initial_state, segment_ids):
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r}: expected 'silu' or None")
-    if x.ndim < 3:
-        raise ValueError(f"x has shape {x.shape}: expected [B, T, *channels]")
-    if kernel.ndim != x.ndim - 1 or kernel.shape[1:] != x.shape[2:] or kernel.shape[0] < 1:
-        raise ValueError(f"kernel has shape {kernel.shape}: expected [width, *channels] with channels {x.shape[2:]}")
-    state_shape = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
-    if initial_state is not None and initial_state.shape != state_shape:
-        raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, width - 1, *channels] = {state_shape}")
-    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-        raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {x.shape[:2]}")
+    channels = x.shape[2:]
+    checks.shapes(x=(x, ("B", "T", *channels)), kernel=(kernel, ("W", *channels)), segment_ids=(segment_ids, "BT"))
+    checks.shapes(initial_state=(initial_state, (x.shape[0], kernel.shape[0] - 1, *channels)))
 
 
 def _halo(x, first, size: int, axis_name: str):

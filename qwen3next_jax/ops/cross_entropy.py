@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.tpu import tpu
 
 # Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks of 256 to 512 rows
@@ -63,15 +64,8 @@ def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights
 
 
 def _check(x, w, targets, weights, chunk):
-    if x.ndim != 2 or x.shape[0] == 0:
-        raise ValueError(f"x has shape {x.shape}: expected [R, D] with at least one row")
-    if w.ndim != 2 or w.shape[0] != x.shape[1]:
-        raise ValueError(f"w has shape {w.shape}: expected [D, V] with D = {x.shape[1]}, as in x")
-    for name, array in (("targets", targets), ("weights", weights)):
-        if array.shape != x.shape[:1]:
-            raise ValueError(f"{name} has shape {array.shape}: expected [R] = {x.shape[:1]}")
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"targets has dtype {targets.dtype}: expected integers")
+    checks.shapes(x=(x, "RD"), w=(w, "DV"), targets=(targets, "R"), weights=(weights, "R"))
+    checks.integers(targets=targets)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}: expected at least 1")
 
@@ -100,12 +94,8 @@ _operator.defvjp(_forward, _backward)
 
 def _walk(chunk, x, w, targets, weights, *, gradients):
     """(loss, rows, (dx, dw)), dw in the dtype of accumulation."""
-    rows, width = x.shape
     wide = jnp.promote_types(jnp.float32, x.dtype)
     w_DV = w.astype(x.dtype)
-    padded = -(-rows // chunk) * chunk
-    chunks = tuple(jnp.pad(a, ((0, padded - rows),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, chunk, *a.shape[1:])
-                   for a in (x, targets.astype(jnp.int32), weights.astype(wide)))
 
     def step(carry, inputs):
         loss, dw_DV = carry
@@ -115,12 +105,10 @@ def _walk(chunk, x, w, targets, weights, *, gradients):
         return (loss, dw_DV + dw_chunk_DV if gradients else None), (figures, dx_CD)
 
     zero = (jnp.zeros((), wide), jnp.zeros(w.shape, wide) if gradients else None)
-    if padded == chunk:
-        (loss, dw), (figures, dx) = step(zero, tuple(a[0] for a in chunks))
-    else:
-        (loss, dw), (figures, dx) = jax.lax.scan(step, zero, chunks)
-        figures, dx = jax.tree.map(lambda a: a.reshape(padded, *a.shape[2:]), (figures, dx))
-    return loss, Rows(*(a[:rows] for a in figures)), (dx[:rows] if gradients else None, dw)
+    chunks = blocks.cut((x, targets.astype(jnp.int32), weights.astype(wide)), 0, chunk)
+    (loss, dw), by_chunk = blocks.scan(step, zero, chunks)
+    figures, dx = blocks.joined(by_chunk, 0, x.shape[0])
+    return loss, figures, (dx, dw)
 
 
 def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import checks
+
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
 
 
@@ -51,9 +53,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implem
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
     """
-    _check(x, w, group_sizes, implementation)
-    if w.ndim != 3 or w.shape[1] != x.shape[1]:
-        raise ValueError(f"w has shape {w.shape}: expected [E, D, F] with D = {x.shape[1]}, as in x")
+    _check(group_sizes, implementation, x=(x, "RD"), w=(w, "EDF"))
     return _matmul(implementation, x, w, group_sizes.astype(jnp.int32))
 
 
@@ -73,24 +73,14 @@ def expert_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: j
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
     """
-    _check(x, gate_up, group_sizes, implementation)
-    if gate_up.ndim != 4 or gate_up.shape[1:3] != (x.shape[1], 2):
-        raise ValueError(f"gate_up has shape {gate_up.shape}: expected [E, D, 2, I] with D = {x.shape[1]}, as in x")
-    if down.shape != (gate_up.shape[0], gate_up.shape[3], x.shape[1]):
-        raise ValueError(f"down has shape {down.shape}: expected [E, I, D] = "
-                         f"{(gate_up.shape[0], gate_up.shape[3], x.shape[1])}")
+    _check(group_sizes, implementation, x=(x, "RD"), gate_up=(gate_up, ("E", "D", 2, "I")), down=(down, "EID"))
     return _mlp(implementation, x, gate_up.reshape(*gate_up.shape[:2], -1), down, group_sizes.astype(jnp.int32))
 
 
-def _check(x, w, group_sizes, implementation):
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}, or None")
-    if x.ndim != 2 or x.shape[0] == 0:
-        raise ValueError(f"x has shape {x.shape}: expected [R, D] with at least one row")
-    if group_sizes.shape != w.shape[:1]:
-        raise ValueError(f"group_sizes has shape {group_sizes.shape}: expected [E] = {w.shape[:1]}")
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(f"group_sizes has dtype {group_sizes.dtype}: expected integers")
+def _check(group_sizes, implementation, **arrays):
+    checks.implementation(implementation, IMPLEMENTATIONS)
+    checks.shapes(**arrays, group_sizes=(group_sizes, "E"))
+    checks.integers(group_sizes=group_sizes)
 
 
 # ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------

@@ -94,11 +94,6 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(*names)))
 
 
-def time_axis(mesh: Mesh | None) -> str | None:
-    """The mesh axis that splits the tokens of a row, for operators that look back; None where none does."""
-    return CONTEXT if shards(mesh, CONTEXT) > 1 else None
-
-
 def shards(mesh: Mesh | None, *axes: str) -> int:
     """Into how many parts these axes of the mesh split something; 1 without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)

@@ -11,6 +11,8 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
@@ -22,7 +24,7 @@ from qwen3next_jax.parallel.mesh import EXPERT, make_mesh
 from qwen3next_jax.planner.roofline import Estimate, estimate
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.training.fingerprint import code_version
-from qwen3next_jax.training.step import abstract_batch, abstract_train_state, make_train_step
+from qwen3next_jax.training.step import abstract_train_state, batch_sharding, make_train_step
 
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -120,6 +122,12 @@ def check_exchange(sizes: dict[str, int], topology: Topology) -> None:
     if topology.chip.name == "v5e" and topology.chips > 16 and sizes[EXPERT] > GATHERED_SHARDS:
         raise UserError(f"parallel.mesh.expert = {sizes[EXPERT]}: beyond {GATHERED_SHARDS} needs ragged_all_to_all, which libtpu 0.0.50 "
                         f"lacks on v5e beyond 4x4: expected at most {GATHERED_SHARDS}")
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and places of one batch."""
+    shape = (config.train.batch_size, config.train.sequence_length)
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh)) for name in ("tokens", "segment_ids")}
 
 
 def make_plan(config: Config, topology: Topology, optimization_level: str = "") -> Plan:

@@ -1,10 +1,13 @@
 """What a point needs beyond a valid configuration: its evaluations and its data must be able to run. Checked for all points
 before the first starts; nothing is computed."""
 
+from qwen3next_jax.config.optimizers import OPTIMIZERS
+from qwen3next_jax.config.tables import resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request
+from qwen3next_jax.model.block import check_mixers
 from qwen3next_jax.sweeps.points import Sweep
 
 
@@ -13,6 +16,8 @@ def check_points(sweep: Sweep) -> None:
     for point in sweep.points:
         config, model = point.config, point.config.model
         try:
+            check_mixers(model)
+            resolve(OPTIMIZERS, config.optimizer.name, "optimizer.name")
             source = source_of(config.data)
             tokenizer = source.tokenizer_of(config.data, model.vocab_size)
             evaluation.check(config.eval.suites, evaluation.options_of(config.eval), model, tokenizer)

@@ -235,6 +235,9 @@ def settings_of(config: Config) -> dict[str, Any]:
 def check_unchanged(sweep: Sweep, before: dict[str, dict[str, Any]], where: str | pathlib.Path) -> None:
     """Refuses a folder that holds another sweep; `before`: name of each point → its settings, from the manifest there."""
     now = {point.name: settings_of(point.config) for point in sweep.points}
+    defaults = settings_of(Config())  # at which settings stand that were not there then, as they do for a run
+    before = {name: {setting: value for setting, value in defaults.items() if not setting.startswith("model.layer_types")} | settings
+              for name, settings in before.items()}
     for name in (*now, *before):
         if name not in before or name not in now:
             raise UserError(f"{where} holds another sweep (point {name} is {'new' if name in now else 'gone'}): give another --workdir")

@@ -93,19 +93,15 @@ def summarise(config: Config, measured: dict[str, Any], grad_norms: dict[str, An
 
 
 def _layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
-    """One layer's numbers with its heads summed up."""
-    row = {name: value for name, value in layer.items() if np.ndim(value) == 0}
+    """One layer's numbers with its heads summed up: the mean, of what is called "_max" the largest."""
+    row = {name: np.max(value) if name.endswith("_max") else np.mean(value) for name, value in layer.items()}
     row["activation_ratio"] = row["activation_max"] / max(float(row.pop("activation_median")), 1e-12)
     if "first_token_share" in layer:
-        share_N = layer["first_token_share"]
-        row |= {"first_token_share": np.mean(share_N), "first_token_heads": np.mean(share_N > SINK_HEAD),
-                "logit_max": np.max(layer["logit_max"])}
+        row["first_token_heads"] = np.mean(layer["first_token_share"] > SINK_HEAD)
     if "half_life" in layer:
         half_life_H = layer["half_life"]
         row |= {"half_life": math.exp(np.mean(np.log(half_life_H))), "half_life_min": np.min(half_life_H),
                 "half_life_max": np.max(half_life_H)}
-    if "state_norm" in layer:
-        row |= {"beta": np.mean(layer["beta"]), "state_norm": np.mean(layer["state_norm"])}
     return row
 
 

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -16,6 +18,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from qwen3next_jax.config import Config
+from qwen3next_jax.parallel.mesh import mesh_text
 from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
 
 CELL_WIDTH = 24  # the widest name and value beside each other
@@ -44,6 +48,15 @@ class PreparationProgress:
                 print(f"preparing {source} ({bytes_in_all / 1e6:.1f} MB)", flush=True)
             self._tasks[source] = self._bars.add_task(source, total=bytes_in_all)
         self._bars.update(self._tasks[source], completed=bytes_read)
+
+
+def title(config: Config, mesh: Mesh, state: Mapping[str, Any], corpus: str, first_step: int) -> str:
+    """What a run is and where it runs, in a line above all else that is shown. `corpus`: its data, in words."""
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    start = f"resumed after step {first_step}" if first_step else "new run"
+    kind = mesh.devices.flat[0].device_kind
+    devices = kind if mesh.size == 1 else f"{mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
+    return f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}"
 
 
 class Display:

@@ -1,6 +1,7 @@
 """What a run is: `run.json`, written before its first step and compared at every resume.
 
     WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and every allowed change since
+    WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a file
     WORKDIR/before-TIME/   what `--restart` moved out of the way
 
 A folder belongs to a run from its first checkpoint or its first event about a step on. Before that whatever its run.json says
@@ -13,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -242,6 +244,23 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
         raise UserError(f"{path}: damaged, or changed by hand: what it says of the run cannot be relied on; restore it, or give "
                         "another --workdir")
     return record
+
+
+def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool) -> None:
+    """Writes down what the run is, before its first step: `description` as run.json (if it is not empty), and a copy of a tokenizer
+    that came from a file, with which the run can be used wherever it or the file goes. `new`: one that is there is of a start
+    that came to nothing."""
+    from qwen3next_jax.data.tokens import HuggingFaceTokenizer
+
+    if description:
+        write_run(workdir, description)
+    if new:
+        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
+        partial = workdir / "tokenizer.partial"
+        partial.mkdir(exist_ok=True)
+        tokenizer.save(partial)
+        partial.rename(workdir / "tokenizer")
 
 
 def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:

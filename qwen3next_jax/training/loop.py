@@ -4,7 +4,6 @@ import dataclasses
 import math
 import pathlib
 import shlex
-import shutil
 import sys
 import time
 from typing import Any
@@ -16,7 +15,6 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data, open_data, source_of
-from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
@@ -29,8 +27,8 @@ from qwen3next_jax.reporting.figures import main_values, named, record
 from qwen3next_jax.training import branching, preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.display import Display, PreparationProgress
-from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, saved_steps, write_run
+from qwen3next_jax.training.display import Display, PreparationProgress, title
+from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, saved_steps, seal
 from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.incidents import Halted, Incidents, batch_index, write_dump
 from qwen3next_jax.training.profiling import Profiler
@@ -74,7 +72,9 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
-            return _nothing_to_do(config, workdir, first_step, data)
+            trouble = leader_says(lambda: ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), first_step))
+            return _at_last_step(config, workdir, first_step, trouble,
+                                 f"{workdir}: already trained to step {first_step} of {config.train.steps}.", data)
         checkpoints.begin(first_step)
         check_shared(checkpoints.directory, config.parallel.start_timeout)
         if first:  # either can take minutes, and the display needs the state
@@ -85,7 +85,7 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
 
         # Loop
         corpus = data.describe()
-        with Display(_title(config, mesh, state, corpus["title"], first_step), config.train.steps, first_step, first) as display, \
+        with Display(title(config, mesh, state, corpus["title"], first_step), config.train.steps, first_step, first) as display, \
                 open_metrics(config, workdir, first_step, display) as metrics, Signals(display.say) as signals, \
                 Watchdog(workdir, jax.process_index()) as watchdog, Profiler(config.profile, workdir, metrics.write) as profiler:
             metrics.start(first_step, begun, **surroundings())
@@ -115,37 +115,35 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
                 metrics.write("stop", step, reason=run.trouble, exit_code=int(ExitCode.DIVERGED))
 
     # End
-    if not first:
-        return (ExitCode.NOT_SAVED if not saved else ExitCode.INTERRUPTED if step < config.train.steps
-                else ExitCode.DIVERGED if run.trouble else ExitCode.DONE)
     if not saved:
-        print(f"error: step {step} could not be saved in {workdir} (see above): the same command goes on from the checkpoint "
-              "before; make room first", file=sys.stderr)
-        return ExitCode.NOT_SAVED
+        return _ended(ExitCode.NOT_SAVED, f"step {step} could not be saved in {workdir} (see above): the same command goes on from the "
+                                          "checkpoint before; make room first")
     if step < config.train.steps:
-        print(f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command goes on from there.")
-        return ExitCode.INTERRUPTED
-    if run.trouble:
-        return _diverged(config, workdir, step, run.trouble)
-    print(f"Trained {step} steps: held-out {heldout}. {_what_next(config, workdir, data)}")
-    return 0
+        return _ended(ExitCode.INTERRUPTED, f"Interrupted: saved after step {step} of {config.train.steps} in {workdir}. The same command "
+                                            "goes on from there.")
+    return _at_last_step(config, workdir, step, run.trouble, f"Trained {step} steps: held-out {heldout}.", data)
 
 
-def _nothing_to_do(config: Config, workdir: pathlib.Path, step: int, data: Data) -> int:
-    """Ends a start in the folder of a run that has reached its last step. Nothing has been written."""
-    reason = leader_says(lambda: ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), step))
-    if reason:
-        return _diverged(config, workdir, step, reason)
+def _at_last_step(config: Config, workdir: pathlib.Path, step: int, trouble: str, done: str, data: Data) -> ExitCode:
+    """Ends a run that has reached its last step: badly where there is `trouble`, else with what is `done` and what comes next."""
+    if trouble:
+        return _ended(ExitCode.DIVERGED, f"{workdir}: diverged by step {step}, its last: {trouble}. {_advice(config)}")
+    folder = shlex.quote(str(workdir))
+    generate = f", or uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}"
+    return _ended(ExitCode.DONE, f"{done} Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}"
+                                 + generate * data.tokenizer.reads_text)
+
+
+def _advice(config: Config) -> str:
+    return f"A lower optimizer.learning_rate (now {config.optimizer.learning_rate}) in a new --workdir may help"
+
+
+def _ended(code: ExitCode, text: str) -> ExitCode:
+    """→ `code`, after `text` on the terminal."""
     if is_leader():
-        print(f"{workdir}: already trained to step {step} of {config.train.steps}. {_what_next(config, workdir, data)}")
-    return ExitCode.DONE
-
-
-def _diverged(config: Config, workdir: pathlib.Path, step: int, reason: str) -> int:
-    if is_leader():
-        print(f"error: {workdir}: diverged by step {step}, its last: {reason}. A lower optimizer.learning_rate (now "
-              f"{config.optimizer.learning_rate}) in a new --workdir may help", file=sys.stderr)
-    return ExitCode.DIVERGED
+        good = code in (ExitCode.DONE, ExitCode.INTERRUPTED)
+        print(text if good else f"error: {text}", file=sys.stdout if good else sys.stderr)
+    return code
 
 
 class _Run:
@@ -256,16 +254,12 @@ class _Run:
     def stop(self, halt: Halted, workdir: pathlib.Path) -> int:
         """Ends a halted run with a dump of what the step met. → exit code."""
         folder, documents = write_dump(workdir, self.config, self.data, halt)
-        if not is_leader():
-            return ExitCode.DIVERGED
         self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder),
                            documents=documents)
         names = sorted({name for row in documents for name in row})
-        print(f"error: stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
-              f"{', …' if len(names) > 8 else ''}. Saved for a look: uv run python -m qwen3next_jax.replay {shlex.quote(str(folder))}. "
-              f"A lower optimizer.learning_rate (now {self.config.optimizer.learning_rate}) in a new --workdir may help, or "
-              "guards.on_spike", file=sys.stderr)
-        return ExitCode.DIVERGED
+        return _ended(ExitCode.DIVERGED, f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
+                                         f"{', …' * (len(names) > 8)}. Saved for a look: uv run python -m qwen3next_jax.replay "
+                                         f"{shlex.quote(str(folder))}. {_advice(self.config)}, or guards.on_spike")
 
     def _diagnose(self, step: int, state: State, batch: dict[str, jax.Array], values: dict[str, Any]) -> None:
         measured = jax.device_get((self.diagnostics_step(state["params"], batch), values["grad_norms"], values.get("expert_load")))
@@ -297,21 +291,6 @@ def check_start(config: Config, workdir: pathlib.Path, restart: bool = False) ->
         check_hf(config.train.init_from)
 
 
-def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Tokenizer, new: bool) -> None:
-    """Writes down what the run is, before its first step: `description` as run.json (if it is not empty), and a copy of a tokenizer
-    that came from a file, with which the run can be used wherever it or the file goes. `new`: one that is there is of a start
-    that came to nothing."""
-    if description:
-        write_run(workdir, description)
-    if new:
-        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
-        partial = workdir / "tokenizer.partial"
-        partial.mkdir(exist_ok=True)
-        tokenizer.save(partial)
-        partial.rename(workdir / "tokenizer")
-
-
 def start_state(config: Config, mesh: Mesh, data: Data, parent: preflight.Parent | None = None) -> State:
     """The state before the first step: random weights, or what `train.init_from` names."""
     if parent:
@@ -324,24 +303,3 @@ def start_state(config: Config, mesh: Mesh, data: Data, parent: preflight.Parent
     if not config.model.mtp_depth:
         params.pop("mtp", None)
     return init_state(config, mesh, params)
-
-
-def _title(config: Config, mesh: Mesh, state: State, corpus: str, first_step: int) -> str:
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
-    start = f"resumed after step {first_step}" if first_step else "new run"
-    return (f"{config.name}: {parameters:,} parameters on {_describe(mesh)} · "
-            f"{corpus} · {start}")
-
-
-def _describe(mesh: Mesh) -> str:
-    kind = mesh.devices.flat[0].device_kind
-    if mesh.size == 1:
-        return kind
-    return f"{mesh.size} × {kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1)})"
-
-
-def _what_next(config: Config, workdir: pathlib.Path, data: Data) -> str:
-    folder = shlex.quote(str(workdir))
-    generate = f", or uv run python -m qwen3next_jax.generate --model={folder} --prompt={shlex.quote(config.eval.sample_prompt)}"
-    return (f"Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py --workdir={folder}"
-            + (generate if data.tokenizer.reads_text else ""))

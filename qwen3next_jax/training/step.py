@@ -62,12 +62,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, activation_spec("batch", "time"))
 
 
-def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and places of one batch."""
-    shape = (config.train.batch_size, config.train.sequence_length)
-    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh)) for name in ("tokens", "segment_ids")}
-
-
 def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated.
 
@@ -75,9 +69,8 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tupl
     metrics: scalars, but for expert_load [L, E] and grad_norms (see `norms_by_layer`; before clipping).
     batch: tokens and segment_ids, [B, T] int32, as `batch_sharding` places them. With gradient accumulation the rows are
     taken as k micro-batches whose sum equals the one batch. Only the balance loss is not a sum over rows: it multiplies the
-    whole batch's expert load
-    into each token's probability. So the load is counted first, in a forward pass without gradients (skipped where
-    `balance_loss_weight` is 0); this costs up to a third of a step and makes k micro-batches equal to one batch.
+    whole batch's expert load into each token's probability. So the load is counted first, in a forward pass without gradients
+    (skipped where `balance_loss_weight` is 0), which costs up to a third of a step.
     """
     gradients = make_gradients(config, mesh)
     optimizer = make_optimizer(config, compute_mesh(mesh))

@@ -6,8 +6,8 @@ Letters: B batch, T queries, S keys, N query heads, M key/value heads (query hea
 import functools
 
 import jax
-import jax.numpy as jnp
 
+from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.attention import dispatch, ring
 
 IMPLEMENTATIONS = ("xla", "splash", "cudnn")
@@ -58,28 +58,19 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
 
 
 def _check(q, k, v, segment_ids, kv_segment_ids, q_positions, implementation):
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}, or None")
-    if q.ndim != 4 or 0 in q.shape:
-        raise ValueError(f"q has shape {q.shape}: expected [B, T, N, D], nothing empty")
-    b, t, n, d = q.shape
-    if k.ndim != 4 or (k.shape[0], k.shape[3]) != (b, d) or 0 in k.shape:
-        raise ValueError(f"k has shape {k.shape}: expected [B, S, M, D] with B = {b}, D = {d}, as in q")
-    if v.shape != k.shape:
-        raise ValueError(f"v has shape {v.shape}: expected k's, {k.shape}")
-    if n % k.shape[2]:
-        raise ValueError(f"q has {n} heads and k {k.shape[2]}: expected query heads to be a multiple of key heads")
-    s = k.shape[1]
+    checks.implementation(implementation, IMPLEMENTATIONS)
+    checks.shapes(q=(q, "BTND"), k=(k, "BSMD"), v=(v, "BSMD"), segment_ids=(segment_ids, "BT"), q_positions=(q_positions, "BT"),
+                  kv_segment_ids=(kv_segment_ids, "BS"))
+    checks.integers(segment_ids=segment_ids, q_positions=q_positions, kv_segment_ids=kv_segment_ids)
+    (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
+    if n % m:
+        raise ValueError(f"q has {n} heads and k {m}: expected query heads to be a multiple of key heads")
     if q_positions is None and s != t:
         raise ValueError(f"k has {s} keys for {t} queries: expected q_positions [B, T] to place the queries")
     if segment_ids is not None and kv_segment_ids is None and s != t:
         raise ValueError(f"k has {s} keys for {t} queries: expected kv_segment_ids [B, S] beside segment_ids")
     if segment_ids is None and kv_segment_ids is not None:
         raise ValueError("kv_segment_ids given: expected segment_ids beside it")
-    for name, x, shape in (("segment_ids", segment_ids, (b, t)), ("kv_segment_ids", kv_segment_ids, (b, s)),
-                           ("q_positions", q_positions, (b, t))):
-        if x is not None and (x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer)):
-            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: expected integers of shape {list(shape)}")
 
 
 def _check_split(axis_name, q, kv_segment_ids, q_positions, implementation):

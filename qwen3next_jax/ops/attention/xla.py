@@ -7,6 +7,8 @@ query heads of a group, D head width, C queries or keys of a block, L = H · C r
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import blocks
+
 CPU_BLOCK = 64  # of queries and of keys: the scores of a block stay in cache; measured with benchmarks/attention.py
 GPU_BLOCK = 512
 _FEW_QUERIES = 8  # of cached decoding: their scores fit in memory whole
@@ -21,38 +23,21 @@ def _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions):
     if q_positions is None:
         positions = jnp.arange(t, dtype=jnp.int32) if causal else jnp.full((t,), s - 1, jnp.int32)
         q_positions = jnp.broadcast_to(positions, (b, t))
-    position = _blocks(q_positions, size_q, 1)
-    segment = None if segment_ids is None else _blocks(segment_ids, size_q, 1)
-    kv_segment = None if segment_ids is None else _blocks(kv_segment_ids, size_k, 1)
-    return size_q, size_k, position, segment, kv_segment
-
-
-def _blocks(x, size, axis):
-    """Pads `axis` with zeros to a multiple of `size`, splits it into blocks and moves the block axis to the front."""
-    count = -(-x.shape[axis] // size)
-    x = jnp.pad(x, [(0, count * size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1:]), axis, 0)
-
-
-def _join(x, length, axis):
-    """The inverse of `_blocks`."""
-    x = jnp.moveaxis(x, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:])
-    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+    return size_q, size_k, *blocks.cut((q_positions, segment_ids), 1, size_q), blocks.cut(kv_segment_ids, 1, size_k)
 
 
 def _query_blocks(q_BTND, groups, size):
     """[B, T, N, D] → [n, B, M, L, D]."""
     b, t, n, d = q_BTND.shape
     q_BMHTD = q_BTND.reshape(b, t, groups, n // groups, d).transpose(0, 2, 3, 1, 4)
-    blocks = _blocks(q_BMHTD, size, 3)
-    return blocks.reshape(*blocks.shape[:3], -1, d)
+    x = blocks.cut(q_BMHTD, 3, size)
+    return x.reshape(*x.shape[:3], -1, d)
 
 
-def _from_query_blocks(blocks, t, n):
+def _from_query_blocks(x, t, n):
     """[n, B, M, L, D] → [B, T, N, D]."""
-    count, b, m, rows, d = blocks.shape
-    x_BMHTD = _join(blocks.reshape(count, b, m, n // m, -1, d), t, 3)
+    count, b, m, rows, d = x.shape
+    x_BMHTD = blocks.joined(x.reshape(count, b, m, n // m, -1, d), 3, t)
     return x_BMHTD.transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
 
 
@@ -87,9 +72,9 @@ def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
     return jnp.min(jnp.sum(before_BS, axis=1)) // size_k, last
 
 
-def _add(blocks, j, term):
-    """blocks[j] += term, in place; `.at[j].add` would be a scatter."""
-    return jax.lax.dynamic_update_index_in_dim(blocks, blocks[j] + term, j, 0)
+def _add(x, j, term):
+    """x[j] += term, in place; `.at[j].add` would be a scatter."""
+    return jax.lax.dynamic_update_index_in_dim(x, x[j] + term, j, 0)
 
 
 def _finish(o, largest, total):
@@ -123,10 +108,10 @@ def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, block, 
         return _few_queries_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions)
     size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions)
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
-    k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
+    k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
     wide = wide_dtype(q)
 
-    def query_block(inputs):
+    def query_block(carry, inputs):
         q_BMLD, position_BC, segment_BC = inputs
 
         def key_block(j, carry):
@@ -147,13 +132,9 @@ def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, block, 
             first, last = _key_range(position_BC, segment_BC, kv_segment, size_k, s)
             o_BMLD, largest_BML, total_BML = jax.lax.fori_loop(first, last, key_block, zero)
         o_BMLD, logsumexp_BML = _finish(o_BMLD, largest_BML, total_BML)
-        return o_BMLD.astype(q.dtype), logsumexp_BML
+        return carry, (o_BMLD.astype(q.dtype), logsumexp_BML)
 
-    blocks = (_query_blocks(q, m, size_q), position, segment)
-    if position.shape[0] == 1:
-        o, logsumexp = jax.tree.map(lambda x: x[None], query_block(jax.tree.map(lambda x: x[0], blocks)))
-    else:
-        o, logsumexp = jax.lax.map(query_block, blocks)
+    _, (o, logsumexp) = blocks.scan(query_block, None, (_query_blocks(q, m, size_q), position, segment))
     logsumexp_BTN = _from_query_blocks(logsumexp[..., None], t, n)[..., 0]
     return _from_query_blocks(o, t, n), logsumexp_BTN.swapaxes(1, 2)
 
@@ -161,7 +142,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, block, 
 def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, block, causal):
     size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions)
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
-    k_blocks, v_blocks = (_blocks(x.swapaxes(1, 2), size_k, 2) for x in (k, v))
+    k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
     wide = wide_dtype(q)
     delta_BTN = jnp.sum(o.astype(wide) * do.astype(wide), axis=-1)
 
@@ -187,14 +168,8 @@ def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT
         return tuple(carry), dq_BMLD.astype(q.dtype)
 
     logsumexp_BTN1 = logsumexp_BNT.swapaxes(1, 2)[..., None]
-    blocks = (*(_query_blocks(x, m, size_q) for x in (q, do, logsumexp_BTN1, delta_BTN[..., None])), position, segment)
+    by_query = (_query_blocks(x, m, size_q) for x in (q, do, logsumexp_BTN1, delta_BTN[..., None]))
     zero = jnp.zeros(k_blocks.shape, wide), jnp.zeros(k_blocks.shape, wide)
-    if position.shape[0] == 1:
-        carry, dq = query_block(zero, jax.tree.map(lambda x: x[0], blocks))
-        dq = dq[None]
-    else:
-        carry, dq = jax.lax.scan(query_block, zero, blocks)
-    dk, dv = (_join(x, s, 2).swapaxes(1, 2).astype(k.dtype) for x in carry)
+    carry, dq = blocks.scan(query_block, zero, (*by_query, position, segment))
+    dk, dv = (blocks.joined(x, 2, s).swapaxes(1, 2).astype(k.dtype) for x in carry)
     return _from_query_blocks(dq, t, n), dk, dv
-
-

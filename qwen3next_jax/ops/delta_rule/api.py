@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, reference
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu")
@@ -77,40 +78,21 @@ def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, 
 
 
 def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}, or None")
-    for name, x, axes in (("q", q, "[B, T, G, K]"), ("k", k, "[B, T, G, K]"), ("v", v, "[B, T, H, V]")):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {x.shape}: expected {axes}")
-    if q.shape != k.shape:
-        raise ValueError(f"k has shape {k.shape} and q {q.shape}: expected the same [B, T, G, K]")
-    if v.shape[:2] != q.shape[:2]:
-        raise ValueError(f"v has shape {v.shape}: expected its first two axes to be {q.shape[:2]}, as in q")
-    for name, x in (("q", q), ("v", v)):
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {x.shape}: expected at least one of every axis")
+    checks.implementation(implementation, IMPLEMENTATIONS)
+    checks.shapes(q=(q, "BTGK"), k=(k, "BTGK"), v=(v, "BTHV"), g=(g, "BTH"), beta=(beta, "BTH"), segment_ids=(segment_ids, "BT"),
+                  initial_state=(initial_state, "BHKV"))
+    checks.integers(segment_ids=segment_ids)
     if v.shape[2] % q.shape[2] != 0:
         raise ValueError(f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads")
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
-    for name, x in (("g", g), ("beta", beta)):
-        if x.shape != v.shape[:3]:
-            raise ValueError(f"{name} has shape {x.shape}: expected [B, T, H] = {v.shape[:3]}")
     if implementation == "pallas_tpu" and jax.default_backend() not in ("tpu", "cpu"):
         raise NotImplementedError(
             f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to interpret it; use 'chunked'"
         )
     if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
         raise NotImplementedError("implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'")
-    state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    if initial_state is not None and initial_state.shape != state_shape:
-        raise ValueError(f"initial_state has shape {initial_state.shape}: expected [B, H, K, V] = {state_shape}")
-    if segment_ids is not None:
-        if segment_ids.shape != v.shape[:2]:
-            raise ValueError(f"segment_ids has shape {segment_ids.shape}: expected [B, T] = {v.shape[:2]}")
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: expected integers")
 
 
 def _check_values(g, segment_ids):

@@ -16,6 +16,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Inputs, Products, Scaled
 
@@ -50,10 +51,7 @@ class Chunks(typing.NamedTuple):
 
 def _cut(x, size: int, mode: str = "constant"):
     """[B, T, heads, ...] to [N, B, heads, C, ...], T padded to a multiple of C."""
-    batch, time, heads = x.shape[:3]
-    x = jnp.pad(x, [(0, 0), (0, -time % size)] + [(0, 0)] * (x.ndim - 2), mode=mode)
-    x = x.reshape(batch, -1, size, heads, *x.shape[3:])
-    return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
+    return jnp.swapaxes(blocks.cut(x, 1, size, mode), 2, 3)
 
 
 def _scaled(raw, column):
@@ -76,9 +74,7 @@ def _from_twins(a, heads: int):
 
 def _join(x, time: int):
     """The inverse of `_cut`."""
-    count, batch, heads, size = x.shape[:4]
-    x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), 2, 3)
-    return x.reshape(batch, count * size, heads, *x.shape[4:])[:, :time]
+    return blocks.joined(jnp.swapaxes(x, 2, 3), 1, time)
 
 
 def _chunks(x: Inputs, known_inverse, size: int, normalize_qk: bool, erase: bool) -> tuple[Chunks, Products, Products]:
@@ -198,8 +194,8 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
 
 def forward_in_pieces(x: Inputs, initial_state, inverses, *, limits: Pieces, size: int, **settings):
     """`forward`, a few chunks at a time."""
-    (count, chunks), time = _pieces(limits, x, size), x.v.shape[1]
-    if count == 1:
+    chunks, time = _chunks_of_a_piece(limits, x, size), x.v.shape[1]
+    if chunks * size >= time:
         return forward(x, initial_state, inverses, size=size, parallel=False, **settings)
 
     def piece(state, inputs):
@@ -207,16 +203,16 @@ def forward_in_pieces(x: Inputs, initial_state, inverses, *, limits: Pieces, siz
         o, state, *saved = forward(x, kept(continues, state), inverses, size=size, parallel=False, **settings)
         return state, (o, *saved)
 
-    pieces, continues = _split_inputs(x, count, chunks * size)
+    pieces, continues = _split_inputs(x, chunks * size)
     wide = initial_state.astype(jnp.promote_types(jnp.float32, x.v.dtype))
-    final, (o, *saved) = jax.lax.scan(piece, wide, (continues, _split(inverses, 0, count, chunks), pieces))
-    return _merged(o, 1, time), final, *_merged(saved, 0, -(-time // size))
+    final, (o, *saved) = jax.lax.scan(piece, wide, (continues, blocks.cut(inverses, 0, chunks), pieces))
+    return blocks.joined(o, 1, time), final, *blocks.joined(saved, 0, -(-time // size))
 
 
 def backward_in_pieces(x: Inputs, states, inverses, do, dfinal, *, limits: Pieces, size: int, **settings):
     """`backward`, a few chunks at a time."""
-    (count, chunks), time = _pieces(limits, x, size), x.v.shape[1]
-    if count == 1:
+    chunks, time = _chunks_of_a_piece(limits, x, size), x.v.shape[1]
+    if chunks * size >= time:
         return backward(x, states, inverses, do, dfinal, size=size, parallel=False, **settings)
 
     def piece(dstate, inputs):
@@ -224,45 +220,30 @@ def backward_in_pieces(x: Inputs, states, inverses, do, dfinal, *, limits: Piece
         *gradients, dstate = backward(*inputs, dstate, size=size, parallel=False, **settings)
         return kept(continues, dstate), gradients
 
-    pieces, continues = _split_inputs(x, count, chunks * size)
-    saved, do = _split((states, inverses), 0, count, chunks), _split(do, 1, count, chunks * size)
+    pieces, continues = _split_inputs(x, chunks * size)
+    saved, do = blocks.cut((states, inverses), 0, chunks), blocks.cut(do, 1, chunks * size)
     wide = dfinal.astype(jnp.promote_types(jnp.float32, x.v.dtype))
     dinitial, gradients = jax.lax.scan(piece, wide, (continues, pieces, *saved, do), reverse=True)
-    return *_merged(gradients, 1, time), dinitial
+    return *blocks.joined(gradients, 1, time), dinitial
 
 
-def _pieces(limits: Pieces, x: Inputs, size: int) -> tuple[int, int]:
-    """(pieces, chunks in each) of a sequence; the last may be padded."""
+def _chunks_of_a_piece(limits: Pieces, x: Inputs, size: int) -> int:
+    """As many as make pieces of one length; the last may be padded."""
     batch, time, heads, value = x.v.shape
     chunks, numbers = -(-time // size), batch * size * heads * max(x.q.shape[3], value)
     count = -(-chunks // (1 if numbers >= limits.alone else max(1, limits.together // numbers)))
-    return count, -(-chunks // count)
+    return -(-chunks // count)
 
 
-def _split(tree, axis: int, count: int, length: int, mode: str = "constant"):
-    """Every array's `axis` cut into [count, …, length, …] and padded: rows of zeros neither decay nor write nor read."""
-    def split(x):
-        x = jnp.pad(x, [(0, count * length - n if i == axis else 0) for i, n in enumerate(x.shape)], mode=mode)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], count, length, *x.shape[axis + 1:]), axis, 0)
+def _split_inputs(x: Inputs, length: int):
+    """(every piece's inputs [pieces, B, length, …], whether its first token goes on with the document before it [pieces, B]).
 
-    return jax.tree.map(split, tree)
-
-
-def _merged(tree, axis: int, length: int):
-    """The inverse of `_split`."""
-    def merged(x):
-        x = jnp.moveaxis(x, 0, axis)
-        return jax.lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:]), 0, length, axis=axis)
-
-    return jax.tree.map(merged, tree)
-
-
-def _split_inputs(x: Inputs, count: int, length: int):
-    """(every piece's inputs [count, B, length, …], whether its first token goes on with the document before it [count, B])."""
-    pieces = _split(x._replace(segments=None), 1, count, length)
+    The rows of zeros at the end neither decay nor write nor read.
+    """
+    pieces = blocks.cut(x._replace(segments=None), 1, length)
     if x.segments is None:
         return pieces, None
-    segments = _split(x.segments, 1, count, length, "edge")
+    segments = blocks.cut(x.segments, 1, length, "edge")
     ids = jnp.abs(segments)
     continues = jnp.concatenate([jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]])
     return pieces._replace(segments=segments), continues

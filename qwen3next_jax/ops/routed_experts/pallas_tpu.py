@@ -7,7 +7,6 @@ Letters: T tiles, M rows of a tile, P = T·M, D model, I expert width, F = 2I (g
 block, V visits.
 """
 
-import functools
 
 import jax
 import jax.numpy as jnp
