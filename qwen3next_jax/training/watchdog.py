@@ -18,15 +18,17 @@ from collections.abc import Callable
 from qwen3next_jax.errors import ExitCode
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
+# Seconds within which several are one: a parent with threads that is killed sends its children "the" signal once for each thread.
+_ONE_SIGNAL = 0.25
 
 
 class Signals:
-    """Notes the first SIGINT or SIGTERM in `caught`, so that the step under way ends and is saved, and says so; a second one
-    ends the process at once, even while it waits for a device: a thread of its own reads them. A context manager."""
+    """Notes the first SIGINT or SIGTERM in `caught`, so that the step under way ends and is saved, and says so; a second one, a
+    moment later, ends the process at once, even while it waits for a device: a thread of its own reads them. A context manager."""
 
     def __init__(self, say: Callable[[str], None]):
         """`say` shows a line beside what is on the screen."""
-        self.caught, self._say = False, say
+        self.caught, self._noted, self._say = False, 0.0, say
 
     def __enter__(self):
         self._reader, self._writer = socket.socketpair()
@@ -47,10 +49,12 @@ class Signals:
             while received := self._reader.recv(1):
                 if received[0] not in _HANDLED:
                     continue
+                if self.caught and time.monotonic() - self._noted < _ONE_SIGNAL:
+                    continue
                 if self.caught:
                     os.write(2, b"second signal: left at once, without saving\n")
                     os._exit(ExitCode.ABORTED)
-                self.caught = True
+                self.caught, self._noted = True, time.monotonic()
                 line = f"{signal.Signals(received[0]).name}: saving after the step under way; again to stop now, without saving"
                 # In a thread: a terminal that does not take the line must not keep the second signal waiting.
                 threading.Thread(target=self._say, args=(line,), daemon=True).start()
