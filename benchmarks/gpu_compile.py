@@ -6,9 +6,9 @@
 XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment apart, since a process with the
 plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cuda-nvcc brings one):
 
-    uv venv /tmp/gpu -p 3.12
-    uv pip install --python /tmp/gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1
-    /tmp/gpu/bin/python benchmarks/gpu_compile.py
+    uv venv .gpu -p 3.12
+    uv pip install --python .gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1
+    .gpu/bin/python benchmarks/gpu_compile.py
 
 Printed: seconds to compile, memory of the arguments (the state) and of everything else (temporaries), FLOPs of all products, a
 loop of unstated length counted once, the largest array, the collectives, and with --top what shares the temporaries' memory at its
