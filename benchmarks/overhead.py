@@ -23,7 +23,7 @@ import optax
 from rich.console import Console
 
 from qwen3next_jax import cli
-from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.config import Config, from_dict, parts_of
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display
@@ -66,9 +66,9 @@ def main() -> None:
     state = init_state(config, one_device())
     bare_state = jax.tree.map(jnp.copy, (state["params"], state["opt_state"]))
     with tempfile.TemporaryDirectory() as folder:
-        display = Display("overhead", config.train.steps, 0, console=Console(file=io.StringIO(), force_terminal=True, width=120))
+        display = Display("overhead", config, 0, console=Console(file=io.StringIO(), force_terminal=True, width=120))
         metrics = MetricsFile(pathlib.Path(folder) / "metrics.jsonl", 0, [display])
-        incidents, throughput = Incidents(config.guards, metrics), Throughput(config, 1.0)
+        incidents, throughput = Incidents(config.guards, metrics), Throughput(parts_of(config)[0], 1.0)
         times: dict[str, list[float]] = {"bare": [], "real": [], "look": []}
         with display, metrics:
             for step in range(1, WARM_UP + arguments.steps + 1):

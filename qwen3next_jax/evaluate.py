@@ -9,7 +9,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from qwen3next_jax.config import Config, DataConfig
+from qwen3next_jax.config import Config, DataConfig, part_at
 from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.data.pipeline import Data, open_data
@@ -43,6 +43,8 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     model, tokenizer, step = load_model(path)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
+    if is_run:
+        config = part_at(config, step).config  # of the stage that was trained last
     graphdef, params = nnx.split(model, nnx.Param)
     subject = evaluation.Subject(model.config, graphdef, tokenizer, functools.cache(
         lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths))), options)

@@ -121,7 +121,7 @@ def _verify(*paths):
 
 def test_verify_names_the_damaged_checkpoint(tmp_path):
     _save(tmp_path, [10, 20], keep_last=2)
-    write_run(tmp_path, open_run(tmp_path / "new", Config(model=SMALL), "data", "tokens")[0])
+    write_run(tmp_path, open_run(tmp_path / "new", Config(model=SMALL), ["data"], "tokens")[0])
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
     result = _verify(tmp_path)
@@ -138,7 +138,7 @@ SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval
 
 def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
-    record, changes = open_run(workdir, config, data, tokens)
+    record, changes = open_run(workdir, config, [data], tokens)
     if record:
         write_run(workdir, record)
     return [str(change) for change in changes]

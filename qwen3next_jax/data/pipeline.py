@@ -1,12 +1,13 @@
 """Batches of rows for training and evaluation: the only module that imports grain.
 
-Row i of the endless training stream is a pure function of i, and step s takes rows [s·B, (s + 1)·B). The state to resume
-from is therefore one integer, the step, whatever the number of processes that share a batch.
+Row i of the endless training stream is a pure function of i, and step s takes rows [s·B, (s + 1)·B) behind the one with which the
+rows begin (`Data.begin`). The state to resume from is therefore one integer, the step, whatever the number of processes that share
+a batch.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -47,6 +48,7 @@ class Data(Protocol):
     sequence_length: int
     heldout_rows: int
     kinds: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
+    _first_row: int = 0
 
     def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int | None = None,
                  progress: Progress | None = None):
@@ -63,6 +65,16 @@ class Data(Protocol):
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         """Raises: UserError: these rows cannot be made. Takes no longer than a look at the files."""
+
+    @property
+    def streams(self) -> dict[str, float]:
+        """The streams of rows that the training stream mixes, by a digest of all that decides them: their weights in the mix."""
+        return {self.fingerprint: 1.0}
+
+    def begin(self, row: int, starts: Mapping[str, int]) -> None:
+        """Batches are from here on those from `row` of the training stream on, each of whose streams begins with its row `starts`
+        (0 where it is not named): what a stage before this one has read is not read again."""
+        self._first_row = row + starts.get(self.fingerprint, 0)
 
     def row(self, index: int) -> Batch:
         """Row `index` of the endless training stream."""
@@ -87,7 +99,7 @@ class Data(Protocol):
         share = range(self.batch_size) if share is None else share
         steps = grain.MapDataset.range(start_step, _ENDLESS // self.batch_size)
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches ahead; threads do not change the order
-        iterator = iter(steps.map(lambda step: self._stack([self.row(step * self.batch_size + b) for b in share], len(share)))
+        iterator = iter(steps.map(lambda step: self._stack([self.row(self._rows_of(step)[b]) for b in share], len(share)))
                         .to_iter_dataset(options))
         try:
             yield from iterator
@@ -104,7 +116,11 @@ class Data(Protocol):
 
     def document_names(self, step: int) -> list[list[str]]:
         """`names` of each of the B rows of `step`."""
-        return [self.names(i) for i in range(step * self.batch_size, (step + 1) * self.batch_size)]
+        return [self.names(i) for i in self._rows_of(step)]
+
+    def _rows_of(self, step: int) -> range:
+        first = self._first_row + step * self.batch_size
+        return range(first, first + self.batch_size)
 
     def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
         """Stacks `rows`, filled up with empty ones to `count`."""
@@ -147,8 +163,10 @@ class TrainData(Data):
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
-        self._stream = _endless(self._prepared, self._weights, config.seed)
+        self._mix, self._sources, self._starts = _mix(self._weights), _endless(self._prepared, config.seed), {}
         self._heldout_order = _heldout_order(self._prepared, config.seed)
+        # Where a source stands in `path` decides its order, too (`_shuffle_seed`).
+        self._names = [f"{i} {p.fingerprint}" for i, p in enumerate(self._prepared)]
         parts = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
         self.fingerprint = digests.of(json.dumps(parts))[:20]
 
@@ -161,8 +179,15 @@ class TrainData(Data):
         load_tokenizer(config.tokenizer, vocab_size)
         _files(config)
 
+    @property
+    def streams(self) -> dict[str, float]:
+        return dict(zip(self._names, self._weights, strict=True))
+
+    def begin(self, row: int, starts: Mapping[str, int]) -> None:
+        self._first_row, self._starts = row, starts
+
     def row(self, index: int) -> Batch:
-        return _text_row(self._stream[index][1])
+        return _text_row(self._packed(index)[1])
 
     def heldout_row(self, index: int) -> Batch:
         source, row = self._heldout_order[index].tolist()
@@ -172,8 +197,12 @@ class TrainData(Data):
         return super().heldout(min(rows or self.heldout_rows, self.heldout_rows), share)
 
     def names(self, index: int) -> list[str]:
-        source, row = self._stream[index]
+        source, row = self._packed(index)
         return [sources.describe(self._prepared[source].source, *origin) for origin in row.origins]
+
+    def _packed(self, index: int) -> tuple[int, PackedRow]:
+        source, row = self._mix[index]
+        return source, self._sources[source][row + self._starts.get(self._names[source], 0)]
 
     def describe(self) -> dict[str, Any]:
         """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` are of training and held-out rows together."""
@@ -204,13 +233,29 @@ def _totals(prepared: list[Prepared]) -> dict:
             "padding_share": total("padding") / (total("tokens") + total("padding"))}
 
 
-def _endless(prepared: list[Prepared], weights: tuple[float, ...], seed: int) -> "grain.MapDataset":
-    """MapDataset of `(source index, PackedRow)`: every source shuffled per epoch and repeated, then mixed."""
+def _endless(prepared: list[Prepared], seed: int) -> "list[grain.MapDataset]":
+    """The rows of every source, shuffled anew every epoch."""
     import grain
 
-    streams = [grain.MapDataset.source(p.rows[TRAIN]).map(lambda row, i=i: (i, row)).shuffle(seed=_shuffle_seed(seed, i)).repeat()
-               for i, p in enumerate(prepared)]
-    return streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
+    return [grain.MapDataset.source(p.rows[TRAIN]).shuffle(seed=_shuffle_seed(seed, i)).repeat() for i, p in enumerate(prepared)]
+
+
+def _mix(weights: Sequence[float]) -> "grain.MapDataset":
+    """Row of the mix of endless streams → (number of its stream, row of that stream)."""
+    import grain
+
+    streams = [grain.MapDataset.range(_ENDLESS).map(lambda row, i=i: (i, row)) for i, weight in enumerate(weights) if weight]
+    return grain.MapDataset.mix(streams, [weight for weight in weights if weight])
+
+
+def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
+    """How many of the first `rows` rows of the mix of `streams` are of each: what its next one that is of it counts."""
+    mix, found = _mix(tuple(streams.values())), {i: 0 for i, weight in enumerate(streams.values()) if not weight}
+    while len(found) < len(streams):
+        stream, row = mix[rows]
+        found.setdefault(stream, row)
+        rows += 1
+    return {name: found[i] for i, name in enumerate(streams)}
 
 
 def _shuffle_seed(seed: int, source: int) -> int:
@@ -227,5 +272,3 @@ def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
         parts.append(np.stack([np.full(n, i), permutation], axis=1))
         places.append((np.arange(n) + 0.5) / n)
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
-
-

@@ -62,8 +62,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, activation_spec("batch", "time"))
 
 
-def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-    """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated.
+def make_train_step(config: Config, mesh: Mesh, begins: int = 0) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated. Its schedule begins after `begins` steps.
 
     state: as `abstract_train_state` places it.
     metrics: scalars, but for expert_load [L, E] and grad_norms (see `norms_by_layer`; before clipping).
@@ -73,8 +73,8 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tupl
     (skipped where `balance_loss_weight` is 0), which costs up to a third of a step.
     """
     gradients = make_gradients(config, mesh)
-    optimizer = make_optimizer(config, compute_mesh(mesh))
-    schedule = learning_rate_schedule(config.optimizer, config.train.steps)
+    optimizer = make_optimizer(config, compute_mesh(mesh), begins)
+    schedule = learning_rate_schedule(config.optimizer, config.train.steps, begins)
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh))
 
     def train_step(state: State, batch: Batch):
