@@ -68,7 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         display = Display("overhead", config, 0, console=Console(file=io.StringIO(), force_terminal=True, width=120))
         metrics = MetricsFile(pathlib.Path(folder) / "metrics.jsonl", 0, [display])
-        incidents, throughput = Incidents(config.guards, metrics), Throughput(parts_of(config)[0], 1.0)
+        incidents, throughput = Incidents(config.guards, metrics), Throughput(config, parts_of(config)[0], 1.0)
         times: dict[str, list[float]] = {"bare": [], "real": [], "look": []}
         with display, metrics:
             for step in range(1, WARM_UP + arguments.steps + 1):

@@ -27,7 +27,7 @@ DOES_NOT_FIT = 1  # exit code
 
 def main() -> int:
     named = read_mesh(_mesh.value)
-    part = max(parts_of(_config()), key=lambda part: (part.config.train.sequence_length, part.tokens))
+    part = max(parts_of(_config()), key=lambda part: (part.config.train.sequence_length, part.config.train.batch_size))
     if part.name:
         print(f"planning for stage {part.name}, the one of the longest rows")
     config = part.config

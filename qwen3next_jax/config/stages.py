@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qwen3next_jax.errors import UserError, require
 
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 Remat = Literal["none", "block", "dots", "offload"]
-_TRAIN, _DATA = ("batch_size", "gradient_accumulation", "sequence_length", "remat"), ("weights",)
-_SCHEDULE = ("learning_rate", "schedule", "decay_fraction", "final_fraction")
+# What a stage may set, by the group it is of.
+SETTINGS = {"train": ("batch_size", "gradient_accumulation", "sequence_length", "remat"), "data": ("weights",),
+            "optimizer": ("learning_rate", "schedule", "decay_fraction", "final_fraction")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """An entry of `train.stages`: so many steps, and settings of the groups train, data, optimizer for them; None: as the run has it."""
+    """An entry of `train.stages`: so many steps, and settings for them; None: as the run has it."""
 
     steps: int = 0
     name: str = ""  # in records and reports; "": its number
@@ -33,48 +34,16 @@ class Stage:
     decay_fraction: float | None = None
     final_fraction: float | None = None
 
-    def given(self, names: tuple[str, ...]) -> dict:
-        """Those of the settings `names` that this stage sets."""
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A stage as it is trained.
-
-    Attributes:
-      first, last: the steps of the run that are taken when it begins and when it ends.
-      tokens_before: of the stages before it.
-      config: as of a run without stages, but that train.steps is the length of its learning-rate schedule.
-      schedule_from: steps of the run that are taken when that schedule begins.
-    """
+class Part(NamedTuple):
+    """A stage as it is trained: after `first` steps of the run, until `last` are taken. `config`: as of a run without stages, but that
+    its train.steps are those of its learning-rate schedule, which begins after `schedule_from` steps of the run."""
 
     name: str
     first: int
     last: int
-    tokens_before: int
+    schedule_from: int
     config: "Config"
-    schedule_from: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.config.train.batch_size * self.config.train.sequence_length
-
-    @property
-    def settings(self) -> dict:
-        """What the steps of a stage depend on, by name."""
-        groups = (self.config.train, self.config.data, self.config.optimizer)
-        names = (*_TRAIN, *_DATA, *_SCHEDULE)
-        return {"schedule_from": self.schedule_from} | {name: getattr(next(g for g in groups if hasattr(g, name)), name) for name in names}
-
-    def begun(self, step: int) -> bool:
-        """Whether a run that has trained to `step` has begun it."""
-        return self.first < max(step, 1)
-
-    def tokens_seen(self, step: int) -> int:
-        """By the run when `step` steps are taken, the last of them by this stage."""
-        return self.tokens_before + (step - self.first) * self.tokens
 
 
 def parts_of(config: "Config") -> tuple[Part, ...]:
@@ -90,29 +59,31 @@ def parts_of(config: "Config") -> tuple[Part, ...]:
     terms = " + ".join(str(stage.steps) for stage in stages)
     require(firsts[-1] == train.steps, f"train.steps = {train.steps}, but the steps of train.stages, {terms}, come to {firsts[-1]}: "
                                        "set the one to the other")
-    begins = [i for i, stage in enumerate(stages) if not i or stage.given(_SCHEDULE)]  # stages with which a schedule begins
-    parts, tokens = [], 0
-    for i, (stage, first, last) in enumerate(zip(stages, firsts, firsts[1:])):
-        begin = max(b for b in begins if b <= i)
-        end = min((b for b in begins if b > i), default=len(stages))
+    begins = [i for i, stage in enumerate(stages) if not i or _given(stage, "optimizer")]  # stages with which a schedule begins
+    parts = []
+    for i, stage in enumerate(stages):
+        begin, end = max(b for b in begins if b <= i), min((b for b in begins if b > i), default=len(stages))
+        changes = {"train": {"stages": (), "steps": firsts[end] - firsts[begin]} | _given(stage, "train"), "data": _given(stage, "data"),
+                   "optimizer": _given(stages[begin], "optimizer") | ({"warmup_steps": 0} if begin else {})}
         try:
             require(stage.steps >= 1, f"steps = {stage.steps}: expected at least 1")
-            optimizer = dataclasses.replace(config.optimizer, **stages[begin].given(_SCHEDULE), **({"warmup_steps": 0} if begin else {}))
-            one = dataclasses.replace(
-                config, optimizer=optimizer, data=dataclasses.replace(config.data, **stage.given(_DATA)),
-                train=dataclasses.replace(train, stages=(), steps=firsts[end] - firsts[begin], **stage.given(_TRAIN)))
+            one = dataclasses.replace(config, **{g: dataclasses.replace(getattr(config, g), **new) for g, new in changes.items()})
         except UserError as error:
             raise UserError(f"train.stages[{i}]: {error}") from error
-        parts.append(Part(stage.name or str(i + 1), first, last, tokens, one, firsts[begin]))
-        tokens += (last - first) * parts[-1].tokens
+        parts.append(Part(stage.name or str(i + 1), firsts[i], firsts[i + 1], firsts[begin], one))
     return tuple(parts)
 
 
-def tokens_of(config: "Config") -> int:
-    """That a whole run trains on, padding included."""
-    return parts_of(config)[-1].tokens_seen(config.train.steps)
+def _given(stage: Stage, group: str) -> dict[str, Any]:
+    return {name: getattr(stage, name) for name in SETTINGS[group] if getattr(stage, name) is not None}
 
 
 def part_at(config: "Config", step: int) -> Part:
     """The stage that takes step `step` (from 1); beyond the last step the last stage."""
     return next((part for part in parts_of(config) if step <= part.last), parts_of(config)[-1])
+
+
+def tokens_seen(config: "Config", step: int) -> int:
+    """In the first `step` steps of a run, padding included."""
+    return sum(max(min(step, part.last) - part.first, 0) * part.config.train.batch_size * part.config.train.sequence_length
+               for part in parts_of(config))

@@ -48,7 +48,8 @@ class Data(Protocol):
     sequence_length: int
     heldout_rows: int
     kinds: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
-    _first_row: int = 0
+    streams: Mapping[str, float] = {}  # that the training stream mixes: weights, by digests of all that decides their rows; {}: it is one
+    _first_row, _starts = 0, {}
 
     def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int | None = None,
                  progress: Progress | None = None):
@@ -66,15 +67,10 @@ class Data(Protocol):
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         """Raises: UserError: these rows cannot be made. Takes no longer than a look at the files."""
 
-    @property
-    def streams(self) -> dict[str, float]:
-        """The streams of rows that the training stream mixes, by a digest of all that decides them: their weights in the mix."""
-        return {self.fingerprint: 1.0}
-
     def begin(self, row: int, starts: Mapping[str, int]) -> None:
-        """Batches are from here on those from `row` of the training stream on, each of whose streams begins with its row `starts`
-        (0 where it is not named): what a stage before this one has read is not read again."""
-        self._first_row = row + starts.get(self.fingerprint, 0)
+        """From here on step 0 takes the rows from `row` on of the training stream, whose streams (or it, named by its fingerprint, where
+        it is one) begin with their rows `starts` (not named: 0): what earlier stages have read is not read again."""
+        self._first_row, self._starts = row + starts.get(self.fingerprint, 0), starts
 
     def row(self, index: int) -> Batch:
         """Row `index` of the endless training stream."""
@@ -163,10 +159,10 @@ class TrainData(Data):
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
-        self._mix, self._sources, self._starts = _mix(self._weights), _endless(self._prepared, config.seed), {}
+        self._mix, self._sources = _mix(self._weights), _endless(self._prepared, config.seed)
         self._heldout_order = _heldout_order(self._prepared, config.seed)
-        # Where a source stands in `path` decides its order, too (`_shuffle_seed`).
-        self._names = [f"{i} {p.fingerprint}" for i, p in enumerate(self._prepared)]
+        # Where a source stands in `path` decides the order of its rows, too.
+        self.streams = {f"{i} {p.fingerprint}": weight for i, (p, weight) in enumerate(zip(self._prepared, self._weights, strict=True))}
         parts = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
         self.fingerprint = digests.of(json.dumps(parts))[:20]
 
@@ -178,13 +174,6 @@ class TrainData(Data):
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         load_tokenizer(config.tokenizer, vocab_size)
         _files(config)
-
-    @property
-    def streams(self) -> dict[str, float]:
-        return dict(zip(self._names, self._weights, strict=True))
-
-    def begin(self, row: int, starts: Mapping[str, int]) -> None:
-        self._first_row, self._starts = row, starts
 
     def row(self, index: int) -> Batch:
         return _text_row(self._packed(index)[1])
@@ -202,7 +191,7 @@ class TrainData(Data):
 
     def _packed(self, index: int) -> tuple[int, PackedRow]:
         source, row = self._mix[index]
-        return source, self._sources[source][row + self._starts.get(self._names[source], 0)]
+        return source, self._sources[source][row + self._starts.get(list(self.streams)[source], 0)]
 
     def describe(self) -> dict[str, Any]:
         """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` are of training and held-out rows together."""

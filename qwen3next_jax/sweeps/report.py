@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from qwen3next_jax.config import tokens_of
+from qwen3next_jax.config import tokens_seen
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.sweeps.points import Sweep
@@ -34,7 +34,7 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
     body = "".join(f'<section id="{name.lower()}"><h2>{name}</h2>{text}</section>' for name, text in sections.items())
     matched = f", every point's MLPs as wide as gives it the first one's {sweep.match}" if sweep.match else ""
     config = results[0].point.config
-    budgets = {tokens_of(r.point.config) for r in results}
+    budgets = {tokens_seen(r.point.config, r.point.config.train.steps) for r in results}
     tokens = " and ".join(f"{budget / 1e6:.3g} M" for budget in sorted(budgets))
     subtitle = (f"{len(done)} of {len(results)} points done · base {sweep.base} · {tokens} tokens a point{matched} · data seed "
                 f"{config.data.seed}: points on the same data see the same rows in the same order")

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qwen3next_jax.config import Config, parts_of, tokens_of
+from qwen3next_jax.config import Config, parts_of, tokens_seen
 from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.reporting.events import ended_badly, read_events
@@ -45,8 +45,9 @@ class Result:
         config, model = self.point.config, self.point.config.model
         cache = cache_bytes(model, 1, _CACHE_LENGTH)
         return {"parameters": parameter_counts(model).total,
-                "flops_per_token": sum(flops_per_token(model, part.config.train.sequence_length) * (part.last - part.first) * part.tokens
-                                       for part in parts_of(config)) / tokens_of(config),
+                "flops_per_token": sum(flops_per_token(model, part.config.train.sequence_length)
+                                       * (tokens_seen(config, part.last) - tokens_seen(config, part.first))
+                                       for part in parts_of(config)) / tokens_seen(config, config.train.steps),
                 "cache_bytes_per_token": cache["slots"] / _CACHE_LENGTH, "state_bytes": cache["state"]}
 
 

@@ -49,7 +49,7 @@ def describe(config: Config, data: Sequence[Data], parent: Parent | None) -> str
     if config.train.init_state == "weights":
         return f"{text} (step 0, a new optimizer, the data from their first batch)"
     before, now = _readings(config, data, parent)
-    rows = "go on behind the rows that it took" if now.row or now.starts.keys() & now.streams.keys() else (
+    rows = "go on behind the rows that it took" if now.row or now.starts.keys() & {now.fingerprint, *now.streams} else (
         "begin with their first row, as they are others")
     same_window = before.like(now) and read_config(pathlib.Path(parent["path"])).guards.window == config.guards.window
     return f"{text}, optimizer and step; the data {rows}; the guards' window {'goes on' if same_window else 'begins anew'}"

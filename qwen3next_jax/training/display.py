@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from qwen3next_jax.config import Config, tokens_of
+from qwen3next_jax.config import Config, tokens_seen
 from qwen3next_jax.parallel.mesh import mesh_text
 from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
 
@@ -65,7 +65,7 @@ class Display:
 
     def __init__(self, title: str, config: Config, first_step: int, visible: bool = True, console: Console | None = None):
         """`visible` False shows nothing: the processes of a run other than its first."""
-        self._title, self._steps, self._tokens = title, config.train.steps, tokens_of(config)
+        self._title, self._steps, self._tokens = title, config.train.steps, tokens_seen(config, config.train.steps)
         self._console = console or Console(highlight=False, quiet=not visible)
         self._train: dict[str, Any] = {}
         self._heldout: list[str] = []

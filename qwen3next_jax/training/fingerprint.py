@@ -11,6 +11,7 @@ for another's, nor written over.
 
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -22,7 +23,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from qwen3next_jax import digests, jsonfile
-from qwen3next_jax.config import Config, from_dict, parts_of, to_dict
+from qwen3next_jax.config import Config, Part, from_dict, parts_of, to_dict
+from qwen3next_jax.config.stages import SETTINGS
 from qwen3next_jax.errors import UserError, warn
 from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.trees import flat
@@ -196,7 +198,7 @@ def _checked_changes(workdir: pathlib.Path, before: dict[str, Any], now: dict[st
     before = before | {"config": _plain(trained)}
     if "data" in now:  # of the stages that have begun
         pairs = [(old["fingerprint"], new["fingerprint"]) for part, old, new in zip(parts_of(trained), _readings(before), now["data"])
-                 if old and part.begun(step)]
+                 if old and part.first < max(step, 1)]
         old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         before, now = before | {"data": old_data}, now | {"data": new_data}
     old, new = (flat(_by_number({name: record.get(name) for name in now})) for record in (before, now))
@@ -232,17 +234,21 @@ def _check_stages(workdir: pathlib.Path, trained: Config, now: Config, step: int
     """Raises UserError where a stage that has begun by `step` is another one now."""
     old, new = parts_of(trained), parts_of(now)
     for i, part in enumerate(old):
-        if not part.begun(step):
+        if part.first >= max(step, 1):
             return
         where = f"{workdir}: {f'stage {part.name}' if part.name else 'its only stage'} has taken {min(step, part.last) - part.first} steps"
         if i == len(new):
             raise UserError(f"{where}, but train.stages ends before it: only what comes after it may change")
-        over = i + 1 < len(old) and old[i + 1].begun(step)
+        over = i + 1 < len(old) and part.last < step
         if new[i].last != part.last if over else i + 1 < len(new) and new[i].last < step:
             raise UserError(f"{where}, not {new[i].last - new[i].first}: train.stages[{i}].steps = {part.last - part.first} stays")
-        for (name, was), becomes in zip(part.settings.items(), new[i].settings.values(), strict=True):
-            if was != becomes and name != "remat":
+        for name, was, becomes in zip(("schedule_from", *itertools.chain(*SETTINGS.values())), _settings(part), _settings(new[i])):
+            if was != becomes and f"config.train.{name}" not in MAY_CHANGE:
                 raise UserError(f"{where} with {name} = {was!r}, not {becomes!r}: give another --workdir, or the old value")
+
+
+def _settings(part: Part) -> list[Any]:
+    return [part.schedule_from, *(getattr(getattr(part.config, group), name) for group, names in SETTINGS.items() for name in names)]
 
 
 def move_aside(workdir: pathlib.Path) -> None:

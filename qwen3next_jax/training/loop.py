@@ -52,7 +52,7 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
     # Devices
     first = is_leader()  # the process that records and shows the run
     mesh = make_mesh(config.parallel)
-    abstract_state = abstract_train_state(parts_of(config)[0].config, mesh)
+    abstract_state = abstract_train_state(config, mesh)
     together(lambda: check_start(config, mesh, workdir, restart))
 
     # Data
@@ -177,13 +177,14 @@ class _Run:
         """Makes ready for the stage of `step`, before which `state` stands. → its batches from there on."""
         before, number = (stages.stage_of(self.readings, s) for s in (step - 1, step))
         reading, part = self.readings[number], parts_of(self.config)[number]
+        config = part.config
         if before != number:
             state["guards"] = stages.take_over(self.config.guards, state["guards"], self.readings[before], reading)
         if part != self.part:
-            config, self.part, self.data = part.config, part, self.all_data[number]
+            self.part, self.data = part, self.all_data[number]
             self.train_step = make_train_step(config, self.mesh, part.schedule_from)
             self.diagnostics_step = make_diagnostics_step(config, self.graphdef, compute_mesh(self.mesh))
-            self.throughput = Throughput(part, self.data.describe()["bits_per_nat"])
+            self.throughput = Throughput(self.config, part, self.data.describe()["bits_per_nat"])
             self.share = BatchShare(batch_sharding(self.mesh), config.train.batch_size)
         if part.name and step == reading.step + 1:
             self.metrics.write("stage", step, stage=part.name, steps=part.last - part.first, batch_size=config.train.batch_size,

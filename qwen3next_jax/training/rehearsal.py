@@ -5,7 +5,7 @@ import pathlib
 import jax
 import numpy as np
 
-from qwen3next_jax.config import Config, parts_of, tokens_of
+from qwen3next_jax.config import Config, parts_of, tokens_seen
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import ExitCode
@@ -28,7 +28,7 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         tensors of `init_from`, which are not read.
     """
     mesh = make_mesh(config.parallel)
-    state = abstract_train_state(parts_of(config)[0].config, mesh)
+    state = abstract_train_state(config, mesh)
     together(lambda: check_start(config, mesh, workdir, restart))
     data = together(lambda: _data(config))
     if not is_leader():
@@ -47,15 +47,14 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     total = 0.0
     for part in parts_of(config):
         one, steps, of = part.config.train, part.last - part.first, f" of stage {part.name}" if part.name else ""
-        flops = flops_per_token(config.model, one.sequence_length)
-        total += flops * part.tokens * steps
-        print(f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {part.tokens:,} a step, {part.tokens * steps:,} in {steps:,} steps"
-              f" ({part.first + 1:,} … {part.last:,}); of a device in a micro-batch "
-              f"{-(-part.tokens // (one.gradient_accumulation * mesh.size)):,}")
-        print(f"FLOPs of the model{of}, forward and backward: {flops:.4g} a token, {flops * part.tokens:.4g} a step, "
-              f"{flops * part.tokens * steps:.4g} in all")
+        tokens, flops = one.batch_size * one.sequence_length, flops_per_token(config.model, one.sequence_length)
+        total += flops * tokens * steps
+        print(f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {tokens:,} a step, {tokens * steps:,} in {steps:,} steps "
+              f"({part.first + 1:,} … {part.last:,}); {-(-tokens // (one.gradient_accumulation * mesh.size)):,} of a device in a micro-batch")
+        print(f"FLOPs of the model{of}, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, "
+              f"{flops * tokens * steps:.4g} in all")
     if train.stages:
-        print(f"Together: {tokens_of(config):,} tokens, {total:.4g} FLOPs in {train.steps:,} steps")
+        print(f"Together: {tokens_seen(config, train.steps):,} tokens, {total:.4g} FLOPs in {train.steps:,} steps")
     parent = preflight.find_parent(config, workdir, restart)
     branch = parent and f"{parent['path']}, step {parent['step']}, train.init_state = {train.init_state!r}"
     begin = f"after step {step}" if step else f"from {branch or train.init_from or f'random weights (train.seed = {train.seed})'}"

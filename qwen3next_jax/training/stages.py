@@ -21,8 +21,8 @@ class Reading(NamedTuple):
     """What a stage reads, as run.json holds it.
 
     fingerprint: of the training stream. step: how many steps of the run are taken when it begins; row: the row of the training
-    stream that comes next then. starts: of each stream that was ever read, the row with which it begins. streams: their weights.
-    batch_size: rows of a step.
+    stream that comes next then. streams: that it mixes; starts: of each that was ever read, the row with which it begins. batch_size:
+    rows of a step.
     """
 
     fingerprint: str
@@ -40,10 +40,10 @@ class Reading(NamedTuple):
         """What is read of `data` once `step` steps of the run are taken, the last of them by this stage."""
         rows = self.row + (step - self.step + data_offset) * self.batch_size
         if data.fingerprint == self.fingerprint:
-            return self._replace(batch_size=data.batch_size, step=step, row=rows, streams=data.streams)
-        taken = rows_taken(self.streams, rows) if self.streams else {}  # older records do not name them
+            return self._replace(batch_size=data.batch_size, step=step, row=rows, streams=dict(data.streams))
+        taken = rows_taken(self.streams, rows) if self.streams else {self.fingerprint: rows}
         starts = dict(self.starts) | {name: self.starts.get(name, 0) + count for name, count in taken.items()}
-        return Reading(data.fingerprint, data.batch_size, step, 0, starts, data.streams)
+        return Reading(data.fingerprint, data.batch_size, step, 0, starts, dict(data.streams))
 
     def like(self, other: "Reading") -> bool:
         """Whether losses and gradients are of the same kind: batches of as many rows of the same training stream."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from qwen3next_jax.config import Config, Part, to_dict
+from qwen3next_jax.config import Config, Part, to_dict, tokens_seen
 from qwen3next_jax.errors import UserError, warn
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.chips import chip_of
@@ -117,10 +117,11 @@ def _finite_or_text(value: Any) -> Any:
 class Throughput:
     """Speed, model FLOP/s and memory of a stage of a run, for its "train" events."""
 
-    def __init__(self, part: Part, bits_per_nat: float | None):
+    def __init__(self, config: Config, part: Part, bits_per_nat: float | None):
         """`bits_per_nat`: bits per byte for each nat per token, 1 / (ln 2 · bytes per token); None where tokens are no text."""
-        self._part = part
-        self._flops_per_token = flops_per_token(part.config.model, part.config.train.sequence_length)
+        train = part.config.train
+        self._config, self._stage, self._tokens = config, part.name, train.batch_size * train.sequence_length
+        self._flops_per_token = flops_per_token(config.model, train.sequence_length)
         self._bits_per_nat = bits_per_nat
         chip = chip_of(jax.devices()[0].device_kind)
         self._peak = chip.device_flops * jax.device_count() if chip else None
@@ -128,12 +129,12 @@ class Throughput:
     def measure(self, step: int, loss: float, steps: int, seconds: float, waited: float) -> dict[str, Any]:
         """What a "train" event holds beside the step's own metrics, for the last `steps` steps, which took `seconds` of
         which `waited` were spent waiting for data. mfu and memory_limit are None where the chip is not known."""
-        speed = steps * self._part.tokens / seconds
+        speed = steps * self._tokens / seconds
         flops = speed * self._flops_per_token
         used, limit = memory()
         bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
-        stage = {"stage": self._part.name} if self._part.name else {}
-        return stage | bits | {"tokens_seen": self._part.tokens_seen(step), "tokens_per_second": speed, "steps": steps,
+        stage = {"stage": self._stage} if self._stage else {}
+        return stage | bits | {"tokens_seen": tokens_seen(self._config, step), "tokens_per_second": speed, "steps": steps,
                 "seconds": seconds, "data_wait": waited / seconds, "model_flops_per_second": flops,
                 "mfu": flops / self._peak if self._peak else None, "memory_bytes": used, "memory_limit": limit}
 

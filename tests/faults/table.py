@@ -84,6 +84,8 @@ ROWS = (
     Row(23, "a mistake corrected in the same folder; texts moved; nothing to do",
         [Unit(provenance.corrected_mistakes), Unit(provenance.killed_before_a_step)]),
     Row(24, "of 2 processes one sees another file system", [Unit(runs.other_file_systems)]),
+    Row(25, "SIGKILL at random times along a run of stages that begins with another one", _times(kills.kill_staged_branch, 20)),
+    Row(26, "SIGKILL where a stage ends and the next one begins", _times(kills.kill_at_boundaries, 4)),
 )
 
 
