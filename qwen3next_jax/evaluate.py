@@ -9,7 +9,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from qwen3next_jax.config import Config, DataConfig, part_at
+from qwen3next_jax.config import Config, DataConfig
 from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.data.pipeline import Data, open_data
@@ -20,6 +20,7 @@ from qwen3next_jax.load import load_model
 from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.training.display import PreparationProgress
 from qwen3next_jax.training.fingerprint import read_config
+from qwen3next_jax.training.stages import part_at
 
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax import cli
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, parts_of
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig
 from qwen3next_jax.errors import UserError, did_you_mean
+from qwen3next_jax.training.stages import parts_of
 
 COMPILED = 5  # of a search
 DOES_NOT_FIT = 1  # exit code

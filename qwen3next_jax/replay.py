@@ -23,9 +23,9 @@ def main(arguments: list[str]) -> int:
     import jax
     import numpy as np
 
-    from qwen3next_jax.config import part_at
     from qwen3next_jax.parallel.mesh import one_device
     from qwen3next_jax.training.incidents import read_dump
+    from qwen3next_jax.training.stages import part_at
     from qwen3next_jax.training.step import make_gradients, make_train_step
 
     dump = read_dump(pathlib.Path(arguments[0]))

@@ -63,10 +63,10 @@ def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys)
     _save(tmp_path, [10], keep_last=2)
     seal = manifest.seal
 
-    def full(directory, step):
+    def full(directory, *named):
         if directory.name == "20":
             raise OSError(28, "No space left on device")
-        return seal(directory, step)
+        return seal(directory, *named)
     monkeypatch.setattr(checkpoint_module.manifest, "seal", full)
     told = _save(tmp_path, [20, 30], keep_last=2)
     assert [(event, step) for event, step, _ in told] == [("save_failed", 20), ("checkpoint", 30)]

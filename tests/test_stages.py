@@ -6,12 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict, parts_of, tokens_seen
+from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.reporting.events import read_events
 from qwen3next_jax.training import fingerprint
 from qwen3next_jax.training.loop import train
-from qwen3next_jax.training.stages import Reading, open_stages, read_on, rewound, stage_of
+from qwen3next_jax.training.stages import Reading, open_stages, parts_of, read_on, rewound, stage_of, tokens_seen
 from tests.test_branching import losses, same, saved, with_
 
 STAGES = (Stage(10, "main"), Stage(10, "long", batch_size=2, sequence_length=64), Stage(10, schedule="linear", final_fraction=0.0))
@@ -86,7 +86,7 @@ def test_only_what_comes_may_change(staged, tmp_path, config, message):
     ([{"steps": 9, "batch_size": 3, "gradient_accumulation": 2}], r"stages\[0\]: train.batch_size = 3 is not a multiple")])
 def test_mistakes_in_stages_are_named(stages, message):
     with pytest.raises(UserError, match=message):
-        from_dict(Config, {"train": {"steps": 9, "stages": stages}})
+        parts_of(from_dict(Config, {"train": {"steps": 9, "stages": stages}}))
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,14 @@ from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.sources import DATA_SOURCES
-from qwen3next_jax.config.stages import Remat, Schedule, Stage, parts_of
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
 
 MESH_AXES = ("data", "expert", "context", "tensor")
+# Kept for the backward: "none" everything; "block" each block's input; "dots" also what its projections gave; "offload"
+# each block's input, in host memory. The rest is computed again.
+Remat = Literal["none", "block", "dots", "offload"]
+Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +63,34 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """So many steps, and settings of train, data and optimizer for them; None: as the run has it (`training.stages`)."""
+
+    steps: int = 0
+    name: str = ""  # in records and reports; "": its number
+    batch_size: int | None = None
+    gradient_accumulation: int | None = None
+    sequence_length: int | None = None
+    remat: Remat | None = None
+    weights: tuple[float, ...] | None = None
+    # A stage that sets one of these has a learning-rate schedule of its own, over its steps and without warm-up. One that sets
+    # none goes on with the schedule of the stage before, which then runs over the steps of both.
+    learning_rate: float | None = None
+    schedule: Schedule | None = None
+    decay_fraction: float | None = None
+    final_fraction: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1000
-    stages: tuple[Stage, ...] = ()  # settings that change on the way, at steps' ends; their steps come to `steps`
+    stages: tuple[Stage, ...] = ()  # such as main phase, longer rows, anneal; their steps come to `steps`
     batch_size: int = 16  # rows per step, over all devices and micro-batches
     sequence_length: int = 2048
     gradient_accumulation: int = 1  # micro-batches per step
     seed: int = 0  # initial weights
     init_from: str = ""  # a Hugging Face directory or a run (RUN, RUN@STEP) whose weights this one starts from; "": random
     init_state: Literal["weights", "all"] = "weights"  # all: of a run also optimizer state, step and place in the data
-    # Kept for the backward: "none" everything; "block" each block's input; "dots" also what its projections gave; "offload"
-    # each block's input, in host memory. The rest is computed again.
     remat: Remat = "none"
     balance_loss_weight: float = 0.001  # perfect balance gives a loss of 1 before this weight
     mtp_loss_weight: float = 0.1  # on the mean over depths
@@ -83,6 +103,9 @@ class TrainConfig:
         check_bounds(self, "train", {
             "at least 1": "steps batch_size gradient_accumulation log_every", "at least 2": "sequence_length", "0 … 2^32 - 1": "seed",
             "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight step_timeout compile_timeout"})
+        terms, total = " + ".join(str(stage.steps) for stage in self.stages), sum(stage.steps for stage in self.stages)
+        require(not self.stages or total == self.steps, f"train.steps = {self.steps}, but the steps of train.stages, {terms}, come to "
+                                                        f"{total}: set the one to the other")
         require(self.init_state == "weights" or bool(self.init_from), "train.init_state = 'all': expected a run in train.init_from")
         require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
@@ -273,4 +296,3 @@ class Config:
                  f"model.max_position_embeddings = {self.model.max_position_embeddings}")
         require(self.train.sequence_length > self.model.mtp_depth + 1,
                  f"train.sequence_length = {self.train.sequence_length}: expected more than model.mtp_depth + 1")
-        parts_of(self)

@@ -159,7 +159,7 @@ class TrainData(Data):
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
-        self._mix, self._sources = _mix(self._weights), _endless(self._prepared, config.seed)
+        self._mix, self._sources = mix_of(self._weights), _endless(self._prepared, config.seed)
         self._heldout_order = _heldout_order(self._prepared, config.seed)
         # Where a source stands in `path` decides the order of its rows, too.
         self.streams = {f"{i} {p.fingerprint}": weight for i, (p, weight) in enumerate(zip(self._prepared, self._weights, strict=True))}
@@ -229,22 +229,12 @@ def _endless(prepared: list[Prepared], seed: int) -> "list[grain.MapDataset]":
     return [grain.MapDataset.source(p.rows[TRAIN]).shuffle(seed=_shuffle_seed(seed, i)).repeat() for i, p in enumerate(prepared)]
 
 
-def _mix(weights: Sequence[float]) -> "grain.MapDataset":
+def mix_of(weights: Sequence[float]) -> "grain.MapDataset":
     """Row of the mix of endless streams → (number of its stream, row of that stream)."""
     import grain
 
     streams = [grain.MapDataset.range(_ENDLESS).map(lambda row, i=i: (i, row)) for i, weight in enumerate(weights) if weight]
     return grain.MapDataset.mix(streams, [weight for weight in weights if weight])
-
-
-def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
-    """How many of the first `rows` rows of the mix of `streams` are of each: what its next one that is of it counts."""
-    mix, found = _mix(tuple(streams.values())), {i: 0 for i, weight in enumerate(streams.values()) if not weight}
-    while len(found) < len(streams):
-        stream, row = mix[rows]
-        found.setdefault(stream, row)
-        rows += 1
-    return {name: found[i] for i, name in enumerate(streams)}
 
 
 def _shuffle_seed(seed: int, source: int) -> int:

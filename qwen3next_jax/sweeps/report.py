@@ -6,12 +6,12 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from qwen3next_jax.config import tokens_seen
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
     Result, Spread, along_x, declared, findings, lines_of, main_figures, pareto, seed_axes, shown, to_csv, to_json)
+from qwen3next_jax.training.stages import tokens_seen
 
 COUNTED = {"parameters": "parameters", "flops_per_token": "FLOPs per token", "cache_bytes_per_token": "cache bytes per token",
            "state_bytes": "recurrent state, bytes"}

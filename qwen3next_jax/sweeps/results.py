@@ -13,12 +13,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qwen3next_jax.config import Config, parts_of, tokens_seen
+from qwen3next_jax.config import Config
 from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.reporting.events import ended_badly, read_events
 from qwen3next_jax.reporting.figures import Figure, Value, evaluation, recorded
 from qwen3next_jax.sweeps.points import Point, Sweep
+from qwen3next_jax.training.stages import parts_of, tokens_seen
 
 _CACHE_LENGTH = 1024  # the attention cache grows linearly; this length tells by how much
 

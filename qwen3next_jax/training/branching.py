@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.config import Config, parts_of
+from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.fingerprint import read_config, read_run
+from qwen3next_jax.training.guards import renewed
 from qwen3next_jax.training.preflight import Parent
-from qwen3next_jax.training.stages import Reading, recorded, renewed, stage_of
+from qwen3next_jax.training.stages import Reading, parts_of, recorded, stage_of
 from qwen3next_jax.training.step import State, abstract_train_state, init_state
 
 

@@ -18,9 +18,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from qwen3next_jax.config import Config, tokens_seen
+from qwen3next_jax.config import Config
 from qwen3next_jax.parallel.mesh import mesh_text
 from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
+from qwen3next_jax.training.stages import tokens_seen
 
 CELL_WIDTH = 24  # the widest name and value beside each other
 XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure

@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from qwen3next_jax import digests, jsonfile
-from qwen3next_jax.config import Config, Part, from_dict, parts_of, to_dict
-from qwen3next_jax.config.stages import SETTINGS
+from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.errors import UserError, warn
 from qwen3next_jax.reporting.events import each_event
+from qwen3next_jax.training.stages import SETTINGS, Part, parts_of
 from qwen3next_jax.trees import flat
 
 # What may differ when a run goes on, and why; it is logged. Any other difference would make it another run.

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from qwen3next_jax.config import Config, parts_of
+from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Batch, Data, source_of
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import ExitCode
@@ -32,10 +32,10 @@ from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display, PreparationProgress, title
 from qwen3next_jax.training.fingerprint import RunLock, move_aside, open_run, read_run, saved_steps, seal
-from qwen3next_jax.training.guards import NON_FINITE
+from qwen3next_jax.training.guards import NON_FINITE, renewed
 from qwen3next_jax.training.incidents import Halted, Incidents, write_dump
 from qwen3next_jax.training.profiling import Profiler
-from qwen3next_jax.training.stages import Reading, Readings
+from qwen3next_jax.training.stages import Reading, Readings, data_offset_of, parts_of
 from qwen3next_jax.training.step import (
     State, abstract_model, abstract_train_state, batch_sharding, compute_mesh, init_state, make_train_step)
 from qwen3next_jax.training.telemetry import MetricsFile, Throughput, open_metrics, surroundings
@@ -179,7 +179,8 @@ class _Run:
         reading, part = self.readings[number], parts_of(self.config)[number]
         config = part.config
         if before != number:
-            state["guards"] = stages.take_over(self.config.guards, state["guards"], self.readings[before], reading)
+            held, was = state["guards"], self.readings[before]
+            state["guards"] = renewed(config.guards, held, data_offset_of(int(held["data_offset"]), was, reading), was.like(reading))
         if part != self.part:
             self.part, self.data = part, self.all_data[number]
             self.train_step = make_train_step(config, self.mesh, part.schedule_from)

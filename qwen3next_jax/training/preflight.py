@@ -8,12 +8,13 @@ import re
 from typing import Any
 
 from qwen3next_jax import digests
-from qwen3next_jax.config import Config, parts_of
+from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.fingerprint import check_settings, is_trained, read_config, read_run, run_id, saved_steps
+from qwen3next_jax.training.stages import parts_of
 
 # Of the run that another one begins with, as run.json holds it: path, step, manifest (digest of that checkpoint's).
 Parent = dict[str, Any]

@@ -5,7 +5,7 @@ import pathlib
 import jax
 import numpy as np
 
-from qwen3next_jax.config import Config, parts_of, tokens_seen
+from qwen3next_jax.config import Config
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import ExitCode
@@ -16,6 +16,7 @@ from qwen3next_jax.parallel.mesh import make_mesh, mesh_text
 from qwen3next_jax.training import preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.loop import check_start
+from qwen3next_jax.training.stages import parts_of, tokens_seen
 from qwen3next_jax.training.step import abstract_train_state
 from qwen3next_jax.training.telemetry import memory
 
@@ -50,7 +51,7 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         tokens, flops = one.batch_size * one.sequence_length, flops_per_token(config.model, one.sequence_length)
         total += flops * tokens * steps
         print(f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {tokens:,} a step, {tokens * steps:,} in {steps:,} steps "
-              f"({part.first + 1:,} … {part.last:,}); {-(-tokens // (one.gradient_accumulation * mesh.size)):,} of a device in a micro-batch")
+              f"({part.first + 1:,} … {part.last:,}), {-(-tokens // (one.gradient_accumulation * mesh.size)):,} a device and micro-batch")
         print(f"FLOPs of the model{of}, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, "
               f"{flops * tokens * steps:.4g} in all")
     if train.stages:

@@ -1,20 +1,85 @@
-"""What the stages of a run read, and what a stage takes over from the one before it.
+"""The stages of a run: what each is, what it reads, and what it takes over from the one before it. A run without `train.stages` is a
+run of one. Nothing here needs JAX.
 
 A stage reads on where the one before it stopped, and a run where its parent did (`branching`): no row of a stream is read again.
 Where the training stream is the same one (one fingerprint), it goes on with its next row. Where its streams are mixed otherwise,
 each goes on with its own next row. Rows of another length are other streams, which begin with their first row.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
-from qwen3next_jax.config import Config, GuardConfig, parts_of
-from qwen3next_jax.data.pipeline import Data, open_data, rows_taken
+from qwen3next_jax.config import Config, Stage
+from qwen3next_jax.data.pipeline import Data, mix_of, open_data
 from qwen3next_jax.data.preparation import Progress
-from qwen3next_jax.training.guards import init_guards
+from qwen3next_jax.errors import UserError, require
+
+# What a stage may set, by the group it is of.
+SETTINGS = {"train": ("batch_size", "gradient_accumulation", "sequence_length", "remat"), "data": ("weights",),
+            "optimizer": ("learning_rate", "schedule", "decay_fraction", "final_fraction")}
+
+
+class Part(NamedTuple):
+    """A stage as it is trained: after `first` steps of the run, until `last` are taken. `config`: as of a run without stages, but that
+    its train.steps are those of its learning-rate schedule, which begins after `schedule_from` steps of the run."""
+
+    name: str
+    first: int
+    last: int
+    schedule_from: int
+    config: Config
+
+
+def parts_of(config: Config) -> tuple[Part, ...]:
+    """The stages of a run in their order.
+
+    Raises:
+      UserError: one of them cannot be trained (it is named).
+    """
+    stages = config.train.stages
+    if not stages:
+        return (Part("", 0, config.train.steps, 0, config),)
+    firsts = [0, *itertools.accumulate(stage.steps for stage in stages)]
+    begins = [i for i, stage in enumerate(stages) if not i or _given(stage, "optimizer")]  # stages with which a schedule begins
+    parts = []
+    for i, stage in enumerate(stages):
+        begin, end = max(b for b in begins if b <= i), min((b for b in begins if b > i), default=len(stages))
+        changes = {"train": {"stages": (), "steps": firsts[end] - firsts[begin]} | _given(stage, "train"), "data": _given(stage, "data"),
+                   "optimizer": _given(stages[begin], "optimizer") | ({"warmup_steps": 0} if begin else {})}
+        try:
+            require(stage.steps >= 1, f"steps = {stage.steps}: expected at least 1")
+            one = dataclasses.replace(config, **{g: dataclasses.replace(getattr(config, g), **new) for g, new in changes.items()})
+        except UserError as error:
+            raise UserError(f"train.stages[{i}]: {error}") from error
+        parts.append(Part(stage.name or str(i + 1), firsts[i], firsts[i + 1], firsts[begin], one))
+    return tuple(parts)
+
+
+def _given(stage: Stage, group: str) -> dict[str, Any]:
+    return {name: getattr(stage, name) for name in SETTINGS[group] if getattr(stage, name) is not None}
+
+
+def part_at(config: Config, step: int) -> Part:
+    """The stage that takes step `step` (from 1); beyond the last step the last stage."""
+    return next((part for part in parts_of(config) if step <= part.last), parts_of(config)[-1])
+
+
+def tokens_seen(config: Config, step: int) -> int:
+    """In the first `step` steps of a run, padding included."""
+    return sum(max(min(step, part.last) - part.first, 0) * part.config.train.batch_size * part.config.train.sequence_length
+               for part in parts_of(config))
+
+
+def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
+    """How many of the first `rows` rows of the mix of `streams` are of each: the number of the next one that is."""
+    mix, found = mix_of(tuple(streams.values())), {i: 0 for i, weight in enumerate(streams.values()) if not weight}
+    while len(found) < len(streams):
+        stream, row = mix[rows]
+        found.setdefault(stream, row)
+        rows += 1
+    return {name: found[i] for i, name in enumerate(streams)}
 
 
 class Reading(NamedTuple):
@@ -95,15 +160,8 @@ def rewound(readings: Readings, step: int, data_offset: int, to_step: int) -> in
     return -(-(data_offset * sizes[-1] + sum(sizes[1:])) // sizes[0])
 
 
-def take_over(config: GuardConfig, guards: dict[str, jax.Array], before: Reading, now: Reading) -> dict[str, jax.Array]:
-    """The guards' part of the state with which a stage begins that reads `now`, from that with which the one that read `before`
-    ended. Rows that rewinds passed over stay so; losses of another kind are no measure of spikes, so the window begins anew."""
-    offset = -(-int(guards["data_offset"]) * before.batch_size // now.batch_size)
-    return renewed(config, guards, offset if before.fingerprint == now.fingerprint else max(offset, 0), before.like(now))
-
-
-def renewed(config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, goes_on: bool) -> dict[str, jax.Array]:
-    """`guards` with another `data_offset`; unless it `goes_on`, with an empty window."""
-    # The optimizer counts its own updates, which are the steps less those that were skipped: that count stays.
-    kept = guards if goes_on else init_guards(config) | {name: guards[name] for name in ("skipped", "spikes")}
-    return jax.device_put(kept | {"data_offset": np.int32(data_offset)}, guards["data_offset"].sharding)
+def data_offset_of(offset: int, before: Reading, now: Reading) -> int:
+    """The `data_offset` with which a stage begins that reads `now`, after the one that read `before` ended with `offset`: what rewinds
+    passed over stays so."""
+    batches = -(-offset * before.batch_size // now.batch_size)
+    return batches if before.fingerprint == now.fingerprint else max(batches, 0)

@@ -16,13 +16,14 @@ from typing import Any
 
 import jax
 
-from qwen3next_jax.config import Config, Part, to_dict, tokens_seen
+from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.errors import UserError, warn
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.chips import chip_of
 from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.training.fingerprint import code_commit
+from qwen3next_jax.training.stages import Part, tokens_seen
 
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]

@@ -62,10 +62,11 @@ BEGUN_WITH, ENDS = 8, (18, 31)  # the step of its parent with which the staged b
 
 
 def staged_branch(lab: Lab) -> Config:
-    """The reference run's continuation by other stages: longer rows, then another schedule."""
+    """What goes on, after 8 steps of another run, by stages: longer rows, then another schedule."""
+    parent = lab.reference("parent", lab.with_(train={"steps": BEGUN_WITH}))
     stages = (Stage(ENDS[0]), Stage(ENDS[1] - ENDS[0], "long", batch_size=4, sequence_length=128),
               Stage(lab.config.train.steps - ENDS[1], "anneal", schedule="linear", final_fraction=0.0))
-    return lab.with_(train={"stages": stages, "init_from": f"{lab.reference()}@{BEGUN_WITH}", "init_state": "all"},
+    return lab.with_(train={"stages": stages, "init_from": str(parent), "init_state": "all"},
                      optimizer={"schedule": "constant"})
 
 
