@@ -197,8 +197,7 @@ class EvalConfig:
             require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1,
                     f"eval.{name} = {getattr(self, name)}: expected positive numbers")
         check_bounds(self, "eval", {"at least 1": "every rows suite_rows", "0 or more": "sample_tokens"})
-        require(bool(self.sample_prompt) or not self.sample_tokens,
-                 "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0")
+        require(bool(self.sample_prompt) or not self.sample_tokens, "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0")
 
 
 @dataclasses.dataclass(frozen=True)

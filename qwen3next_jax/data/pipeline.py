@@ -1,14 +1,13 @@
 """Batches of rows for training and evaluation: the only module that imports grain.
 
-Row i of the endless training stream is a pure function of i, and step s takes rows [s·B, (s + 1)·B) behind the one with which the
-rows begin (`Data.begin`). The state to resume from is therefore one integer, the step, whatever the number of processes that share
-a batch.
+Row i of the endless training stream is a pure function of i, and step s takes B rows from s·B on (and from where `begin` says). The
+state to resume from is therefore one integer, the step, whatever the number of processes that share a batch.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from qwen3next_jax.data import preparation, sources
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    import grain  # which a machine that only loads a model need not have
 
 # "tokens", "segment_ids": int32 [B_local, T]; of synthetic tasks also "target_mask": bool [B_local, T], the tokens that
 # count as targets (in text all do). Of one row: the same without B.
@@ -86,10 +82,8 @@ class Data(Protocol):
         each nat per token, None where the tokens are no text."""
 
     def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches from `start_step` on, read ahead by background threads.
-
-        `share`: which rows of every batch to read (indices in the batch, ascending); None: all.
-        """
+        """Endless batches from `start_step` on, read ahead by background threads. `share`: which rows of every batch to read
+        (indices in the batch, ascending); None: all."""
         import grain
 
         share = range(self.batch_size) if share is None else share
@@ -139,11 +133,8 @@ def open_data(config: DataConfig, sequence_length: int, batch_size: int, vocab_s
 
 
 class TrainData(Data):
-    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch. Constructing it prepares what is not
-    prepared yet; several processes that share `prepared_dir` may do so at once, but spare the double work where one goes first.
-
-    Attributes:
-      rows: number of training rows (an epoch, over all sources).
+    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch (of `rows` rows). Constructing it prepares what
+    is not prepared yet; several processes that share `prepared_dir` may do so at once, but spare the double work where one goes first.
 
     Raises:
       UserError: whatever is wrong with the files, the tokenizer or the prepared rows.
@@ -154,8 +145,7 @@ class TrainData(Data):
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
         recipe = Recipe(sequence_length, config.heldout_fraction, config.seed)
-        self._prepared = [preparation.prepare(source, self.tokenizer, recipe, config.prepared_dir, progress)
-                          for source in _files(config)]
+        self._prepared = [preparation.prepare(source, self.tokenizer, recipe, config.prepared_dir, progress) for source in _files(config)]
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
@@ -222,15 +212,15 @@ def _totals(prepared: list[Prepared]) -> dict:
             "padding_share": total("padding") / (total("tokens") + total("padding"))}
 
 
-def _endless(prepared: list[Prepared], seed: int) -> "list[grain.MapDataset]":
+def _endless(prepared: list[Prepared], seed: int) -> list[Sequence[PackedRow]]:
     """The rows of every source, shuffled anew every epoch."""
-    import grain
+    import grain  # which a machine that only loads a model need not have
 
     return [grain.MapDataset.source(p.rows[TRAIN]).shuffle(seed=_shuffle_seed(seed, i)).repeat() for i, p in enumerate(prepared)]
 
 
-def mix_of(weights: Sequence[float]) -> "grain.MapDataset":
-    """Row of the mix of endless streams → (number of its stream, row of that stream)."""
+def mix_of(weights: Sequence[float]) -> Sequence[tuple[int, int]]:
+    """Row of a mix of endless streams → (number of its stream, row of that stream)."""
     import grain
 
     streams = [grain.MapDataset.range(_ENDLESS).map(lambda row, i=i: (i, row)) for i, weight in enumerate(weights) if weight]

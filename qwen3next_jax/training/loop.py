@@ -20,10 +20,9 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
-from qwen3next_jax.interop.huggingface import check_hf, load_hf
+from qwen3next_jax.interop.huggingface import check_hf, load_params
 from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.parallel.distributed import (
-    BatchShare, StopVote, check_shared, is_leader, leader_first, leader_says, together)
+from qwen3next_jax.parallel.distributed import BatchShare, StopVote, check_shared, is_leader, leader_first, leader_says, together
 from qwen3next_jax.parallel.mesh import check_divides, make_mesh
 from qwen3next_jax.reporting.events import each_event, ended_badly
 from qwen3next_jax.reporting.figures import main_values, named, record
@@ -281,8 +280,7 @@ class _Run:
         reading = self.readings[stages.stage_of(self.readings, halt.step)]
         index = reading.batch(halt.step, int(halt.state["guards"]["data_offset"]))
         folder, documents = write_dump(workdir, self.config, self.data, index, halt)
-        self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder),
-                           documents=documents)
+        self.metrics.write("stop", halt.step, reason=halt.reason, exit_code=int(ExitCode.DIVERGED), dump=str(folder), documents=documents)
         names = sorted({name for row in documents for name in row})
         return _ended(ExitCode.DIVERGED, f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
                                          f"{', …' * (len(names) > 8)}. Saved for a look: uv run python -m qwen3next_jax.replay "
@@ -329,8 +327,4 @@ def start_state(config: Config, mesh: Mesh, data: Sequence[Data], parent: prefli
     if not config.train.init_from:
         return init_state(config, mesh), reading
     preflight.check_structure(config)
-    model = load_hf(config.train.init_from)
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    if not config.model.mtp_depth:
-        params.pop("mtp", None)
-    return init_state(config, mesh, params), reading
+    return init_state(config, mesh, load_params(config.train.init_from, abstract_train_state(config, mesh)["params"])), reading

@@ -126,8 +126,7 @@ def make_gradients(config: Config, mesh: Mesh) -> Callable[[dict, Batch], tuple[
 def _accumulate(config: Config, graphdef, gradients: Callable, params: dict, batch: Batch, *, counts: Counts, mesh: Mesh | None):
     """(gradients, parts) of the whole batch as the sum over its micro-batches."""
     k = config.train.gradient_accumulation
-    micro_batches = jax.tree.map(
-        lambda x: constrain(x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"), batch)
+    micro_batches = jax.tree.map(lambda x: constrain(x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"), batch)
 
     def summed(f: Callable):
         shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
@@ -136,6 +135,5 @@ def _accumulate(config: Config, graphdef, gradients: Callable, params: dict, bat
 
     load = None
     if config.train.balance_loss_weight and config.model.has_experts:
-        load = summed(lambda b: expert_load(
-            nnx.merge(graphdef, params).features(b["tokens"], b["segment_ids"], mesh=mesh), config, counts))
+        load = summed(lambda b: expert_load(nnx.merge(graphdef, params).features(b["tokens"], b["segment_ids"], mesh=mesh), config, counts))
     return summed(lambda b: gradients(params, b, counts, load))
