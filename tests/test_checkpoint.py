@@ -120,8 +120,8 @@ def _verify(*paths):
 
 
 def test_verify_names_the_damaged_checkpoint(tmp_path):
-    _save(tmp_path, [10, 20], keep_last=2)
     write_run(tmp_path, open_run(tmp_path / "new", Config(model=SMALL), ["data"], "tokens")[0])
+    _save(tmp_path, [10, 20], keep_last=2)
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
     result = _verify(tmp_path)

@@ -103,9 +103,6 @@ class TrainConfig:
         check_bounds(self, "train", {
             "at least 1": "steps batch_size gradient_accumulation log_every", "at least 2": "sequence_length", "0 … 2^32 - 1": "seed",
             "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight step_timeout compile_timeout"})
-        terms, total = " + ".join(str(stage.steps) for stage in self.stages), sum(stage.steps for stage in self.stages)
-        require(not self.stages or total == self.steps, f"train.steps = {self.steps}, but the steps of train.stages, {terms}, come to "
-                                                        f"{total}: set the one to the other")
         require(self.init_state == "weights" or bool(self.init_from), "train.init_state = 'all': expected a run in train.init_from")
         require(self.batch_size % self.gradient_accumulation == 0,
                  f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "

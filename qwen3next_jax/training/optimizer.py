@@ -18,17 +18,14 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
 
     The first step already learns (peak / warm-up), and the last one runs at final_fraction of the peak, unless it is constant.
     """
-    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
-    warmup = min(config.warmup_steps, steps)
+    peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     rising = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    after = max(steps - warmup - 1, 1)
-    if config.schedule == "cosine":
-        schedule = optax.join_schedules((rising, optax.cosine_decay_schedule(peak, after, config.final_fraction)), (warmup,))
-    else:
-        falling = {"constant": 0, "linear": steps}.get(config.schedule, max(round(config.decay_fraction * steps), 1))
-        stable_until = max(steps - falling, warmup)
-        fall = optax.linear_schedule(peak, final, max(steps - 1 - stable_until, 1))
-        schedule = optax.join_schedules((rising, optax.constant_schedule(peak), fall), (warmup, stable_until))
+    falling = {"constant": 0, "warmup_stable_decay": max(round(config.decay_fraction * steps), 1)}.get(config.schedule, steps)
+    stable_until = max(steps - falling, warmup)
+    left = max(steps - 1 - stable_until, 1)
+    fall = (optax.cosine_decay_schedule(peak, left, config.final_fraction) if config.schedule == "cosine"
+            else optax.linear_schedule(peak, peak * config.final_fraction, left))
+    schedule = optax.join_schedules((rising, optax.constant_schedule(peak), fall), (warmup, stable_until))
     # Skipped updates do not count, so that a later schedule may be asked for steps before its first. A fall to 0 ends a rounding below it.
     return lambda step: jnp.maximum(schedule(jnp.maximum(step - begins, 0)), 0.0)
 

@@ -41,7 +41,9 @@ def parts_of(config: Config) -> tuple[Part, ...]:
     stages = config.train.stages
     if not stages:
         return (Part("", 0, config.train.steps, 0, config),)
-    firsts = [0, *itertools.accumulate(stage.steps for stage in stages)]
+    firsts, terms = [0, *itertools.accumulate(stage.steps for stage in stages)], " + ".join(str(stage.steps) for stage in stages)
+    require(firsts[-1] == config.train.steps, f"train.steps = {config.train.steps}, but the steps of train.stages, {terms}, come to "
+                                              f"{firsts[-1]}: set the one to the other")
     begins = [i for i, stage in enumerate(stages) if not i or _given(stage, "optimizer")]  # stages with which a schedule begins
     parts = []
     for i, stage in enumerate(stages):
