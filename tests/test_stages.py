@@ -111,7 +111,7 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
     for part, stage, reading in zip(parts_of(config), rows, readings, strict=True):
         first = reading.batch(part.first + 1, 0)
         drawn.append([name[0] for step in range(first, first + 6) for name in stage.document_names(step)])
-        np.testing.assert_array_equal(next(stage.batches(first))["tokens"][0], stage.row(stage._rows_of(first)[0])["tokens"])
+        np.testing.assert_array_equal(next(stage.batches(first))["tokens"][0], stage.row(stage._first_of(first))["tokens"])
     whole = dataclasses.replace(config, train=dataclasses.replace(train, stages=(), steps=18))
     plain, = open_stages(whole)
     assert sum(drawn[:3], []) == [name[0] for step in range(12) for name in plain.document_names(step)] + [

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import types
 import typing
 from typing import Any, Literal
 
@@ -42,7 +41,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         require(isinstance(value, dict), f"{where} = {short(value)}: expected a group of settings")
         return from_dict(hint, value, where)
     origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):  # "… | None"
+    if type(None) in typing.get_args(hint):
         return None if value is None else _checked(value, typing.get_args(hint)[0], where)
     if origin is Literal:
         choices = typing.get_args(hint)

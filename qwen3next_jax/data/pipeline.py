@@ -89,7 +89,7 @@ class Data(Protocol):
         share = range(self.batch_size) if share is None else share
         steps = grain.MapDataset.range(start_step, _ENDLESS // self.batch_size)
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches ahead; threads do not change the order
-        iterator = iter(steps.map(lambda step: self._stack([self.row(self._rows_of(step)[b]) for b in share], len(share)))
+        iterator = iter(steps.map(lambda step: self._stack([self.row(self._first_of(step) + b) for b in share], len(share)))
                         .to_iter_dataset(options))
         try:
             yield from iterator
@@ -106,11 +106,10 @@ class Data(Protocol):
 
     def document_names(self, step: int) -> list[list[str]]:
         """`names` of each of the B rows of `step`."""
-        return [self.names(i) for i in self._rows_of(step)]
+        return [self.names(self._first_of(step) + b) for b in range(self.batch_size)]
 
-    def _rows_of(self, step: int) -> range:
-        first = self._first_row + step * self.batch_size
-        return range(first, first + self.batch_size)
+    def _first_of(self, step: int) -> int:
+        return self._first_row + step * self.batch_size
 
     def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
         """Stacks `rows`, filled up with empty ones to `count`."""
@@ -142,6 +141,8 @@ class TrainData(Data):
 
     def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int | None = None,
                  progress: Progress | None = None):
+        import grain  # which a machine that only loads a model need not have
+
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
         recipe = Recipe(sequence_length, config.heldout_fraction, config.seed)
@@ -149,10 +150,13 @@ class TrainData(Data):
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
-        self._mix, self._sources = mix_of(self._weights), _endless(self._prepared, config.seed)
         self._heldout_order = _heldout_order(self._prepared, config.seed)
         # Where a source stands in `path` decides the order of its rows, too.
-        self.streams = {f"{i} {p.fingerprint}": weight for i, (p, weight) in enumerate(zip(self._prepared, self._weights, strict=True))}
+        names = [f"{i} {p.fingerprint}" for i, p in enumerate(self._prepared)]
+        rows = [grain.MapDataset.source(p.rows[TRAIN]).shuffle(seed=_shuffle_seed(config.seed, i)).repeat()
+                for i, p in enumerate(self._prepared)]  # shuffled anew every epoch
+        self.streams = dict(zip(names, self._weights, strict=True))
+        self._stream = mix_of(self._weights).map(lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)]))
         parts = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
         self.fingerprint = digests.of(json.dumps(parts))[:20]
 
@@ -166,7 +170,7 @@ class TrainData(Data):
         _files(config)
 
     def row(self, index: int) -> Batch:
-        return _text_row(self._packed(index)[1])
+        return _text_row(self._stream[index][1])
 
     def heldout_row(self, index: int) -> Batch:
         source, row = self._heldout_order[index].tolist()
@@ -176,12 +180,8 @@ class TrainData(Data):
         return super().heldout(min(rows or self.heldout_rows, self.heldout_rows), share)
 
     def names(self, index: int) -> list[str]:
-        source, row = self._packed(index)
+        source, row = self._stream[index]
         return [sources.describe(self._prepared[source].source, *origin) for origin in row.origins]
-
-    def _packed(self, index: int) -> tuple[int, PackedRow]:
-        source, row = self._mix[index]
-        return source, self._sources[source][row + self._starts.get(list(self.streams)[source], 0)]
 
     def describe(self) -> dict[str, Any]:
         """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` are of training and held-out rows together."""
@@ -212,15 +212,8 @@ def _totals(prepared: list[Prepared]) -> dict:
             "padding_share": total("padding") / (total("tokens") + total("padding"))}
 
 
-def _endless(prepared: list[Prepared], seed: int) -> list[Sequence[PackedRow]]:
-    """The rows of every source, shuffled anew every epoch."""
-    import grain  # which a machine that only loads a model need not have
-
-    return [grain.MapDataset.source(p.rows[TRAIN]).shuffle(seed=_shuffle_seed(seed, i)).repeat() for i, p in enumerate(prepared)]
-
-
-def mix_of(weights: Sequence[float]) -> Sequence[tuple[int, int]]:
-    """Row of a mix of endless streams → (number of its stream, row of that stream)."""
+def mix_of(weights: Sequence[float]) -> Any:
+    """MapDataset: row of a mix of endless streams → (number of its stream, row of that stream)."""
     import grain
 
     streams = [grain.MapDataset.range(_ENDLESS).map(lambda row, i=i: (i, row)) for i, weight in enumerate(weights) if weight]

@@ -187,8 +187,8 @@ class _Run:
             self.throughput = Throughput(self.config, part, self.data.describe()["bits_per_nat"])
             self.share = BatchShare(batch_sharding(self.mesh), config.train.batch_size)
         if part.name and step == reading.step + 1:
-            self.metrics.write("stage", step, stage=part.name, steps=part.last - part.first, batch_size=config.train.batch_size,
-                               sequence_length=config.train.sequence_length)
+            shape = {"batch_size": config.train.batch_size, "sequence_length": config.train.sequence_length}
+            self.metrics.write("stage", step, stage=part.name, steps=part.last - part.first, **shape)
         return self.data.batches(reading.batch(step, int(state["guards"]["data_offset"])), self.share.rows)
 
     def loop(self, state: State, first_step: int, signals: Signals) -> tuple[int, str]:
