@@ -1,6 +1,6 @@
 """One layer of the released model on a described TPU slice: milliseconds and bytes through HBM of its parts, by the planner's rules.
 
-    python benchmarks/block_plan.py [--topology=v5p:2x2x2] [--mesh=expert=8] [--experts=512] [--tokens=4096] [--level=O1]
+    python benchmarks/block_plan.py [--topology=v5p:2x2x2] [--mesh=expert=8] [--experts=512] [--tokens=4096] [--level=O1] [--options=NAME=VALUE,…]
         [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
 
 The layer (Gated DeltaNet and experts, rematerialised) runs forward, again, and backward, as inside a train step: one row of
@@ -38,6 +38,7 @@ def main():
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4096, help="of one chip")
     parser.add_argument("--level", default="O1", help='optimization level of the compiler; "" for its default')
+    parser.add_argument("--options", default="", help="of the compiler, as NAME=VALUE,…")
     parser.add_argument("--by", choices=("part", "instruction"), default="part")
     parser.add_argument("--rules", choices=RULES, default=RULES[0])
     parser.add_argument("--hlo", type=pathlib.Path)
@@ -51,7 +52,9 @@ def main():
     if (dumped / "program.hlo").exists():
         text = (dumped / "program.hlo").read_text()
     else:
-        compiled = compile_layer(ModelConfig(num_experts=arguments.experts), mesh, arguments.tokens, arguments.level)
+        compiled = compile_layer(ModelConfig(num_experts=arguments.experts), mesh, arguments.tokens,
+                                 dict(option.split("=") for option in arguments.options.split(",") if option)
+                                 | ({"optimization_level": arguments.level} if arguments.level else {}))
         print(f"temporaries {compiled.memory_analysis().temp_size_in_bytes / 2**30:.2f} GiB")
         text = compiled.as_text()
         (dumped / "program.hlo").write_text(text)
@@ -75,7 +78,7 @@ def main():
             print(f"| {p.seconds * 1e3:.2f} | {p.hbm_bytes / 1e9:.2f} | {p.flops / 1e12:.2f} | {name} |")
 
 
-def compile_layer(config: ModelConfig, mesh, tokens: int, level: str):
+def compile_layer(config: ModelConfig, mesh, tokens: int, options: dict[str, str]):
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, "gated_deltanet", True, Make(config, nnx.Rngs(0)), (0,))))
     params = jax.tree.map(lambda p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(
         mesh, storage_spec(p.declared, p.shape, mesh)))), params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -101,7 +104,7 @@ def compile_layer(config: ModelConfig, mesh, tokens: int, level: str):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         _, aux = jax.eval_shape(apply, params, x)
         lowered = jax.jit(step).lower(params, x, x, aux)
-    return lowered.compile({"optimization_level": level} if level else None)
+    return lowered.compile(options)
 
 
 if __name__ == "__main__":

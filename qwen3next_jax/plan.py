@@ -171,10 +171,10 @@ def show(plan, console: Console) -> None:
                   f"--rules={plan.rules}" + "".join(f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
                                                   for name, other in plan.estimates.items() if name != plan.rules), markup=False)
     ideal = plan.ideal
-    console.print("ideal: max(" + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items()) + f") = {ideal.seconds:.3g} s, "
-                  f"MFU {percent(plan.mfu_in(ideal.seconds))}; with 75 % of the peak in dense products and 60 % in grouped ones "
-                  f"{ideal.realistic:.3g} s, {percent(plan.mfu_in(ideal.realistic))}. This step takes {e.seconds / ideal.seconds:.2f} times "
-                  "the ideal", markup=False)
+    needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
+    console.print(f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_in(ideal.seconds))}; with 75 % of the peak in dense "
+                  f"products and 60 % in grouped ones {ideal.realistic:.3g} s, {percent(plan.mfu_in(ideal.realistic))}. This step takes "
+                  f"{e.seconds / ideal.seconds:.2f} times the first", markup=False)
     console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, "
                   f"{e.hbm_bytes / 1e9:.4g} GB through HBM; lowered in {plan.lower_seconds:.0f} s, compiled in "
                   f"{plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), "

@@ -227,7 +227,7 @@ backend_config={"custom_call_config":{"cost_estimate":{"flops":"5"}}}
     assert compiled.unknown_kernels(program, schedules) == ["new"]
 
 
-BUNDLES = """     0   :  { %s1 = sld [smem:[#allocation0]] /* megacore core id :: core id */  ;;  %s2 = operand [shape: bf16[64,128], index: 2] \
+BUNDLES = """     0   :  { %s1 = sld [smem:[#allocation0]] /* megacore core id :: core id */  ;;  %s2 = operand [shape: bf16[64,128]] \
 /* The window shape is bf16[8,128], while the full shape is bf16[64,128]. */ } /* entry bundle: %twin.1 = custom-call(%x) */
    0x1 LB: > { /* Start region 7 */ %v1 = vmatmul.f32 %v0 }
    0x2   : > { %p1 = scmp.ge.s32.totalorder %s9, 6 /* loop exit test */ ;; %s9 = sadd.s32 1, %s9 }
@@ -237,7 +237,7 @@ BUNDLES = """     0   :  { %s1 = sld [smem:[#allocation0]] /* megacore core id :
 
 
 def test_a_kernel_lasts_its_schedule_its_products_and_its_copies(tmp_path):
-    """Three bundles, 6 trips, and two beside them; two cores that copy 2 KiB each a trip. A kernel alike has the same."""
+    """Three bundles, 6 trips, and two beside them; two cores that copy 2 KiB each a trip; one schedule for two alike."""
     def program(attributes):
         return hlo.parse(f"""ENTRY %main (x: bf16[64,128]) -> bf16[64,128] {{
   %x = bf16[64,128]{{1,0}} parameter(0)
