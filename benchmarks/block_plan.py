@@ -1,7 +1,7 @@
 """One layer of the released model on a described TPU slice: milliseconds and bytes through HBM of its parts, by the planner's rules.
 
-    python benchmarks/block_plan.py [--topology=v5p:2x2x2] [--mesh=expert=8] [--experts=512] [--tokens=4096] [--level=O1] [--options=NAME=VALUE,…]
-        [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
+    python benchmarks/block_plan.py [--topology=v5p:2x2x2] [--mesh=expert=8] [--experts=512] [--tokens=4096]
+        [--layers=1] [--level=O1] [--options=NAME=VALUE,…] [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
 
 The layer (Gated DeltaNet and experts, rematerialised) runs forward, again, and backward, as inside a train step: one row of
 `--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler started early runs beside the rest:
@@ -37,6 +37,7 @@ def main():
     parser.add_argument("--mesh", default="expert=8")
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4096, help="of one chip")
+    parser.add_argument("--layers", type=int, default=1, help="one after another, as in a period of the model")
     parser.add_argument("--level", default="O1", help='optimization level of the compiler; "" for its default')
     parser.add_argument("--options", default="", help="of the compiler, as NAME=VALUE,…")
     parser.add_argument("--by", choices=("part", "instruction"), default="part")
@@ -52,7 +53,7 @@ def main():
     if (dumped / "program.hlo").exists():
         text = (dumped / "program.hlo").read_text()
     else:
-        compiled = compile_layer(ModelConfig(num_experts=arguments.experts), mesh, arguments.tokens,
+        compiled = compile_layer(ModelConfig(num_experts=arguments.experts), mesh, arguments.tokens, arguments.layers,
                                  dict(option.split("=") for option in arguments.options.split(",") if option)
                                  | ({"optimization_level": arguments.level} if arguments.level else {}))
         print(f"temporaries {compiled.memory_analysis().temp_size_in_bytes / 2**30:.2f} GiB")
@@ -78,7 +79,7 @@ def main():
             print(f"| {p.seconds * 1e3:.2f} | {p.hbm_bytes / 1e9:.2f} | {p.flops / 1e12:.2f} | {name} |")
 
 
-def compile_layer(config: ModelConfig, mesh, tokens: int, options: dict[str, str]):
+def compile_layer(config: ModelConfig, mesh, tokens: int, layers: int, options: dict[str, str]):
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, "gated_deltanet", True, Make(config, nnx.Rngs(0)), (0,))))
     params = jax.tree.map(lambda p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(
         mesh, storage_spec(p.declared, p.shape, mesh)))), params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -94,7 +95,13 @@ def compile_layer(config: ModelConfig, mesh, tokens: int, options: dict[str, str
 
     def step(params, x, dy, daux):
         # As the layer scan does, the forward runs for its output and the backward starts from what it kept.
-        (y, aux), pullback = jax.vjp(rematerialized(apply, "block"), params, x)
+        def run(params, x):
+            auxes = []
+            for layer in params:
+                x, aux = rematerialized(apply, "block")(layer, x)
+                auxes.append(aux)
+            return x, auxes
+        (y, aux), pullback = jax.vjp(run, params, x)
         dy, y = jax.lax.optimization_barrier((dy, y))
         return y, aux, pullback((dy, daux))
 
@@ -103,7 +110,7 @@ def compile_layer(config: ModelConfig, mesh, tokens: int, options: dict[str, str
     x = jax.ShapeDtypeStruct(shape, config.dtype, sharding=rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         _, aux = jax.eval_shape(apply, params, x)
-        lowered = jax.jit(step).lower(params, x, x, aux)
+        lowered = jax.jit(step).lower([params] * layers, x, x, [aux] * layers)
     return lowered.compile(options)
 
 

@@ -18,7 +18,7 @@ from qwen3next_jax.ops.tpu import tpu
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _TN = (((0,), (0,)), ((), ()))  # xᵀ y
 _LANES = 128
-_SUM_TOKENS, _SUM_ROWS = 256, 128  # of a block and a tile of `sum_rows`
+_SUM_TOKENS, _SUM_ROWS = 128, 256  # of a block and a tile of `sum_rows`
 
 
 def fits(x, gate_up, tile: int) -> bool:
