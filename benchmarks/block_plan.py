@@ -23,6 +23,7 @@ from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.parallel.compiler_options import compiler_options, options_text
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, storage_spec
 from qwen3next_jax.planner import hlo, schedule
@@ -39,7 +40,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=4096, help="of one chip")
     parser.add_argument("--layers", type=int, default=1, help="one after another, as in a period of the model")
     parser.add_argument("--level", default="O1", help='optimization level of the compiler; "" for its default')
-    parser.add_argument("--options", default="", help="of the compiler, as NAME=VALUE,…")
+    parser.add_argument("--options", default="", help="as config.parallel.compiler_options")
     parser.add_argument("--by", choices=("part", "instruction"), default="part")
     parser.add_argument("--rules", choices=RULES, default=RULES[0])
     parser.add_argument("--hlo", type=pathlib.Path)
@@ -53,9 +54,10 @@ def main():
     if (dumped / "program.hlo").exists():
         text = (dumped / "program.hlo").read_text()
     else:
+        options = compiler_options(ParallelConfig(compiler_options=arguments.options), mesh)
         compiled = compile_layer(ModelConfig(num_experts=arguments.experts), mesh, arguments.tokens, arguments.layers,
-                                 dict(option.split("=") for option in arguments.options.split(",") if option)
-                                 | ({"optimization_level": arguments.level} if arguments.level else {}))
+                                 options | ({"optimization_level": arguments.level} if arguments.level else {}))
+        print(options_text(options))
         print(f"temporaries {compiled.memory_analysis().temp_size_in_bytes / 2**30:.2f} GiB")
         text = compiled.as_text()
         (dumped / "program.hlo").write_text(text)

@@ -135,6 +135,7 @@ def percent(mfu: float | None) -> str:
 
 def show(plan, console: Console) -> None:
     """The tables of one plan."""
+    from qwen3next_jax.parallel.compiler_options import options_text
     from qwen3next_jax.parallel.mesh import mesh_text
     from qwen3next_jax.planner.planning import traffic
 
@@ -163,6 +164,7 @@ def show(plan, console: Console) -> None:
         if part.seconds >= 0.01 * e.seconds:
             table.add_row(name, f"{1e3 * part.seconds:,.1f}", f"{part.hbm_bytes / 1e9:,.1f}", f"{part.flops / 1e12:,.2f}")
     console.print(table)
+    console.print(options_text(plan.compiler_options), markup=False)
     if plan.optimization_level != "default":
         console.print(f"compiled at optimization level {plan.optimization_level}: at the default level, which training uses, times differ",
                       markup=False)

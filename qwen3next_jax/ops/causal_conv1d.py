@@ -55,7 +55,7 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
         ids_before = None if segment_ids is None else _halo(segment_ids, ids_before, width - 1, axis_name)
     ids = None if segment_ids is None else jnp.concatenate([ids_before, segment_ids], axis=1)
     y_BTD = _convolve(activation, before, x_BTD, kernel_WD, ids)
-    extended = _extended(before, x_BTD)  # input t is row t + W - 1
+    extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
     if ids is None:
         length_B = jnp.full((batch,), time)
         final = extended[:, time:]
@@ -114,24 +114,20 @@ def _convolve(activation, before, x, kernel, ids):
     def products(before, x, kernel, ids):
         wide = jnp.promote_types(jnp.float32, x.dtype)
         same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
-        z = _before_activation(_extended(before, x).astype(wide), kernel.astype(wide), same)
+        z = _before_activation(jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same)
         return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
     return jax.lax.platform_dependent(before, x, kernel, ids, **{"default": products} | kernels("forward", activation, x, kernel))
 
 
 def _convolve_backward(activation, residuals, dy):
     def products(on_cpu, before, x, kernel, ids, dy):
-        dextended, dkernel = _gradients(activation, on_cpu, _extended(before, x), kernel, ids, dy)
+        dextended, dkernel = _gradients(activation, on_cpu, jnp.concatenate([before, x], axis=1), kernel, ids, dy)
         return dextended[:, :before.shape[1]], dextended[:, before.shape[1]:], dkernel
     platforms = {name: functools.partial(products, name == "cpu") for name in ("cpu", "default")}
     return *jax.lax.platform_dependent(*residuals, dy, **platforms | kernels("backward", activation, *residuals[1:3])), None
 
 
 _convolve.defvjp(lambda activation, *inputs: (_convolve(activation, *inputs), inputs), _convolve_backward)
-
-
-def _extended(before, x):
-    return jnp.concatenate([before, x], axis=1)
 
 
 def _gradients(activation, on_cpu, extended, kernel, ids, dy):

@@ -22,6 +22,7 @@ from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import Collective, Memory, collectives, memory, unknown_kernels
 from qwen3next_jax.parallel.mesh import EXPERT, make_mesh
+from qwen3next_jax.parallel.compiler_options import compiler_options
 from qwen3next_jax.planner.ideal import Ideal, ideal
 from qwen3next_jax.planner.roofline import RULES, Estimate, estimate
 from qwen3next_jax.planner.topology import Topology
@@ -60,6 +61,7 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     unstated_loops: tuple[str, ...] = ()
     unknown_kernels: tuple[str, ...] = ()
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def estimate(self) -> Estimate:
@@ -117,7 +119,8 @@ class Plan:
             "network": [{"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                         for (axes, kind), (size, count) in traffic(self.collectives).items()],
             "loops_of_unknown_length": list(self.unstated_loops), "kernels_of_unknown_cost": list(self.unknown_kernels),
-            "optimization_level": self.optimization_level, "lower_seconds": round(self.lower_seconds, 1),
+            "optimization_level": self.optimization_level, "compiler_options": dict(self.compiler_options),
+            "lower_seconds": round(self.lower_seconds, 1),
             "compile_seconds": round(self.compile_seconds, 1), "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
             "compile_memory_bytes": self.compile_bytes or None,
             "versions": {"jax": jax.__version__, "libtpu": _libtpu_version(), "code": code_version()},
@@ -169,7 +172,8 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "", 
         compiled, failure = lowered.compile({"optimization_level": optimization_level} if optimization_level else None), ""
     except jax.errors.JaxRuntimeError as error:
         compiled, failure = None, str(error)
-    plan = functools.partial(Plan, config, topology, mesh=dict(mesh.shape), optimization_level=optimization_level or "default",
+    plan = functools.partial(Plan, config, topology, mesh=dict(mesh.shape), compiler_options=compiler_options(config.parallel, mesh),
+                             optimization_level=optimization_level or "default",
                              lower_seconds=lowered_at - start, compile_seconds=time.perf_counter() - lowered_at,
                              compile_cpu_seconds=cpu_seconds() - cpu_then,
                              compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
