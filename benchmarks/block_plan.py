@@ -1,9 +1,9 @@
 """One layer of the released model on a described TPU slice: milliseconds and bytes through HBM of its parts, by the planner's rules.
 
     python benchmarks/block_plan.py [--topology=v5p:2x2x2] [--mesh=expert=8] [--experts=512] [--tokens=4096]
-        [--layers=1] [--level=O1] [--options=NAME=VALUE,…] [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
+        [--layers=1] [--remat=block] [--level=O1] [--options=NAME=VALUE,…] [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
 
-The layer (Gated DeltaNet and experts, rematerialised) runs forward, again, and backward, as inside a train step: one row of
+The layer (Gated DeltaNet and experts) runs forward and backward, as inside a train step: one row of
 `--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler started early runs beside the rest:
 its bytes count, and its time where it is waited for. `--hlo` reads the program and its schedules from FOLDER, or writes them there. No
 TPU takes part.
@@ -39,6 +39,7 @@ def main():
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4096, help="of one chip")
     parser.add_argument("--layers", type=int, default=1, help="one after another, as in a period of the model")
+    parser.add_argument("--remat", default="block")
     parser.add_argument("--level", default="O1", help='optimization level of the compiler; "" for its default')
     parser.add_argument("--options", default="", help="as config.parallel.compiler_options")
     parser.add_argument("--by", choices=("part", "instruction"), default="part")
@@ -55,7 +56,7 @@ def main():
         text = (dumped / "program.hlo").read_text()
     else:
         options = compiler_options(ParallelConfig(compiler_options=arguments.options), mesh)
-        compiled = compile_layer(ModelConfig(num_experts=arguments.experts), mesh, arguments.tokens, arguments.layers,
+        compiled = compile_layer(ModelConfig(num_experts=arguments.experts), mesh, arguments.tokens, arguments.layers, arguments.remat,
                                  options | ({"optimization_level": arguments.level} if arguments.level else {}))
         print(options_text(options))
         print(f"temporaries {compiled.memory_analysis().temp_size_in_bytes / 2**30:.2f} GiB")
@@ -81,7 +82,7 @@ def main():
             print(f"| {p.seconds * 1e3:.2f} | {p.hbm_bytes / 1e9:.2f} | {p.flops / 1e12:.2f} | {name} |")
 
 
-def compile_layer(config: ModelConfig, mesh, tokens: int, layers: int, options: dict[str, str]):
+def compile_layer(config: ModelConfig, mesh, tokens: int, layers: int, remat: str, options: dict[str, str]):
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, "gated_deltanet", True, Make(config, nnx.Rngs(0)), (0,))))
     params = jax.tree.map(lambda p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(
         mesh, storage_spec(p.declared, p.shape, mesh)))), params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -100,7 +101,7 @@ def compile_layer(config: ModelConfig, mesh, tokens: int, layers: int, options: 
         def run(params, x):
             auxes = []
             for layer in params:
-                x, aux = rematerialized(apply, "block")(layer, x)
+                x, aux = rematerialized(apply, remat)(layer, x)
                 auxes.append(aux)
             return x, auxes
         (y, aux), pullback = jax.vjp(run, params, x)

@@ -70,11 +70,16 @@ def _age(ids, width: int):
     return jnp.where(here > 0, same, -1)
 
 
+def block_sizes(time: int, channels: int) -> tuple[int, int]:
+    """Rows and channels of a block: the largest that divide both; time of whole tiles, channels of whole lanes."""
+    return (next(n for n in (_ROWS, 128, 64, 32, 16) if time % n == 0),
+            next(n for n in range(_CHANNELS, 0, -_LANES) if channels % n == 0))
+
+
 class _Call:
     def __init__(self, x, kernel, age, interpret, backwards=False):
         self.batch, time, d = x.shape
-        self.rows = next(n for n in (_ROWS, 128, 64, 32, 16) if time % n == 0)
-        self.channels = next(n for n in range(_CHANNELS, 0, -_LANES) if d % n == 0)
+        self.rows, self.channels = block_sizes(time, d)
         self.blocks, self.size = time // self.rows, x.dtype.itemsize
         self.kernel, self.age, self.interpret = kernel.astype(jnp.float32), age, interpret
         at = (lambda t: self.blocks - 1 - t) if backwards else (lambda t: t)
@@ -101,7 +106,7 @@ class _Call:
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")))(*inputs)
 
 
-def _columns(channels: int, body) -> None:
+def columns(channels: int, body) -> None:
     """`body`(lanes) for every column of lanes."""
     def step(i, _):
         body(pl.ds(pl.multiple_of(i * _LANES, _LANES), _LANES))
@@ -134,7 +139,7 @@ def _forward(activation, aged, kernel, *refs):
     def column(lanes):
         z = _before_activation(kernel, age, _taps(first, before, tail, x, kernel.shape[0], lanes), lanes)
         y[0, :, lanes] = (z * jax.nn.sigmoid(z) if activation == "silu" else z).astype(y.dtype)
-    _columns(y.shape[2], column)
+    columns(y.shape[2], column)
 
 
 def _backward(activation, aged, kernel, *refs):
@@ -167,4 +172,4 @@ def _backward(activation, aged, kernel, *refs):
                 own = following[back:back + rows]
             total += kernel[place, lanes][None] * own
         dx[0, :, lanes] = total.astype(dx.dtype)
-    _columns(dx.shape[2], column)
+    columns(dx.shape[2], column)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from qwen3next_jax.ops.attention.splash import BLOCK
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
 from qwen3next_jax.planner.schedule import Schedule
 
@@ -213,6 +214,16 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
 def is_kernel(instruction: Instruction) -> bool:
     """Whether it is a kernel (Mosaic), not a program of XLA's own."""
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
+
+
+def visited(computation: Computation, instruction: Instruction) -> float:
+    """Share of a kernel's grid whose bodies run: of causal attention the blocks on the diagonal and below it."""
+    if not re.match(r"splash_m[hq]a_", instruction.name) or "/splash_causal/" not in instruction.op_name:
+        return 1.0
+    length = next(s.dims[-2] for name in instruction.operands for s in computation[name].shapes if s.dtype in ("bf16", "f32")
+                  and len(s.dims) >= 3 and s.dims[-1] > 1)
+    blocks = -(-length // BLOCK)
+    return (blocks + 1) / (2 * blocks)
 
 
 def stated_bytes(instruction: Instruction) -> float:

@@ -28,7 +28,7 @@ import numpy as np
 
 from qwen3next_jax.parallel.chips import Chip
 from qwen3next_jax.planner.compiled import (Collective, collective_kind, delta_rule_call, flops, fused_collective, hbm_bytes,
-                                             is_kernel, permuted_pairs, read_collective, stated_bytes)
+                                             is_kernel, permuted_pairs, read_collective, stated_bytes, visited)
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.planner.schedule import Schedule
 
@@ -143,7 +143,7 @@ class _Simulation:
         cycles, moved = 0.0, hbm_bytes(self.program, computation, instruction)
         schedule, kernel = self.schedules.get(instruction.name), is_kernel(instruction)
         if schedule and (kernel or self.rules == "new"):
-            cycles = schedule.cycles / self.chip.clock
+            cycles = schedule.cycles * visited(computation, instruction) / self.chip.clock
             moved = max(moved, stated_bytes(instruction) or schedule.copied)
         elif kernel:
             cycles = _kernel_seconds(computation, instruction, self.chip)
