@@ -20,6 +20,7 @@ from qwen3next_jax.load import load_model
 from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.training.display import PreparationProgress
 from qwen3next_jax.training.fingerprint import read_config
+from qwen3next_jax.training.stages import part_at
 
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),
@@ -43,6 +44,8 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     model, tokenizer, step = load_model(path)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
+    if is_run:
+        config = part_at(config, step).config  # of the stage that was trained last
     graphdef, params = nnx.split(model, nnx.Param)
     subject = evaluation.Subject(model.config, graphdef, tokenizer, functools.cache(
         lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths))), options)
