@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
-from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, from_dict
 from qwen3next_jax.config_files import apply_overrides, fill_from_tokenizer, load_config_file, setting
 from qwen3next_jax.errors import ExitCode, UserError, did_you_mean
 from qwen3next_jax.parallel.launch import Launch, find_launch
@@ -179,6 +179,24 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     def get() -> Launch | None:
         chips = any(pathlib.Path("/dev").glob("accel[0-9]*")) or any(pathlib.Path("/dev/vfio").glob("[0-9]*"))
         return find_launch(os.environ, coordinator.value, processes.value, process.value, chips)
+    return get
+
+
+def define_place_flags() -> Callable[[], tuple[MeshConfig | None, Launch | None]]:
+    """Defines `--mesh` and the flags of `define_launch_flags` for a command that loads a model; call the result for the mesh (None: not
+    given) and this process's place."""
+    mesh = flags.DEFINE_list("mesh", [], "devices along each axis, such as data=2,tensor=4 (default: the mesh of the run, and for a Hugging "
+                                         "Face directory all devices as data)")
+    get_launch = define_launch_flags()
+
+    def get() -> tuple[MeshConfig | None, Launch | None]:
+        sizes = {}
+        for text in mesh.value:
+            axis, _, size = text.strip().partition("=")
+            if axis not in MESH_AXES or axis in sizes or not re.fullmatch("-?[0-9]{1,9}", size):
+                raise UserError(f"--mesh={','.join(mesh.value)}: expected AXIS=NUMBER once for each axis, of {', '.join(MESH_AXES)}")
+            sizes[axis] = int(size)
+        return MeshConfig(**sizes) if sizes else None, get_launch()
     return get
 
 

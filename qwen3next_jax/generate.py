@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from absl import flags
 
 from qwen3next_jax import cli
+from qwen3next_jax.config import MeshConfig
 from qwen3next_jax.errors import UserError
 
 
@@ -24,24 +25,33 @@ def main() -> int:
     if not math.isfinite(_temperature.value):
         raise UserError(f"--temperature={_temperature.value}: expected a finite number")
     cli.check_model("model", _model.value)
+    mesh, launch = get_place()
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
+    from qwen3next_jax.load import joined
+
+    with joined(launch, _model.value):
+        return _continue(text, mesh)
+
+
+def _continue(text: str, mesh: MeshConfig | None) -> int:
     from qwen3next_jax.inference import decode
     from qwen3next_jax.inference.cache import cache_bytes
     from qwen3next_jax.inference.streaming import DecodeStream
     from qwen3next_jax.load import load_model
 
-    model, tokenizer, _ = load_model(_model.value)
+    model, tokenizer, _, places, _ = load_model(_model.value, mesh=mesh)
     if tokenizer is None:
         raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
     prompt = tokenizer.encode(text)
     request = dict(max_new_tokens=_max_new_tokens.value, temperature=_temperature.value,
                    stop_ids=sorted({tokenizer.eos_id, model.config.eos_token_id} - {-1}))
-    tokens_B = decode.generate(model, [prompt], seed=_seed.value, **request)
+    tokens_B = decode.generate(model, [prompt], seed=_seed.value, mesh=places, **request)
 
     started = time.perf_counter()
     print("compiling, or loading what an earlier start compiled …", file=sys.stderr, flush=True)
-    decode.compile_ahead(model, [prompt], **request)
+    if places is None:
+        decode.compile_ahead(model, [prompt], **request)
     times = [time.perf_counter()]
     try:
         for piece in _pieces(text, prompt, (int(token) for (token,) in tokens_B), DecodeStream(tokenizer), times):
@@ -95,6 +105,7 @@ def _bytes(count: int) -> str:
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
+get_place = cli.define_place_flags()
 _prompt = flags.DEFINE_string("prompt", None, "text to continue")
 _max_new_tokens = flags.DEFINE_integer("max_new_tokens", 200, "most tokens to generate; fewer where the text ends", lower_bound=1)
 _temperature = flags.DEFINE_float("temperature", 0.7, "of sampling; 0 takes the likeliest token", lower_bound=0)

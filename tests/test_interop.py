@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop import arrays, weights
+from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 from qwen3next_jax.interop.weights import Weights
@@ -127,7 +127,7 @@ def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
     assert (dtypes["q_proj"], dtypes["embedding"]) == ("bfloat16", "bfloat16")
     assert (dtypes["a_log"], dtypes["mixer_norm"], dtypes["router"]) == ("float32", "float32", "float32")
 
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 8192)
+    monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
     save_hf(model, tmp_path / "out")
     shards = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
@@ -272,7 +272,7 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path):
     class BrokenTokenizer:
         def save(self, directory):
             raise OSError("disk full")
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match="disk full"):
         save_hf(new_model(), tmp_path / "other", BrokenTokenizer())
 
     class Interrupted:
