@@ -71,12 +71,12 @@ def check_hf(path: str | os.PathLike) -> ModelConfig:
     return config
 
 
-def load_hf(path: str | os.PathLike, dtype: str | None = None, mesh: Mesh | None = None) -> Qwen3Next:
+def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None = None) -> Qwen3Next:
     """The model in a Hugging Face directory.
 
     Args:
       path: holds config.json and model.safetensors, or shards with their index. A SHA256SUMS file there is checked.
-      dtype: "float32" or "bfloat16", of the parameters and of the arithmetic (`model.config.dtype`); None: what config.json says.
+      dtype: "float32" or "bfloat16", of the parameters and of the arithmetic (`model.config.dtype`).
         Norms, A_log, dt_bias, the shared expert's gate and the router are float32 in either, as training keeps them.
       mesh: over which the parameters are split, as `parallel.rules` says; each process reads what its devices hold. None: one device.
         On a mesh of several processes all of them call this together.
@@ -86,10 +86,9 @@ def load_hf(path: str | os.PathLike, dtype: str | None = None, mesh: Mesh | None
         not supported; tensors missing, left over, misshapen or not floating point; files truncated, damaged, pickled or changed
         while they are read.
     """
-    if dtype not in (None, "float32", "bfloat16"):
-        raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16', or None for what config.json says")
-    config = read_hf_config(path)
-    config = dataclasses.replace(config, dtype=dtype or config.dtype)
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
+    config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     kept = declared(config)
 
