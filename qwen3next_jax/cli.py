@@ -1,6 +1,7 @@
 """What the commands share: flags, one-line errors, the platform's quiet start, the compilation cache."""
 
 import ctypes
+import functools
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from absl import app, flags, logging
 
@@ -182,21 +184,31 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     return get
 
 
-def define_place_flags() -> Callable[[], tuple[MeshConfig | None, Launch | None]]:
-    """Defines `--mesh` and the flags of `define_launch_flags` for a command that loads a model; call the result for the mesh (None: not
-    given) and this process's place."""
-    mesh = flags.DEFINE_list("mesh", [], "devices along each axis, such as data=2,tensor=4 (default: the mesh of the run, and for a Hugging "
-                                         "Face directory all devices as data)")
+class Loading(NamedTuple):
+    """How a command loads its model: see `load.load_model`. mesh, dtype: None where not given."""
+
+    mesh: MeshConfig | None
+    dtype: str | None
+    launch: Launch | None
+
+
+@functools.cache  # in one process several commands may ask for the flags
+def define_loading_flags() -> Callable[[], Loading]:
+    """Defines `--mesh`, `--dtype` and the flags of `define_launch_flags`; call the result for what they say."""
+    mesh = flags.DEFINE_list("mesh", [], "devices along each axis, such as data=2,tensor=4 (default: the mesh of the run, and for a "
+                                         "Hugging Face directory all devices as data)")
+    dtype = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "of a Hugging Face directory's weights, read or written (norms, "
+                                                                      "A_log, dt_bias, routers, shared experts' gates: always float32)")
     get_launch = define_launch_flags()
 
-    def get() -> tuple[MeshConfig | None, Launch | None]:
+    def get() -> Loading:
         sizes = {}
         for text in mesh.value:
             axis, _, size = text.strip().partition("=")
             if axis not in MESH_AXES or axis in sizes or not re.fullmatch("-?[0-9]{1,9}", size):
                 raise UserError(f"--mesh={','.join(mesh.value)}: expected AXIS=NUMBER once for each axis, of {', '.join(MESH_AXES)}")
             sizes[axis] = int(size)
-        return MeshConfig(**sizes) if sizes else None, get_launch()
+        return Loading(MeshConfig(**sizes) if sizes else None, dtype.value, get_launch())
     return get
 
 

@@ -24,7 +24,8 @@ from qwen3next_jax.training.fingerprint import read_config
 
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),
-             options: evaluation.Options = evaluation.Options(), json_path: str = "", mesh: MeshConfig | None = None) -> int:
+             options: evaluation.Options = evaluation.Options(), json_path: str = "", mesh: MeshConfig | None = None,
+             dtype: str = "float32") -> int:
     """Runs the evaluations `names`, prints a table of each as it ends. Returns the exit code.
 
     Args:
@@ -32,7 +33,7 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
         must name the same architecture, and may name other data.
       path: the folder of a run, or a Hugging Face directory.
       json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case.
-      mesh: see `load_model`. Several processes call this together, and the first of them writes.
+      mesh, dtype: see `load_model`. Several processes call this together, and the first of them writes.
 
     Raises:
       UserError: an evaluation does not exist or cannot run on this model (said before anything is computed).
@@ -42,7 +43,7 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     is_run = (path / "run.json").exists() or not (path / "config.json").exists()
     if is_run:
         config = _config_of_run(config, path)
-    model, tokenizer, step, places, _ = load_model(path, mesh=mesh)
+    model, tokenizer, step, places, _ = load_model(path, None, mesh, dtype)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
     graphdef, params = nnx.split(model, nnx.Param)

@@ -20,7 +20,7 @@ def main() -> int:
         raise UserError("--out is missing: expected the folder to write, such as --out=exported")
     out = cli.local_folder("out", _out.value)
     cli.check_model("workdir", workdir)
-    mesh, launch = get_place()
+    loading = get_loading()
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing stays under the name, what is whole is kept beside it
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
@@ -29,11 +29,11 @@ def main() -> int:
     from qwen3next_jax.load import joined, load_model
 
     require_new(out)
-    with joined(launch, workdir):
-        model, tokenizer, step, _, identity = load_model(workdir, _step.value, mesh)
+    with joined(loading.launch, workdir):
+        model, tokenizer, step, _, identity = load_model(workdir, _step.value, loading.mesh, loading.dtype)
         if step is not None:  # a run ends its documents with its tokenizer's token, whatever the config's number says
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-        save_hf(model, out, tokenizer, dtype=_dtype.value, identity=identity)
+        save_hf(model, out, tokenizer, dtype=loading.dtype, identity=identity)
         files = sorted(f for f in out.rglob("*") if f.is_file())
         size = sum(f.stat().st_size for f in files)
         print(f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB" + ("" if step is None else f", the model after step {step}")
@@ -47,9 +47,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 _workdir = cli.define_workdir_flag(default_from_config=False)
 _out = flags.DEFINE_string("out", None, "new folder to write")
-_dtype = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "of the weights (default: as they are kept); norms, A_log, dt_bias, gates "
-                                                                   "of shared experts and routers are float32 in either")
-get_place = cli.define_place_flags()
+get_loading = cli.define_loading_flags()
 _step = flags.DEFINE_integer("step", None, "checkpoint to export (default: the newest)", lower_bound=0)
 
 if __name__ == "__main__":

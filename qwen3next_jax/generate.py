@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from absl import flags
 
 from qwen3next_jax import cli
-from qwen3next_jax.config import MeshConfig
 from qwen3next_jax.errors import UserError
 
 
@@ -25,22 +24,22 @@ def main() -> int:
     if not math.isfinite(_temperature.value):
         raise UserError(f"--temperature={_temperature.value}: expected a finite number")
     cli.check_model("model", _model.value)
-    mesh, launch = get_place()
+    loading = get_loading()
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.load import joined
 
-    with joined(launch, _model.value):
-        return _continue(text, mesh)
+    with joined(loading.launch, _model.value):
+        return _continue(text, loading)
 
 
-def _continue(text: str, mesh: MeshConfig | None) -> int:
+def _continue(text: str, loading: cli.Loading) -> int:
     from qwen3next_jax.inference import decode
     from qwen3next_jax.inference.cache import cache_bytes
     from qwen3next_jax.inference.streaming import DecodeStream
     from qwen3next_jax.load import load_model
 
-    model, tokenizer, _, places, _ = load_model(_model.value, mesh=mesh)
+    model, tokenizer, _, places, _ = load_model(_model.value, None, loading.mesh, loading.dtype or "float32")
     if tokenizer is None:
         raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
     prompt = tokenizer.encode(text)
@@ -105,7 +104,7 @@ def _bytes(count: int) -> str:
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
-get_place = cli.define_place_flags()
+get_loading = cli.define_loading_flags()
 _prompt = flags.DEFINE_string("prompt", None, "text to continue")
 _max_new_tokens = flags.DEFINE_integer("max_new_tokens", 200, "most tokens to generate; fewer where the text ends", lower_bound=1)
 _temperature = flags.DEFINE_float("temperature", 0.7, "of sampling; 0 takes the likeliest token", lower_bound=0)

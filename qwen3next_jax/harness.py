@@ -19,7 +19,7 @@ def main() -> int:
         raise UserError("--model and --tasks are needed: a run or a Hugging Face directory, and names of tasks")
     cli.check_model("model", _model.value)
     cli.check_writable("json", _json.value)
-    mesh, launch = get_place()
+    loading = get_loading()
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -35,8 +35,8 @@ def main() -> int:
     if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:
         raise UserError(f"--tasks: no task named {unknown[0]!r}"
                         + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER"))
-    with joined(launch, _model.value):
-        model, tokenizer, _, places, _ = load_model(_model.value, mesh=mesh)
+    with joined(loading.launch, _model.value):
+        model, tokenizer, _, places, _ = load_model(_model.value, None, loading.mesh, loading.dtype or "float32")
         if tokenizer is None:
             raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
         subject = HarnessModel(model, tokenizer, _max_length.value, _batch_size.value, places)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
-get_place = cli.define_place_flags()
+get_loading = cli.define_loading_flags()
 _tasks = flags.DEFINE_list("tasks", [], "tasks, comma-separated")
 _task_dir = flags.DEFINE_string("task_dir", None, "folder of task files of your own")
 _fewshot = flags.DEFINE_integer("fewshot", None, "examples before each question (default: the task's own number)", lower_bound=0)

@@ -42,12 +42,14 @@ class LoadedModel(NamedTuple):
     identity: str
 
 
-def load_model(path: str | pathlib.Path, step: int | None = None, mesh: MeshConfig | None = None) -> LoadedModel:
+def load_model(path: str | pathlib.Path, step: int | None = None, mesh: MeshConfig | None = None,
+               dtype: str | None = "float32") -> LoadedModel:
     """Loads a run's newest checkpoint (or the one after `step` steps), or the model in a Hugging Face directory.
 
     Args:
       mesh: the devices that share it; None: the mesh of the run, and for a Hugging Face directory all devices as `data`. Every process
         reads what its devices hold; several of them call this together.
+      dtype: of a Hugging Face directory's parameters, as `load_hf` takes it; None: what its config.json says. A run's are float32.
 
     Raises:
       UserError: `path` is neither, or what is there is damaged, or the mesh does not fit the devices or the model.
@@ -68,11 +70,12 @@ def load_model(path: str | pathlib.Path, step: int | None = None, mesh: MeshConf
         if step is not None:
             raise UserError(f"{path}: a Hugging Face directory holds one model, so --step={step} means nothing here")
         tokenizer = folder / "tokenizer.json"
-        places = _mesh(str(path), read_hf_config(folder), mesh, MeshConfig())
-        model = load_hf(folder, mesh=places)
+        config = read_hf_config(folder)
+        places = _mesh(str(path), config, mesh, MeshConfig())
+        model = load_hf(folder, dtype or config.dtype, places)
         found = load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None
-        files = sorted(file for file in os.scandir(folder) if file.is_file())
-        return LoadedModel(model, found, None, places, digests.of_json([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]))
+        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in os.scandir(folder) if file.is_file())
+        return LoadedModel(model, found, None, places, digests.of_json(files))
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")
 
