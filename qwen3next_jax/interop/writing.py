@@ -54,7 +54,7 @@ def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     return {SINGLE if len(files) == 1 else f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def _header(tensors: Sequence[Tensor]) -> bytes:
+def header(tensors: Sequence[Tensor]) -> bytes:
     fields, end = {"__metadata__": {"format": "pt"}}, 0  # transformers insists on this entry
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
@@ -111,7 +111,7 @@ class Unfinished:
                 if path.name not in self._done:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             self._note()
-            needed = sum(len(_header(tensors)) + sum(tensor.nbytes for tensor in tensors)
+            needed = sum(len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
                          for name, tensors in self._files.items() if name not in self._done)
             free = shutil.disk_usage(self.folder).free
         require(needed <= free, f"{self.out}: {needed / 1e9:,.1f} GB are to be written, and its disk has {free / 1e9:,.1f} GB free: make "
@@ -122,7 +122,7 @@ class Unfinished:
         """Writes the file `name`, whose tensors' values are in `blocks`."""
         path, digest, size = self.folder / f"{name}.tmp", hashlib.sha256(), 0
         with _writable(path), path.open("wb", buffering=0) as file:
-            for block in itertools.chain([np.frombuffer(_header(self._files[name]), np.uint8)], blocks):
+            for block in itertools.chain([np.frombuffer(header(self._files[name]), np.uint8)], blocks):
                 rest = memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
                 digest.update(rest)
                 size += len(rest)
