@@ -7,6 +7,8 @@ cancel, a float32 operand goes in two bfloat16 parts (`halves`).
 The algebra is that of docs/delta_rule.md, "In terms of E"; i is the row, j the column of a [C, C] matrix.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -317,15 +319,31 @@ class Stream:
         for i in range(min(self.stages, len(places))):
             copies(places[i], refs.at[i], arrived.at[i])
 
-    def __call__(self, use, carry):
-        """`use(the state's tile, its gradient's, carry)` of the next place."""
+    def __call__(self, use):
+        """`use(the state's tile, its gradient's)` of the next place, and what it returns."""
         i, self.next = self.next, self.next + 1
         slot = i % self.stages
         plgpu.barrier_wait(self.arrived.at[slot])
-        carry = use(self.refs.at[slot, 0], self.refs.at[slot, 1], carry)
+        result = use(self.refs.at[slot, 0], self.refs.at[slot, 1])
+        plgpu.wgmma_wait(0)
         if i + self.stages < len(self.places):
             self.copies(self.places[i + self.stages], self.refs.at[slot], self.arrived.at[slot])
-        return carry
+        return result
+
+
+def sums_of_products(count: int, body):
+    """What `body` returns, given places for sums of products."""
+    return pl.run_scoped(body, *[plgpu.ACC((C, C))] * count)
+
+
+def summed(ref):
+    return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA)
+
+
+def multiply(sum_ref, *pairs):
+    """sum += a @ b, not waited for."""
+    for a, b in pairs:
+        plgpu.wgmma(sum_ref, a, b)
 
 
 def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, states_gmem, dstates_gmem, numbers_gmem, rows_gmem, *refs):
@@ -360,36 +378,40 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     plgpu.barrier_wait(arrived)
 
     # E, and what pairs of rows take of E, dO and dV
-    ov = rv = 0.0  # dO E^T, dV E^T
-    enter = written = kept = 0.0  # [C] along i
-    for c in range(p.value_tiles):
-        plgpu.copy_gmem_to_smem(v_gmem.at[b, tokens(n), h, channels(c)], low, values_here)
-        plgpu.copy_gmem_to_smem(dv_low_gmem.at[b, tokens(n), h, channels(c)], dv_low, values_here)
-        ks = qs = kd = 0.0
-        for t in range(p.key_tiles):
-            def use(state, dstate, carry):
-                ks, qs, kd, kept = carry
-                if p.erase:
-                    ks = ks + product((k.at[t], state))
-                qs, kd = qs + product((q.at[t], state)), kd + product((k.at[t], dstate))
-                return ks, qs, kd, kept + row_sums(load_tile(state), load_tile(dstate))
-            ks, qs, kd, kept = stream(use, (ks, qs, kd, kept))
-        plgpu.barrier_wait(values_here)
-        enter = enter + plgpu.load(numbers.at[Q_GAMMA], layout=ROW) * row_sums(qs, load_tile(do.at[c]))
-        errors = load_tile(low)
-        if p.erase:
-            dvalues = load_tile(dv.at[c]) + load_tile(dv_low)
-            enter = enter - plgpu.load(numbers.at[K_GAMMA], layout=ROW) * row_sums(ks, dvalues)
-            e[c], low[...] = halves(errors - down(numbers, K_GAMMA) * ks)
+    def pairs_of_values(ov, rv):  # dO E^T, dV E^T
+        enter = written = jnp.zeros((C,), jnp.float32)  # along i
+        for c in range(p.value_tiles):
+            plgpu.copy_gmem_to_smem(v_gmem.at[b, tokens(n), h, channels(c)], low, values_here)
+            plgpu.copy_gmem_to_smem(dv_low_gmem.at[b, tokens(n), h, channels(c)], dv_low, values_here)
+
+            def reads(ks, kd):
+                for t in range(p.key_tiles):
+                    def use(state, dstate):
+                        multiply(ks, (k.at[t], state))
+                        multiply(kd, (k.at[t], dstate))
+                    stream(use)
+                return summed(ks), summed(kd)
+
+            ks, kd = sums_of_products(2, reads)
+            plgpu.barrier_wait(values_here)
+            errors = load_tile(low)
+            if p.erase:
+                dvalues = load_tile(dv.at[c]) + load_tile(dv_low)
+                enter = enter - plgpu.load(numbers.at[K_GAMMA], layout=ROW) * row_sums(ks, dvalues)
+                e[c], low[...] = halves(errors - down(numbers, K_GAMMA) * ks)
+                plgpu.commit_smem()
+                errors = product((a.at[0], e.at[c]), (a.at[1], e.at[c]), (a.at[0], low))
+            written = written + row_sums(kd, errors)
+            e[c], low[...] = halves(errors)
             plgpu.commit_smem()
-            errors = product((a.at[0], e.at[c]), (a.at[1], e.at[c]), (a.at[0], low))
-        e[c], low[...] = halves(errors)
-        plgpu.commit_smem()
-        written = written + row_sums(kd, errors)
-        high, rest = transposed(e.at[c]), transposed(low)
-        ov = ov + product((do.at[c], high), (do.at[c], rest))
-        if p.erase:
-            rv = rv + product((dv.at[c], high), (dv_low, high), (dv.at[c], rest))
+            high, rest = transposed(e.at[c]), transposed(low)
+            multiply(ov, (do.at[c], high), (do.at[c], rest))
+            if p.erase:
+                multiply(rv, (dv.at[c], high), (dv_low, high), (dv.at[c], rest))
+            plgpu.wgmma_wait(0)
+        return summed(ov), summed(rv), enter, written
+
+    ov, rv, enter, written = sums_of_products(2, pairs_of_values)
 
     # pairs of rows
     i, j = indices()
@@ -399,21 +421,17 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     if p.erase:
         rv = jnp.where(i > j, rv, 0.0) * down(numbers, K_NORM) * column
         pairs = pairs - rv * product(*((k.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
-    beta = across(rows_ref, BETA_J)
+    a[0] = (ov * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
+    if p.erase:
+        a[1] = (-rv * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
     written = written * plgpu.load(rows_ref.at[RHO], layout=ROW) * plgpu.load(numbers.at[K_NORM], layout=ROW)
     sums[1] = jnp.sum(pairs + jnp.where(i == j, spread(written), 0.0), axis=0)
-    a[0], a[1] = halves(pairs * beta)
+    low[...], out[...] = halves(pairs * across(rows_ref, BETA_J))
     dv_low[...] = jnp.where(i < j, 1.0, 0.0).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    before = product((a.at[0], dv_low), (a.at[1], dv_low))  # column t: the sum over columns before t
-    carry = rows_ref[GAMMA, C - 1]
+    before = product((low, dv_low), (out, dv_low))  # column t: the sum over columns before t
     leave = written * plgpu.load(rows_ref.at[BETA], layout=ROW)
-    sums[0] = jnp.sum(jnp.where(i >= j, before + spread(enter), spread(leave)) + spread(carry * kept), axis=0)
-    a[0] = (ov * beta).astype(jnp.bfloat16)
-    if p.erase:
-        a[1] = (-rv * beta).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(sums, dg_gmem.at[b, h, n])
+    sums[0] = jnp.sum(jnp.where(i >= j, before + spread(enter), spread(leave)), axis=0)
 
     # queries, then keys
     def finish(gmem, gradients, rows, norm_squared):
@@ -429,23 +447,34 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             plgpu.copy_smem_to_gmem(out, gmem.at[b, tokens(n), h, channels(t)])
 
     norm = lambda row: plgpu.load(numbers.at[row], layout=ROW)
-    gradients = []
+    gradients, kept, enter = [], 0.0, 0.0
     for t in range(p.key_tiles):
-        read = 0.0
-        for c in range(p.value_tiles):
-            read = stream(lambda state, _, read: read + product((do.at[c], transposed(state))), read)
-        gradients.append(down(numbers, Q_GAMMA) * read + product((a.at[0], k.at[t])))
+        def reads(read, kept):
+            for c in range(p.value_tiles):
+                def use(state, dstate):
+                    multiply(read, (do.at[c], transposed(state)))
+                    return row_sums(load_tile(state), load_tile(dstate))
+                kept = kept + stream(use)
+            return summed(read), kept
+        read, kept = sums_of_products(1, functools.partial(reads, kept=kept))
+        read = down(numbers, Q_GAMMA) * read
+        enter = enter + row_sums(read, load_tile(q.at[t]))
+        gradients.append(read + product((a.at[0], k.at[t])))
+    sums[0] = sums[0] + jnp.sum(jnp.where(i >= j, spread(enter), 0.0) + spread(rows_ref[GAMMA, C - 1] * kept), axis=0)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(sums, dg_gmem.at[b, h, n])
     finish(dq_gmem, gradients, q, norm(Q_NORM) * norm(Q_NORM) * p.key)
     gradients = []
     for t in range(p.key_tiles):
-        def use(state, dstate, carry):
-            read, wrote = carry
-            if p.erase:
-                read = read + product((dv.at[c], transposed(state)))
-            return read, wrote + product((e.at[c], transposed(dstate)))
-        read = wrote = 0.0
-        for c in range(p.value_tiles):
-            read, wrote = stream(use, (read, wrote))
+        def reads(read, wrote):
+            for c in range(p.value_tiles):
+                def use(state, dstate):
+                    multiply(wrote, (e.at[c], transposed(dstate)))
+                    if p.erase:
+                        multiply(read, (dv.at[c], transposed(state)))
+                stream(use)
+            return summed(read), summed(wrote)
+        read, wrote = sums_of_products(2, reads)
         gradient = down(numbers, K_RHO) * wrote
         if p.erase:
             gradient = gradient - down(numbers, K_GAMMA) * read
