@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -15,10 +16,13 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
+from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop import weights
+from qwen3next_jax.interop import arrays, weights
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
+from qwen3next_jax.interop.weights import Weights
+from qwen3next_jax.parallel.mesh import make_mesh
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 SMALL = ModelConfig(
@@ -44,6 +48,13 @@ def new_model(**changes) -> Qwen3Next:
 def bits(model: Qwen3Next) -> dict[str, tuple]:
     flat = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]
     return {jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype), np.asarray(leaf).tobytes()) for path, leaf in flat}
+
+
+@pytest.fixture(scope="module")
+def eight_layers(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("interop") / "eight"
+    save_hf(new_model(num_hidden_layers=8), folder)
+    return folder
 
 
 @pytest.fixture
@@ -78,6 +89,35 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     again = load_hf(tmp_path / "out")
     assert not again.config.differs(model.config)
     assert bits(again) == bits(model)
+
+
+def _mesh(**sizes):
+    return make_mesh(ParallelConfig(mesh=MeshConfig(**sizes)), jax.devices()[:math.prod(sizes.values())])
+
+
+@pytest.mark.parametrize("mesh, dtype", [({"data": 8}, "bfloat16"), ({"data": 2, "expert": 3}, "float32"),
+                                         ({"data": 2, "tensor": 4}, "float32")], ids=str)
+def test_a_sharded_import_has_the_bits_of_a_whole_one(eight_layers, monkeypatch, mesh, dtype):
+    whole = load_hf(eight_layers, dtype)
+    monkeypatch.setattr(arrays, "PIECE", 4000)  # some parameters in one piece, some in many
+    sharded = load_hf(eight_layers, dtype, _mesh(**mesh))
+    assert bits(sharded) == bits(whole)
+    kernel = sharded.layers[0].mlp.expert_gate_up[...]
+    assert len({shard.index for shard in kernel.addressable_shards}) == math.prod(mesh.values())
+
+
+def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_path, monkeypatch):
+    shutil.copytree(eight_layers, tmp_path / "model")
+    (tmp_path / "model" / "SHA256SUMS").unlink()
+    file, read = tmp_path / "model" / "model.safetensors", Weights.read
+    for change in (lambda: os.truncate(file, file.stat().st_size // 2), lambda: os.utime(file)):
+        def read_and_change(weights, name, *where):
+            change() if name == "model.norm.weight" else None
+            return read(weights, name, *where)
+        monkeypatch.setattr(Weights, "read", read_and_change)
+        with pytest.raises(UserError, match="model.safetensors: changed while it was read"):
+            load_hf(tmp_path / "model")
+        shutil.copy(eight_layers / "model.safetensors", file)
 
 
 def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
