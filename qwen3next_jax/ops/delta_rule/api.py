@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, reference
 
-IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu")
+IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu")
 
 
 def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, normalize_qk: bool = True, erase: bool = True,
@@ -93,6 +93,10 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
         )
     if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
         raise NotImplementedError("implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'")
+    if implementation == "pallas_gpu":
+        from qwen3next_jax.ops.delta_rule import pallas_gpu
+        if why := pallas_gpu.refusal(q, k, v):
+            raise NotImplementedError(f"implementation='pallas_gpu' {why}; use 'chunked'")
 
 
 def _check_values(g, segment_ids):

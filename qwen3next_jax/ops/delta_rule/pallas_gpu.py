@@ -44,6 +44,15 @@ class Problem:
     def value_tiles(self) -> int:
         return self.value // C
 
+    @property
+    def state_shape(self):
+        return self.batch, self.value_heads, self.key, self.value
+
+    @property
+    def stages(self) -> int:
+        """Chunks in shared memory at a time, in the passes of the state."""
+        return 1 if self.key == max(WIDTHS) else 2
+
     @classmethod
     def of(cls, x: Inputs, **settings):
         batch, time, key_heads, key = x.q.shape
@@ -79,12 +88,25 @@ class Problem:
         return x[:, :, :, 0] if self.share == 1 else jnp.sum(x, axis=3, dtype=jnp.float32)
 
     def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool):
-        out = plgpu.kernel(
-            functools.partial(body, self), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
-            grid_names=tuple(grid), kernel_name=f"gated_delta_rule_{name}",
-            interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*inputs)
+        """`body` over the grid: arrays in, named arrays out."""
+        with jax.enable_x64(False):
+            out = plgpu.kernel(
+                functools.partial(body, self), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
+                grid_names=tuple(grid), kernel_name=f"gated_delta_rule_{name}",
+                interpret=plgpu.InterpretGPUParams() if interpret else None,
+            )(*inputs)
         return dict(zip(outputs, out))
+
+    def over_chunks(self, body, name: str, outputs: dict, scratch: list, inputs: list, interpret: bool):
+        """The same for a pass of the state: a block for every 64 channels of every value head."""
+        arrived = plgpu.Barrier(num_arrivals=2 * self.key_tiles + 4 + 2 * self.erase, num_barriers=self.stages)
+        grid = dict(value_tiles=self.value_tiles, heads=self.value_heads, batch=self.batch)
+        return self.call(body, name, grid, outputs, [*scratch, arrived], inputs, interpret)
+
+    def state_scratch(self) -> list:
+        """For q, k, v or dO, P, the inverse and the numbers of a chunk, as often as chunks are there at a time."""
+        n, keys = self.stages, tiles(self.stages, self.key_tiles)
+        return [keys, keys, tiles(n), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8)]
 
     def shaped(self, *shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -114,57 +136,61 @@ def from_residual(x, heads: int):
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16).reshape(chunks, batch, heads, 2, C, C)
 
 
+def refusal(q, k, v) -> str:
+    """Why the kernels do not take these arrays here; empty where they do."""
+    if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
+        return f"has q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: expected bfloat16"
+    if q.shape[3] not in WIDTHS or v.shape[3] not in WIDTHS:
+        return f"has heads of {q.shape[3]} and {v.shape[3]} channels: expected {', '.join(map(str, WIDTHS))}"
+    platform = jax.default_backend()
+    if platform not in ("gpu", "cpu"):
+        return f"on {platform}: expected a GPU, or a CPU to interpret it"
+    chip = "9.0" if platform == "cpu" else jax.devices()[0].compute_capability
+    return "" if chip == "9.0" else f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
+
+
 def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, interpret: bool):
-    """As `chunked.forward`."""
+    """As `chunked.forward`, in chunks of 64 for any `size`. The inverses are those of I + M beta, in `to_residual`'s form."""
     p = Problem.of(x, normalize=normalize_qk, erase=erase, save=save)
-    q, k, v = (p.pad(y) for y in (x.q, x.k, x.v))
+    q, k, v = (p.pad(y) for y in x[:3])
     by_token = p.rows(x)
     made = p.by_chunk(q, k, by_token, erase and inverses is None, interpret)
     inputs = [q, k, v, made["numbers"], by_token, made["p"]]
-    halves = None
     if erase:
-        halves = made["inverses"] if inverses is None else from_residual(inverses, p.value_heads)
-        inputs.append(halves)
-    inputs.append(initial_state.astype(jnp.float32))
-    state = (p.batch, p.value_heads, p.key, p.value)
-    outputs = dict(o=p.shaped(*v.shape), final=p.shaped(*state, dtype=jnp.float32))
+        inverses = made["inverses"] if inverses is None else from_residual(inverses, p.value_heads)
+        inputs.append(inverses)
+    outputs = dict(o=p.shaped(*v.shape), final=p.shaped(*p.state_shape, dtype=jnp.float32))
     if save:
-        outputs["states"] = p.shaped(p.chunks, *state)
-    keys = tiles(2, p.key_tiles)
-    arrivals = 2 * p.key_tiles + 4 + 2 * erase
-    scratch = [keys, keys, tiles(2), tiles(2), tiles(2, 2), two_rows(6), two_rows(8), tiles(p.key_tiles), tiles(2), tile(),
-               plgpu.Barrier(num_arrivals=arrivals, num_barriers=2)]
-    grid = dict(value_tiles=p.value_tiles, heads=p.value_heads, batch=p.batch)
-    out = p.call(kernels.forward_kernel, "forward", grid, outputs, scratch, inputs, interpret)
+        outputs["states"] = p.shaped(p.chunks, *p.state_shape)
+    scratch = p.state_scratch() + [tiles(p.key_tiles), tiles(2), tiles()]
+    out = p.over_chunks(kernels.forward_kernel, "forward", outputs, scratch, [*inputs, initial_state.astype(jnp.float32)], interpret)
     o = out["o"][:, : x.v.shape[1]]
-    if not save:
-        return o, out["final"], None, None
-    return o, out["final"], out["states"], to_residual(halves) if erase else None
+    return (o, out["final"], out["states"], to_residual(inverses) if erase else None) if save else (o, out["final"], None, None)
+
+
+def affine_map(*_, **__):
+    raise NotImplementedError("implementation='pallas_gpu' over a mesh axis: there is no kernel for it; use 'chunked'")
 
 
 def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
     """As `chunked.backward`."""
     p = Problem.of(x, normalize=normalize_qk, erase=erase)
     time = x.v.shape[1]
-    q, k, v, do = (p.pad(y) for y in (x.q, x.k, x.v, do.astype(x.v.dtype)))
+    q, k, v, do = (p.pad(y) for y in (*x[:3], do.astype(x.v.dtype)))
     by_token = p.rows(x)
     made = p.by_chunk(q, k, by_token, False, interpret)
     known = [from_residual(inverses, p.value_heads)] if erase else []
-    state = (p.batch, p.value_heads, p.key, p.value)
-    outputs = dict(dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *state),
-                   dinitial=p.shaped(*state, dtype=jnp.float32))
+    outputs = dict(dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape),
+                   dinitial=p.shaped(*p.state_shape, dtype=jnp.float32))
     inputs = [q, k, do, made["numbers"], by_token, made["p"], *known, dfinal.astype(jnp.float32)]
-    keys = tiles(2, p.key_tiles)
-    scratch = [keys, keys, tiles(2), tiles(2), tiles(2, 2), two_rows(6), two_rows(8), tiles(p.key_tiles), tiles(2), tiles(2),
-               plgpu.Barrier(num_arrivals=2 * p.key_tiles + 4 + 2 * erase, num_barriers=2)]
-    grid = dict(value_tiles=p.value_tiles, heads=p.value_heads, batch=p.batch)
-    out = p.call(kernels.backward_kernel, "backward", grid, outputs, scratch, inputs, interpret)
+    scratch = p.state_scratch() + [tiles(p.key_tiles), tiles(2), tiles(2)]
+    out = p.over_chunks(kernels.backward_kernel, "backward", outputs, scratch, inputs, interpret)
 
     by_head = p.shaped(*v.shape[:3], p.key)
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
     inputs = [q, k, v, do, out["dv"], out["dv_low"], states, out["dstates"], made["numbers"], by_token, *known]
     keys, values, stages = tiles(p.key_tiles), tiles(p.value_tiles), 1 if p.key_tiles + p.value_tiles == 8 else 2
-    scratch = [keys, keys, values, values, values, tiles(2), tile(), tile(), tile(), tiles(stages, 2), rows(6), rows(8), rows(2),
+    scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(stages, 2), rows(6), rows(8), rows(2),
                plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
                plgpu.Barrier(num_arrivals=2, num_barriers=stages)]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
@@ -172,11 +198,3 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
     dg, dbeta = (p.by_token(found["sums"][:, :, :, i])[:, :time] for i in range(2))
     return dq, dk, out["dv"][:, :time], dg, dbeta, out["dinitial"]
-
-
-def two_rows(count: int):
-    return plgpu.SMEM((2, count, C), jnp.float32)
-
-
-def tile():
-    return plgpu.SMEM((C, C), jnp.bfloat16, transforms=kernels.TRANSFORMS)

@@ -30,8 +30,8 @@ def tiles(*count):
     return plgpu.SMEM((*count, C, C), jnp.bfloat16, transforms=TRANSFORMS)
 
 
-def rows(count: int):
-    return plgpu.SMEM((count, C), jnp.float32)
+def rows(*count):
+    return plgpu.SMEM((*count, C), jnp.float32)
 
 
 def product(*pairs):
@@ -164,19 +164,19 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
 
 
 def each_chunk(p, loads, arrived, first_to_last: bool, body, carry):
-    """`body(n, slot, carry)` for every chunk, the copies `loads(n, slot, barrier)` of the one after it already on their way."""
+    """`body(n, slot, carry)` for every chunk; `loads(n, slot, barrier)` copies what it needs of it, some chunks ahead."""
     chunk = lambda i: i if first_to_last else p.chunks - 1 - i
-    for i in range(min(2, p.chunks)):
+    for i in range(min(p.stages, p.chunks)):
         loads(chunk(i), i, arrived.at[i])
 
     def step(i, carry):
-        slot = jax.lax.rem(i, 2)
+        slot = jax.lax.rem(i, p.stages)
         plgpu.barrier_wait(arrived.at[slot])
         carry = body(chunk(i), slot, carry)
 
-        @pl.when(i + 2 < p.chunks)
+        @pl.when(i + p.stages < p.chunks)
         def _():
-            loads(chunk(i + 2), slot, arrived.at[slot])
+            loads(chunk(i + p.stages), slot, arrived.at[slot])
 
         return carry
 
@@ -306,28 +306,42 @@ def spread(x_C):
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
 
 
+def no_numbers():
+    return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROW)
+
+
 def load_tile(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 class Stream:
-    """Tiles of a chunk's state and of its gradient, in the order of `places`, a few on their way at a time."""
+    """Tiles of a chunk's state and of its gradient, a few on their way at a time: first all tiles in the order of the value's
+    channels, then twice in the order of the key's."""
 
-    def __init__(self, places, copies, refs, arrived):
-        self.places, self.copies, self.refs, self.arrived, self.next = places, copies, refs, arrived, 0
-        self.stages = refs.shape[0]
-        for i in range(min(self.stages, len(places))):
-            copies(places[i], refs.at[i], arrived.at[i])
+    def __init__(self, p, copies, refs, arrived):
+        self.p, self.copies, self.refs, self.arrived = p, copies, refs, arrived
+        self.stages, self.count = refs.shape[0], p.key_tiles * p.value_tiles
+        for i in range(self.stages):
+            self._start(i, i)
 
-    def __call__(self, use):
-        """`use(the state's tile, its gradient's)` of the next place, and what it returns."""
-        i, self.next = self.next, self.next + 1
-        slot = i % self.stages
+    def _start(self, i, slot):
+        keys, values = self.p.key_tiles, self.p.value_tiles
+        one = jax.lax.rem(i, self.count)
+        t = jnp.where(i < self.count, jax.lax.rem(one, keys), jax.lax.div(one, values))
+        c = jnp.where(i < self.count, jax.lax.div(one, keys), jax.lax.rem(one, values))
+        self.copies(t, c, self.refs.at[slot], self.arrived.at[slot])
+
+    def __call__(self, i, use):
+        """`use(the state's tile, its gradient's)` of place i, and what it returns."""
+        slot = jax.lax.rem(i, self.stages)
         plgpu.barrier_wait(self.arrived.at[slot])
         result = use(self.refs.at[slot, 0], self.refs.at[slot, 1])
         plgpu.wgmma_wait(0)
-        if i + self.stages < len(self.places):
-            self.copies(self.places[i + self.stages], self.refs.at[slot], self.arrived.at[slot])
+
+        @pl.when(i + self.stages < 3 * self.count)
+        def _():
+            self._start(i + self.stages, slot)
+
         return result
 
 
@@ -367,40 +381,39 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
         for part in range(2):
             copy(inverses_gmem.at[n, b, h, part], a.at[part])
 
-    def copies(place, refs, barrier):
-        t, c = place
+    def copies(t, c, refs, barrier):
         for i, gmem in enumerate((states_gmem, dstates_gmem)):
             plgpu.copy_gmem_to_smem(gmem.at[n, b, h, channels(t), channels(c)], refs.at[i], barrier)
 
-    by_key = [(t, c) for t in range(p.key_tiles) for c in range(p.value_tiles)]
-    by_value = [(t, c) for c in range(p.value_tiles) for t in range(p.key_tiles)]
-    stream = Stream(by_value + by_key + by_key, copies, streamed, stream_here)
+    stream = Stream(p, copies, streamed, stream_here)
     plgpu.barrier_wait(arrived)
 
     # E, and what pairs of rows take of E, dO and dV
     def pairs_of_values(ov, rv):  # dO E^T, dV E^T
-        enter = written = jnp.zeros((C,), jnp.float32)  # along i
-        for c in range(p.value_tiles):
+        def step(c, carry):
+            enter, written = carry  # [C] along i
             plgpu.copy_gmem_to_smem(v_gmem.at[b, tokens(n), h, channels(c)], low, values_here)
             plgpu.copy_gmem_to_smem(dv_low_gmem.at[b, tokens(n), h, channels(c)], dv_low, values_here)
 
             def reads(ks, kd):
-                for t in range(p.key_tiles):
+                @pl.loop(0, p.key_tiles)
+                def _(t):
                     def use(state, dstate):
                         multiply(ks, (k.at[t], state))
                         multiply(kd, (k.at[t], dstate))
-                    stream(use)
+                    stream(c * p.key_tiles + t, use)
                 return summed(ks), summed(kd)
 
             ks, kd = sums_of_products(2, reads)
             plgpu.barrier_wait(values_here)
-            errors = load_tile(low)
             if p.erase:
-                dvalues = load_tile(dv.at[c]) + load_tile(dv_low)
-                enter = enter - plgpu.load(numbers.at[K_GAMMA], layout=ROW) * row_sums(ks, dvalues)
-                e[c], low[...] = halves(errors - down(numbers, K_GAMMA) * ks)
+                ks = down(numbers, K_GAMMA) * ks
+                enter = enter - row_sums(ks, load_tile(dv.at[c])) - row_sums(ks, load_tile(dv_low))
+                e[c], low[...] = halves(load_tile(low) - ks)
                 plgpu.commit_smem()
                 errors = product((a.at[0], e.at[c]), (a.at[1], e.at[c]), (a.at[0], low))
+            else:
+                errors = load_tile(low)
             written = written + row_sums(kd, errors)
             e[c], low[...] = halves(errors)
             plgpu.commit_smem()
@@ -409,6 +422,9 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             if p.erase:
                 multiply(rv, (dv.at[c], high), (dv_low, high), (dv.at[c], rest))
             plgpu.wgmma_wait(0)
+            return enter, written
+
+        enter, written = jax.lax.fori_loop(0, p.value_tiles, step, (no_numbers(), no_numbers()))
         return summed(ov), summed(rv), enter, written
 
     ov, rv, enter, written = sums_of_products(2, pairs_of_values)
@@ -447,14 +463,15 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             plgpu.copy_smem_to_gmem(out, gmem.at[b, tokens(n), h, channels(t)])
 
     norm = lambda row: plgpu.load(numbers.at[row], layout=ROW)
-    gradients, kept, enter = [], 0.0, 0.0
+    gradients, kept, enter = [], no_numbers(), no_numbers()
     for t in range(p.key_tiles):
         def reads(read, kept):
-            for c in range(p.value_tiles):
+            def step(c, kept):
                 def use(state, dstate):
                     multiply(read, (do.at[c], transposed(state)))
                     return row_sums(load_tile(state), load_tile(dstate))
-                kept = kept + stream(use)
+                return kept + stream((p.key_tiles + t) * p.value_tiles + c, use)
+            kept = jax.lax.fori_loop(0, p.value_tiles, step, kept)
             return summed(read), kept
         read, kept = sums_of_products(1, functools.partial(reads, kept=kept))
         read = down(numbers, Q_GAMMA) * read
@@ -467,12 +484,13 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     gradients = []
     for t in range(p.key_tiles):
         def reads(read, wrote):
-            for c in range(p.value_tiles):
+            @pl.loop(0, p.value_tiles)
+            def _(c):
                 def use(state, dstate):
                     multiply(wrote, (e.at[c], transposed(dstate)))
                     if p.erase:
                         multiply(read, (dv.at[c], transposed(state)))
-                stream(use)
+                stream((2 * p.key_tiles + t) * p.value_tiles + c, use)
             return summed(read), summed(wrote)
         read, wrote = sums_of_products(2, reads)
         gradient = down(numbers, K_RHO) * wrote
