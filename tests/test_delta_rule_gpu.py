@@ -1,6 +1,7 @@
 """The kernels for Hopper GPUs, interpreted on CPU, against the float64 recurrence. No test here says that a GPU computes the same."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, outputs_and_gradients, problem
 
 from qwen3next_jax.ops import gated_delta_rule
+from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
 
 BFLOAT16 = functools.partial(check, implementation="pallas_gpu", dtype=jnp.bfloat16)
 
@@ -55,7 +57,8 @@ def test_rows_of_a_batch_the_future_repetition_and_x64():
     (dict(time=1, key=64, value=64), dict()), (dict(time=CHUNK - 1, key=128, value=64), dict()),
     (dict(time=CHUNK + 1, key=64, value=256), dict()), (dict(time=CHUNK, key=256, value=64), dict()),
     (dict(time=2 * CHUNK + 1, key=256, value=256, heads=1), dict()), (dict(time=3 * CHUNK, key=128, value=128, heads=4), dict()),
-    (dict(time=CHUNK + 2, key=64, value=64, groups=2), dict(erase=False)), (dict(time=CHUNK + 2, key=128, value=64), dict(normalize_qk=False)),
+    (dict(time=CHUNK + 2, key=64, value=64, groups=2), dict(erase=False)),
+    (dict(time=CHUNK + 2, key=128, value=64), dict(normalize_qk=False)),
 ], ids=str)
 def test_widths_lengths_and_settings(sizes, settings):
     inputs, cotangents = problem(**sizes)
@@ -81,9 +84,57 @@ def test_two_halves_chained_by_the_state_are_the_whole():
 @pytest.mark.parametrize("change, message", [
     (dict(v=jnp.float32), "has q, k, v of bfloat16, bfloat16, float32: expected bfloat16; use 'chunked'"),
     (dict(width=96), "has heads of 96 and 96 channels: expected 64, 128, 256; use 'chunked'"),
+    (dict(axis_name="context"), "over a mesh axis: there is no kernel for it; use 'chunked'"),
 ], ids=str)
 def test_what_has_no_kernel_is_refused(change, message):
-    width = change.get("width", 64)
+    width = change.pop("width", 64)
     q, numbers = jnp.zeros((1, 8, 1, width), jnp.bfloat16), jnp.zeros((1, 8, 1))
     with pytest.raises(NotImplementedError, match=f"implementation='pallas_gpu' {message}"):
-        gated_delta_rule(q, q, q.astype(change.get("v", q.dtype)), g=numbers, beta=numbers, implementation="pallas_gpu")
+        gated_delta_rule(q, q, q.astype(change.pop("v", q.dtype)), g=numbers, beta=numbers, implementation="pallas_gpu", **change)
+
+
+def plant(monkeypatch, spoiled=None, error=None):
+    """The XLA form in the kernels' place, one of its gradients a tenth too large."""
+    def forward(*arguments, interpret, **settings):
+        if error is not None:
+            raise error
+        return chunked.forward(*arguments, parallel=False, **settings)
+    def backward(*arguments, interpret, **settings):
+        gradients = chunked.backward(*arguments, parallel=False, **settings)
+        return tuple(x * 1.1 if i == spoiled else x for i, x in enumerate(gradients))
+    monkeypatch.setattr(pallas_gpu, "forward", forward)
+    monkeypatch.setattr(pallas_gpu, "backward", backward)
+
+
+def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monkeypatch, tmp_path):
+    """In the middle of a trace, as a training step asks."""
+    def verdict(folder):
+        found = []
+        jax.eval_shape(lambda x: found.append(pallas_gpu_trial.verdict(jax.devices()[0], 64, 64, True, True, tmp_path / folder)) or x, 0)
+        pallas_gpu_trial.verdict.cache_clear()
+        return found[0]
+    plant(monkeypatch)
+    assert verdict("right") == ""
+    plant(monkeypatch, spoiled=1)
+    assert verdict("right") == ""  # as remembered
+    for _ in range(2):
+        assert re.match(r"gave another dk than XLA where it was tried on this GPU \(0\.1 apart, at most 0\.03\)", verdict("wrong"))
+    plant(monkeypatch, error=RuntimeError("no ptxas\nanywhere"))
+    assert verdict("broken") == "failed where it was tried on this GPU (RuntimeError: no ptxas anywhere)"
+
+
+def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
+    pallas_gpu_trial.say.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(pallas_gpu, "refusal", lambda q, k, v: "")
+    q, numbers = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64, 1), jnp.float32)
+
+    def kernels(verdict):
+        monkeypatch.setattr(pallas_gpu_trial, "verdict", lambda *_: verdict)
+        f = lambda q, g: gated_delta_rule(q, q, q, g=g, beta=-g)[0]
+        return jax.jit(f).trace(q, numbers).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+
+    assert kernels("") == 2 and kernels("gave another dk") == 0 == kernels("gave another dk")
+    assert capsys.readouterr().err.splitlines() == [
+        "gated delta rule: the kernels for Hopper GPUs. They were never run on hardware: "
+        "--config.model.delta_rule=chunked avoids it", "gated delta rule: XLA's form, no kernel: the call gave another dk"]

@@ -168,10 +168,6 @@ def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool
     return (o, out["final"], out["states"], to_residual(inverses) if erase else None) if save else (o, out["final"], None, None)
 
 
-def affine_map(*_, **__):
-    raise NotImplementedError("implementation='pallas_gpu' over a mesh axis: there is no kernel for it; use 'chunked'")
-
-
 def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
     """As `chunked.backward`."""
     p = Problem.of(x, normalize=normalize_qk, erase=erase)
