@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule import chunk_math
+from qwen3next_jax.ops.delta_rule import chunk_math, pallas_gpu_gradients
 from qwen3next_jax.ops.delta_rule import pallas_gpu_kernels as kernels
 from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import C, rows, tiles
@@ -190,7 +190,7 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
                plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
                plgpu.Barrier(num_arrivals=2, num_barriers=stages)]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
-    found = p.call(kernels.gradient_kernel, "gradients", grid, outputs, scratch, inputs, interpret)
+    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, scratch, inputs, interpret)
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
     dg, dbeta = (p.by_token(found["sums"][:, :, :, i])[:, :time] for i in range(2))
     return dq, dk, out["dv"][:, :time], dg, dbeta, out["dinitial"]
