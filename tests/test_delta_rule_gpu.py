@@ -1,4 +1,7 @@
-"""The kernels for Hopper GPUs, interpreted on CPU, against the float64 recurrence. No test here says that a GPU computes the same."""
+"""The kernels for Hopper GPUs, interpreted on CPU, against the float64 recurrence. No test here says that a GPU computes the same.
+
+    python tests/test_delta_rule_gpu.py      prints the errors of the hard inputs, in percent
+"""
 
 import functools
 import re
@@ -7,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, outputs_and_gradients, problem
+from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, errors, outputs_and_gradients, problem
 
 from qwen3next_jax.ops import gated_delta_rule
 from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
@@ -138,3 +141,9 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
     assert capsys.readouterr().err.splitlines() == [
         "gated delta rule: the kernels for Hopper GPUs. They were never run on hardware: "
         "--config.model.delta_rule=chunked avoids it", "gated delta rule: XLA's form, no kernel: the call gave another dk"]
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        found = errors(*adversarial(case)[:2], "pallas_gpu", jnp.bfloat16)
+        print(case, *(f"{name} {100 * x:.2f}" for name, x in found.items()))
