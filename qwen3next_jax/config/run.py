@@ -230,6 +230,7 @@ class ParallelConfig:
     mesh: MeshConfig = MeshConfig()
     start_timeout: float = 300.0  # seconds for all processes of the run to find each other
     heartbeat_timeout: float = 100.0  # seconds after which a silent process counts as dead, and the others end
+    compiler_options: str = ""  # of XLA, "NAME=VALUE,…", in place of those that parallel/compiler_options.py has for the chip
 
     def __post_init__(self):
         check_bounds(self, "parallel", {"at least 1": "start_timeout heartbeat_timeout"})

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qwen3next_jax.config import Config
+from qwen3next_jax.parallel.compiler_options import compiler_options, options_text
 from qwen3next_jax.parallel.mesh import mesh_text
 from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
 from qwen3next_jax.training.stages import tokens_seen
@@ -58,7 +59,9 @@ def title(config: Config, mesh: Mesh, state: Mapping[str, Any], corpus: str, fir
     start = f"new run after step {first_step} of {parent}" if parent else f"resumed after step {first_step}" if first_step else "new run"
     kind = mesh.devices.flat[0].device_kind
     devices = kind if mesh.size == 1 else f"{mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
-    return f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}"
+    options = compiler_options(config.parallel, mesh)
+    return (f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}"
+            + (f" · {options_text(options)}" if options else ""))
 
 
 class Display:

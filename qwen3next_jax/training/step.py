@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import split_sizes
+from qwen3next_jax.parallel.compiler_options import compiler_options
 from qwen3next_jax.parallel.mesh import check_divides
 from qwen3next_jax.parallel.rules import activation_spec, constrain, shardings
 from qwen3next_jax.training.diagnostics import norms_by_layer
@@ -91,6 +92,7 @@ def make_train_step(config: Config, mesh: Mesh, begins: int = 0) -> Callable[[St
                 "step": state["step"] + 1, "guards": guards}, metrics
 
     return jax.jit(train_step, donate_argnums=0, in_shardings=(places, batch_sharding(mesh)),
+                   compiler_options=compiler_options(config.parallel, mesh) or None,
                    out_shardings=(places, NamedSharding(mesh, PartitionSpec())))
 
 
