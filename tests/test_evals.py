@@ -75,7 +75,7 @@ def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypa
         steps.clear()
         return continuation.continued(None, ByteTokenizer(), prompts, stops, rows=4, max_new_tokens=20)
     assert texts(["\n", "n"], [";"], []) == ["o", "two", "ends"] and len(steps) == 5
-    assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"] and len(steps) == 12
+    assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"] and len(steps) == 9
     assert texts([], [], []) == [said[0][:20], "two; three", "ends"] and len(steps) == 20
 
 
