@@ -23,23 +23,33 @@ def main() -> int:
     if not _model.value:
         raise UserError("--model is missing: expected the folder of a run or a Hugging Face directory")
     _check_flags()
-    cli.check_model("model", _model.value)
+    config = cli.check_model("model", _model.value)
+    if _max_new_tokens.value >= (context := config.max_position_embeddings):
+        raise UserError(f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, {context}")
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.inference import speculative
     from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
 
     if _speculative.value:
-        speculative.check(_model_config(), _speculative.value)
+        speculative.check(config, _speculative.value)
     folder = pathlib.Path(_model.value)
     template = ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder) if _chat.value else None
     ends = end_tokens(folder)
+    loading = get_loading()
     cli.enable_compilation_cache()
+    from qwen3next_jax.load import joined
+
+    with joined(loading.launch, _model.value):
+        return _continue(text, loading, template, ends)
+
+
+def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
     from qwen3next_jax.load import load_model
 
-    model, tokenizer, _ = load_model(_model.value, _step.value)
+    model, tokenizer, _, places, _ = load_model(_model.value, _step.value, loading.mesh, loading.dtype or "float32")
     if tokenizer is None:
         raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
-    request = dict(max_new_tokens=_max_new_tokens.value, seed=_seed.value, speculative=_speculative.value,
+    request = dict(max_new_tokens=_max_new_tokens.value, seed=_seed.value, speculative=_speculative.value, mesh=places,
                    stop_ids=sorted((ends | {tokenizer.eos_id, model.config.eos_token_id}) - {-1}), **_sampling()._asdict())
     try:
         if template is not None:
@@ -93,15 +103,6 @@ def _check_flags() -> None:
         raise UserError(f"--samples={_samples.value} with --temperature=0: they would all be the same; give a temperature, or one sample")
     if _samples.value > 1 and _chat.value:
         raise UserError(f"--samples={_samples.value} with --chat: expected one of the two")
-
-
-def _model_config():
-    """The architecture at --model; no weight is read."""
-    from qwen3next_jax.interop.hf_config import read_hf_config
-    from qwen3next_jax.training.fingerprint import read_config
-
-    folder = pathlib.Path(_model.value)
-    return read_config(folder).model if (folder / "run.json").exists() else read_hf_config(folder)
 
 
 class _Clock:
@@ -220,6 +221,7 @@ def _bytes(count: int) -> str:
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
+get_loading = cli.define_loading_flags()
 _step = flags.DEFINE_integer("step", None, "of a run: the checkpoint after so many steps (default: the newest)", lower_bound=0)
 _prompt = flags.DEFINE_string("prompt", None, "text to continue")
 _prompt_file = flags.DEFINE_string("prompt_file", None, "file of the text to continue; - for standard input")

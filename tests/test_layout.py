@@ -18,11 +18,11 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
     "model": {"ops", "parallel", "config"},
     "parallel": {"ops", "config"},
     "data": {"config"},
-    "interop": {"model", "config"},
+    "interop": {"model", "parallel", "config"},
     "inference": {"data", "model", "parallel", "ops", "config"},
     "evals": {"reporting", "inference", "model", "parallel", "config", "data"},
     "reporting": set(),
-    "sweeps": {"config_files", "reporting", "data", "evals", "inference", "model", "config"},
+    "sweeps": {"config_files", "training", "reporting", "data", "evals", "inference", "model", "config"},
     "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config"},
     "planner": {"training", "model", "ops", "parallel", "config"},
 }
