@@ -21,6 +21,9 @@ from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.parallel.rules import activation_spec, constrain, local
 
 
+FEW_TOKENS = 8  # of cached decoding, taken one by one: a chunk would be mostly padding, and four times the work for one token
+
+
 class Inputs(NamedTuple):
     """What a recurrent mixer makes of its input, before convolution and recurrence.
 
@@ -127,27 +130,38 @@ class Recurrent(Mixer):
         k, v = c.linear_key_head_dim, c.linear_value_head_dim
         kernel_WGC = self.conv_kernel[...].astype(mixed_BTGC.dtype) if c.short_convolution else jnp.zeros((1, *mixed_BTGC.shape[2:]))
         conv_state, state = (None, None) if cache is None else (cache["conv"], cache["state"])
+        few = cache is not None and mixed_BTGC.shape[1] <= FEW_TOKENS
 
         def run(mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, segment_ids, conv_state, state):
             if c.short_convolution:
+                inputs_BSGC = mixed_BTGC if conv_state is None else jnp.concatenate((conv_state, mixed_BTGC), axis=1)
                 mixed_BTGC, conv = keeping_inputs(
                     lambda mixed, kernel, state: causal_conv1d(mixed, kernel, activation="silu", initial_state=state,
                                                                segment_ids=segment_ids, axis_name=context.time_axis),
                     mixed_BTGC, kernel_WGC, conv_state)
             else:
-                mixed_BTGC, conv = jax.nn.silu(mixed_BTGC), mixed_BTGC[:, :0]
+                inputs_BSGC, mixed_BTGC, conv = mixed_BTGC, jax.nn.silu(mixed_BTGC), mixed_BTGC[:, :0]
+            if context.each:
+                width, time = kernel_WGC.shape[0], g_BTH.shape[1]
+                conv = jnp.stack([inputs_BSGC[:, t:t + width - 1] for t in range(1, time + 1)], axis=1)
             q_BTGK, k_BTGK, v_BTGRV = jnp.split(mixed_BTGC, (k, 2 * k), axis=-1)
             o_BTHV, final = gated_delta_rule(
                 q_BTGK, k_BTGK, v_BTGRV.reshape(*g_BTH.shape, v), g=g_BTH, beta=beta_BTH, initial_state=state,
-                segment_ids=segment_ids, erase=self.erases(c), implementation=c.named_delta_rule, axis_name=context.time_axis)
+                segment_ids=segment_ids, erase=self.erases(c), implementation="recurrent" if few else c.named_delta_rule,
+                axis_name=context.time_axis, each=context.each)
             return o_BTHV, conv, final
 
         spec = functools.partial(activation_spec, "batch")
         wide, narrow, tokens = spec(context.time, "heads", None), spec(context.time, "heads"), spec(context.time)
         states = (spec(None, "heads", None), spec("heads", None, None))
         in_specs = (wide, activation_spec(None, "heads", None), narrow, narrow, tokens, *states)
+        if context.each:
+            states = (spec(None, None, "heads", None), spec(None, "heads", None, None))
         return local(run, context.mesh, in_specs, (wide, *states))(
             mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, context.segment_ids, conv_state, state)
+
+    def each_token(self, x_BTD: jax.Array, context: Context, cache: dict) -> tuple[jax.Array, dict, dict]:
+        return self(x_BTD, context, cache)  # `_recurrence` reads `context.each`
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
