@@ -69,8 +69,7 @@ def channel_delta_rule(q, k, v, *, g, beta=None, erase: bool = True, read: str =
     batch, time, heads, value = v.shape
     beta = jnp.ones(v.shape[:3], wide) if beta is None else jnp.asarray(beta)
     state = jnp.zeros((batch, heads, k.shape[3], value), wide) if initial_state is None else initial_state.astype(wide)
-    before = read == "before"
-    own = None
+    before, own = read == "before", q
     if segment_ids is not None:
         ids = segment_ids
         earlier = ids[:, :1]
@@ -92,7 +91,7 @@ def channel_delta_rule(q, k, v, *, g, beta=None, erase: bool = True, read: str =
     else:
         o, final = two_sided.across(run, axis_name, x, state, before)
     if bonus is not None:
-        q_BTHK, k_BTHK = (jnp.repeat(x.astype(wide), heads // x.shape[2], axis=2) for x in (q if own is None else own, k))
+        q_BTHK, k_BTHK = (jnp.repeat(x.astype(wide), heads // x.shape[2], axis=2) for x in (own, k))
         o = o + jnp.sum(q_BTHK * bonus.astype(wide) * k_BTHK, axis=-1, keepdims=True) * v.astype(wide)
     return o.astype(v.dtype), final
 

@@ -159,11 +159,9 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, 
 
 
 def _reverse_scan(step, carry, xs):
-    flip = lambda tree: jax.tree.map(lambda x: x[::-1], tree)
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, xs, reverse=True)
-    carry, ys = blocks.scan(step, carry, flip(xs))
-    return carry, flip(ys)
+    return blocks.scan(step, carry, xs)
 
 
 def _gradients(c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products):
