@@ -16,11 +16,8 @@ _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",  # over an axis that spans two dimensions of the torus
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-    "xla_tpu_enable_sparse_core_reduce_scatter_v2": "true",
-    "xla_tpu_enable_concurrent_sparse_core_offloading": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",  # else the tensor cores do the gathers, with what fuses into them
     "xla_tpu_use_tc_device_shape_on_sc": "true",
-    "xla_sc_disable_megacore_partitioning": "true",
 }
 # v4's compiler, and that of v5e, which has no sparse cores, take none of these.
 OF_CHIPS = {chip: _SPARSE_CORES for chip in ("v5p", "v6e", "tpu7x")}
