@@ -20,6 +20,7 @@ from rich.table import Table
 from qwen3next_jax import cli
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig
 from qwen3next_jax.errors import UserError, did_you_mean
+from qwen3next_jax.training.stages import parts_of
 
 COMPILED = 5  # of a search
 DOES_NOT_FIT = 1  # exit code
@@ -27,7 +28,10 @@ DOES_NOT_FIT = 1  # exit code
 
 def main() -> int:
     named = read_mesh(_mesh.value)
-    config = _config()
+    part = max(parts_of(_config()), key=lambda part: (part.config.train.sequence_length, part.config.train.batch_size))
+    if part.name:
+        print(f"planning for stage {part.name}, the one of the longest rows")
+    config = part.config
     if _mesh.value is not None:
         config = with_mesh(config, named)
     if not _topology.value:
