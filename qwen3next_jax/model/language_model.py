@@ -251,9 +251,10 @@ class Qwen3Next(nnx.Module):
 
             def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
                 params = gather(params, context.mesh, self.config.dtype)
-                hidden, aux, _ = nnx.merge(graphdef, params)(hidden, shifted, context._replace(counted=counted))
-                return constrain(hidden, context.mesh, "batch", "time", None), aux
-            hidden, aux = rematerialized(apply, remat)(params, hidden, shifted)
+                x, aux, _ = nnx.merge(graphdef, params).before_norm(hidden, shifted, context._replace(counted=counted))
+                return constrain(x, context.mesh, "batch", "time", None), aux
+            x, aux = rematerialized(apply, remat)(params, hidden, shifted)
+            hidden = rms_norm(x, self.mtp.norm[...], self.config)  # outside: its gradient alone would have the experts run again
             aux.pop("router_logits", None)
             if context.diagnose:
                 diagnostics.append(aux.pop("diagnostics"))
