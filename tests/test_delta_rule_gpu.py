@@ -4,7 +4,11 @@
 """
 
 import functools
+import json
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +145,16 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
     assert capsys.readouterr().err.splitlines() == [
         "gated delta rule: the kernels for Hopper GPUs. They were never run on hardware: "
         "--config.model.delta_rule=chunked avoids it", "gated delta rule: XLA's form, no kernel: the call gave another dk"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_interpreted_and_keeps_what_is_there(tmp_path):
+    command = [sys.executable, str(pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu.py"), "--interpret", "--json", str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = json.loads((tmp_path / "a").read_text())
+    assert done.returncode == 0 and len(found["operator"]) == 2 and found["training"][0]["tokens_per_second"] > 0, done.stderr
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert (again.returncode, again.stderr) == (2, f"error: {tmp_path / 'a'} is there already: give another --json\n")
 
 
 if __name__ == "__main__":
