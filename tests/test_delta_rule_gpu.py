@@ -149,7 +149,8 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
 
 @pytest.mark.slow
 def test_the_benchmark_runs_interpreted_and_keeps_what_is_there(tmp_path):
-    command = [sys.executable, str(pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu.py"), "--interpret", "--json", str(tmp_path / "a")]
+    script = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--interpret", "--json", str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True)
     found = json.loads((tmp_path / "a").read_text())
     assert done.returncode == 0 and len(found["operator"]) == 2 and found["training"][0]["tokens_per_second"] > 0, done.stderr
