@@ -141,8 +141,8 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int):
     backward = chunk + scan + 2 * values * tile + states
     gradients = (2 * keys + 2 * values + 2) * tile + rows + numbers + 2 * values * tile + 6 * states + 2 * keys * tile + 512
     a_token = lambda x: x * value_heads / 64
-    return {"forward": (a_token(forward), 2 * keys / share + 30 + values * (4 * keys + 5)),
-            "backward": (a_token(backward + gradients), 2 * keys / share + values * (3 * keys + 4) + 5 * keys * values + 8 * values
+    return {"forward": (a_token(forward), 2 * keys + 30 + values * (4 * keys + 5)),
+            "backward": (a_token(backward + gradients), keys + values * (3 * keys + 4) + 5 * keys * values + 8 * values
                          + 6 * keys + 2)}
 
 

@@ -14,10 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, errors, outputs_and_gradients, problem
 
 from qwen3next_jax.ops import gated_delta_rule
 from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
+
+
+
+@pytest.fixture(scope="module", autouse=True)
+def races_are_errors():
+    """Also between copies and what reads or writes beside them; memory that nothing was written to holds NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas_gpu, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise"))
+        yield
+
 
 BFLOAT16 = functools.partial(check, implementation="pallas_gpu", dtype=jnp.bfloat16)
 

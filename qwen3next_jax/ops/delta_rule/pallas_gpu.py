@@ -16,6 +16,7 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import C, rows, tiles
 
 WIDTHS = (64, 128, 256)
+INTERPRETER = plgpu.InterpretGPUParams()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Problem:
             out = plgpu.kernel(
                 functools.partial(body, self), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
                 grid_names=tuple(grid), kernel_name=f"gated_delta_rule_{name}",
-                interpret=plgpu.InterpretGPUParams() if interpret else None,
+                interpret=INTERPRETER if interpret else None,
             )(*inputs)
         return dict(zip(outputs, out))
 
@@ -185,10 +186,10 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     by_head = p.shaped(*v.shape[:3], p.key)
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
     inputs = [q, k, v, do, out["dv"], out["dv_low"], states, out["dstates"], made["numbers"], by_token, *known]
-    keys, values, stages = tiles(p.key_tiles), tiles(p.value_tiles), 1 if p.key_tiles + p.value_tiles == 8 else 2
-    scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(stages, 2), rows(6), rows(8), rows(2),
+    keys, values, streamed = tiles(p.key_tiles), tiles(p.value_tiles), 2 if p.key_tiles + p.value_tiles == 8 else 4
+    scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(streamed), rows(6), rows(8), rows(2),
                plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
-               plgpu.Barrier(num_arrivals=2, num_barriers=stages)]
+               plgpu.Barrier(num_barriers=streamed)]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
     found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, scratch, inputs, interpret)
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
