@@ -146,7 +146,7 @@ def refusal(q, k, v) -> str:
     platform = jax.default_backend()
     if platform not in ("gpu", "cpu"):
         return f"on {platform}: expected a GPU, or a CPU to interpret it"
-    chip = "9.0" if platform == "cpu" else jax.devices()[0].compute_capability
+    chip = "9.0" if platform == "cpu" else jax.local_devices()[0].compute_capability
     return "" if chip == "9.0" else f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
 
 
