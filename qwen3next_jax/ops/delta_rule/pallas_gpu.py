@@ -113,7 +113,7 @@ class Problem:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def by_chunk(self, q, k, by_token, inverses: bool, interpret: bool):
-        """What a chunk makes by itself: numbers [B, H, N, 5, C], P beta [B, H, N, C, C], the inverses [N, B, H, 2, C, C] in halves."""
+        """What a chunk makes by itself: numbers [B, H, N, 6, C], P beta [B, H, N, C, C], the inverses [N, B, H, 2, C, C] in halves."""
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
         if inverses:
