@@ -142,17 +142,23 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
 
 
 def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
+    """Two forward, three backward, of one shape and dtype with the XLA form's results."""
     pallas_gpu_trial.say.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu, "refusal", lambda q, k, v: "")
-    q, numbers = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64, 1), jnp.float32)
+    q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))
+    numbers, ids = jax.ShapeDtypeStruct((1, 64, 3), jnp.float32), jax.ShapeDtypeStruct((1, 64), jnp.int32)
 
-    def kernels(verdict):
+    def kernels(verdict, transformed, **named):
         monkeypatch.setattr(pallas_gpu_trial, "verdict", lambda *_: verdict)
-        f = lambda q, g: gated_delta_rule(q, q, q, g=g, beta=-g)[0]
-        return jax.jit(f).trace(q, numbers).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+        def f(q, v, g, ids):
+            o, _ = gated_delta_rule(q, q, v, g=g, beta=-g, segment_ids=ids, **named)
+            return jnp.sum(o.astype(jnp.float32))
+        return jax.jit(transformed(f)).trace(q, v, numbers, ids).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
 
-    assert kernels("") == 2 and kernels("gave another dk") == 0 == kernels("gave another dk")
+    gradient, as_it_is = functools.partial(jax.grad, argnums=(0, 1, 2)), lambda f: f
+    assert kernels("", gradient) == 5 and kernels("", as_it_is, implementation="pallas_gpu") == 2
+    assert kernels("gave another dk", as_it_is) == 0 == kernels("gave another dk", as_it_is)
     assert capsys.readouterr().err.splitlines() == [
         "gated delta rule: the kernels for Hopper GPUs. They were never run on hardware: "
         "--config.model.delta_rule=chunked avoids it", "gated delta rule: XLA's form, no kernel: the call gave another dk"]

@@ -86,7 +86,7 @@ class Problem:
     def to_key_heads(self, x_BTHK):
         """The sum over the value heads of each key head."""
         x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.share, self.key)
-        return x[:, :, :, 0] if self.share == 1 else jnp.sum(x, axis=3, dtype=jnp.float32)
+        return x[:, :, :, 0] if self.share == 1 else jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
     def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool):
         """`body` over the grid: arrays in, named arrays out."""
