@@ -176,7 +176,7 @@ DAMAGE = {
                    "linear_num_value_heads = 2000000000 × linear_value_head_dim"),
     "a long number": (lambda d: edit_config(d, vocab_size=10**4000),
                       "vocab_size = a number of more than 40 digits: expected at most 64 bits"),
-    "model_type": (lambda d: edit_config(d, model_type="llama"), "expected 'qwen3_next'"),
+    "model_type": (lambda d: edit_config(d, model_type="llama"), "expected one of qwen3_next, qwen3_5, "),
     "rope scaling": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0}), "rope_type = 'yarn'"),
     "rope parameters": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), "rope_type = 'linear'"),
     "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act = 'gelu'"),

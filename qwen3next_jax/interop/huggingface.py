@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -17,19 +18,20 @@ from flax import nnx
 
 from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import UserError, short
-from qwen3next_jax.interop.hf_config import format_hf_config, model_directory, read_hf_config
+from qwen3next_jax.errors import UserError, short, warn
+from qwen3next_jax.interop.hf_config import VISION, format_hf_config, model_directory, read_hf_config
 from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
+from qwen3next_jax.interop.source import Source
 from qwen3next_jax.interop.weights import Weights, name_some, weight_files, write_weights
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.hf_entries import Entry, Slice
 from qwen3next_jax.trees import path_string
 
 _DIGESTS = "SHA256SUMS"
 
 
 def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
-    """A parameter tree under Hugging Face names and in Hugging Face shapes ([out, in], one tensor per expert).
+    """A parameter tree under Hugging Face names and in Hugging Face shapes ([out, in]), as `config.hf_form` and
+    `config.hf_fused_experts` have them.
 
     Args:
       tree: `nnx.state(model, nnx.Param)`, gradients of that structure, or either as nested plain dicts.
@@ -82,7 +84,9 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     arrays = {name: jnp.asarray(array) for name, array in iter_hf_params(path, config, dtype)}
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], shapes))
+    model = nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], shapes))
+    model.hf_source = str(pathlib.Path(path).absolute())  # of what `save_hf` takes over
+    return model
 
 
 def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
@@ -102,7 +106,7 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
         small = len(parameter.declared.shape) == 1 or parameter.declared.kind == "router"
         array = np.empty(parameter.shape, np.float32 if small else jnp.dtype(dtype))
         for prefix, layer in parameter.layers(array):
-            for part in _stored(parameter.entry, prefix, weights.names):
+            for part in parameter.entry.slices:
                 tensor = weights.read(prefix + part.name)
                 if not np.isfinite(tensor).all():
                     raise UserError(f"{directory}: tensor {prefix + part.name} holds values that are not finite (NaN or infinity): "
@@ -111,23 +115,18 @@ def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
         yield parameter.path, array
 
 
-def _stored(entry: Entry, prefix: str, names: set[str]) -> tuple[Slice, ...]:
-    """The form in which a checkpoint with these tensor `names` stores `entry`."""
-    return (entry.fused,) if entry.fused is not None and prefix + entry.fused.name in names else entry.slices
-
-
 def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfig) -> None:
-    names = weights.names
-    expected = {prefix + part.name: part.shape for parameter in wanted for prefix in parameter.prefixes
-                for part in _stored(parameter.entry, prefix, names)}
+    names = {name for name in weights.names if config.hf_form == "qwen3_next" or not name.startswith(VISION)}
+    expected = {prefix + part.name: part.shape for parameter in wanted for prefix in parameter.prefixes for part in parameter.entry.slices}
     missing, extra = expected.keys() - names, names - expected.keys()
     if missing:
         raise UserError(f"{weights.directory}: the weights lack {name_some(missing)}; expected all that config.json calls for")
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra -= {"lm_head.weight"}
-        if not np.array_equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight")):
+        embedding = f"{config.hf_trunk}embed_tokens.weight"
+        if not np.array_equal(weights.read("lm_head.weight"), weights.read(embedding)):
             raise UserError(f"{weights.directory}: config.json says tie_word_embeddings, but lm_head.weight differs from "
-                            "model.embed_tokens.weight: expected them equal, or tie_word_embeddings: false")
+                            f"{embedding}: expected them equal, or tie_word_embeddings: false")
     if extra:
         raise UserError(f"{weights.directory}: the weights hold {name_some(extra)} beyond those config.json calls for; the "
                         "config may belong to another checkpoint")
@@ -137,8 +136,9 @@ def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfi
                             f"{list(shape)} by config.json")
 
 
-def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Writes `model` as a Hugging Face directory that transformers' Qwen3NextForCausalLM loads.
+def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None, source: str | os.PathLike | None = None,
+            vision: bool = True) -> None:
+    """Writes `model` as a Hugging Face directory of the form `model.config.hf_form`, which transformers loads.
 
     Weights keep their dtype, so that `load_hf` of the result has the same bits. The directory appears whole or not at
     all: it is written beside its place and renamed, SHA256SUMS last.
@@ -146,20 +146,36 @@ def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None)
     Args:
       out_dir: must not exist yet, or be empty.
       tokenizer: anything with `save(directory)`, or None.
+      source: the Hugging Face directory that the model began with, from which further fields of config.json, and to a wrapper
+        (`hf_form` qwen3_5) its vision tower, are taken over. None: the one that `load_hf` read, if any.
+      vision: False leaves the tower out. What is left out is said in a note.
 
     Raises:
-      UserError: `out_dir` is there and not empty, or the model lacks a part that transformers' has.
+      UserError: `out_dir` is there and not empty, the model lacks a part that transformers' has, or `source` is not its source.
     """
     check_hf_form(model.config)
     out = pathlib.Path(out_dir)
     require_new(out)
+    source = source or getattr(model, "hf_source", None)
+    origin = Source(source) if source else None
+    if origin is not None:
+        origin.check_fits(model.config)
+        _check_digests(origin.directory)
+    if model.config.hf_form != "qwen3_5":
+        vision = False
+    elif origin is None or not origin.vision:
+        vision = False
+        warn(f"{out_dir}: there is no vision tower to put beside the text model: load it as Qwen3_5ForCausalLM (transformers), or by the "
+             "text model's own form, qwen3_5_text", "note")
+    if origin is not None and origin.vision and not vision:
+        warn(f"{out_dir}: the vision tower of {origin.directory} ({name_some(origin.vision, 1)}) is left out", "note")
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
     except OSError as error:
         raise UserError(f"{out_dir}: cannot be written to ({error.strerror}): give another folder") from error
     try:
-        _write(model, partial, tokenizer)
+        _write(model, partial, tokenizer, origin, vision)
         partial.chmod(0o755)  # mkdtemp makes it private
         partial.rename(out.absolute())
     except BaseException:
@@ -173,16 +189,22 @@ def require_new(out: pathlib.Path) -> None:
         raise UserError(f"{out}: already there: expected a new or empty directory; choose another, or remove it first")
 
 
-def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any) -> None:
+def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any, origin: Source | None, vision: bool) -> None:
     config, params = model.config, nnx.state(model, nnx.Param)
     itemsize = {path_string(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     sizes = {prefix + part.name: int(np.prod(part.shape)) * itemsize[parameter.path] for parameter in parameters(config)
              for prefix in parameter.prefixes for part in parameter.entry.slices}
-    write_weights(_iter_tensors(params, config), sizes, directory)
-    fields = format_hf_config(config, dtype=str(params["embedding"][...].dtype))
+    tensors = _iter_tensors(params, config)
+    if vision:
+        tensors = itertools.chain(tensors, origin.vision_tensors())
+        sizes |= {name: tensor.nbytes for name, tensor in origin.vision_tensors()}
+        origin.copy_image_files(directory)
+    write_weights(tensors, sizes, directory)
+    fields = format_hf_config(config, str(params["embedding"][...].dtype), origin and origin.fields)
+    text = fields.get("text_config", fields)
     _write_json(directory / "config.json", fields)
-    _write_json(directory / "generation_config.json", {
-        "_from_model_config": True, "bos_token_id": fields["bos_token_id"], "eos_token_id": fields["eos_token_id"]})
+    _write_json(directory / "generation_config.json", {"_from_model_config": True} | (origin.generation_fields() if origin else {}) | {
+        name: text[name] for name in ("bos_token_id", "eos_token_id")})
     if tokenizer is not None:
         tokenizer.save(directory)
     files = sorted(f for f in directory.rglob("*") if f.is_file())

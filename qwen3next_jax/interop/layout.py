@@ -1,7 +1,7 @@
 """Which tensors of a Hugging Face checkpoint hold a model's parameters: the layers' own entries, under the names of their layers.
 
 Every parameter is a transposition of its tensors: moving its axes gives (tensors…, rows…, columns…), and each tensor is
-one slice of that, flattened to its own shape. So an entry (`model.hf_entries`) is data, not a pair of functions that might disagree.
+one slice of that, flattened to its own shape, its rows perhaps in another order. So an entry (`model.hf_entries`) is data, not a pair of functions that might disagree.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import Block, mixer_class
 from qwen3next_jax.model.hf_entries import Entry, Slice
@@ -37,27 +37,30 @@ class Parameter(NamedTuple):
     def to_tensor(self, layer: np.ndarray, part: Slice) -> np.ndarray:
         """The tensor `part` of one layer's array, contiguous."""
         tensor = np.ascontiguousarray(layer.transpose(self.entry.axes)[part.index]).reshape(part.shape)
-        return tensor if self.entry.row_order is None else tensor[self.entry.row_order]
+        return tensor if part.row_order is None else tensor[part.row_order]
 
     def from_tensor(self, tensor: np.ndarray, part: Slice, layer: np.ndarray) -> None:
         """Writes the tensor `part` into its place in one layer's array."""
-        if self.entry.row_order is not None:
-            tensor = tensor[np.argsort(self.entry.row_order)]
+        if part.row_order is not None:
+            tensor = tensor[np.argsort(part.row_order)]
         target = layer.transpose(self.entry.axes)  # a view
         target[part.index] = tensor.reshape(target[part.index].shape)
 
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter of a model with this `config`, which has a Hugging Face form (`check_hf_form`)."""
+    """Every parameter of a model with this `config`, which has a Hugging Face form (`check_hf_form`), as `config.hf_form` and
+    `config.hf_fused_experts` name and cut its tensors."""
     found = declared(config)
 
     def group(path: str, prefixes: tuple[str, ...], entries: Iterator[Entry]) -> Iterator[Parameter]:
+        fused = ("mtp" if path.startswith("mtp/") else "trunk") in config.hf_fused_experts
         for entry in entries:
-            yield Parameter(path + entry.path, entry, prefixes, found[path + entry.path])
+            stored = entry._replace(slices=(entry.fused,)) if fused and entry.fused else entry
+            yield Parameter(path + entry.path, stored, prefixes, found[path + entry.path])
 
     yield from group("", ("",), Qwen3Next.hf_entries(config))
     for position, layers in enumerate(config.stacks):
-        prefixes = tuple(f"model.layers.{i}." for i in layers)
+        prefixes = tuple(f"{config.hf_trunk}layers.{i}." for i in layers)
         yield from group(f"layers/{position}/", prefixes, Block.hf_entries(config, *config.layer_kinds[layers[0]]))
     if config.mtp_depth:
         yield from group("mtp/", ("mtp.",), MultiTokenPrediction.hf_entries(config))
@@ -69,6 +72,10 @@ def check_hf_form(config: ModelConfig) -> None:
     if config.ablated:
         raise UserError(f"model.{config.ablated[0]} = False: transformers' Qwen3Next always has it, so this model has no "
                         "Hugging Face form")
+    for name in ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers") if config.num_experts else ():
+        value, default = getattr(config, name), ModelConfig.__dataclass_fields__[name].default
+        require(config.hf_form == "qwen3_next" or value == default,
+                f"model.{name} = {value!r}: {config.hf_form} has no such models: expected {default!r}, or the form qwen3_next")
     if config.mtp_depth and config.full_mixer != "gated_attention":
         raise UserError(f"model.full_mixer = {config.full_mixer!r}: the multi-token prediction module has a Hugging Face form with "
                         "gated_attention alone: expected that, or model.mtp_depth = 0")

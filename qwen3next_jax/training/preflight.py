@@ -19,7 +19,7 @@ from qwen3next_jax.training.fingerprint import check_settings, is_trained, read_
 Parent = dict[str, Any]
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
-                 "delta_rule", "bos_token_id", "eos_token_id"}
+                 "delta_rule", "bos_token_id", "eos_token_id", "yarn_factor", "hf_form", "hf_fused_experts"}
 
 
 def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
