@@ -198,7 +198,7 @@ def main() -> int:
                 _print(row)
         _print(gradients[0]._replace(name=f"worst of {len(gradients)} gradients: {gradients[0].name}"))
         failed = [r for r in rows if not r.passes]
-        print(f"{len(rows) - len(failed)} of {len(rows)} within their bars" + "".join(f"; FAILED {r.name}" for r in failed) + "\n", flush=True)
+        print(f"{len(rows) - len(failed)} of {len(rows)} within their bars" + "".join(f"; FAILED {r.name}" for r in failed), end="\n\n")
         failures += len(failed)
     return 1 if failures else 0
 

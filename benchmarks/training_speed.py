@@ -4,7 +4,8 @@ Both train the same float32 weights on the same batches of real text: forward, b
 prediction and the balance loss are off, since transformers trains without them. Before anything is timed, the two must
 compute the same loss. The peer gets its fastest attention and experts implementation, found by timing all of them; its
 convolution and delta rule are its own torch code, since the kernels it would prefer need a GPU. Then both sides run in
-turns, block by block, after warm-up, and the medians over all steps are compared. The machine must be idle otherwise.
+turns with pauses between them, block by block, after warm-up, and the medians over all steps are compared. The rate of the
+model's own products stands beside what this machine gives large ones. The machine must be idle otherwise.
 
     python benchmarks/training_speed.py --python=/path/to/python/with/torch [--config=configs/tiny.py] [--compile]
 """
@@ -30,12 +31,14 @@ from safetensors.numpy import save_file
 
 from qwen3next_jax import Qwen3Next, cli, save_hf
 from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training.step import init_state, make_train_step
 
 ROOT = pathlib.Path(__file__).parents[1]
 WARM_UP = 5  # steps; torch's first ones are up to 2.6 times slower
 BATCHES = 8  # different ones, taken in turn
+PAUSE = 0.5  # s between turns: OpenMP's threads (torch's) keep a core busy for a while after their work
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -124,6 +127,19 @@ def fastest_variant(peer: Peer, compiled: bool, tokens: int) -> tuple[str, str, 
     return min(medians, key=medians.get)
 
 
+def product_rate(n: int = 4096) -> float:
+    """FLOP/s of an [n, n] float32 product on this machine, the best of five."""
+    x, product = jnp.ones((n, n)), jax.jit(jnp.dot)
+    product(x, x).block_until_ready()
+    return max(2 * n**3 / seconds for seconds in (_seconds(lambda: product(x, x)) for _ in range(5)))
+
+
+def _seconds(function) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - start
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="interpreter with torch and transformers")
@@ -153,13 +169,18 @@ def main() -> int:
         np.testing.assert_allclose(our_losses[0], peer_losses[0], rtol=1e-5)
         print(f"same loss from the same weights and batch: {our_losses[0]:.6f}, {peer_losses[0]:.6f}; "
               f"after {WARM_UP - 1} updates {our_losses[-1]:.4f}, {peer_losses[-1]:.4f}")
+        time.sleep(PAUSE)
         our_seconds, peer_seconds = [], []
         for _ in range(args.blocks):
             our_seconds += ours.run(args.steps)[0]
+            time.sleep(PAUSE)
             peer_seconds += peer.run(args.steps)[0]
+            time.sleep(PAUSE)
         peer.process.stdin.close()
         peer.process.wait()
     _print_table({"this project": our_seconds, "transformers": peer_seconds}, tokens)
+    rate = flops_per_token(config.model, config.train.sequence_length) * tokens / statistics.median(our_seconds)
+    print(f"the model's own products at {rate / 1e9:.0f} GFLOP/s; [4096, 4096] float32 products alone at {product_rate() / 1e9:.0f}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -15,10 +16,13 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
+from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop import weights
+from qwen3next_jax.interop import arrays, weights
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
+from qwen3next_jax.interop.weights import Weights
+from qwen3next_jax.parallel.mesh import make_mesh
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 SMALL = ModelConfig(
@@ -29,10 +33,13 @@ SMALL = ModelConfig(
 VARIANTS = {
     "released pattern, scanned": {"num_hidden_layers": 8},
     "no period": {"layer_types": ("linear_attention", "full_attention", "full_attention", "linear_attention")},
-    "dense": {"num_experts": 0},
+    "dense, tied, YaRN": {"num_experts": 0, "tie_word_embeddings": True, "hf_form": "qwen3_5_text", "yarn_factor": 4.0},
     "dense and sparse layers": {"full_attention_interval": 0, "num_hidden_layers": 5, "mlp_only_layers": (0,)},
-    "tied, no shared expert, no MTP": {"tie_word_embeddings": True, "shared_expert_intermediate_size": 0, "mtp_depth": 0},
-    "deeper MTP, other numbers": {"mtp_depth": 3, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "eos_token_id": 7},
+    "tied, no shared expert, no MTP, YaRN": {"yarn_factor": 2.5, "tie_word_embeddings": True, "shared_expert_intermediate_size": 0,
+                                             "mtp_depth": 0},
+    "deeper MTP, fused experts, other numbers": {
+        "hf_form": "qwen3_5", "hf_fused_experts": ("trunk",), "mtp_depth": 3, "rope_theta": 5e5, "partial_rotary_factor": 0.5,
+        "eos_token_id": 7},
 }
 
 
@@ -44,6 +51,13 @@ def new_model(**changes) -> Qwen3Next:
 def bits(model: Qwen3Next) -> dict[str, tuple]:
     flat = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]
     return {jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype), np.asarray(leaf).tobytes()) for path, leaf in flat}
+
+
+@pytest.fixture(scope="module")
+def eight_layers(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("interop") / "eight"
+    save_hf(new_model(num_hidden_layers=8), folder)
+    return folder
 
 
 @pytest.fixture
@@ -78,6 +92,35 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     again = load_hf(tmp_path / "out")
     assert not again.config.differs(model.config)
     assert bits(again) == bits(model)
+
+
+def _mesh(**sizes):
+    return make_mesh(ParallelConfig(mesh=MeshConfig(**sizes)), jax.devices()[:math.prod(sizes.values())])
+
+
+@pytest.mark.parametrize("mesh, dtype", [({"data": 8}, "bfloat16"), ({"data": 2, "expert": 3}, "float32"),
+                                         ({"data": 2, "tensor": 4}, "float32")], ids=str)
+def test_a_sharded_import_has_the_bits_of_a_whole_one(eight_layers, monkeypatch, mesh, dtype):
+    whole = load_hf(eight_layers, dtype)
+    monkeypatch.setattr(arrays, "PIECE", 4000)  # some parameters in one piece, some in many
+    sharded = load_hf(eight_layers, dtype, _mesh(**mesh))
+    assert bits(sharded) == bits(whole)
+    kernel = sharded.layers[0].mlp.expert_gate_up[...]
+    assert len({shard.index for shard in kernel.addressable_shards}) == math.prod(mesh.values())
+
+
+def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_path, monkeypatch):
+    shutil.copytree(eight_layers, tmp_path / "model")
+    (tmp_path / "model" / "SHA256SUMS").unlink()
+    file, read = tmp_path / "model" / "model.safetensors", Weights.read
+    for change in (lambda: os.truncate(file, file.stat().st_size // 2), lambda: os.utime(file)):
+        def read_and_change(weights, name, *where):
+            change() if name == "model.norm.weight" else None
+            return read(weights, name, *where)
+        monkeypatch.setattr(Weights, "read", read_and_change)
+        with pytest.raises(UserError, match="model.safetensors: changed while it was read"):
+            load_hf(tmp_path / "model")
+        shutil.copy(eight_layers / "model.safetensors", file)
 
 
 def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
@@ -155,6 +198,17 @@ def _as_pickle(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
+def _later(reference, nested=None, **changes):
+    """Puts another reference in its place and edits its config.json, at the top and in `text_config`."""
+    def inflict(directory):
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(REFERENCE.parent / reference / name, directory)
+        fields = json.loads((directory / "config.json").read_text())
+        inner = {"text_config": {k: v for k, v in (fields["text_config"] | nested).items() if v is not None}} if nested else {}
+        edit_config(directory, **inner, **changes)
+    return inflict
+
+
 def _index(**weight_map):
     return lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
@@ -177,7 +231,20 @@ DAMAGE = {
     "a long number": (lambda d: edit_config(d, vocab_size=10**4000),
                       "vocab_size = a number of more than 40 digits: expected at most 64 bits"),
     "model_type": (lambda d: edit_config(d, model_type="llama"), "expected one of qwen3_next, qwen3_5, "),
-    "rope scaling": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0}), "rope_type = 'yarn'"),
+    "rope scaling": (lambda d: edit_config(d, rope_scaling={"type": "dynamic", "factor": 4.0}), "rope_type = 'dynamic'"),
+    "YaRN, no factor": (lambda d: edit_config(d, rope_scaling={"type": "yarn"}), "'yarn' with factor = None: expected a number"),
+    "YaRN's turns": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 16}), "beta_fast = 16 is not supp"),
+    "YaRN's reach": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}),
+                     "max_position_embeddings = 512, and YaRN reaches 4 × 256 positions"),
+    "no text model": (_later("qwen3_5_wrapper_tiny", text_config=None), "text_config = None: expected the fields of the text model"),
+    "other text model": (_later("qwen3_5_wrapper_tiny", {"model_type": "llama"}), "text_config.model_type = 'llama' in a qwen3_5: exp"),
+    "tied and untied": (_later("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}), "tie_word_embeddings is true and false"),
+    "nested layers": (_later("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}), "5 layers, the weights have 4"),
+    "gate": (_later("qwen3_5_tiny", attn_output_gate=False), "attn_output_gate = False is not supported: expected True"),
+    "gate's function": (_later("qwen3_5_tiny", output_gate_type="sigmoid"), "'sigmoid' is not supported: expected 'swish' or 'silu'"),
+    "MTP embeddings": (_later("qwen3_5_tiny", mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings = True is not supported"),
+    "not renormalised": (_later("qwen3_5_moe_tiny", norm_topk_prob=False), "norm_topk_prob = False is not supported"),
+    "other family": (_later("qwen3_5_tiny", model_type="qwen3_5_moe_text"), "the weights lack"),
     "rope parameters": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), "rope_type = 'linear'"),
     "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act = 'gelu'"),
     "bias": (lambda d: edit_config(d, attention_bias=True), "attention_bias = True"),

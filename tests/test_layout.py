@@ -18,7 +18,7 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
     "model": {"ops", "parallel", "config"},
     "parallel": {"ops", "config"},
     "data": {"config"},
-    "interop": {"model", "config"},
+    "interop": {"model", "parallel", "config"},
     "inference": {"data", "model", "parallel", "ops", "config"},
     "evals": {"reporting", "inference", "model", "parallel", "config", "data"},
     "reporting": set(),

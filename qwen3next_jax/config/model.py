@@ -187,7 +187,11 @@ class ModelConfig:
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
         """The settings in which the two describe different models, however each spells its layers."""
         spelled = {"layer_types", "linear_mixer", "full_mixer", "full_attention_interval", "full_attention_placement"}
-        names = [field.name for field in dataclasses.fields(self) if field.name not in spelled]
+        unread = set() if self.has_dense_mlps else {"intermediate_size"}
+        if not self.has_experts:
+            unread |= {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob",
+                       "decoder_sparse_step", "mlp_only_layers"}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in spelled | unread]
         same_layers = self.mixers == other.mixers and (not self.mtp_depth or self.full_mixer == other.full_mixer)
         return (() if same_layers else ("layer_types",)) + tuple(n for n in names if getattr(self, n) != getattr(other, n))
 

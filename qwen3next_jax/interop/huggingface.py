@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -15,15 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.errors import UserError, short, warn
+from qwen3next_jax.interop import boxes
+from qwen3next_jax.interop.arrays import build
 from qwen3next_jax.interop.hf_config import VISION, format_hf_config, model_directory, read_hf_config
 from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
 from qwen3next_jax.interop.source import Source
 from qwen3next_jax.interop.weights import Weights, name_some, weight_files, write_weights
-from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.parallel.distributed import together
+from qwen3next_jax.parallel.rules import storage_spec
 from qwen3next_jax.trees import path_string
 
 _DIGESTS = "SHA256SUMS"
@@ -49,9 +56,14 @@ def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndar
         if parameter.path not in leaves or leaves[parameter.path].shape != parameter.shape:
             found = leaves[parameter.path].shape if parameter.path in leaves else "nothing"
             raise ValueError(f"parameter {parameter.path}: expected shape {parameter.shape} by the config, found {found}")
-        for prefix, layer in parameter.layers(np.asarray(leaves[parameter.path])):
+        array = np.asarray(leaves[parameter.path])
+        for prefix, own, layer in boxes.layers(parameter, boxes.whole(array.shape), array):
             for part in parameter.entry.slices:
-                yield prefix + part.name, parameter.to_tensor(layer, part)
+                tensor = np.empty((math.prod(part.shape[:-1]), part.shape[-1]), array.dtype)
+                for run in boxes.runs(parameter, part, own):
+                    rows = layer[run.place]
+                    boxes.copy(tensor[run.rows].reshape(rows.shape), rows)
+                yield prefix + part.name, tensor.reshape(part.shape)
 
 
 def check_hf(path: str | os.PathLike) -> ModelConfig:
@@ -65,54 +77,86 @@ def check_hf(path: str | os.PathLike) -> ModelConfig:
     return config
 
 
-
-
-def load_hf(path: str | os.PathLike, dtype: str = "float32") -> Qwen3Next:
+def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None = None) -> Qwen3Next:
     """The model in a Hugging Face directory.
 
     Args:
       path: holds config.json and model.safetensors, or shards with their index. A SHA256SUMS file there is checked.
-      dtype: "float32" or "bfloat16", of the parameters and of the arithmetic (`model.config.dtype`). Norms, A_log,
-        dt_bias, the shared expert's gate and the router are float32 in either, as training keeps them.
+      dtype: "float32" or "bfloat16", of the parameters and of the arithmetic (`model.config.dtype`).
+        Norms, A_log, dt_bias, the shared expert's gate and the router are float32 in either, as training keeps them.
+      mesh: over which the parameters are split, as `parallel.rules` says; each process reads what its devices hold. None: one device.
+        On a mesh of several processes all of them call this together.
 
     Raises:
       UserError: one line naming the file and what was expected: no config.json, another model_type or a setting that is
-        not supported; tensors missing, left over, misshapen or not floating point; files truncated, damaged or pickled.
+        not supported; tensors missing, left over, misshapen or not floating point; files truncated, damaged, pickled or changed
+        while they are read.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
-    arrays = {name: jnp.asarray(array) for name, array in iter_hf_params(path, config, dtype)}
-    model = nnx.merge(graph, jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], shapes))
+    kept = declared(config)
+
+    def kept_as(leaf, shape):
+        parameter = kept[path_string(leaf)]
+        place = mesh and NamedSharding(mesh, storage_spec(parameter, shape.shape, mesh))
+        return jax.ShapeDtypeStruct(shape.shape, stored_dtype(parameter, config.dtype), sharding=place)
+    model = nnx.merge(graph, load_params(path, jax.tree_util.tree_map_with_path(kept_as, shapes)))
     model.hf_source = str(pathlib.Path(path).absolute())  # of what `save_hf` takes over
     return model
 
 
-def iter_hf_params(path: str | os.PathLike, config: ModelConfig,
-                   dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
-    """`(dotted parameter path, array)` for every parameter of a model with `config`, from a Hugging Face directory.
+def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
+    """What a parameter is kept in, in a model and in files of `dtype`: what steers everything else and weighs nothing is float32."""
+    return np.dtype(np.float32) if len(declared.shape) == 1 or declared.kind == "router" else jnp.dtype(dtype)
 
-    One (stacked) parameter is in memory at a time; everything is checked before the first is read. `dtype` and errors
-    are those of `load_hf`.
+
+def load_params(path: str | os.PathLike, like: Any) -> Any:
+    """The parameters in a Hugging Face directory, straight to where they shall lie.
+
+    Args:
+      like: tree of `jax.ShapeDtypeStruct` with the structure of `nnx.state(model, nnx.Param)` or of plain dicts: dtypes, and shardings
+        (None: the default device). What it lacks, such as mtp, is not read. Where it spans several processes all of them call this
+        together, and each reads what its own devices hold.
+
+    The host holds pieces of at most 64 MiB (`arrays.PIECE`) beside what is kept. Everything is checked before the first is read.
+
+    Raises:
+      UserError: see `load_hf`.
     """
-    directory = model_directory(path)
-    weights = Weights(directory)
-    _check_digests(directory)
-    wanted = list(parameters(config))
-    _check_tensors(weights, wanted, config)
-    for parameter in wanted:
-        # One-dimensional parameters and the router steer everything else and weigh nothing.
-        small = len(parameter.declared.shape) == 1 or parameter.declared.kind == "router"
-        array = np.empty(parameter.shape, np.float32 if small else jnp.dtype(dtype))
-        for prefix, layer in parameter.layers(array):
-            for part in parameter.entry.slices:
-                tensor = weights.read(prefix + part.name)
-                if not np.isfinite(tensor).all():
-                    raise UserError(f"{directory}: tensor {prefix + part.name} holds values that are not finite (NaN or infinity): "
-                                    "the model diverged or was damaged; take an earlier one")
-                parameter.from_tensor(tensor, part, layer)
-        yield parameter.path, array
+    leaves = {path_string(leaf): shape for leaf, shape in jax.tree_util.tree_flatten_with_path(like)[0]}
+    spread = any(leaf.sharding is not None and not leaf.sharding.is_fully_addressable for leaf in leaves.values())
+
+    def read() -> dict[str, jax.Array]:
+        directory = model_directory(path)
+        with Weights(directory) as weights:
+            config = read_hf_config(path)
+            wanted = list(parameters(config))
+            _check_tensors(weights, wanted, config)
+            _check_digests(directory, *((jax.process_index(), jax.process_count()) if spread else ()))
+            arrays = {parameter.path: build(parameter, leaf.dtype, leaf.sharding, lambda box: read_box(weights, parameter, box, leaf.dtype))
+                      for parameter in wanted if (leaf := leaves.get(parameter.path)) is not None}
+            weights.check_unchanged()
+        return arrays
+
+    arrays = together(read) if spread else read()
+    return jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], like)
+
+
+def read_box(weights: Weights, parameter: Parameter, box: boxes.Box, dtype: np.dtype) -> np.ndarray:
+    """The values in a box of a stacked parameter; of its tensors, the rows and columns in the box are read, and nothing else."""
+    array = np.empty(boxes.shape_of(box), dtype)
+    for prefix, own, layer in boxes.layers(parameter, box, array):
+        for part in parameter.entry.slices:
+            for run in boxes.runs(parameter, part, own):
+                rows = [weights.read(prefix + part.name, run.rows, side) for side in boxes.columns(parameter, part, own)]
+                rows = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+                if not np.isfinite(rows).all():
+                    raise UserError(f"{weights.directory}: tensor {prefix + part.name} holds values that are not finite (NaN or "
+                                    "infinity): the model diverged or was damaged; take an earlier one")
+                boxes.copy(place := layer[run.place], rows.reshape(place.shape))
+    return array
 
 
 def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfig) -> None:
@@ -124,7 +168,9 @@ def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfi
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra -= {"lm_head.weight"}
         embedding = f"{config.hf_trunk}embed_tokens.weight"
-        if not np.array_equal(weights.read("lm_head.weight"), weights.read(embedding)):
+        tables = ((weights.read(name, slice(row, row + 1024)) for name in ("lm_head.weight", embedding))
+                  for row in range(0, config.vocab_size, 1024))
+        if not all(np.array_equal(*rows) for rows in tables):
             raise UserError(f"{weights.directory}: config.json says tie_word_embeddings, but lm_head.weight differs from "
                             f"{embedding}: expected them equal, or tie_word_embeddings: false")
     if extra:
@@ -215,17 +261,18 @@ def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _check_digests(directory: pathlib.Path) -> None:
-    """Compares the files with SHA256SUMS where there is one: safetensors alone does not notice a flipped bit."""
-    for name, damage in verify_hf(directory):
+def _check_digests(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
+    """Compares the files with SHA256SUMS where there is one: safetensors alone does not notice a flipped bit. Each of several
+    processes looks at its share of them."""
+    for name, damage in verify_hf(directory, process, processes):
         if damage:
             raise UserError(f"{directory / name}: {damage}: damaged, or changed after export; copy it again, or delete {_DIGESTS} "
                             "if the change is meant")
 
 
-def verify_hf(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
+def verify_hf(directory: pathlib.Path, process: int = 0, processes: int = 1) -> Iterator[tuple[str, str | None]]:
     """`(file, what is wrong with it or None)` of every file that SHA256SUMS names and of every weight file; nothing
-    where there is no SHA256SUMS. Files are digested on all cores."""
+    where there is no SHA256SUMS. Files are digested on all cores; of several processes each takes its share."""
     if not (directory / _DIGESTS).exists():
         return
     try:
@@ -240,7 +287,7 @@ def verify_hf(directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
     for file in weight_files(directory):
         if file.name not in recorded:
             yield file.name, f"{_DIGESTS} does not name it"
-    files = {name: directory / name for name in recorded}
+    files = {name: directory / name for name in sorted(recorded)[process::processes]}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda file: digests.of_file(file) if file.is_file() else None, files.values())
         for name, digest in zip(files, found, strict=True):

@@ -1,19 +1,18 @@
 """Which tensors of a Hugging Face checkpoint hold a model's parameters: the layers' own entries, under the names of their layers.
 
 Every parameter is a transposition of its tensors: moving its axes gives (tensors…, rows…, columns…), and each tensor is
-one slice of that, flattened to its own shape, its rows perhaps in another order. So an entry (`model.hf_entries`) is data, not a pair of functions that might disagree.
+one slice of that, flattened to its own shape, its rows perhaps in another order. So an entry (`model.hf_entries`) is data, not a pair of
+functions that might disagree.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import Block, mixer_class
-from qwen3next_jax.model.hf_entries import Entry, Slice
+from qwen3next_jax.model.hf_entries import Entry
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Declared
 
@@ -29,22 +28,6 @@ class Parameter(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.declared.stack + self.declared.shape
-
-    def layers(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """`(prefix, view)` of every layer in `array` (of `shape`)."""
-        return zip(self.prefixes, array if self.declared.stack else array[None], strict=True)
-
-    def to_tensor(self, layer: np.ndarray, part: Slice) -> np.ndarray:
-        """The tensor `part` of one layer's array, contiguous."""
-        tensor = np.ascontiguousarray(layer.transpose(self.entry.axes)[part.index]).reshape(part.shape)
-        return tensor if part.row_order is None else tensor[part.row_order]
-
-    def from_tensor(self, tensor: np.ndarray, part: Slice, layer: np.ndarray) -> None:
-        """Writes the tensor `part` into its place in one layer's array."""
-        if part.row_order is not None:
-            tensor = tensor[np.argsort(part.row_order)]
-        target = layer.transpose(self.entry.axes)  # a view
-        target[part.index] = tensor.reshape(target[part.index].shape)
 
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:

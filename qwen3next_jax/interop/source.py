@@ -1,4 +1,4 @@
-"""What an export takes over from the Hugging Face directory that its model began with: further fields of its JSON files, the vision tower."""
+"""What an export takes over from the Hugging Face directory that its model began with: fields of JSON files, the vision tower."""
 
 import os
 import pathlib
@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes  # noqa: F401  makes numpy know bfloat16
 import numpy as np
 
 from qwen3next_jax.config import ModelConfig
@@ -37,11 +36,8 @@ class Source:
             require(theirs == ours, f"{self.directory}: its {name} is {theirs}, the model's {ours}: expected the checkpoint that the model "
                                     "began with")
 
-    def vision_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self._weights.shape(name) for name in self.vision}
-
     def vision_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        return ((name, self._weights.read(name)) for name in self.vision)
+        return ((name, self._weights.read(name).reshape(self._weights.shape(name))) for name in self.vision)
 
     def generation_fields(self) -> dict[str, Any]:
         file = self.directory / "generation_config.json"

@@ -1,11 +1,13 @@
 """Reading and writing the safetensors files of a directory, by tensor name, one tensor at a time."""
 
 import json
+import math
+import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  makes numpy know bfloat16
+import ml_dtypes
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
@@ -16,7 +18,7 @@ from qwen3next_jax.errors import UserError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 * 2**30
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -61,57 +63,130 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
     return weight_map
 
 
+class Stored(NamedTuple):
+    """Where a tensor lies: `start` is the byte of its file at which it begins."""
+
+    file: pathlib.Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
 class Weights:
-    """The tensors of the checkpoint in a directory; headers are read at once, tensors when asked for.
+    """The tensors of the checkpoint in a directory. Headers are read at once; of tensors, the rows and columns that are asked for, and
+    no other byte: never through a mapping of the file, which ends the process where somebody cuts the file short.
+
+    Attributes:
+      bytes_read: of tensors, so far.
 
     Raises:
-      UserError: from the constructor and from `read`, for files that are missing, truncated, or no safetensors.
+      UserError: from the constructor and from `read`, for files that are missing, truncated, no safetensors, or other ones than before.
     """
 
     def __init__(self, directory: pathlib.Path):
-        self.directory = directory
-        self._file_of: dict[str, Any] = {}
+        self.directory, self.bytes_read = directory, 0
+        self._stored: dict[str, Stored] = {}
+        self._marks: dict[pathlib.Path, tuple[int, ...]] = {}  # of every file, what changes when somebody changes it
+        self._open: dict[pathlib.Path, Any] = {}
         files = weight_files(directory)
         if len(missing := [file.name for file in files if not file.exists()]) > 1:
-            raise UserError(f"{directory}: {len(missing)} of the {len(files)} files that {INDEX} names are missing: {some(missing)}; "
+            raise UserError(f"{directory}: {len(missing)} of the {len(files)} files that {INDEX} names are missing: {', '.join(missing)}; "
                             "incomplete checkpoint; copy or download them again")
         for file in files:
-            handle = _open(file)
-            for name in handle.keys():
-                if name in self._file_of:
+            tensors, self._marks[file] = _read_header(file)
+            for name, tensor in tensors.items():
+                if name in self._stored:
                     raise UserError(f"{file}: tensor {name} is in another of the files as well: expected it once")
-                self._file_of[name] = handle
+                self._stored[name] = tensor
         if (directory / INDEX).is_file():
-            absent = [name for name in _weight_map(directory) if name not in self._file_of]
+            absent = [name for name in _weight_map(directory) if name not in self._stored]
             if absent:
                 raise UserError(f"{directory}: {name_some(absent)} missing from the files that {INDEX} names; copy or "
                                 "download them again")
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
     @property
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
+        return self._stored[name].shape
 
-    def read(self, name: str) -> np.ndarray:
-        dtype = self._file_of[name].get_slice(name).get_dtype()
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
+        """[rows, columns] of a tensor seen as [every dimension but the last, the last], in the dtype that is stored."""
+        dtype, shape, start = self._stored[name][1:]
         if dtype not in _FLOATS:
             raise UserError(f"{self.directory}: tensor {name} is {dtype}: expected one of {', '.join(_FLOATS)}")
-        return self._file_of[name].get_tensor(name)
+        dtype = np.dtype(_FLOATS[dtype])
+        height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
+        (top, bottom, _), (left, right, _) = rows.indices(height), columns.indices(width)
+        block = np.empty((bottom - top, right - left), dtype)
+        first = start + (top * width + left) * dtype.itemsize
+        target = memoryview(block.reshape(-1).view(np.uint8))
+        if right - left == width:
+            self._read(name, first, target)
+        else:
+            size, step = (right - left) * dtype.itemsize, width * dtype.itemsize
+            for row in range(bottom - top):
+                self._read(name, first + row * step, target[row * size:(row + 1) * size])
+        return block
+
+    def _read(self, name: str, start: int, target: memoryview) -> None:
+        path = self._stored[name].file
+        if path not in self._open:
+            self._open[path] = path.open("rb", buffering=0)
+            self._check(path, os.fstat(self._open[path].fileno()))
+        done, descriptor = 0, self._open[path].fileno()
+        while done < len(target):
+            count = os.preadv(descriptor, [target[done:]], start + done)
+            if not count:
+                raise self._changed(path)
+            done += count
+        self.bytes_read += done
+
+    def check_unchanged(self) -> None:
+        """Raises UserError where a file is another one than when its header was read."""
+        for path in self._marks:
+            self._check(path, path.stat() if path.exists() else None)
+
+    def _check(self, path: pathlib.Path, found: os.stat_result | None) -> None:
+        if found is None or _mark(found) != self._marks[path]:
+            raise self._changed(path)
+
+    def _changed(self, path: pathlib.Path) -> UserError:
+        return UserError(f"{path}: changed while it was read: something writes to this directory; wait until it is complete, and start "
+                         "again")
 
 
-def _open(file: pathlib.Path):
+def _mark(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read_header(path: pathlib.Path) -> tuple[dict[str, Stored], tuple[int, ...]]:
+    """(its tensors by name, the mark of the file)."""
     try:
-        with jsonfile.open_regular(file) as f:
-            start = f.read(4)
-        return safetensors.safe_open(file, framework="np")
+        with jsonfile.open_regular(path) as file:
+            mark, start = _mark(os.fstat(file.fileno())), file.read(8)
+            with safetensors.safe_open(path, framework="np"):  # which checks lengths, offsets and dtypes
+                pass
+            size = int.from_bytes(start, "little")
+            fields = json.loads(file.read(size))
     except OSError as e:
-        raise UserError(f"{file}: cannot be read ({e.strerror}): incomplete checkpoint; copy or download it again") from e
+        raise UserError(f"{path}: cannot be read ({e.strerror}): incomplete checkpoint; copy or download it again") from e
     except safetensors.SafetensorError as e:
         if start.startswith((b"PK\x03\x04", b"\x80\x02")):
-            raise UserError(f"{file}: a pickle under another name, refused: expected a safetensors file") from e
-        raise UserError(f"{file}: no valid safetensors file ({e}): truncated or damaged; copy or download it again") from e
+            raise UserError(f"{path}: a pickle under another name, refused: expected a safetensors file") from e
+        raise UserError(f"{path}: no valid safetensors file ({e}): truncated or damaged; copy or download it again") from e
+    fields.pop("__metadata__", None)
+    return {name: Stored(path, tensor["dtype"], tuple(tensor["shape"]), 8 + size + tensor["data_offsets"][0])
+            for name, tensor in fields.items()}, mark
 
 
 def name_some(names: Iterable[str], limit: int = 3) -> str:

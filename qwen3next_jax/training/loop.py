@@ -18,7 +18,7 @@ from qwen3next_jax.data.pipeline import Data, open_data, source_of
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
-from qwen3next_jax.interop.huggingface import check_hf, load_hf
+from qwen3next_jax.interop.huggingface import check_hf, load_params
 from qwen3next_jax.parallel.distributed import (
     BatchShare, StopVote, check_shared, is_leader, leader_first, leader_says, together)
 from qwen3next_jax.parallel.mesh import make_mesh
@@ -298,8 +298,4 @@ def start_state(config: Config, mesh: Mesh, data: Data, parent: preflight.Parent
     if not config.train.init_from:
         return init_state(config, mesh)
     preflight.check_structure(config)
-    model = load_hf(config.train.init_from)
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    if not config.model.mtp_depth:
-        params.pop("mtp", None)
-    return init_state(config, mesh, params)
+    return init_state(config, mesh, load_params(config.train.init_from, abstract_train_state(config, mesh)["params"]))

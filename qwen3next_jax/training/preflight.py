@@ -94,7 +94,7 @@ def check_structure(config: Config, parent: Parent | None = None) -> None:
     """Raises UserError unless the model of `parent`, or the one in the directory `train.init_from`, is that of the configuration."""
     found_config = read_config(pathlib.Path(parent["path"])).model if parent else read_hf_config(config.train.init_from)
     for name in config.model.differs(found_config):
-        if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps):
+        if name not in NOT_STRUCTURE:
             wanted, found = (c.mixers if name == "layer_types" else getattr(c, name) for c in (config.model, found_config))
             raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
                             "set the one in the config to the other")
