@@ -13,6 +13,7 @@ from qwen3next_jax.config.tables import check_name
 
 get_config = cli.define_config_flag()
 get_workdir = cli.define_workdir_flag(default_from_config=True)
+get_loading = cli.define_loading_flags()
 _suite = flags.DEFINE_list("suite", ["heldout"], f"evaluations, comma-separated: {', '.join(EVALUATIONS)}")
 _lengths = flags.DEFINE_list("lengths", ["256"], "row lengths in tokens of induction, copy and niah")
 _pairs = flags.DEFINE_list("pairs", ["4", "8", "16"], "numbers of pairs of mqar")
@@ -28,13 +29,17 @@ def main() -> int:
         check_name(EVALUATIONS, name, "--suite")
     cli.check_writable("json", _json.value)
     cli.check_model("workdir", workdir)
+    loading = get_loading()
     lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
     cli.enable_compilation_cache()
     from qwen3next_jax.evals.evaluation import Options  # after the flags: a mistyped flag should not wait for JAX
     from qwen3next_jax.evaluate import evaluate
+    from qwen3next_jax.load import joined
 
-    return evaluate(config, workdir, tuple(_suite.value), Options(_rows.value, lengths, pairs), _json.value)
+    with joined(loading.launch, workdir):
+        return evaluate(config, workdir, tuple(_suite.value), Options(_rows.value, lengths, pairs), _json.value,
+                        loading.mesh, loading.dtype or "float32")
 
 
 if __name__ == "__main__":

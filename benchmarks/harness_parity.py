@@ -48,7 +48,7 @@ def ours(path: str) -> dict[str, list]:
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.load import load_model
 
-    model, tokenizer, _ = load_model(path)
+    model, tokenizer, *_ = load_model(path)
     return evaluate(HarnessModel(model, tokenizer, MAX_LENGTH, batch_size=4))
 
 

@@ -1,6 +1,7 @@
 """What the commands share: flags, one-line errors, the platform's quiet start, the compilation cache."""
 
 import ctypes
+import functools
 import os
 import pathlib
 import re
@@ -12,10 +13,11 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from absl import app, flags, logging
 
-from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, from_dict
 from qwen3next_jax.config_files import apply_overrides, fill_from_tokenizer, load_config_file, setting
 from qwen3next_jax.errors import ExitCode, UserError, did_you_mean
 from qwen3next_jax.parallel.launch import Launch, find_launch
@@ -179,6 +181,34 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     def get() -> Launch | None:
         chips = any(pathlib.Path("/dev").glob("accel[0-9]*")) or any(pathlib.Path("/dev/vfio").glob("[0-9]*"))
         return find_launch(os.environ, coordinator.value, processes.value, process.value, chips)
+    return get
+
+
+class Loading(NamedTuple):
+    """How a command loads its model: see `load.load_model`. mesh, dtype: None where not given."""
+
+    mesh: MeshConfig | None
+    dtype: str | None
+    launch: Launch | None
+
+
+@functools.cache  # in one process several commands may ask for the flags
+def define_loading_flags() -> Callable[[], Loading]:
+    """Defines `--mesh`, `--dtype` and the flags of `define_launch_flags`; call the result for what they say."""
+    mesh = flags.DEFINE_list("mesh", [], "devices along each axis, such as data=2,tensor=4 (default: the mesh of the run, and for a "
+                                         "Hugging Face directory all devices as data)")
+    dtype = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "of a Hugging Face directory's weights, read or written (norms, "
+                                                                      "A_log, dt_bias, routers, shared experts' gates: always float32)")
+    get_launch = define_launch_flags()
+
+    def get() -> Loading:
+        sizes = {}
+        for text in mesh.value:
+            axis, _, size = text.strip().partition("=")
+            if axis not in MESH_AXES or axis in sizes or not re.fullmatch("-?[0-9]{1,9}", size):
+                raise UserError(f"--mesh={','.join(mesh.value)}: expected AXIS=NUMBER once for each axis, of {', '.join(MESH_AXES)}")
+            sizes[axis] = int(size)
+        return Loading(MeshConfig(**sizes) if sizes else None, dtype.value, get_launch())
     return get
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from qwen3next_jax.config import Config, DataConfig
+from qwen3next_jax.config import Config, DataConfig, MeshConfig
 from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.data.pipeline import Data, open_data
@@ -17,13 +17,15 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.load import load_model
+from qwen3next_jax.parallel.distributed import is_leader, leader_first
 from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.training.display import PreparationProgress
 from qwen3next_jax.training.fingerprint import read_config
 
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),
-             options: evaluation.Options = evaluation.Options(), json_path: str = "") -> int:
+             options: evaluation.Options = evaluation.Options(), json_path: str = "", mesh: MeshConfig | None = None,
+             dtype: str = "float32") -> int:
     """Runs the evaluations `names`, prints a table of each as it ends. Returns the exit code.
 
     Args:
@@ -31,6 +33,7 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
         must name the same architecture, and may name other data.
       path: the folder of a run, or a Hugging Face directory.
       json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case.
+      mesh, dtype: see `load_model`. Several processes call this together, and the first of them writes.
 
     Raises:
       UserError: an evaluation does not exist or cannot run on this model (said before anything is computed).
@@ -40,12 +43,12 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     is_run = (path / "run.json").exists() or not (path / "config.json").exists()
     if is_run:
         config = _config_of_run(config, path)
-    model, tokenizer, step = load_model(path)
+    model, tokenizer, step, places, _ = load_model(path, None, mesh, dtype)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
     graphdef, params = nnx.split(model, nnx.Param)
     subject = evaluation.Subject(model.config, graphdef, tokenizer, functools.cache(
-        lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths))), options)
+        lambda: leader_first(lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths)))), options, places)
     evaluations = evaluation.make(names, subject, "--suite")
 
     results = {}
@@ -103,6 +106,8 @@ def _print(title: str, values: list[Value]) -> None:
 
 
 def _write(path: pathlib.Path, values: dict) -> None:
+    if not is_leader():
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values, indent=2) + "\n")

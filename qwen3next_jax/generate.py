@@ -24,24 +24,33 @@ def main() -> int:
     if not math.isfinite(_temperature.value):
         raise UserError(f"--temperature={_temperature.value}: expected a finite number")
     cli.check_model("model", _model.value)
+    loading = get_loading()
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
+    from qwen3next_jax.load import joined
+
+    with joined(loading.launch, _model.value):
+        return _continue(text, loading)
+
+
+def _continue(text: str, loading: cli.Loading) -> int:
     from qwen3next_jax.inference import decode
     from qwen3next_jax.inference.cache import cache_bytes
     from qwen3next_jax.inference.streaming import DecodeStream
     from qwen3next_jax.load import load_model
 
-    model, tokenizer, _ = load_model(_model.value)
+    model, tokenizer, _, places, _ = load_model(_model.value, None, loading.mesh, loading.dtype or "float32")
     if tokenizer is None:
         raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
     prompt = tokenizer.encode(text)
     request = dict(max_new_tokens=_max_new_tokens.value, temperature=_temperature.value,
                    stop_ids=sorted({tokenizer.eos_id, model.config.eos_token_id} - {-1}))
-    tokens_B = decode.generate(model, [prompt], seed=_seed.value, **request)
+    tokens_B = decode.generate(model, [prompt], seed=_seed.value, mesh=places, **request)
 
     started = time.perf_counter()
     print("compiling, or loading what an earlier start compiled …", file=sys.stderr, flush=True)
-    decode.compile_ahead(model, [prompt], **request)
+    if places is None:
+        decode.compile_ahead(model, [prompt], **request)
     times = [time.perf_counter()]
     try:
         for piece in _pieces(text, prompt, (int(token) for (token,) in tokens_B), DecodeStream(tokenizer), times):
@@ -95,6 +104,7 @@ def _bytes(count: int) -> str:
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
+get_loading = cli.define_loading_flags()
 _prompt = flags.DEFINE_string("prompt", None, "text to continue")
 _max_new_tokens = flags.DEFINE_integer("max_new_tokens", 200, "most tokens to generate; fewer where the text ends", lower_bound=1)
 _temperature = flags.DEFINE_float("temperature", 0.7, "of sampling; 0 takes the likeliest token", lower_bound=0)

@@ -19,6 +19,7 @@ def main() -> int:
         raise UserError("--model and --tasks are needed: a run or a Hugging Face directory, and names of tasks")
     cli.check_model("model", _model.value)
     cli.check_writable("json", _json.value)
+    loading = get_loading()
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -27,26 +28,29 @@ def main() -> int:
         raise UserError(f"lm-evaluation-harness is not installed ({error}): pip install 'qwen3next-jax[evals]'") from error
     cli.enable_compilation_cache()
     from qwen3next_jax.evals.harness import HarnessModel
-    from qwen3next_jax.load import load_model
+    from qwen3next_jax.load import joined, load_model
+    from qwen3next_jax.parallel.distributed import is_leader
 
     manager = TaskManager(include_path=_task_dir.value)
     if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:
         raise UserError(f"--tasks: no task named {unknown[0]!r}"
                         + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER"))
-    model, tokenizer, _ = load_model(_model.value)
-    if tokenizer is None:
-        raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
-    subject = HarnessModel(model, tokenizer, _max_length.value, _batch_size.value)
-    results = lm_eval.simple_evaluate(subject, tasks=_tasks.value, num_fewshot=_fewshot.value, limit=_limit.value, task_manager=manager,
-                                     bootstrap_iters=0)  # which would fork beside JAX's threads
-    print(make_table(results))
-    if _json.value:
-        kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
-        pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
+    with joined(loading.launch, _model.value):
+        model, tokenizer, _, places, _ = load_model(_model.value, None, loading.mesh, loading.dtype or "float32")
+        if tokenizer is None:
+            raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
+        subject = HarnessModel(model, tokenizer, _max_length.value, _batch_size.value, places)
+        results = lm_eval.simple_evaluate(subject, tasks=_tasks.value, num_fewshot=_fewshot.value, limit=_limit.value, task_manager=manager,
+                                         bootstrap_iters=0)  # which would fork beside JAX's threads
+        print(make_table(results))
+        if _json.value and is_leader():
+            kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
+            pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
     return ExitCode.DONE
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
+get_loading = cli.define_loading_flags()
 _tasks = flags.DEFINE_list("tasks", [], "tasks, comma-separated")
 _task_dir = flags.DEFINE_string("task_dir", None, "folder of task files of your own")
 _fewshot = flags.DEFINE_integer("fewshot", None, "examples before each question (default: the task's own number)", lower_bound=0)

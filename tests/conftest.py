@@ -24,6 +24,7 @@ import math  # noqa: E402
 
 import pytest  # noqa: E402
 
+from qwen3next_jax import load  # noqa: E402
 from qwen3next_jax.parallel import mesh  # noqa: E402
 from qwen3next_jax.training import loop  # noqa: E402
 
@@ -36,4 +37,5 @@ def as_many_devices_as_asked_for():
         return mesh.make_mesh(config, jax.devices()[:wanted] if devices is None else devices)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_mesh", make_mesh)
+        patch.setattr(load, "make_mesh", make_mesh)
         yield

@@ -10,18 +10,22 @@ import signal
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.interop import arrays, weights
+from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 from qwen3next_jax.interop.weights import Weights
+from qwen3next_jax.interop.writing import Unfinished
 from qwen3next_jax.parallel.mesh import make_mesh
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
@@ -51,6 +55,10 @@ def new_model(**changes) -> Qwen3Next:
 def bits(model: Qwen3Next) -> dict[str, tuple]:
     flat = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]
     return {jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype), np.asarray(leaf).tobytes()) for path, leaf in flat}
+
+
+def content(directory: pathlib.Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +108,64 @@ def _mesh(**sizes):
 
 @pytest.mark.parametrize("mesh, dtype", [({"data": 8}, "bfloat16"), ({"data": 2, "expert": 3}, "float32"),
                                          ({"data": 2, "tensor": 4}, "float32")], ids=str)
-def test_a_sharded_import_has_the_bits_of_a_whole_one(eight_layers, monkeypatch, mesh, dtype):
+def test_a_mesh_changes_no_bit_of_an_import_or_an_export(eight_layers, tmp_path, monkeypatch, mesh, dtype):
     whole = load_hf(eight_layers, dtype)
+    save_hf(whole, tmp_path / "whole")
     monkeypatch.setattr(arrays, "PIECE", 4000)  # some parameters in one piece, some in many
     sharded = load_hf(eight_layers, dtype, _mesh(**mesh))
     assert bits(sharded) == bits(whole)
-    kernel = sharded.layers[0].mlp.expert_gate_up[...]
-    assert len({shard.index for shard in kernel.addressable_shards}) == math.prod(mesh.values())
+    experts = sharded.layers[0].mlp.expert_gate_up[...]
+    assert len({shard.index for shard in experts.addressable_shards}) == math.prod(mesh.values())
+    save_hf(sharded, tmp_path / "sharded")
+    assert content(tmp_path / "sharded") == content(tmp_path / "whole")
+
+
+def test_what_other_processes_hold_is_read_by_all_with_its_bits():
+    """How an array that spans processes is read, on one that does not."""
+    mesh = _mesh(data=2, expert=2, tensor=2)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        values = jax.random.normal(jax.random.key(0), (3, 8, 4, 6), dtype).at[:, ::3].set(-0.0)
+        array = jax.device_put(values, NamedSharding(mesh, P(None, ("data", "expert"), "tensor")))
+        for box in ((slice(1, 2), slice(0, 8), slice(0, 4), slice(0, 6)), (slice(0, 3), slice(1, 6), slice(1, 4), slice(2, 3))):
+            take = arrays._taker(array.sharding, tuple(side.stop - side.start for side in box))
+            found = take(array, np.array([side.start for side in box], np.int32))
+            assert np.asarray(found).tobytes() == np.asarray(values)[box].tobytes()
+
+
+def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
+    model, write, written = new_model(), Unfinished.write, []
+    save_hf(model, tmp_path / "expected")
+
+    def killed_at(count):
+        def one(unfinished, name, blocks):
+            if len(written) == count:
+                (unfinished.folder / f"{name}.tmp").write_bytes(b"half")  # as SIGKILL leaves it
+                raise KeyboardInterrupt
+            written.append(name)
+            write(unfinished, name, blocks)
+        monkeypatch.setattr(Unfinished, "write", one)
+
+    killed_at(3)
+    for _ in range(2):  # the second attempt gets nowhere and loses nothing
+        with pytest.raises(KeyboardInterrupt):
+            save_hf(model, tmp_path / "out", identity="a")
+        assert not (tmp_path / "out").exists() and "3 of " in capsys.readouterr().err
+    damaged = tmp_path / ".out.partial" / written[1]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    killed_at(-1)
+    save_hf(model, tmp_path / "out", identity="a")
+    assert written[3] == written[1] and not {written[0], written[2]} & set(written[3:])  # only the damaged one is written again
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+
+    count = len(written)
+    killed_at(count + 3)
+    with pytest.raises(KeyboardInterrupt):
+        save_hf(model, tmp_path / "other", identity="a")
+    killed_at(-1)
+    save_hf(model, tmp_path / "other", identity="b")  # other weights: nothing is kept
+    assert written[count + 3:count + 6] == written[count:count + 3]
+    assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other"}
 
 
 def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_path, monkeypatch):
@@ -130,7 +189,7 @@ def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
     assert (dtypes["q_proj"], dtypes["embedding"]) == ("bfloat16", "bfloat16")
     assert (dtypes["a_log"], dtypes["mixer_norm"], dtypes["router"]) == ("float32", "float32", "float32")
 
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 8192)
+    monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
     save_hf(model, tmp_path / "out")
     shards = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
@@ -290,29 +349,42 @@ def test_a_flipped_bit_is_found_in_an_export(tmp_path):
         load_hf(tmp_path / "out")
 
 
-def test_export_never_overwrites_and_never_leaves_a_part(tmp_path):
+def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="already there"):
         save_hf(new_model(), tmp_path / "out")
+    (tmp_path / ".new.partial").mkdir()
+    (tmp_path / ".new.partial" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
+        save_hf(new_model(), tmp_path / "new", identity="a")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="0.0 GB are to be written, and its disk has 0.0 GB free"):
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+        save_hf(new_model(), tmp_path / "other")
 
-    class BrokenTokenizer:
-        def save(self, directory):
-            raise OSError("disk full")
-    with pytest.raises(OSError, match="disk full"):
-        save_hf(new_model(), tmp_path / "other", BrokenTokenizer())
+    class Tokenizer:
+        def __init__(self, save):
+            self.save = save
 
-    class Interrupted:
-        def save(self, directory):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
+    def fail(directory):
+        raise OSError("disk full")
+
+    def interrupt(directory):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    def export_twice(directory):
+        with pytest.raises(UserError, match="another export is writing there"):
+            save_hf(new_model(), tmp_path / "other")
+        raise KeyboardInterrupt
     before = signal.signal(signal.SIGTERM, export._interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            save_hf(new_model(), tmp_path / "other", Interrupted())
+        for save, error in ((fail, UserError), (interrupt, KeyboardInterrupt), (export_twice, KeyboardInterrupt)):
+            with pytest.raises(error):
+                save_hf(new_model(), tmp_path / "other", Tokenizer(save))
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert [f.name for f in tmp_path.rglob("*")] == ["out", "notes.txt"]
+    assert sorted(f.name for f in tmp_path.rglob("*")) == [".new.partial", "notes.txt", "notes.txt", "out"]
 
 
 def test_a_tree_of_another_config_is_refused():

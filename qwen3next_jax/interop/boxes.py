@@ -95,14 +95,14 @@ def rows_of(parameter: Parameter, part: Slice) -> range | np.ndarray:
     return rows if order is None else rows[order]
 
 
-def runs(parameter: Parameter, part: Slice, box: Box) -> Iterator[Run]:
-    """The runs of the tensor `part` in `box`, of a layer's own dimensions."""
+def runs(parameter: Parameter, part: Slice, box: Box, only: slice = slice(None)) -> Iterator[Run]:
+    """The runs of the tensor `part` in `box`, of a layer's own dimensions; `only`: of these of its rows."""
     lead, _ = _split(parameter, part)
     moved = [box[axis] for axis in parameter.entry.axes][:len(lead)]
     if not lead:  # the whole tensor is one row
         yield Run(slice(0, 1), (None,))
         return
-    rows = rows_of(parameter, part)
+    rows = rows_of(parameter, part)[only]
     if isinstance(rows, range):  # most of a mixture's tensors lie outside of a box of some experts: told at once
         first = np.ravel_multi_index([side.start for side in moved], lead)
         last = np.ravel_multi_index([side.stop - 1 for side in moved], lead)
@@ -117,9 +117,20 @@ def runs(parameter: Parameter, part: Slice, box: Box) -> Iterator[Run]:
     within = coordinates[-1][found]  # of a run the last coordinate counts up, and the others stay
     breaks = np.flatnonzero((np.diff(found) != 1) | (np.diff(rows[found]) != 1) | (within[1:] == 0)) + 1
     for begin, end in zip((0, *breaks), (*breaks, len(found))):
-        row, count = int(found[begin]), int(end - begin)
-        *prefix, start = (int(c[row]) - side.start for side, c in zip(moved, coordinates))
+        *prefix, start = (int(c[found[begin]]) - side.start for side, c in zip(moved, coordinates))
+        row, count = (only.start or 0) + int(found[begin]), int(end - begin)
         yield Run(slice(row, row + count), (*prefix, slice(start, start + count)))
+
+
+def around_rows(parameter: Parameter, part: Slice, layer: int, only: slice) -> Box:
+    """A box of the stacked parameter that holds the rows `only` of the tensor `part` of its `layer`: a range of the first of the
+    layer's dimensions, its axes moved, and all of the others."""
+    lead, _ = _split(parameter, part)
+    own = list(whole(parameter.declared.shape))
+    if lead:
+        rows, below = rows_of(parameter, part)[only], math.prod(lead[1:])
+        own[parameter.entry.axes[0]] = slice(int(min(rows)) // below, int(max(rows)) // below + 1)
+    return (*(slice(layer, layer + 1) for _ in parameter.declared.stack), *own)
 
 
 def columns(parameter: Parameter, part: Slice, box: Box) -> list[slice]:

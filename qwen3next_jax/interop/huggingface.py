@@ -1,14 +1,11 @@
 """Hugging Face model directories ↔ `Qwen3Next`: the same numbers under the names and shapes of the released checkpoint."""
 
+import collections
 import concurrent.futures
 import dataclasses
-import itertools
-import json
-import math
+import functools
 import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,20 +17,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import UserError, short, warn
+from qwen3next_jax.errors import UserError, short
 from qwen3next_jax.interop import boxes
-from qwen3next_jax.interop.arrays import build
+from qwen3next_jax.interop.arrays import Reader, build
 from qwen3next_jax.interop.hf_config import VISION, format_hf_config, model_directory, read_hf_config
 from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
-from qwen3next_jax.interop.source import Source
-from qwen3next_jax.interop.weights import Weights, name_some, weight_files, write_weights
+from qwen3next_jax.interop.source import source_of
+from qwen3next_jax.interop.weights import Weights, name_some, weight_files
+from qwen3next_jax.interop.writing import DIGESTS, Tensor, Unfinished, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.parallel.distributed import together
+from qwen3next_jax.parallel.distributed import is_leader, leader_says, together
 from qwen3next_jax.parallel.rules import storage_spec
 from qwen3next_jax.trees import path_string
-
-_DIGESTS = "SHA256SUMS"
 
 
 def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -47,23 +43,22 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     Raises:
       ValueError: the tree lacks a parameter that `config` calls for, or has it in another shape.
     """
-    return dict(_iter_tensors(tree, config))
+    return {tensor.name: np.concatenate(list(tensor.blocks())).reshape(tensor.shape) for tensor in _tensors(tree, config)}
 
 
-def _iter_tensors(tree: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterator[Tensor]:
     leaves = {path_string(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    reader = Reader()
     for parameter in parameters(config):
-        if parameter.path not in leaves or leaves[parameter.path].shape != parameter.shape:
-            found = leaves[parameter.path].shape if parameter.path in leaves else "nothing"
-            raise ValueError(f"parameter {parameter.path}: expected shape {parameter.shape} by the config, found {found}")
-        array = np.asarray(leaves[parameter.path])
-        for prefix, own, layer in boxes.layers(parameter, boxes.whole(array.shape), array):
+        leaf = leaves.get(parameter.path)
+        if leaf is None or leaf.shape != parameter.shape:
+            raise ValueError(f"parameter {parameter.path}: expected shape {parameter.shape} by the config, found "
+                             f"{'nothing' if leaf is None else leaf.shape}")
+        kept = leaf.dtype if dtype is None else stored_dtype(parameter.declared, dtype)
+        for layer, prefix in enumerate(parameter.prefixes):
             for part in parameter.entry.slices:
-                tensor = np.empty((math.prod(part.shape[:-1]), part.shape[-1]), array.dtype)
-                for run in boxes.runs(parameter, part, own):
-                    rows = layer[run.place]
-                    boxes.copy(tensor[run.rows].reshape(rows.shape), rows)
-                yield prefix + part.name, tensor.reshape(part.shape)
+                blocks = functools.partial(reader.blocks, leaf, parameter, part, layer)
+                yield Tensor(prefix + part.name, kept, part.shape, blocks)
 
 
 def check_hf(path: str | os.PathLike) -> ModelConfig:
@@ -182,83 +177,63 @@ def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfi
                             f"{list(shape)} by config.json")
 
 
-def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None, source: str | os.PathLike | None = None,
-            vision: bool = True) -> None:
+def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None, *, dtype: str | None = None,
+            identity: str | None = None, source: str | os.PathLike | None = None, vision: bool = True) -> None:
     """Writes `model` as a Hugging Face directory of the form `model.config.hf_form`, which transformers loads.
 
-    Weights keep their dtype, so that `load_hf` of the result has the same bits. The directory appears whole or not at
-    all: it is written beside its place and renamed, SHA256SUMS last.
+    The directory appears whole or not at all: it is written beside its place and renamed. The host holds pieces of at most 64 MiB
+    (`arrays.PIECE`). A model on a mesh of several processes is written by the first; all of them call this together.
 
     Args:
       out_dir: must not exist yet, or be empty.
       tokenizer: anything with `save(directory)`, or None.
-      source: the Hugging Face directory that the model began with, from which further fields of config.json, and to a wrapper
-        (`hf_form` qwen3_5) its vision tower, are taken over. None: the one that `load_hf` read, if any.
+      dtype: "float32" or "bfloat16", of the weights, with the exceptions of `load_hf`; None: as they are, so that `load_hf` of the
+        result has the same bits.
+      identity: a text that names these weights, such as a digest of the checkpoint they come from. With it, an export that was killed is
+        gone on with: what is whole of the files is kept.
+      source: the Hugging Face directory that the model began with, from which further fields of its JSON files, and to a wrapper
+        (`hf_form` qwen3_5) the vision tower, are taken over. None: the one that `load_hf` read, if any.
       vision: False leaves the tower out. What is left out is said in a note.
 
     Raises:
-      UserError: `out_dir` is there and not empty, the model lacks a part that transformers' has, or `source` is not its source.
+      UserError: `out_dir` is there and not empty, the disk has no room, or the model lacks a part that transformers' has.
     """
-    check_hf_form(model.config)
-    out = pathlib.Path(out_dir)
-    require_new(out)
-    source = source or getattr(model, "hf_source", None)
-    origin = Source(source) if source else None
-    if origin is not None:
-        origin.check_fits(model.config)
-        _check_digests(origin.directory)
-    if model.config.hf_form != "qwen3_5":
-        vision = False
-    elif origin is None or not origin.vision:
-        vision = False
-        warn(f"{out_dir}: there is no vision tower to put beside the text model: load it as Qwen3_5ForCausalLM (transformers), or by the "
-             "text model's own form, qwen3_5_text", "note")
-    if origin is not None and origin.vision and not vision:
-        warn(f"{out_dir}: the vision tower of {origin.directory} ({name_some(origin.vision, 1)}) is left out", "note")
-    try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
-    except OSError as error:
-        raise UserError(f"{out_dir}: cannot be written to ({error.strerror}): give another folder") from error
-    try:
-        _write(model, partial, tokenizer, origin, vision)
-        partial.chmod(0o755)  # mkdtemp makes it private
-        partial.rename(out.absolute())
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def require_new(out: pathlib.Path) -> None:
-    """Raises UserError unless `out` is missing or an empty directory."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out}: already there: expected a new or empty directory; choose another, or remove it first")
-
-
-def _write(model: Qwen3Next, directory: pathlib.Path, tokenizer: Any, origin: Source | None, vision: bool) -> None:
     config, params = model.config, nnx.state(model, nnx.Param)
-    itemsize = {path_string(path): leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    sizes = {prefix + part.name: int(np.prod(part.shape)) * itemsize[parameter.path] for parameter in parameters(config)
-             for prefix in parameter.prefixes for part in parameter.entry.slices}
-    tensors = _iter_tensors(params, config)
-    if vision:
-        tensors = itertools.chain(tensors, origin.vision_tensors())
-        sizes |= {name: tensor.nbytes for name, tensor in origin.vision_tensors()}
+    check_hf_form(config)
+    began = getattr(model, "hf_source", "")
+    origin = source_of(source or (began if os.path.isdir(began) else None), config, vision, out_dir)
+    if origin.directory is not None:
+        _check_digests(origin.directory)
+    files = files_of([*_tensors(params, config, dtype), *origin.tower])
+    fields = format_hf_config(config, dtype or str(params["embedding"][...].dtype), origin.fields)
+    identity = identity and digests.of_json([identity, fields, [[t.name, t.dtype.name, t.shape] for file in files.values() for t in file]])
+    spread = any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
+
+    def rest(directory: pathlib.Path) -> None:
+        write_json(directory / "config.json", fields)
+        write_json(directory / "generation_config.json", {"_from_model_config": True} | origin.generation | {
+            name: fields.get("text_config", fields)[name] for name in ("bos_token_id", "eos_token_id")})
         origin.copy_image_files(directory)
-    write_weights(tensors, sizes, directory)
-    fields = format_hf_config(config, str(params["embedding"][...].dtype), origin and origin.fields)
-    text = fields.get("text_config", fields)
-    _write_json(directory / "config.json", fields)
-    _write_json(directory / "generation_config.json", {"_from_model_config": True} | (origin.generation_fields() if origin else {}) | {
-        name: text[name] for name in ("bos_token_id", "eos_token_id")})
-    if tokenizer is not None:
-        tokenizer.save(directory)
-    files = sorted(f for f in directory.rglob("*") if f.is_file())
-    (directory / _DIGESTS).write_text("".join(f"{digests.of_file(f)}  {f.relative_to(directory).as_posix()}\n" for f in files))
+        if tokenizer is not None:
+            tokenizer.save(directory)
 
+    def write(name: str, blocks: Iterator[np.ndarray]) -> None:
+        try:
+            unfinished.write(name, blocks)
+        except UserError:
+            if spread:  # the other processes read on, and need this one for it
+                collections.deque(blocks, maxlen=0)
+            raise
 
-def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    said = leader_says if spread else lambda work: work()
+    with Unfinished(pathlib.Path(out_dir), files, identity) as unfinished:
+        kept = said(unfinished.begin)
+        for name in [name for name in files if name not in kept]:
+            blocks = (block.astype(tensor.dtype, copy=False) for tensor in files[name] for block in tensor.blocks())
+            if spread and not is_leader():
+                collections.deque(blocks, maxlen=0)
+            said(lambda: write(name, blocks))
+        said(lambda: unfinished.finish(rest))
 
 
 def _check_digests(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
@@ -266,32 +241,32 @@ def _check_digests(directory: pathlib.Path, process: int = 0, processes: int = 1
     processes looks at its share of them."""
     for name, damage in verify_hf(directory, process, processes):
         if damage:
-            raise UserError(f"{directory / name}: {damage}: damaged, or changed after export; copy it again, or delete {_DIGESTS} "
+            raise UserError(f"{directory / name}: {damage}: damaged, or changed after export; copy it again, or delete {DIGESTS} "
                             "if the change is meant")
 
 
 def verify_hf(directory: pathlib.Path, process: int = 0, processes: int = 1) -> Iterator[tuple[str, str | None]]:
     """`(file, what is wrong with it or None)` of every file that SHA256SUMS names and of every weight file; nothing
     where there is no SHA256SUMS. Files are digested on all cores; of several processes each takes its share."""
-    if not (directory / _DIGESTS).exists():
+    if not (directory / DIGESTS).exists():
         return
     try:
-        with jsonfile.open_regular(directory / _DIGESTS) as file:
+        with jsonfile.open_regular(directory / DIGESTS) as file:
             lines = [line.split(maxsplit=1) for line in file.read().decode(errors="replace").splitlines()]
     except OSError as error:
-        raise UserError(f"{directory / _DIGESTS}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{directory / DIGESTS}: cannot be read ({error.strerror})") from error
     recorded = {words[1].lstrip("*"): words[0] for words in lines if len(words) == 2}
     for name in [name for name in recorded if pathlib.PurePath(name).is_absolute() or ".." in pathlib.PurePath(name).parts]:
         del recorded[name]
-        yield _DIGESTS, f"it names {short(name)}, which is outside this folder"
+        yield DIGESTS, f"it names {short(name)}, which is outside this folder"
     for file in weight_files(directory):
         if file.name not in recorded:
-            yield file.name, f"{_DIGESTS} does not name it"
+            yield file.name, f"{DIGESTS} does not name it"
     files = {name: directory / name for name in sorted(recorded)[process::processes]}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda file: digests.of_file(file) if file.is_file() else None, files.values())
         for name, digest in zip(files, found, strict=True):
             if digest is None:
-                yield name, f"missing, although {_DIGESTS} names it"
+                yield name, f"missing, although {DIGESTS} names it"
             else:
-                yield name, None if digest == recorded[name] else f"SHA-256 is {digest[:12]}…, {_DIGESTS} says {recorded[name][:12]}…"
+                yield name, None if digest == recorded[name] else f"SHA-256 is {digest[:12]}…, {DIGESTS} says {recorded[name][:12]}…"

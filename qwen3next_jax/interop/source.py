@@ -1,49 +1,63 @@
 """What an export takes over from the Hugging Face directory that its model began with: fields of JSON files, the vision tower."""
 
+import functools
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import require
+from qwen3next_jax.errors import require, warn
 from qwen3next_jax.interop.hf_config import VISION, read_hf_config
-from qwen3next_jax.interop.weights import Weights, read_json
+from qwen3next_jax.interop.weights import Weights, name_some, read_json
+from qwen3next_jax.interop.writing import Tensor
 
 _OF_IMAGES = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 
-class Source:
-    """The directory at `path`. `config`: of its text model; `fields`: of its config.json.
+class Source(NamedTuple):
+    """directory: None where there is none. fields, generation: of its config.json and generation_config.json. tower: the tensors of its
+    vision tower, if the export has them."""
 
-    Raises:
-      UserError: it is none that `load_hf` reads (headers only are looked at here).
-    """
-
-    def __init__(self, path: str | os.PathLike):
-        self.directory, self.config = pathlib.Path(path), read_hf_config(path)
-        self.fields = read_json(self.directory / "config.json")
-        self._weights = Weights(self.directory)
-        self.vision = sorted(name for name in self._weights.names if name.startswith(VISION))
-
-    def check_fits(self, config: ModelConfig) -> None:
-        """Raises UserError where its vision tower cannot belong to a text model of this `config`."""
-        for name in ("hidden_size", "vocab_size"):
-            theirs, ours = getattr(self.config, name), getattr(config, name)
-            require(theirs == ours, f"{self.directory}: its {name} is {theirs}, the model's {ours}: expected the checkpoint that the model "
-                                    "began with")
-
-    def vision_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        return ((name, self._weights.read(name).reshape(self._weights.shape(name))) for name in self.vision)
-
-    def generation_fields(self) -> dict[str, Any]:
-        file = self.directory / "generation_config.json"
-        return read_json(file) if file.exists() else {}
+    directory: pathlib.Path | None = None
+    fields: dict[str, Any] | None = None
+    generation: dict[str, Any] = {}
+    tower: tuple[Tensor, ...] = ()
 
     def copy_image_files(self, directory: pathlib.Path) -> None:
-        for name in _OF_IMAGES:
+        """Of a source whose tower is taken over: how images come before it."""
+        for name in _OF_IMAGES if self.tower else ():
             if (self.directory / name).exists():
                 shutil.copyfile(self.directory / name, directory / name)
+
+
+def source_of(path: str | os.PathLike | None, config: ModelConfig, vision: bool, out: str | os.PathLike) -> Source:
+    """What the export of a model of this `config` to `out` takes over from the directory at `path` (None: nothing). Whatever is left
+    out of it, or stays without a vision tower, is said in a note.
+
+    Raises:
+      UserError: `load_hf` would not read it, or its tower is of another text model.
+    """
+    wrapper, without = config.hf_form == "qwen3_5", f"{out}: a qwen3_5 without its vision tower: read it as a text model alone"
+    if path is None:
+        if wrapper:
+            warn(without, "note")
+        return Source()
+    directory, theirs = pathlib.Path(path), read_hf_config(path)
+    for name in ("hidden_size", "vocab_size"):
+        require(getattr(theirs, name) == getattr(config, name), f"{directory}: its {name} is {getattr(theirs, name)}, the model's "
+                f"{getattr(config, name)}: expected the checkpoint that the model began with")
+    weights, generation = Weights(directory), directory / "generation_config.json"
+    names = sorted(name for name in weights.names if name.startswith(VISION))
+    taken = names if wrapper and vision else []
+    if names and not taken:
+        warn(f"{out}: the vision tower of {directory} ({name_some(names, 1)}) is left out", "note")
+    if wrapper and not taken:
+        warn(without, "note")
+    tower = tuple(Tensor(name, weights.read(name, slice(0)).dtype, weights.shape(name), functools.partial(_whole, weights, name))
+                  for name in taken)
+    return Source(directory, read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}, tower)
+
+
+def _whole(weights: Weights, name: str):
+    yield weights.read(name)

@@ -1,4 +1,4 @@
-"""Reading and writing the safetensors files of a directory, by tensor name, one tensor at a time."""
+"""Reading the safetensors files of a directory, by tensor name, rows and columns."""
 
 import json
 import math
@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import safetensors
-from safetensors.numpy import save_file
 
 from qwen3next_jax import jsonfile
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.interop.writing import INDEX, SINGLE
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_SHARD_BYTES = 4 * 2**30
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
@@ -197,35 +195,3 @@ def name_some(names: Iterable[str], limit: int = 3) -> str:
 
 def some(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
-
-
-def write_weights(tensors: Iterable[tuple[str, np.ndarray]], sizes: dict[str, int], directory: pathlib.Path) -> None:
-    """Writes `tensors` as one safetensors file, or as shards of at most 4 GiB and their index.
-
-    Args:
-      tensors: names and contiguous arrays; held in memory one shard at a time.
-      sizes: bytes of every tensor, in the same order, from which the shards are planned.
-    """
-    shard_of, used, shard = {}, 0, 1
-    for name, size in sizes.items():
-        if used and used + size > MAX_SHARD_BYTES:
-            shard, used = shard + 1, 0
-        shard_of[name], used = shard, used + size
-    count = shard
-    files = {i: SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)}
-    pending, current = {}, 1
-    for name, tensor in tensors:
-        if shard_of[name] != current:
-            _save(pending, directory / files[current])
-            pending, current = {}, shard_of[name]
-        pending[name] = tensor
-    _save(pending, directory / files[current])
-    if count > 1:
-        weight_map = {name: files[i] for name, i in shard_of.items()}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _save(tensors: dict[str, np.ndarray], file: pathlib.Path) -> None:
-    save_file(tensors, file, metadata={"format": "pt"})  # transformers insists on this entry
-    file.chmod(0o644)  # safetensors 0.8 writes files that only their owner can read

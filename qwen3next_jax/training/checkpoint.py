@@ -13,17 +13,20 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import Mesh
 
 from qwen3next_jax.config import CheckpointConfig, Config
 from qwen3next_jax.errors import ExitCode, UserError, warn
-from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.parallel.distributed import is_leader, leader_says
 from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.parallel.rules import shardings
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.fingerprint import check_nothing_lost, read_config, saved_steps, unwritable
-from qwen3next_jax.training.step import State, abstract_model, abstract_train_state
+from qwen3next_jax.training.step import State, abstract_model
 
 # Orbax reports every directory it touches at the level of a warning.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
@@ -267,16 +270,20 @@ def with_keys_of(restored: Any, pattern: Any) -> Any:
     return restored
 
 
-def load_trained(workdir: pathlib.Path, step: int | None = None) -> tuple[Qwen3Next, Config, int]:
-    """(model, configuration, step) of a run's newest checkpoint, or of the one after `step` steps."""
+def load_trained(workdir: pathlib.Path, step: int | None = None, mesh: Mesh | None = None) -> tuple[Qwen3Next, Config, int]:
+    """(model, configuration, step) of a run's newest checkpoint, or of the one after `step` steps; on `mesh`, or (None) one device."""
     config = read_config(workdir)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
         if step is None:
             raise UserError(f"{workdir}: no whole checkpoint; let the run reach its first one "
                             f"(checkpoint.every = {config.checkpoint.every})")
-        abstract = abstract_train_state(config, one_device())
-        params = checkpoints.restore(step, {name: abstract[name] for name in ("params", "step")}, whole=False)["params"]
-    graphdef, _ = abstract_model(config)
-    # Restored arrays are committed to their device; committed and uncommitted inputs are different programs to jit.
-    return nnx.merge(graphdef, jax.device_put(jax.device_get(params))), config, step
+        graphdef, params = abstract_model(config)
+        wanted = {"params": params, "step": jax.ShapeDtypeStruct((), np.int32)}
+        abstract = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                                wanted, shardings(wanted, declared(config.model), one_device() if mesh is None else mesh))
+        leaves, tree = jax.tree.flatten(checkpoints.restore(step, abstract, whole=False)["params"])
+    if mesh is None:  # restored arrays are committed to their device; committed and uncommitted inputs are different programs to jit
+        for i, leaf in enumerate(leaves):  # one after another, as there may not be room for all of them twice
+            leaves[i] = jax.device_put(jax.device_get(leaf))
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), config, step

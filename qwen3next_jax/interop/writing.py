@@ -1,0 +1,197 @@
+"""A directory of safetensors files that appears whole or not at all, and that goes on where it was when its writer was killed.
+
+It grows beside its place, as `.NAME.partial`, file by file; a file counts once it is complete, on the disk, and in progress.json with
+its digest. At the end it is renamed.
+"""
+
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qwen3next_jax import digests, jsonfile
+from qwen3next_jax.errors import UserError, require, told, warn
+
+SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
+MAX_SHARD_BYTES = 4 * 2**30
+_PROGRESS = "progress.json"
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+
+
+class Tensor(NamedTuple):
+    """One tensor to write. `blocks()` gives its values in order and in pieces, perhaps of another dtype."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """File name → its tensors: one file, or as many as it takes for each to have at most 4 GiB (or one tensor)."""
+    files, used = [[]], 0
+    for tensor in tensors:
+        if files[-1] and used + tensor.nbytes > MAX_SHARD_BYTES:
+            files, used = [*files, []], 0
+        files[-1].append(tensor)
+        used += tensor.nbytes
+    # Wide elements first, so that each tensor begins at a multiple of its element.
+    files = [sorted(file, key=lambda tensor: -tensor.dtype.itemsize) for file in files]
+    return {SINGLE if len(files) == 1 else f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, 1)}
+
+
+def header(tensors: Sequence[Tensor]) -> bytes:
+    fields, end = {"__metadata__": {"format": "pt"}}, 0  # transformers insists on this entry
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        fields[tensor.name] = {"dtype": _NAMES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": (start, end)}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Unfinished:
+    """The directory `out` while it grows. Leaving the `with` block before `finish` keeps its complete files where `identity` is given,
+    and else removes it.
+
+    Args:
+      identity: of what is written: files that an earlier attempt of the same identity completed are kept.
+
+    Raises:
+      UserError: from any of it, where the disk does not take it.
+    """
+
+    def __init__(self, out: pathlib.Path, files: Mapping[str, Sequence[Tensor]], identity: str | None):
+        self.out, self.folder = out, out.absolute().parent / f".{out.name}.partial"
+        self._files, self._identity = files, identity
+        self._done: dict[str, dict[str, Any]] = {}
+        self._lock: int | None = None
+        self._ours = False  # whether what is in the folder is an export's
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *exception):
+        if self._lock is None:
+            return
+        if self._ours and self.folder.exists():
+            if self._identity and self._done:
+                warn(f"{len(self._done)} of {len(self._files)} files of weights are complete and kept in {self.folder}: the same command "
+                     "goes on from there")
+            else:
+                shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def begin(self) -> list[str]:
+        """Makes room. → the files that are there already."""
+        require_new(self.out)
+        with _writable(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY)
+        with told(f"{self.out}: another export is writing there, in {self.folder}: wait for it, or give another folder", OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _writable(self.folder):
+            self._done = self._kept()
+            self._ours = True
+            for path in self.folder.iterdir():
+                if path.name not in self._done:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            self._note()
+            needed = sum(len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
+                         for name, tensors in self._files.items() if name not in self._done)
+            free = shutil.disk_usage(self.folder).free
+        require(needed <= free, f"{self.out}: {needed / 1e9:,.1f} GB are to be written, and its disk has {free / 1e9:,.1f} GB free: make "
+                                "room, or give a folder on another disk")
+        return list(self._done)
+
+    def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
+        """Writes the file `name`, whose tensors' values are in `blocks`."""
+        path, digest, size = self.folder / f"{name}.tmp", hashlib.sha256(), 0
+        with _writable(path), path.open("wb", buffering=0) as file:
+            for block in itertools.chain([np.frombuffer(header(self._files[name]), np.uint8)], blocks):
+                rest = memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
+                digest.update(rest)
+                size += len(rest)
+                while rest:
+                    rest = rest[file.write(rest):]
+            os.fsync(file.fileno())
+            path.rename(self.folder / name)
+            self._done[name] = {"bytes": size, "sha256": digest.hexdigest()}
+            self._note()
+
+    def finish(self, write_rest: Callable[[pathlib.Path], None]) -> None:
+        """Adds the index, what `write_rest(directory)` writes, and SHA256SUMS; gives the directory its name."""
+        with _writable(self.folder):
+            if len(self._files) > 1:
+                weight_map = {tensor.name: name for name, tensors in self._files.items() for tensor in tensors}
+                total = sum(tensor.nbytes for tensors in self._files.values() for tensor in tensors)
+                write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_rest(self.folder)
+            (self.folder / _PROGRESS).unlink()
+            found = {file.relative_to(self.folder).as_posix(): file for file in sorted(self.folder.rglob("*")) if file.is_file()}
+            sums = {name: self._done[name]["sha256"] if name in self._done else digests.of_file(file) for name, file in found.items()}
+            (self.folder / DIGESTS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+            for file in (*found.values(), self.folder / DIGESTS):
+                _to_disk(file)
+            self.folder.rename(self.out.absolute())
+            _to_disk(self.out.absolute().parent)
+
+    def _kept(self) -> dict[str, dict[str, Any]]:
+        """What progress.json tells of files that are as it says."""
+        if not any(self.folder.iterdir()):
+            return {}
+        try:
+            record = jsonfile.read(self.folder / _PROGRESS)
+            recorded = {str(name): (file["bytes"], file["sha256"]) for name, file in record["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{self.folder}: in the way of an export, and not the rest of one (no {_PROGRESS} that can be read): remove "
+                            "it, or give another folder") from error
+        if not self._identity or record.get("identity") != self._identity:
+            return {}
+
+        def whole(name: str) -> bool:
+            file, (size, digest) = self.folder / name, recorded[name]
+            return file.is_file() and file.stat().st_size == size and digests.of_file(file) == digest
+        names = [name for name in self._files if name in recorded]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return {name: record["files"][name] for name, good in zip(names, pool.map(whole, names)) if good}
+
+    def _note(self) -> None:
+        write_json(self.folder / f"{_PROGRESS}.tmp", {"identity": self._identity, "files": self._done})
+        (self.folder / f"{_PROGRESS}.tmp").rename(self.folder / _PROGRESS)
+
+
+def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
+    return told(f"{path}: cannot be written: make room, or give another folder", OSError)
+
+
+def require_new(out: pathlib.Path) -> None:
+    """Raises UserError unless `out` is missing or an empty directory."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out}: already there: expected a new or empty directory; choose another, or remove it first")
+
+
+def write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
