@@ -21,57 +21,9 @@ import os
 import re
 import sys
 import tempfile
-import typing
 
 TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 ACCELERATOR = {"v4": "v4-8", "v5e": "v5litepod-16", "v5p": "v5p-8", "v6e": "v6e-16", "tpu7x": "tpu7x-8"}
-
-
-class Loop(typing.NamedTuple):
-    start: int
-    end: int
-    bundles: int
-    trips: int  # 0 where the compiler does not state them
-    matrix: int  # matrix-unit issues in the body
-
-
-def read_loops(text: str) -> tuple[list[Loop], int]:
-    """The loops of one dump of final bundles, outer ones first, and the number of bundles."""
-    bundles, matrix, jumps, heads, tests = [], {}, [], {}, {}
-    for line in text.splitlines():
-        m = re.match(r"\s*(0x[0-9a-f]+|0)\s.*\{", line)
-        if not m:
-            continue
-        address = int(m.group(1), 16)
-        bundles.append(address)
-        matrix[address] = len(re.findall(r"\bvmat(?:mul|push|prep)", line))
-        for counter, bound in re.findall(r"scmp\.\w+\.s32\.totalorder (%\S+), (\d+) /\* loop exit test", line):
-            step = re.search(re.escape(counter) + r" = sadd\.s32 (\d+), ", text)
-            tests[address] = -(-int(bound) // (int(step.group(1)) if step else 1))
-        heads.update({region: address for region in re.findall(r"Start region (\d+)", line)})
-        jumps += [(address, region) for region in re.findall(r"sbr\.rel .*?target = \$region(\d+)", line)]
-    spans = sorted(((heads[r], a) for a, r in jumps if heads.get(r, a + 1) <= a), key=lambda s: s[1] - s[0])
-    loops = []
-    for start, end in spans:  # an inner loop claims its exit test first
-        test = max((a for a in tests if start <= a <= end), default=None)
-        body = [a for a in bundles if start <= a <= end]
-        loops.append(Loop(start, end, len(body), tests.pop(test, 0), sum(matrix[a] for a in body)))
-    return sorted(loops, key=lambda l: (l.start, -l.end)), len(bundles)
-
-
-def cycles(loops: list[Loop], total: int) -> int:
-    """Bundles issued by one launch: every body times its trips (once where unstated), nesting respected."""
-
-    def within(a: Loop, b: Loop) -> bool:
-        return a is not b and b.start <= a.start and a.end <= b.end
-
-    def issued(loop: Loop) -> int:
-        inner = [x for x in loops if within(x, loop)]
-        inner = [x for x in inner if not any(within(x, y) for y in inner)]
-        return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in inner))
-
-    outer = [x for x in loops if not any(within(x, y) for y in loops)]
-    return total + sum(issued(x) - x.bundles for x in outer)
 
 
 def programs(arguments):
@@ -159,6 +111,8 @@ def main():
     devices = described(arguments.chip)
     import jax
     import numpy as np
+
+    from qwen3next_jax.planner.schedule import cycles, read_loops
 
     if arguments.peer:
         from absl import flags

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_compile.py --config configs/small.py [--gpus 8] [--top 12]
     python benchmarks/gpu_compile.py --config configs/small.py --operators
+    python benchmarks/gpu_compile.py --kernels [--tokens 4096] [--key_heads 16] [--value_heads 16] [--key 128] [--value 128]
 
 XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment apart, since a process with the
 plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cuda-nvcc brings one):
@@ -12,12 +13,14 @@ plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cu
 
 Printed: seconds to compile, memory of the arguments (the state) and of everything else (temporaries), FLOPs of all products, a
 loop of unstated length counted once, the largest array, the collectives, and with --top what shares the temporaries' memory at its
-fullest, by shape. What no compiler says is a time.
+fullest, by shape. With --kernels, of the delta rule's kernels: what ptxas says of registers and spills, and by count of the kernels'
+copies and products, bytes between memory and chip and FLOPs. What no compiler says is a time.
 """
 
 import argparse
 import collections
 import dataclasses
+import functools
 import glob
 import os
 import re
@@ -126,6 +129,62 @@ def operators(config, place):
     }
 
 
+def kernel_counts(key_heads: int, value_heads: int, key: int, value: int):
+    """{pass: (bytes a token that the kernels copy, all heads; products of 64 x 64 x 64 a chunk and value head)}, by hand from
+    ops/delta_rule/pallas_gpu*.py, residuals saved. A copy that another block made before may come out of the L2 cache."""
+    keys, values, share = key // 64, value // 64, value_heads // key_heads
+    tile, rows, numbers = 64 * 64 * 2, 8 * 64 * 4, 6 * 64 * 4
+    chunk = (2 * keys * tile) / share + rows + numbers + tile  # q and k; P
+    scan = values * (2 * keys * tile + 2 * tile + rows + numbers + 2 * tile)  # q, k, v or dO, P, the inverse
+    states = keys * values * tile
+    forward = chunk + 2 * tile + scan + values * tile + states
+    backward = chunk + scan + 2 * values * tile + states
+    gradients = (2 * keys + 2 * values + 2) * tile + rows + numbers + 2 * values * tile + 6 * states + 2 * keys * tile + 512
+    a_token = lambda x: x * value_heads / 64
+    return {"forward": (a_token(forward), 2 * keys / share + 30 + values * (4 * keys + 5)),
+            "backward": (a_token(backward + gradients), 2 * keys / share + values * (3 * keys + 4) + 5 * keys * values + 8 * values
+                         + 6 * keys + 2)}
+
+
+def show_kernels(options, place):
+    """Forward with residuals, and backward."""
+    import jax
+    import jax.numpy as jnp
+
+    from qwen3next_jax.ops.delta_rule import pallas_gpu
+    from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
+
+    t, g, h, k, v = (getattr(options, name) for name in ("tokens", "key_heads", "value_heads", "key", "value"))
+    shaped = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype, sharding=place)
+    keys, values, numbers = shaped(1, t, g, k), shaped(1, t, h, v), shaped(1, t, h, dtype=jnp.float32)
+    x, state = Inputs(keys, keys, values, numbers, numbers, shaped(1, t, dtype=jnp.int32)), shaped(1, h, k, v, dtype=jnp.float32)
+    settings = dict(size=64, normalize_qk=True, erase=True, interpret=False)
+    forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **settings)
+    saved = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place) for y in jax.eval_shape(forward, x, state)[2:]]
+    backward = functools.partial(pallas_gpu.backward, **settings)
+    counts = kernel_counts(g, h, k, v)
+    for name, function, shapes in (("forward", forward, (x, state)), ("backward", backward, (x, *saved, values, state))):
+        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        begun, said = time.time(), tempfile.TemporaryFile(mode="w+")
+        before = [os.dup(1), os.dup(2)]
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+        try:
+            compiled = lowered.compile()
+        finally:
+            for stream, file in zip((1, 2), before):
+                os.dup2(file, stream)
+        moved, products = counts[name]
+        temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
+        print(f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} MiB, "
+              f"{moved:,.0f} bytes a token, {products * 2 * 64**3 / 64:,.0f} FLOP a token and value head", flush=True)
+        said.seek(0)
+        text = said.read()
+        account = r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+        for kernel, spilled, registers in re.findall(account, text, re.S):
+            print(f"  {kernel}: {registers} registers, {spilled} bytes spilled")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/small.py")
@@ -134,9 +193,13 @@ def main():
     parser.add_argument("--operators", action="store_true", help="one layer's operators instead of the whole step")
     parser.add_argument("--only", default="", help="of the operators, the one so named")
     parser.add_argument("--top", type=int, default=0)
+    parser.add_argument("--kernels", action="store_true", help="the delta rule's kernels instead of the step, for a row of these sizes")
+    for name, size in (("tokens", 4096), ("key_heads", 16), ("value_heads", 16), ("key", 128), ("value", 128)):
+        parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "XLA_FLAGS": f"--xla_dump_to={folder}"}
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "MOSAIC_GPU_DUMP_PTXAS": "1",
+                       "XLA_FLAGS": f"--xla_dump_to={folder}"}
         compile_all(options)
 
 
@@ -156,6 +219,8 @@ def compile_all(options):
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(data=options.gpus)))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat=options.remat or config.train.remat))
     mesh = make_mesh(config.parallel, topology.devices)
+    if options.kernels:
+        return show_kernels(options, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     if options.operators:
         for name, (function, *shapes) in operators(config, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())).items():
             if options.only in name:

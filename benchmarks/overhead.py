@@ -29,6 +29,7 @@ from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.display import Display
 from qwen3next_jax.training.incidents import Incidents
 from qwen3next_jax.training.optimizer import make_optimizer
+from qwen3next_jax.training.stages import parts_of
 from qwen3next_jax.training.step import abstract_model, init_state, make_gradients, make_train_step
 from qwen3next_jax.training.telemetry import MetricsFile, Throughput
 
@@ -66,9 +67,9 @@ def main() -> None:
     state = init_state(config, one_device())
     bare_state = jax.tree.map(jnp.copy, (state["params"], state["opt_state"]))
     with tempfile.TemporaryDirectory() as folder:
-        display = Display("overhead", config.train.steps, 0, console=Console(file=io.StringIO(), force_terminal=True, width=120))
+        display = Display("overhead", config, 0, console=Console(file=io.StringIO(), force_terminal=True, width=120))
         metrics = MetricsFile(pathlib.Path(folder) / "metrics.jsonl", 0, [display])
-        incidents, throughput = Incidents(config.guards, metrics), Throughput(config, 1.0)
+        incidents, throughput = Incidents(config.guards, metrics), Throughput(config, parts_of(config)[0], 1.0)
         times: dict[str, list[float]] = {"bare": [], "real": [], "look": []}
         with display, metrics:
             for step in range(1, WARM_UP + arguments.steps + 1):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from absl import app, flags, logging
 
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, from_dict
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict
 from qwen3next_jax.config_files import apply_overrides, fill_from_tokenizer, load_config_file, setting
 from qwen3next_jax.errors import ExitCode, UserError, did_you_mean
 from qwen3next_jax.parallel.launch import Launch, find_launch
@@ -212,18 +212,22 @@ def define_loading_flags() -> Callable[[], Loading]:
     return get
 
 
-def check_model(flag: str, path: str | pathlib.Path) -> None:
-    """Refuses a `path` at which there is neither a run nor a Hugging Face directory, before anything is loaded."""
+def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
+    """→ the architecture of the run or the Hugging Face directory at `path`; where there is neither, that is told before anything is
+    loaded."""
     from etils import epath
 
     folder = epath.Path(path)
     if not (folder / "run.json").exists() and not (folder / "config.json").exists():
         reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
         raise UserError(f"--{flag}={path}: not the folder of a run, nor a Hugging Face directory ({reason})")
-    if not (folder / "run.json").exists():
-        from qwen3next_jax.interop.hf_config import read_hf_config
+    if (folder / "run.json").exists():
+        from qwen3next_jax.training.fingerprint import read_config
 
-        read_hf_config(path)
+        return read_config(folder).model
+    from qwen3next_jax.interop.hf_config import read_hf_config
+
+    return read_hf_config(path)
 
 
 def check_writable(flag: str, path: str) -> None:

@@ -21,6 +21,7 @@ from qwen3next_jax.parallel.distributed import is_leader, leader_first
 from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.training.display import PreparationProgress
 from qwen3next_jax.training.fingerprint import read_config
+from qwen3next_jax.training.stages import part_at
 
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),
@@ -46,6 +47,8 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     model, tokenizer, step, places, _ = load_model(path, None, mesh, dtype)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
+    if is_run:
+        config = part_at(config, step).config  # of the stage that was trained last
     graphdef, params = nnx.split(model, nnx.Param)
     subject = evaluation.Subject(model.config, graphdef, tokenizer, functools.cache(
         lambda: leader_first(lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths)))), options, places)

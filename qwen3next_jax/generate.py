@@ -23,7 +23,9 @@ def main() -> int:
         raise UserError("--model is missing: expected the folder of a run or a Hugging Face directory")
     if not math.isfinite(_temperature.value):
         raise UserError(f"--temperature={_temperature.value}: expected a finite number")
-    cli.check_model("model", _model.value)
+    context = cli.check_model("model", _model.value).max_position_embeddings
+    if _max_new_tokens.value >= context:
+        raise UserError(f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, {context}")
     loading = get_loading()
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.

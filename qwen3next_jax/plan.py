@@ -1,7 +1,7 @@
 """Will it fit, and how fast should it run? Compiles the real train step for a TPU slice, on a machine without one.
 
     python -m qwen3next_jax.plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8 --mesh=data=64,expert=8
-        [--search] [--quick] [--json=plan.json]
+        [--search] [--quick] [--rules=new|today] [--json=plan.json]
 
 `--search` ranks meshes, remat policies and micro-batches by arithmetic and compiles the best five; axes that `--mesh` names stay
 as they are. `--json` also draws the memory by part beside the file. How to read the figures, and what they leave out: docs/planner.md.
@@ -20,6 +20,7 @@ from rich.table import Table
 from qwen3next_jax import cli
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig
 from qwen3next_jax.errors import UserError, did_you_mean
+from qwen3next_jax.training.stages import parts_of
 
 COMPILED = 5  # of a search
 DOES_NOT_FIT = 1  # exit code
@@ -27,7 +28,10 @@ DOES_NOT_FIT = 1  # exit code
 
 def main() -> int:
     named = read_mesh(_mesh.value)
-    config = _config()
+    part = max(parts_of(_config()), key=lambda part: (part.config.train.sequence_length, part.config.train.batch_size))
+    if part.name:
+        print(f"planning for stage {part.name}, the one of the longest rows")
+    config = part.config
     if _mesh.value is not None:
         config = with_mesh(config, named)
     if not _topology.value:
@@ -52,13 +56,18 @@ def main() -> int:
     if _search.value:
         plans = search(config, topology, level, console, {axis: size for axis, size in named.items() if size != -1})
     else:
-        plans = [make_plan_apart(config, topology, level)]
+        plans = [by_rules(make_plan_apart(config, topology, level))]
         show(plans[0], console)
     if out:
         found = [plan.as_dict() for plan in plans]
         out.write_text(json.dumps(found if _search.value else found[0], indent=1) + "\n")
         draw(plans, out.with_suffix(".png"))
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
+
+
+def by_rules(plan):
+    """`plan` with the times that `--rules` asks for."""
+    return dataclasses.replace(plan, rules=_rules.value) if flags.FLAGS.is_parsed() else plan
 
 
 def _check_writable(out: pathlib.Path) -> None:
@@ -106,12 +115,12 @@ def search(config: Config, topology, level: str, console: Console, fixed: dict[s
     plans = []
     for number, candidate in enumerate(chosen, 1):
         console.print(f"compiling {number} of {len(chosen)}: {candidate.label} (by arithmetic {candidate.seconds:.3g} s)", markup=False)
-        plans.append(make_plan_apart(candidate.config, topology, level))
+        plans.append(by_rules(make_plan_apart(candidate.config, topology, level)))
     plans.sort(key=lambda p: (not p.fits, p.failed, p.estimate.seconds if p.fits else p.needs))
     table = Table("mesh", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU", "bound by", title=_title(plans[0]))
     for p in plans:
         row = [mesh_text(p.mesh), p.config.train.remat, str(p.config.train.gradient_accumulation)]
-        figures = ([f"{p.needs / 2**30:.1f}", f"{p.estimate.seconds:.4g}", f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}", p.binding]
+        figures = ([f"{p.needs / 2**30:.1f}", f"{p.estimate.seconds:.4g}", f"{p.tokens_per_second:,.0f}", percent(p.mfu), p.binding]
                    if p.fits else [p.reason, "", "", "", p.verdict])
         table.add_row(*row, *figures)
     console.print(table)
@@ -124,8 +133,13 @@ def search(config: Config, topology, level: str, console: Console, fixed: dict[s
     return plans
 
 
+def percent(mfu: float | None) -> str:
+    return "unknown" if mfu is None else f"{mfu:.1%}"
+
+
 def show(plan, console: Console) -> None:
     """The tables of one plan."""
+    from qwen3next_jax.parallel.compiler_options import options_text
     from qwen3next_jax.parallel.mesh import mesh_text
     from qwen3next_jax.planner.planning import traffic
 
@@ -149,11 +163,24 @@ def show(plan, console: Console) -> None:
     for name, seconds in e.bound.items():
         table.add_row(name, f"{seconds:.4g}", f"{seconds / e.seconds:.0%}")
     console.print(table)
+    table = Table("part", "ms", "GB through HBM", "TFLOP")
+    for name, part in plan.estimate.parts.items():
+        if part.seconds >= 0.01 * e.seconds:
+            table.add_row(name, f"{1e3 * part.seconds:,.1f}", f"{part.hbm_bytes / 1e9:,.1f}", f"{part.flops / 1e12:,.2f}")
+    console.print(table)
+    console.print(options_text(plan.compiler_options), markup=False)
     if plan.optimization_level != "default":
         console.print(f"compiled at optimization level {plan.optimization_level}: at the default level, which training uses, times differ",
                       markup=False)
     console.print(f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Step {e.seconds:.4g} s, "
-                  f"bound by {plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}", markup=False)
+                  f"bound by {plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU {percent(plan.mfu)} by the rules of "
+                  f"--rules={plan.rules}" + "".join(f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
+                                                  for name, other in plan.estimates.items() if name != plan.rules), markup=False)
+    ideal = plan.ideal
+    needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
+    console.print(f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_in(ideal.seconds))}; with 75 % of the peak in dense "
+                  f"products and 60 % in grouped ones {ideal.realistic:.3g} s, {percent(plan.mfu_in(ideal.realistic))}. This step takes "
+                  f"{e.seconds / ideal.seconds:.2f} times the first", markup=False)
     console.print(f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} executed, "
                   f"{e.hbm_bytes / 1e9:.4g} GB through HBM; lowered in {plan.lower_seconds:.0f} s, compiled in "
                   f"{plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), "
@@ -162,8 +189,8 @@ def show(plan, console: Console) -> None:
         console.print(f"counted once, as the program does not say how often they run: {len(plan.unstated_loops)} loops, such as "
                       f"{plan.unstated_loops[0]}. The experts' rounds are one under even load.", markup=False)
     if plan.unknown_kernels:
-        console.print(f"counted as no FLOPs, as nothing says what they cost: {len(plan.unknown_kernels)} kernels, such as "
-                      f"{plan.unknown_kernels[0]}: time and MFU are too good", markup=False)
+        console.print(f"no MFU, as nothing says what {len(plan.unknown_kernels)} kernels cost, such as {plan.unknown_kernels[0]}: the step "
+                      "is longer than this", markup=False)
 
 
 def draw(plans: list, path: pathlib.Path) -> None:
@@ -202,6 +229,8 @@ _mesh = flags.DEFINE_string("mesh", None, "axes of the mesh, such as data=64,exp
 _search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
 _quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1, in less time: for memory and network; times differ from "
                            "those of training's level")
+_rules = flags.DEFINE_enum("rules", "new", ("new", "today"), "where the compiler's schedule counts: in every instruction, or "
+                           "in kernels only")
 _json = flags.DEFINE_string("json", None, "file to write; the plot of memory goes beside it as .png")
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
 
     from qwen3next_jax.parallel.mesh import one_device
     from qwen3next_jax.training.incidents import read_dump
+    from qwen3next_jax.training.stages import part_at
     from qwen3next_jax.training.step import make_gradients, make_train_step
 
     dump = read_dump(pathlib.Path(arguments[0]))
@@ -32,7 +33,8 @@ def main(arguments: list[str]) -> int:
     for row, names in enumerate(dump.documents):
         print(f"row {row}: {', '.join(names)}")
 
-    gradients = jax.device_get(jax.jit(make_gradients(dump.config, one_device()))(dump.state["params"], dump.batch)[0])
+    part = part_at(dump.config, dump.step)
+    gradients = jax.device_get(jax.jit(make_gradients(part.config, one_device()))(dump.state["params"], dump.batch)[0])
     table = Table("parameter", "norm", "not finite", "gradient norm", "not finite", "largest", title="before the update",
                   title_justify="left")
     for (path, value), gradient in zip(jax.tree_util.tree_leaves_with_path(jax.device_get(dump.state["params"])),
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> int:
                       *_summary(np.asarray(gradient)), f"{np.max(np.abs(gradient)):.3g}")
     Console(highlight=False).print(table)
 
-    _, values = make_train_step(dump.config, one_device())(dump.state, dump.batch)
+    _, values = make_train_step(part.config, one_device(), part.schedule_from)(dump.state, dump.batch)
     scalars = {name: float(value) for name, value in values.items() if getattr(value, "ndim", None) == 0}
     print("the step: " + ", ".join(f"{name} {value:.6g}" for name, value in scalars.items()))
     return 0

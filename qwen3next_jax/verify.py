@@ -72,10 +72,10 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
             yield "tokenizer", None if same else "its fingerprint is not the one in run.json"
         except UserError as error:
             yield "tokenizer", str(error)
-    for kind in ("checkpoints", "dumps"):
+    for kind, run in (("checkpoints", record and record.get("id", "")), ("dumps", None)):
         folders = [p for p in (workdir / kind).glob("*") if p.name.isdigit()]
         for folder in sorted(folders, key=lambda p: int(p.name)):
-            yield f"{kind}/{folder.name}", manifest.find_damage(folder)
+            yield f"{kind}/{folder.name}", manifest.find_damage(folder, run=run)
 
 
 def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:

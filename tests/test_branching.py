@@ -13,13 +13,13 @@ from qwen3next_jax import digests
 from qwen3next_jax.config import (
     CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TelemetryConfig, TrainConfig)
 from qwen3next_jax.config.run import SyntheticConfig
-from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training import manifest, preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.fingerprint import read_run, write_run
 from qwen3next_jax.training.loop import start_state, train
+from qwen3next_jax.training.stages import open_stages
 from qwen3next_jax.training.step import abstract_train_state, init_state
 
 STEPS, BRANCHED = 30, 10
@@ -79,34 +79,30 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
 
 
 def begun(config, mesh=None):
-    """→ (its first state, what it begins with)."""
-    data = open_data(config.data, config.train.sequence_length, config.train.batch_size, config.model.vocab_size)
-    mesh = mesh or one_device()
-    return start_state(config, mesh, data, preflight.find_parent(config, pathlib.Path("nowhere")))
+    """→ (its first state, what its first step reads)."""
+    return start_state(config, mesh or one_device(), open_stages(config), preflight.find_parent(config, pathlib.Path("nowhere")))
 
 
 def test_the_weights_alone_begin_another_run_on_other_devices(parent):
     config = with_(train={"init_from": str(parent), "sequence_length": 64, "batch_size": 8}, optimizer={"name": "muon"},
                    data={"synthetic": SyntheticConfig(pairs=8)})
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2, 1, 1, 1), ("data", "expert", "context", "tensor"))
-    state = begun(config, mesh)
+    state, _ = begun(config, mesh)
     same(state["params"], saved(parent, STEPS)["params"])
     fresh = init_state(config, mesh, state["params"])
     same({**state, "params": 0}, {**fresh, "params": 0})
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, fresh)
 
 
-@pytest.mark.parametrize("change, offset, anew", [
-    ({"optimizer": {"learning_rate": 1e-3}}, 0, False),
-    ({"train": {"batch_size": 8}}, 5 - BRANCHED, True),  # the rows of 10 batches of 4
-    ({"train": {"batch_size": 3}}, 14 - BRANCHED, True),  # no row twice
-    ({"data": {"seed": 1}}, -BRANCHED, True)], ids=str)
-def test_the_whole_state_on_other_data(parent, change, offset, anew):
+@pytest.mark.parametrize("change, row, anew", [
+    ({"optimizer": {"learning_rate": 1e-3}}, 4 * BRANCHED, False), ({"train": {"batch_size": 3}}, 4 * BRANCHED, True),
+    ({"data": {"seed": 1}}, 0, True)], ids=str)
+def test_the_whole_state_on_other_data(parent, change, row, anew):
     whole = {"init_from": f"{parent}@{BRANCHED}", "init_state": "all"}
-    state, held = begun(with_(**change | {"train": change.get("train", {}) | whole})), saved(parent, BRANCHED)
+    (state, reading), held = begun(with_(**change | {"train": change.get("train", {}) | whole})), saved(parent, BRANCHED)
     for name in ("params", "opt_state", "step"):
         same(state[name], held[name])
-    assert int(state["guards"]["data_offset"]) == offset
+    assert (reading.step, reading.row, int(state["guards"]["data_offset"])) == (BRANCHED, row, 0)
     assert int(state["guards"]["entries"]) == (0 if anew else BRANCHED)
 
 

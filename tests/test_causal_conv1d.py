@@ -1,12 +1,17 @@
 """The causal convolution against a loop over tokens in float64, with documents, states and gradients."""
 
+import functools
+import sys
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen3next_jax.ops import causal_conv1d
+from qwen3next_jax.ops import causal_conv1d, pallas_causal_conv1d
 
+module = sys.modules["qwen3next_jax.ops.causal_conv1d"]  # its name in the package is that of the function
 B, T, D = 3, 11, 5
 
 
@@ -81,6 +86,29 @@ def test_gradients_match_finite_differences(layout):
         )
         want = (shifted(1) - shifted(-1)) / (2 * h)
         np.testing.assert_allclose((np.asarray(gradients[i]) * direction[i]).sum(), want, rtol=1e-7)
+
+
+@pytest.mark.parametrize("width, activation, time, documents", [(4, "silu", 48, True), (2, None, 64, False)])
+def test_the_kernels_interpreted_match_the_products(width, activation, time, documents):
+    """Blocks of 16 tokens and two columns of lanes, against the products in float64; a document ends on a block's edge and by it."""
+    rng = np.random.default_rng(2)
+    x, kernel, state, dy = (rng.normal(size=s) for s in ((2, time, 256), (width, 256), (2, width - 1, 256), (2, time, 256)))
+    ids = jnp.asarray([[1] * 15 + [2] * 2 + [4] * (time - 20) + [0] * 3, [1] * 16 + [2] * (time - 16)]) if documents else None
+
+    def both_ways(dtype):
+        def f(x, kernel, state):
+            return causal_conv1d(x, kernel, activation=activation, initial_state=state, segment_ids=ids)[0]
+        y, pullback = jax.vjp(f, *(jnp.asarray(a, dtype) for a in (x, kernel, state)))
+        return y, *pullback(jnp.asarray(dy, dtype))
+    with jax.enable_x64(True):
+        want = both_ways(jnp.float64)
+    def interpreted(name, activation, x, kernel):
+        assert pallas_causal_conv1d.takes(x, kernel)
+        return {"cpu": functools.partial(getattr(pallas_causal_conv1d, name), activation, interpret=True)}
+    with mock.patch.multiple(pallas_causal_conv1d, _ROWS=16, _CHANNELS=128), mock.patch.object(module, "kernels", interpreted):
+        got = both_ways(jnp.float32)
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
 def test_two_halves_chained_by_the_state_are_the_whole():

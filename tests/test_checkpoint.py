@@ -63,10 +63,10 @@ def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys)
     _save(tmp_path, [10], keep_last=2)
     seal = manifest.seal
 
-    def full(directory, step):
+    def full(directory, *named):
         if directory.name == "20":
             raise OSError(28, "No space left on device")
-        return seal(directory, step)
+        return seal(directory, *named)
     monkeypatch.setattr(checkpoint_module.manifest, "seal", full)
     told = _save(tmp_path, [20, 30], keep_last=2)
     assert [(event, step) for event, step, _ in told] == [("save_failed", 20), ("checkpoint", 30)]
@@ -120,8 +120,8 @@ def _verify(*paths):
 
 
 def test_verify_names_the_damaged_checkpoint(tmp_path):
+    write_run(tmp_path, open_run(tmp_path / "new", Config(model=SMALL), ["data"], "tokens")[0])
     _save(tmp_path, [10, 20], keep_last=2)
-    write_run(tmp_path, open_run(tmp_path / "new", Config(model=SMALL), "data", "tokens")[0])
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
     result = _verify(tmp_path)
@@ -138,7 +138,7 @@ SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval
 
 def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
-    record, changes = open_run(workdir, config, data, tokens)
+    record, changes = open_run(workdir, config, [data], tokens)
     if record:
         write_run(workdir, record)
     return [str(change) for change in changes]

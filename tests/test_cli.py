@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from qwen3next_jax.config import Config, default_config, from_dict
+from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config_files import apply_overrides, fill_from_tokenizer, load_config_file
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.sweeps.points import load_sweep
@@ -43,6 +43,7 @@ def _run(*command, **environment):
     (["eval.py", "--workdir=docs"], "--workdir=docs: not the folder of a run, nor a Hugging Face directory (it has neither"),
     ([*GENERATE, "--model=nowhere"], "--model=nowhere: not the folder of a run, nor a Hugging Face directory (no such folder)"),
     ([*GENERATE, "--model=nowhere", "--max_new_tokens=0"], "--max_new_tokens=0: 0 is not a positive integer"),
+    ([*GENERATE, "--model=tests/fixtures/qwen3_next_tiny", "--max_new_tokens=99999999"], "expected less than the model's context, 512"),
     ([*GENERATE, "--model=nowhere", "--temperature=nan"], "--temperature=nan: expected a finite number"),
     (["-m", "qwen3next_jax.sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"], "train.stesp"),
     (["-m", "qwen3next_jax.report", "nowhere"], "nowhere: not the folder of a run"),
@@ -88,10 +89,12 @@ def test_a_mistake_in_the_config_file_is_one_line_with_its_place(tmp_path, text,
 def test_the_command_line_sets_values_of_every_type():
     values = default_config()
     apply_overrides(values, [("train.steps", "7"), ("optimizer.learning_rate", "1e-3"), ("telemetry.tensorboard", "true"),
-                             ("eval.suites", "mqar,niah"), ("data.weights", "(1, 2.5)"), ("data.path", "a,b"), ("eval.suite_pairs", "4")])
+                             ("eval.suites", "mqar,niah"), ("data.weights", "(1, 2.5)"), ("data.path", "a,b"), ("eval.suite_pairs", "4"),
+                             ("train.stages", "({'steps': 3}, {'steps': 4, 'batch_size': 2})")])
     config = from_dict(Config, values)
     assert (config.train.steps, config.optimizer.learning_rate, config.telemetry.tensorboard) == (7, 1e-3, True)
     assert (config.eval.suites, config.data.weights, config.eval.suite_pairs) == (("mqar", "niah"), (1.0, 2.5), (4,))
+    assert config.train.stages == (Stage(3), Stage(4, batch_size=2))
 
 
 def test_the_tokenizer_sets_what_the_model_leaves_to_it():

@@ -119,3 +119,8 @@ def test_a_jax_without_the_key_value_store_is_told_before_anyone_waits(monkeypat
     monkeypatch.delattr("jax._src.distributed.global_state")
     with pytest.raises(UserError, match="JAX .* has no jax._src.distributed.global_state.client .*install a JAX that has it"):
         distributed.start(Launch("flags", "localhost:1", processes=2, process=0), None)
+
+
+def test_whatever_one_process_meets_is_told_to_all(capsys):
+    assert distributed._tried(lambda: 1 / 0) == (None, {"error": "ZeroDivisionError: division by zero", "code": 1})
+    assert "Traceback" in capsys.readouterr().err

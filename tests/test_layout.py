@@ -22,7 +22,7 @@ ARROWS = dict.fromkeys(FLOOR, set()) | {
     "inference": {"data", "model", "parallel", "ops", "config"},
     "evals": {"reporting", "inference", "model", "parallel", "config", "data"},
     "reporting": set(),
-    "sweeps": {"config_files", "reporting", "data", "evals", "inference", "model", "config"},
+    "sweeps": {"config_files", "training", "reporting", "data", "evals", "inference", "model", "config"},
     "training": {"reporting", "data", "evals", "inference", "interop", "model", "ops", "parallel", "config"},
     "planner": {"training", "model", "ops", "parallel", "config"},
 }

@@ -1,7 +1,9 @@
 """What holds of every mixer of the table, and of the one that docs/extending.md adds to it."""
 
 import dataclasses
+import functools
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops import pallas_causal_conv1d, pallas_gated_norm
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
@@ -94,6 +97,40 @@ def test_a_mesh_gives_what_one_device_gives(mixer, axes):
     if "tensor" in axes:  # heads are really apart: by construction every matrix is stored in parts
         large = [leaf for leaf in jax.tree.leaves(placed) if leaf.ndim > 1 and leaf.size > 64]
         assert large and all(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in large)
+
+
+def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
+    """As TPUs have them, here on two shards of the heads and two of the tokens, by products in place of the kernels."""
+    graph, params = nnx.split(mixer_class("gated_deltanet")(BASE, Make(BASE, nnx.Rngs(0)), (0,)))
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, tensor=2, context=2)), jax.devices()[:4])
+
+    def gradient(mesh):
+        def loss(params, x):
+            y, _, _ = _run(graph, gather(params, mesh, BASE.dtype), x, Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh))
+            return jnp.sum(jnp.sin(y)), y
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, X)
+    one = gradient(None)
+    monkeypatch.setattr(mixer_class("gated_deltanet"), "flattens", lambda self: True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), one, gradient(mesh))
+
+
+def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
+    """Two heads and two blocks of 16 tokens, against float64."""
+    rng = np.random.default_rng(0)
+    o, gate, dy, weight = (rng.normal(size=s) for s in (*[(2, 32, 256)] * 3, (128,)))
+
+    def both_ways(dtype):
+        y, pullback = jax.vjp(lambda *a: pallas_gated_norm.gated_norm(*a, 1e-6), *(jnp.asarray(a, dtype) for a in (o, gate, weight)))
+        return y, *pullback(jnp.asarray(dy, dtype))
+    with jax.enable_x64(True):
+        want = both_ways(jnp.float64)
+
+    def interpreted(name, eps, o, weight):
+        return {"cpu": functools.partial(getattr(pallas_gated_norm, name), eps, interpret=True)}
+    with mock.patch.object(pallas_gated_norm, "kernels", interpreted), mock.patch.multiple(pallas_causal_conv1d, _ROWS=16, _CHANNELS=128):
+        got = both_ways(jnp.float32)
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
 def test_every_implementation_of_the_delta_rule_can_be_trained_with():

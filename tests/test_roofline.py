@@ -1,15 +1,17 @@
 """The model of time on known cases: collectives on a torus, work beside them, and kernels."""
 
 import importlib.util
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.ops import attention, gated_delta_rule
-from qwen3next_jax.planner import compiled, hlo, topology
+from qwen3next_jax.planner import compiled, hlo, schedule, topology
 from qwen3next_jax.parallel.chips import CHIPS
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.planner.roofline import Network, _kernel_seconds, estimate
@@ -217,4 +219,46 @@ backend_config={"custom_call_config":{"cost_estimate":{"flops":"5"}}}
   ROOT %new = bf16[8,128]{1,0} custom-call(%stated), custom_call_target="tpu_custom_call"
 }
 """
-    assert compiled.unknown_kernels(hlo.parse(text)) == ["jit(f)/unmarked", "new"]
+    program = hlo.parse(text)
+    assert compiled.unknown_kernels(program) == ["jit(f)/unmarked", "new"]
+    # A schedule with all its trips says it; one of a loop of unknown length does not.
+    schedules = {"splash_mha_fwd.1": schedule.Schedule(cycles=1e6, copied=0.0, whole=True),
+                 "new": schedule.Schedule(cycles=1e6, copied=0.0, whole=False)}
+    assert compiled.unknown_kernels(program, schedules) == ["new"]
+
+
+BUNDLES = """     0   :  { %s1 = sld [smem:[#allocation0]] /* megacore core id :: core id */  ;;  %s2 = operand [shape: bf16[64,128]] \
+/* The window shape is bf16[8,128], while the full shape is bf16[64,128]. */ } /* entry bundle: %twin.1 = custom-call(%x) */
+   0x1 LB: > { /* Start region 7 */ %v1 = vmatmul.f32 %v0 }
+   0x2   : > { %p1 = scmp.ge.s32.totalorder %s9, 6 /* loop exit test */ ;; %s9 = sadd.s32 1, %s9 }
+   0x3   : > { %5 = sbr.rel (!%p1) target = $region7 }
+   0x4   :  { %v3 = vadd %v2, %v2 }
+"""
+
+
+def test_a_kernel_lasts_its_schedule_its_products_and_its_copies(tmp_path):
+    """Three bundles, 6 trips, and two beside them; two cores that copy 2 KiB each a trip; one schedule for two alike."""
+    def program(attributes):
+        return hlo.parse(f"""ENTRY %main (x: bf16[64,128]) -> bf16[64,128] {{
+  %x = bf16[64,128]{{1,0}} parameter(0)
+  %twin.1 = bf16[64,128]{{1,0}} custom-call(%x), custom_call_target="tpu_custom_call"{attributes}
+  %twin.2 = bf16[64,128]{{1,0}} custom-call(%twin.1), custom_call_target="tpu_custom_call"{attributes}
+  ROOT %sum = bf16[64,128]{{1,0}} add(%twin.2, %x)
+}}
+""")
+    (tmp_path / "1-twin.1-01-final_bundles.txt").write_text(BUNDLES)
+    v5p, plain, stating = CHIPS["v5p"], program(""), program(
+        ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"9000000000","bytes_accessed":"40000"}}}')
+    found = schedule.read(tmp_path, plain)
+    assert found == dict.fromkeys(("twin.1", "twin.2"), schedule.Schedule(cycles=20, copied=2048 * 6 * 2, whole=True))
+    mesh, others = Mesh(np.array(jax.devices()[:1]), ("data",)), 3 * 2**14 / v5p.hbm_bandwidth
+    network = mock.patch("qwen3next_jax.planner.roofline.Network", lambda *_: None)
+
+    def took(program, cycles):
+        with network:
+            got = estimate(program, mesh, v5p, (1,), {name: s._replace(cycles=cycles) for name, s in found.items()})
+        assert sum(part.seconds for part in got.parts.values()) == pytest.approx(got.seconds)
+        return got.seconds - others
+    assert took(plain, 20) == pytest.approx(2 * 2**15 / v5p.hbm_bandwidth)  # what it reads and writes, at the least
+    assert took(stating, 20) == pytest.approx(2 * 9e9 / v5p.bf16_flops)
+    assert took(stating, 1e6) == pytest.approx(2 * 1e6 / v5p.clock)

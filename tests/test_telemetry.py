@@ -8,7 +8,7 @@ import types
 import pytest
 from rich.console import Console
 
-from qwen3next_jax.config import Config, ProfileConfig, TelemetryConfig
+from qwen3next_jax.config import Config, ProfileConfig, TelemetryConfig, TrainConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.reporting.events import read_events
@@ -47,8 +47,12 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     assert events[2]["loss"] == "nan" and events[2]["parts"] == ["inf", None]
 
 
+def run_of(steps):
+    return Config(train=TrainConfig(steps=steps, batch_size=8, sequence_length=256))
+
+
 def test_other_processes_write_and_show_nothing(tmp_path, capsys):
-    with MetricsFile(None, 0, [lambda event: pytest.fail("told")]) as metrics, Display("title", 10, 0, visible=False) as display:
+    with MetricsFile(None, 0, [lambda event: pytest.fail("told")]) as metrics, Display("title", run_of(10), 0, visible=False) as display:
         metrics.start(0, begun=1.0)
         metrics.write("train", 1)
         metrics.rewind(0)
@@ -58,10 +62,10 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
 
 def test_a_long_compilation_is_said_to_be_one_before_xla_complains(monkeypatch, capsys):
     monkeypatch.setattr(display_module, "XLA_BANNER", 10.05)  # said 10 s before
-    with Display("title", 10, 0) as display:
+    with Display("title", run_of(10), 0) as display:
         time.sleep(0.3)
     assert "nothing is wrong" in capsys.readouterr().out
-    with Display("title", 10, 0) as display:
+    with Display("title", run_of(10), 0) as display:
         display.step(0)  # the first step has been handed over: it is compiled
         time.sleep(0.3)
     assert "nothing is wrong" not in capsys.readouterr().out
@@ -69,7 +73,7 @@ def test_a_long_compilation_is_said_to_be_one_before_xla_complains(monkeypatch, 
 
 def _screen(width: int) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=50, color_system=None)
-    display = Display("tiny: 2,652,024 parameters on cpu · 681 documents, 11,524,470 tokens · new run", 500, 0, console=console)
+    display = Display("tiny: 2,652,024 parameters on cpu · 681 documents, 11,524,470 tokens · new run", run_of(500), 0, console=console)
     for event in (TRAIN, HELDOUT, {"event": "checkpoint", "step": 125},
                   {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
                   {"event": "sample", "step": 125, "text": "def f(x):\n    return [bold]x[/]\n"}):
@@ -91,7 +95,7 @@ def test_the_live_display_shows_everything_at_any_width(width):
 
 
 def test_plain_lines_elsewhere(capsys):
-    with Display("title", 500, 0) as display:
+    with Display("title", run_of(500), 0) as display:
         for event in (TRAIN | {"mfu": 0.401}, HELDOUT, {"event": "rewind", "step": 100, "reason": "spike"},
                       {"event": "suite", "step": 125, "suite": "not declared", "new_thing/here": 2, "time": 1.0}):
             display(event)

@@ -25,6 +25,7 @@ from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.load import load_model
 from qwen3next_jax.model import declared
 from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.training import stages
 from qwen3next_jax.training.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.training.fingerprint import read_run, seal
 from qwen3next_jax.training.loop import start_state, train
@@ -172,11 +173,12 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
     model, _, _ = load_trained(finished)
     save_hf(model, tmp_path / "hf")
     again = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf")))
-    state = start_state(again, ONE_DEVICE, None)
+    data = stages.open_stages(again)
+    state, _ = start_state(again, ONE_DEVICE, data)
     _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert int(state["step"]) == 0
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
-        start_state(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)), ONE_DEVICE, None)
+        start_state(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)), ONE_DEVICE, data)
 
 
 @pytest.mark.parametrize("section, change, message", [

@@ -46,7 +46,7 @@ class ModelConfig:
     # the start 3e-5. "log_uniform" (fla, OLMo-Hybrid): A ~ U(0, 16), dt log-uniform in [1e-3, 0.1], median decay 0.94.
     decay_init: Literal["ones", "log_uniform"] = "ones"
     # What computes the recurrence (docs/delta_rule.md): the platform's best, or one by name.
-    delta_rule: Literal["auto", "recurrent", "chunked", "associative", "pallas_tpu"] = "auto"
+    delta_rule: Literal["auto", "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"] = "auto"
 
     num_experts: int = 512  # 0: dense MLPs everywhere
     num_experts_per_tok: int = 10

@@ -41,6 +41,8 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         require(isinstance(value, dict), f"{where} = {short(value)}: expected a group of settings")
         return from_dict(hint, value, where)
     origin = typing.get_origin(hint)
+    if type(None) in typing.get_args(hint):
+        return None if value is None else _checked(value, typing.get_args(hint)[0], where)
     if origin is Literal:
         choices = typing.get_args(hint)
         require(isinstance(value, str) and value in choices, f"{where} = {short(value)}: expected one of {', '.join(map(repr, choices))}"

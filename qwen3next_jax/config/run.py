@@ -13,6 +13,10 @@ from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
 
 MESH_AXES = ("data", "expert", "context", "tensor")
+# Kept for the backward: "none" everything; "block" each block's input; "dots" also what its projections gave; "offload"
+# each block's input, in host memory. The rest is computed again.
+Remat = Literal["none", "block", "dots", "offload"]
+Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ class DataConfig:
     source: str = "text"  # the files of `path`, or a name of `config.sources`, such as a task made from the seed
     synthetic: SyntheticConfig = SyntheticConfig()
     path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet, or folders; "": Python's standard library
-    weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`; () = in proportion to their size
+    weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`, 0 for none; () = in proportion to their size
     text_field: str = "text"  # field of .jsonl records and column of .parquet files that holds the text
     on_bad_text: Literal["stop", "skip", "replace"] = "stop"  # documents that are not UTF-8: left out, or U+FFFD for each such byte
     tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
@@ -47,7 +51,8 @@ class DataConfig:
         check_bounds(self, "data", {"0 … 2^32 - 1": "seed", "between 0 and 1": "heldout_fraction"})
         require("://" not in self.prepared_dir, f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are read "
                                                 "from it at random; data.path may be remote")
-        require(all(w > 0 for w in self.weights), f"data.weights = {self.weights}: expected positive numbers")
+        require(min(self.weights, default=0) >= 0 < max(self.weights, default=1),
+                 f"data.weights = {self.weights}: expected numbers of 0 or more, one at least above it")
         globs = len(self.globs)
         require(not self.weights or len(self.weights) == max(globs, 1),
                  f"data.weights has {len(self.weights)} numbers for {globs} globs in data.path: expected one each")
@@ -58,17 +63,35 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """So many steps, and settings of train, data and optimizer for them; None: as the run has it (`training.stages`)."""
+
+    steps: int = 0
+    name: str = ""  # in records and reports; "": its number
+    batch_size: int | None = None
+    gradient_accumulation: int | None = None
+    sequence_length: int | None = None
+    remat: Remat | None = None
+    weights: tuple[float, ...] | None = None
+    # A stage that sets one of these has a learning-rate schedule of its own, over its steps and without warm-up. One that sets
+    # none goes on with the schedule of the stage before, which then runs over the steps of both.
+    learning_rate: float | None = None
+    schedule: Schedule | None = None
+    decay_fraction: float | None = None
+    final_fraction: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1000
+    stages: tuple[Stage, ...] = ()  # such as main phase, longer rows, anneal; their steps come to `steps`
     batch_size: int = 16  # rows per step, over all devices and micro-batches
     sequence_length: int = 2048
     gradient_accumulation: int = 1  # micro-batches per step
     seed: int = 0  # initial weights
     init_from: str = ""  # a Hugging Face directory or a run (RUN, RUN@STEP) whose weights this one starts from; "": random
     init_state: Literal["weights", "all"] = "weights"  # all: of a run also optimizer state, step and place in the data
-    # Kept for the backward: "none" everything; "block" each block's input; "dots" also what its projections gave; "offload"
-    # each block's input, in host memory. The rest is computed again.
-    remat: Literal["none", "block", "dots", "offload"] = "none"
+    remat: Remat = "none"
     balance_loss_weight: float = 0.001  # perfect balance gives a loss of 1 before this weight
     mtp_loss_weight: float = 0.1  # on the mean over depths
     router_z_loss_weight: float = 0.0
@@ -101,15 +124,15 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer (decoupled weight decay, clipping) and its learning rate with warm-up."""
+    """The optimizer (decoupled weight decay, clipping) and its learning rate: warm-up, then the schedule."""
 
     name: str = "adamw"  # a line of config/optimizers.py; a group of that name, below, has settings that are its alone
     muon: MuonConfig = MuonConfig()
     learning_rate: float = 4e-4
-    schedule: Literal["cosine", "warmup_stable_decay"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup_steps: int = 100  # at most train.steps of them
     decay_fraction: float = 0.2  # last share of the steps over which warmup_stable_decay falls
-    final_fraction: float = 0.1  # of learning_rate, reached at the last step
+    final_fraction: float = 0.1  # of learning_rate, reached at the last step unless it is constant
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -171,8 +194,7 @@ class EvalConfig:
             require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1,
                     f"eval.{name} = {getattr(self, name)}: expected positive numbers")
         check_bounds(self, "eval", {"at least 1": "every rows suite_rows", "0 or more": "sample_tokens"})
-        require(bool(self.sample_prompt) or not self.sample_tokens,
-                 "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0")
+        require(bool(self.sample_prompt) or not self.sample_tokens, "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +230,7 @@ class ParallelConfig:
     mesh: MeshConfig = MeshConfig()
     start_timeout: float = 300.0  # seconds for all processes of the run to find each other
     heartbeat_timeout: float = 100.0  # seconds after which a silent process counts as dead, and the others end
+    compiler_options: str = ""  # of XLA, "NAME=VALUE,…", in place of those that parallel/compiler_options.py has for the chip
 
     def __post_init__(self):
         check_bounds(self, "parallel", {"at least 1": "start_timeout heartbeat_timeout"})

@@ -1,13 +1,13 @@
 """Batches of rows for training and evaluation: the only module that imports grain.
 
-Row i of the endless training stream is a pure function of i, and step s takes rows [s·B, (s + 1)·B). The state to resume
-from is therefore one integer, the step, whatever the number of processes that share a batch.
+Row i of the endless training stream is a pure function of i, and step s takes B rows from s·B on (and from where `begin` says). The
+state to resume from is therefore one integer, the step, whatever the number of processes that share a batch.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from qwen3next_jax.data import preparation, sources
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    import grain  # which a machine that only loads a model need not have
 
 # "tokens", "segment_ids": int32 [B_local, T]; of synthetic tasks also "target_mask": bool [B_local, T], the tokens that
 # count as targets (in text all do). Of one row: the same without B.
@@ -47,6 +44,8 @@ class Data(Protocol):
     sequence_length: int
     heldout_rows: int
     kinds: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
+    streams: Mapping[str, float] = {}  # that the training stream mixes: weights, by digests of all that decides their rows; {}: it is one
+    _first_row, _starts = 0, {}
 
     def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int | None = None,
                  progress: Progress | None = None):
@@ -64,6 +63,11 @@ class Data(Protocol):
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         """Raises: UserError: these rows cannot be made. Takes no longer than a look at the files."""
 
+    def begin(self, row: int, starts: Mapping[str, int]) -> None:
+        """From here on step 0 takes the rows from `row` on of the training stream, whose streams (or it, named by its fingerprint, where
+        it is one) begin with their rows `starts` (not named: 0): what earlier stages have read is not read again."""
+        self._first_row, self._starts = row + starts.get(self.fingerprint, 0), starts
+
     def row(self, index: int) -> Batch:
         """Row `index` of the endless training stream."""
 
@@ -78,16 +82,14 @@ class Data(Protocol):
         each nat per token, None where the tokens are no text."""
 
     def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches from `start_step` on, read ahead by background threads.
-
-        `share`: which rows of every batch to read (indices in the batch, ascending); None: all.
-        """
+        """Endless batches from `start_step` on, read ahead by background threads. `share`: which rows of every batch to read
+        (indices in the batch, ascending); None: all."""
         import grain
 
         share = range(self.batch_size) if share is None else share
         steps = grain.MapDataset.range(start_step, _ENDLESS // self.batch_size)
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches ahead; threads do not change the order
-        iterator = iter(steps.map(lambda step: self._stack([self.row(step * self.batch_size + b) for b in share], len(share)))
+        iterator = iter(steps.map(lambda step: self._stack([self.row(self._first_of(step) + b) for b in share], len(share)))
                         .to_iter_dataset(options))
         try:
             yield from iterator
@@ -104,7 +106,10 @@ class Data(Protocol):
 
     def document_names(self, step: int) -> list[list[str]]:
         """`names` of each of the B rows of `step`."""
-        return [self.names(i) for i in range(step * self.batch_size, (step + 1) * self.batch_size)]
+        return [self.names(self._first_of(step) + b) for b in range(self.batch_size)]
+
+    def _first_of(self, step: int) -> int:
+        return self._first_row + step * self.batch_size
 
     def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
         """Stacks `rows`, filled up with empty ones to `count`."""
@@ -127,11 +132,8 @@ def open_data(config: DataConfig, sequence_length: int, batch_size: int, vocab_s
 
 
 class TrainData(Data):
-    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch. Constructing it prepares what is not
-    prepared yet; several processes that share `prepared_dir` may do so at once, but spare the double work where one goes first.
-
-    Attributes:
-      rows: number of training rows (an epoch, over all sources).
+    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch (of `rows` rows). Constructing it prepares what
+    is not prepared yet; several processes that share `prepared_dir` may do so at once, but spare the double work where one goes first.
 
     Raises:
       UserError: whatever is wrong with the files, the tokenizer or the prepared rows.
@@ -139,16 +141,22 @@ class TrainData(Data):
 
     def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int | None = None,
                  progress: Progress | None = None):
+        import grain  # which a machine that only loads a model need not have
+
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
         recipe = Recipe(sequence_length, config.heldout_fraction, config.seed)
-        self._prepared = [preparation.prepare(source, self.tokenizer, recipe, config.prepared_dir, progress)
-                          for source in _files(config)]
+        self._prepared = [preparation.prepare(source, self.tokenizer, recipe, config.prepared_dir, progress) for source in _files(config)]
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
-        self._stream = _endless(self._prepared, self._weights, config.seed)
         self._heldout_order = _heldout_order(self._prepared, config.seed)
+        # Where a source stands in `path` decides the order of its rows, too.
+        names = [f"{i} {p.fingerprint}" for i, p in enumerate(self._prepared)]
+        rows = [grain.MapDataset.source(p.rows[TRAIN]).shuffle(seed=_shuffle_seed(config.seed, i)).repeat()
+                for i, p in enumerate(self._prepared)]  # shuffled anew every epoch
+        self.streams = dict(zip(names, self._weights, strict=True))
+        self._stream = mix_of(self._weights).map(lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)]))
         parts = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
         self.fingerprint = digests.of(json.dumps(parts))[:20]
 
@@ -204,13 +212,12 @@ def _totals(prepared: list[Prepared]) -> dict:
             "padding_share": total("padding") / (total("tokens") + total("padding"))}
 
 
-def _endless(prepared: list[Prepared], weights: tuple[float, ...], seed: int) -> "grain.MapDataset":
-    """MapDataset of `(source index, PackedRow)`: every source shuffled per epoch and repeated, then mixed."""
+def mix_of(weights: Sequence[float]) -> Any:
+    """MapDataset: row of a mix of endless streams → (number of its stream, row of that stream)."""
     import grain
 
-    streams = [grain.MapDataset.source(p.rows[TRAIN]).map(lambda row, i=i: (i, row)).shuffle(seed=_shuffle_seed(seed, i)).repeat()
-               for i, p in enumerate(prepared)]
-    return streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
+    streams = [grain.MapDataset.range(_ENDLESS).map(lambda row, i=i: (i, row)) for i, weight in enumerate(weights) if weight]
+    return grain.MapDataset.mix(streams, [weight for weight in weights if weight])
 
 
 def _shuffle_seed(seed: int, source: int) -> int:
@@ -227,5 +234,3 @@ def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
         parts.append(np.stack([np.full(n, i), permutation], axis=1))
         places.append((np.arange(n) + 0.5) / n)
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
-
-

@@ -200,8 +200,7 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _write_rows(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path,
-                progress: Progress) -> dict:
+def _write_rows(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path, progress: Progress) -> dict:
     length = recipe.row_length
     # uint16 halves the shards for vocabularies that fit.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)

@@ -125,8 +125,7 @@ def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
         raise _damaged(path, "it is missing")
     if path.stat().st_size != shard.size:
         raise _damaged(path, f"it has {path.stat().st_size} bytes instead of {shard.size}")
-    reader = _array_record().ArrayRecordReader(
-        str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
+    reader = _array_record().ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
     if reader.num_records() != shard.rows:
         raise _damaged(path, f"it has {reader.num_records()} readable rows instead of {shard.rows}")
     return reader

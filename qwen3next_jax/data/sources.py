@@ -91,8 +91,7 @@ def documents(source: Source) -> Iterator[Document]:
     done, any_text, bad = 0, False, BadText(source.on_bad_text)
     for index, file in enumerate(source.files):
         suffix = file.path.name.lower()
-        read = (_read_parquet if suffix.endswith(".parquet") else
-                _read_jsonl if suffix.endswith((".jsonl", ".jsonl.gz")) else _read_text)
+        read = (_read_parquet if suffix.endswith(".parquet") else _read_jsonl if suffix.endswith((".jsonl", ".jsonl.gz")) else _read_text)
         with told(f"{file.path}: cannot be read", OSError):
             for record, text, position in read(file, source.text_field, bad):
                 if text:
@@ -219,10 +218,8 @@ def _standard_library_files() -> tuple[SourceFile, ...]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = []
     for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [d for d in subdirectories
-                             if d not in _STDLIB_SKIPPED_DIRECTORIES and not _STDLIB_BUILD_SPECIFIC.fullmatch(d)]
-        files += [pathlib.Path(directory, name) for name in names
-                  if name.endswith(".py") and not _STDLIB_BUILD_SPECIFIC.fullmatch(name)]
+        subdirectories[:] = [d for d in subdirectories if d not in _STDLIB_SKIPPED_DIRECTORIES and not _STDLIB_BUILD_SPECIFIC.fullmatch(d)]
+        files += [pathlib.Path(directory, name) for name in names if name.endswith(".py") and not _STDLIB_BUILD_SPECIFIC.fullmatch(name)]
     if not files:
         raise UserError(f"{root} holds no Python source to train on: give texts with data.path")
     found = [_local_file(os.fspath(file), os.fspath(root)) for file in files]

@@ -101,7 +101,9 @@ def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
 
 def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
-    dtype = x_BTD.dtype
+    dtype, by_token = x_BTD.dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
+    if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
+        gate_up_ED2I = gate_up_ED2I.reshape(*gate_up_ED2I.shape[:2], -1)
     if mesh is not None:
         router_DE, gate_up_ED2I, down_EID = (gather_local(w, declared, shape, mesh) for w, (declared, shape) in
                                              zip((router_DE, gate_up_ED2I, down_EID), weights))
@@ -117,7 +119,7 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
 
     weight_RA = weight_RA.astype(dtype)
     if shards(mesh, EXPERTS) == 1:
-        run = whole_experts if tpu() else _run_experts  # both run anywhere
+        run = whole_experts if by_token else _run_experts
         y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     else:
         y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, EXPERTS, TOKENS)

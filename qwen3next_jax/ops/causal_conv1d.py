@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
+from qwen3next_jax.ops.pallas_causal_conv1d import kernels
 
 
 def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None,
@@ -52,9 +53,9 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
     if axis_name is not None and width > 1:
         before = _halo(x_BTD, before, width - 1, axis_name)
         ids_before = None if segment_ids is None else _halo(segment_ids, ids_before, width - 1, axis_name)
-    extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
     ids = None if segment_ids is None else jnp.concatenate([ids_before, segment_ids], axis=1)
-    y_BTD = _convolve(activation, extended, kernel_WD, ids)
+    y_BTD = _convolve(activation, before, x_BTD, kernel_WD, ids)
+    extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
     if ids is None:
         length_B = jnp.full((batch,), time)
         final = extended[:, time:]
@@ -109,20 +110,24 @@ def _before_activation(extended, kernel, same):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolve(activation, extended, kernel, ids):
-    wide = jnp.promote_types(jnp.float32, extended.dtype)
-    same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
-    z = _before_activation(extended.astype(wide), kernel.astype(wide), same)
-    return (jax.nn.silu(z) if activation == "silu" else z).astype(extended.dtype)
-
-
-def _convolve_forward(activation, extended, kernel, ids):
-    return _convolve(activation, extended, kernel, ids), (extended, kernel, ids)
+def _convolve(activation, before, x, kernel, ids):
+    def products(before, x, kernel, ids):
+        wide = jnp.promote_types(jnp.float32, x.dtype)
+        same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
+        z = _before_activation(jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same)
+        return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
+    return jax.lax.platform_dependent(before, x, kernel, ids, **{"default": products} | kernels("forward", activation, x, kernel))
 
 
 def _convolve_backward(activation, residuals, dy):
-    cpu, elsewhere = (functools.partial(_gradients, activation, on_cpu) for on_cpu in (True, False))
-    return (*jax.lax.platform_dependent(*residuals, dy, cpu=cpu, default=elsewhere), None)
+    def products(on_cpu, before, x, kernel, ids, dy):
+        dextended, dkernel = _gradients(activation, on_cpu, jnp.concatenate([before, x], axis=1), kernel, ids, dy)
+        return dextended[:, :before.shape[1]], dextended[:, before.shape[1]:], dkernel
+    platforms = {name: functools.partial(products, name == "cpu") for name in ("cpu", "default")}
+    return *jax.lax.platform_dependent(*residuals, dy, **platforms | kernels("backward", activation, *residuals[1:3])), None
+
+
+_convolve.defvjp(lambda activation, *inputs: (_convolve(activation, *inputs), inputs), _convolve_backward)
 
 
 def _gradients(activation, on_cpu, extended, kernel, ids, dy):
@@ -154,6 +159,3 @@ def _gradients(activation, on_cpu, extended, kernel, ids, dy):
         same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
     dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))
     return dx.astype(extended.dtype), dkernel.astype(kernel.dtype)
-
-
-_convolve.defvjp(_convolve_forward, _convolve_backward)

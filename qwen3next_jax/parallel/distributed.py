@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 
 from qwen3next_jax import digests
 from qwen3next_jax.config import Config, ParallelConfig, to_dict
-from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.errors import ExitCode, UserError, reason
 from qwen3next_jax.parallel.launch import TPU_VM, Launch
 from qwen3next_jax.trees import flat
 
@@ -125,7 +126,7 @@ def leader_says(work: Callable[[], Any]) -> Any:
     """What `work()` returns on process 0 (JSON-ready), on every process; only process 0 calls it.
 
     Raises:
-      UserError: on every process, when `work` did on process 0.
+      UserError: on every process, when `work` raised on process 0.
     """
     if jax.process_count() == 1:
         return work()
@@ -148,7 +149,7 @@ def together(work: Callable[[], Any], about: dict[str, str] | None = None, timeo
       timeout: seconds that process 0 waits for each of the others.
 
     Raises:
-      UserError: on every process: `work` did on one of them, they differ in `about` (the first such name is told), or a
+      UserError: on every process: `work` raised on one of them, they differ in `about` (the first such name is told), or a
         process did not come in time.
     """
     if jax.process_count() == 1:
@@ -270,11 +271,15 @@ def _write(path: pathlib.Path, text: str) -> str:
 
 
 def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """(result, record of it for the others: its UserError, or the result itself as `keep`)."""
+    """(result, record of it for the others: its error, whose traceback is shown here unless it is the user's, or the result itself as
+    `keep`)."""
     try:
         result = work()
     except UserError as error:
         return None, {"error": str(error), "code": int(error.exit_code)}
+    except Exception as error:
+        traceback.print_exc()
+        return None, {"error": f"{type(error).__name__}: {reason(error)}", "code": int(ExitCode.CRASHED)}
     return result, {keep: result} if keep else {}
 
 

@@ -23,8 +23,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
+from qwen3next_jax.ops.tpu import tpu
 
 GATHERED_SHARDS = 8
 CHUNK_CHOICES = 2**17  # choices of this shard's tokens in one chunk: 512 MiB of bfloat16 rows of width 2048
@@ -145,10 +147,10 @@ class _Gathered:
         self.expert_NA = self._gather(expert_RA) - jax.lax.axis_index(self.axis) * experts
 
     def _gather(self, x):
-        return jax.lax.all_gather(x, self.axis, tiled=True)
+        return jax.lax.all_gather(_row_major(x), self.axis, tiled=True)
 
     def _sum(self, part):
-        return jax.lax.psum_scatter(part, self.axis, tiled=True)
+        return _row_major(jax.lax.psum_scatter(part, self.axis, tiled=True))
 
     def forward(self, x, weight, gate_up, down):
         return self._sum(routed_experts(self._gather(x), self._gather(weight), self.expert_NA, gate_up, down, room=self.room))
@@ -157,6 +159,12 @@ class _Gathered:
         x, weight, dy = map(self._gather, (x, weight, dy))
         dx, dweight, *dw = routed_experts_gradients(x, weight, self.expert_NA, gate_up, down, dy, room=self.room)
         return self._sum(dx), self._sum(dweight), *dw
+
+
+def _row_major(x):
+    """`x` in the layout of the kernels. A TPU's compiler would exchange rows in that of what comes before or after, and copy all of
+    them, many times what one device has."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if tpu() else x
 
 
 # ---- every choice to its shard -----------------------------------------------------------------------------------

@@ -126,13 +126,13 @@ def gather_local(x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh:
     """Inside `local`: this device's stored part of a parameter of global `shape`, gathered for use; `whole`: over `tensor` too. Its
     gradient is a reduce-scatter by construction."""
     used = P(*(None,) * len(shape)) if whole else use_spec(declared, shape, mesh)
-    for dim, axes in enumerate(_axes_to_gather(storage_spec(declared, shape, mesh), used)):
+    for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
         for axis in reversed(axes):
             x = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
     return x
 
 
-def _axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
+def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
     """Per dimension the axes, outer ones first, that split it in `storage` and not in `use`."""
     return [() if stored == used else (stored,) if isinstance(stored, str) else stored for stored, used in zip(storage, use)]
 
@@ -142,7 +142,7 @@ def _stages(storage: P, use: P) -> list[P]:
     dimensions of a torus the TPU compiler sums zero-padded parts instead of gathering (and sums instead of reduce-scattering):
     twice the bytes."""
     specs = [storage]
-    for dim, axes in enumerate(_axes_to_gather(storage, use)):
+    for dim, axes in enumerate(axes_to_gather(storage, use)):
         for left in reversed(range(len(axes))):
             entries = list(specs[-1])
             entries[dim] = axes[:left] if left > 1 else axes[0] if left else use[dim]

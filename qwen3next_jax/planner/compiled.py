@@ -5,13 +5,15 @@ All figures are of one device and one run of the program; what stands in a loop 
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from qwen3next_jax.ops.attention.splash import BLOCK
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
+from qwen3next_jax.planner.schedule import Schedule
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
                "collective-broadcast")
@@ -209,11 +211,34 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None  # integers, as of ragged_dot's offsets
 
 
-def unknown_kernels(program: Program) -> list[str]:
-    """Traced names of the kernels that count as no FLOPs because nothing says how many they are, each once."""
-    return list(dict.fromkeys(s.instruction.op_name or s.instruction.name for s in program.walk()
-                              if s.instruction.attribute("custom_call_target") == '"tpu_custom_call"'
-                              and _kernel_flops(s.computation, s.instruction) is None))
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether it is a kernel (Mosaic), not a program of XLA's own."""
+    return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
+
+
+def visited(computation: Computation, instruction: Instruction) -> float:
+    """Share of a kernel's grid whose bodies run: of causal attention the blocks on the diagonal and below it."""
+    if not re.match(r"splash_m[hq]a_", instruction.name) or "/splash_causal/" not in instruction.op_name:
+        return 1.0
+    length = next(s.dims[-2] for name in instruction.operands for s in computation[name].shapes if s.dtype in ("bf16", "f32")
+                  and len(s.dims) >= 3 and s.dims[-1] > 1)
+    blocks = -(-length // BLOCK)
+    return (blocks + 1) / (2 * blocks)
+
+
+def stated_bytes(instruction: Instruction) -> float:
+    """Bytes that a kernel says that it copies from and to HBM; 0 where it does not say."""
+    stated = re.search(r'"bytes_accessed":"(\d+)"', instruction.attributes)
+    return float(stated.group(1)) if stated else 0.0
+
+
+def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
+    """Traced names of the kernels of which neither their products nor a whole schedule say what they cost, each once."""
+    def unknown(step):
+        schedule = (schedules or {}).get(step.instruction.name)
+        return (is_kernel(step.instruction) and not (schedule and schedule.whole)
+                and _kernel_flops(step.computation, step.instruction) is None)
+    return list(dict.fromkeys(s.instruction.op_name or s.instruction.name for s in program.walk() if unknown(s)))
 
 
 class DeltaRuleCall(NamedTuple):

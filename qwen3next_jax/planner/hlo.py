@@ -114,6 +114,12 @@ class Step(NamedTuple):
 class Program:
     computations: dict[str, Computation]
     entry: str
+    functions: dict[int, str] = dataclasses.field(default_factory=dict)  # of this package: the innermost of each stack frame
+
+    def part(self, instruction: Instruction) -> str:
+        """Which function of this package asked for it, as "file function"."""
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        return self.functions.get(int(frame.group(1)), "?") if frame else "?"
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; None where the program does not state it."""
@@ -214,7 +220,25 @@ def parse(text: str) -> Program:
             pending = line
         else:  # attributes may hold line ends
             pending += " " + line
-    return Program(computations, entry)
+    return Program(computations, entry, _functions(text))
+
+
+def _functions(text: str) -> dict[int, str]:
+    def numbered(name):
+        section = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        return {int(line.split(" ", 1)[0]): line.split(" ", 1)[1].strip('"') for line in section.group(1).splitlines()} if section else {}
+
+    files, functions = numbered("FileNames"), numbered("FunctionNames")
+    locations, frames = ({i: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", line)} for i, line in numbered(name).items()}
+                         for name in ("FileLocations", "StackFrames"))
+    found: dict[int, str] = {}
+    for i in sorted(frames):
+        location = locations[frames[i]["file_location_id"]]
+        file = files[location["file_name_id"]]
+        function = functions[location["function_name_id"]].replace(".<locals>", "")
+        found[i] = (f"{file.rpartition('/')[2].removesuffix('.py')} {function}" if "qwen3next_jax/" in file
+                    else found.get(frames[i]["parent_frame_id"], "?"))
+    return found
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -8,6 +8,7 @@ import functools
 import re
 import resource
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,10 +19,12 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.parallel.experts import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.planner import hlo
+from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import Collective, Memory, collectives, memory, unknown_kernels
 from qwen3next_jax.parallel.mesh import EXPERT, make_mesh
-from qwen3next_jax.planner.roofline import Estimate, estimate
+from qwen3next_jax.parallel.compiler_options import compiler_options
+from qwen3next_jax.planner.ideal import Ideal, ideal
+from qwen3next_jax.planner.roofline import RULES, Estimate, estimate
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.training.fingerprint import code_version
 from qwen3next_jax.training.step import abstract_train_state, batch_sharding, make_train_step
@@ -34,7 +37,8 @@ class Plan:
     """One configuration on one slice. Bytes, FLOPs and seconds are of one device and one step.
 
     Where the program does not fit, there are no figures but `needs` and `usable_hbm` (bytes). Where the compiler gave another
-    error or ended its process (`failed`), there are none. `reason` says which, in one line.
+    error or ended its process (`failed`), there are none. `reason` says which, in one line. Times are by the rules called `rules`
+    (`roofline.RULES`), of which `estimates` has one each.
     """
 
     config: Config
@@ -51,10 +55,17 @@ class Plan:
     needs: float = 0.0
     usable_hbm: float = 0.0
     memory: Memory | None = None
-    estimate: Estimate | None = None
+    estimates: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
+    rules: str = RULES[0]
+    ideal: Ideal | None = None
     collectives: tuple[Collective, ...] = ()
     unstated_loops: tuple[str, ...] = ()
     unknown_kernels: tuple[str, ...] = ()
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.estimates[self.rules]
 
     @property
     def tokens(self) -> int:
@@ -71,8 +82,12 @@ class Plan:
         return self.tokens / self.estimate.seconds
 
     @property
-    def mfu(self) -> float:
-        return self.model_flops / self.estimate.seconds / self.topology.chip.device_flops
+    def mfu(self) -> float | None:
+        return self.mfu_in(self.estimate.seconds)
+
+    def mfu_in(self, seconds: float) -> float | None:
+        """Of a step of so many seconds; None where nothing says what a kernel costs."""
+        return None if self.unknown_kernels else self.model_flops / seconds / self.topology.chip.device_flops
 
     @property
     def binding(self) -> str:
@@ -95,13 +110,17 @@ class Plan:
             "memory_bytes": self.memory._asdict() if fitting else None,
             "step_seconds": self.estimate.seconds if fitting else None,
             "tokens_per_second": self.tokens_per_second if fitting else None, "mfu": self.mfu if fitting else None,
+            "mfu_today": self.mfu_in(self.estimates["today"].seconds) if fitting else None, "rules": self.rules,
+            "ideal": self.ideal._asdict() if fitting else None,
+            "parts": {name: part._asdict() for name, part in self.estimate.parts.items()} if fitting else None,
             "bound_seconds": self.estimate.bound if fitting else None, "binding": self.binding if fitting else None,
             "model_flops": self.model_flops, "executed_flops": self.estimate.flops if fitting else None,
             "hbm_bytes": self.estimate.hbm_bytes if fitting else None,
             "network": [{"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                         for (axes, kind), (size, count) in traffic(self.collectives).items()],
             "loops_of_unknown_length": list(self.unstated_loops), "kernels_of_unknown_cost": list(self.unknown_kernels),
-            "optimization_level": self.optimization_level, "lower_seconds": round(self.lower_seconds, 1),
+            "optimization_level": self.optimization_level, "compiler_options": dict(self.compiler_options),
+            "lower_seconds": round(self.lower_seconds, 1),
             "compile_seconds": round(self.compile_seconds, 1), "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
             "compile_memory_bytes": self.compile_bytes or None,
             "versions": {"jax": jax.__version__, "libtpu": _libtpu_version(), "code": code_version()},
@@ -130,12 +149,14 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh)) for name in ("tokens", "segment_ids")}
 
 
-def make_plan(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
+def make_plan(config: Config, topology: Topology, optimization_level: str = "", dumped: str | None = None) -> Plan:
     """Compiles the train step of `config` for `topology`.
 
     Args:
       optimization_level: "O1" partitions and plans memory as always, but keeps no arrays in VMEM between fusions and spends
         less on the code of each: memory and network hold, times are others. "": the compiler's default, which training uses.
+
+      dumped: folder to which the compiler leaves its schedules (`schedule.dump_to`); None: none are read.
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
@@ -151,7 +172,8 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
         compiled, failure = lowered.compile({"optimization_level": optimization_level} if optimization_level else None), ""
     except jax.errors.JaxRuntimeError as error:
         compiled, failure = None, str(error)
-    plan = functools.partial(Plan, config, topology, mesh=dict(mesh.shape), optimization_level=optimization_level or "default",
+    plan = functools.partial(Plan, config, topology, mesh=dict(mesh.shape), compiler_options=compiler_options(config.parallel, mesh),
+                             optimization_level=optimization_level or "default",
                              lower_seconds=lowered_at - start, compile_seconds=time.perf_counter() - lowered_at,
                              compile_cpu_seconds=cpu_seconds() - cpu_then,
                              compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
@@ -161,12 +183,14 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "") 
         needs, usable = out_of_memory(failure)
         return plan(fits=False, reason=_too_much(needs, usable), needs=needs, usable_hbm=usable)
     program = hlo.parse(compiled.as_text())
+    schedules = schedule.read(dumped, program) if dumped else {}
     parts = memory(compiled, program, state["params"], state["opt_state"])
     usable = topology.chip.usable_hbm
     fits = parts.peak <= usable  # at O1 the compiler does not refuse what exceeds it
     return plan(fits=fits, reason="" if fits else _too_much(parts.peak, usable), needs=parts.peak, usable_hbm=usable, memory=parts,
-                estimate=estimate(program, mesh, topology.chip, topology.shape), collectives=tuple(collectives(program, mesh)),
-                unstated_loops=tuple(program.unstated_loops()), unknown_kernels=tuple(unknown_kernels(program)))
+                estimates={rules: estimate(program, mesh, topology.chip, topology.shape, schedules, rules) for rules in RULES},
+                ideal=ideal(config, topology, mesh), collectives=tuple(collectives(program, mesh)),
+                unstated_loops=tuple(program.unstated_loops()), unknown_kernels=tuple(unknown_kernels(program, schedules)))
 
 
 def _too_much(needs: float, usable: float) -> str:

@@ -21,14 +21,17 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.planner.topology import Topology, describe
 from qwen3next_jax.planner.planning import Plan, cpu_seconds, make_plan
+from qwen3next_jax.planner.schedule import dump_to
 
 
 def make_plan_apart(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
     """`make_plan` in a new process, which ends with this one. Where the compiler takes that down, the plan has `failed`."""
     start, cpu_then = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
-    with tempfile.TemporaryFile() as answer:  # without a name: nothing is left of it however both end
+    # The answer is a file without a name: nothing is left of it however both end.
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryDirectory(prefix="schedules-") as dumped:
         fd = answer.fileno()
-        done = subprocess.run([sys.executable, "-m", "qwen3next_jax.planner.process", str(os.getpid()), str(fd)], pass_fds=(fd,),
+        done = subprocess.run([sys.executable, "-m", "qwen3next_jax.planner.process", str(os.getpid()), str(fd), dumped],
+                              pass_fds=(fd,),
                               stderr=subprocess.PIPE, input=pickle.dumps((config, topology.name, optimization_level)))
         answer.seek(0)
         try:
@@ -57,7 +60,7 @@ def _last_words(code: int, text: str) -> str:
     return f"the planner crashed: {(text.strip().splitlines() or ['it said nothing'])[-1][:300]}"
 
 
-def _answer(planner: int, fd: int) -> None:
+def _answer(planner: int, fd: int, dumped: str) -> None:
     """In the new process: reads what to compile from standard input, leaves the plan, or a UserError, in the open file `fd`.
 
     It ends with the process `planner`, however that dies.
@@ -66,8 +69,9 @@ def _answer(planner: int, fd: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # such programs can be written to it, but not read back
     config, name, optimization_level = pickle.load(sys.stdin.buffer)
+    dump_to(dumped)
     try:
-        found = dataclasses.replace(make_plan(config, describe(name), optimization_level), topology=None)
+        found = dataclasses.replace(make_plan(config, describe(name), optimization_level, dumped), topology=None)
     except UserError as error:
         found = error
     with open(fd, "wb") as answer:
@@ -76,6 +80,6 @@ def _answer(planner: int, fd: int) -> None:
 
 if __name__ == "__main__":
     try:
-        _answer(*map(int, sys.argv[1:]))
+        _answer(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     except KeyboardInterrupt:
         sys.exit(130)  # the planner says so

@@ -2,8 +2,11 @@
 
 The instructions of a computation stand in the order in which the compiler starts them. They are taken one after another:
 
-- an instruction lasts max(FLOPs / peak, HBM bytes / bandwidth); our Pallas kernels last as many cycles as the compiler's
-  static schedule of them has (`_CYCLES`), where that is longer;
+- an instruction lasts max(FLOPs / peak, HBM bytes / bandwidth); a kernel also at least the cycles of the compiler's own schedule of
+  it (`schedule.py`; where nothing was dumped those of the delta rule's kernels, `_CYCLES`) and, at HBM's bandwidth, the bytes that it
+  states or else those of its windows times its trips;
+- by the rules called "new" every instruction lasts at least the cycles of its schedule, which counts the vector unit, products that do
+  not fill the matrix unit, sorts and scatters; by those called "today" only kernels do;
 - a collective lasts as long as its bytes need on the links of its mesh axes, at their peak, all links in use (`Network`); a
   permutation as long as the busiest link needs for the transfers that meet on it;
 - one that the compiler split into a start and an end runs beside what stands between them; what is left when its end is
@@ -12,12 +15,12 @@ The instructions of a computation stand in the order in which the compiler start
 - copies that the compiler started early (HBM to VMEM and back) run beside the rest in the same way;
 - a loop lasts its trips times its body.
 
-Not in the model: latency of collectives, of launches and of small transfers; the vector unit (an elementwise
-fusion is taken to be bound by HBM); products whose shapes do not fill the matrix unit; links shared by collectives of
-different axes; hosts, input and checkpoints. A real step is slower.
+Not in the model: latency of collectives, of launches and of small transfers; stalls inside a schedule; links shared by collectives
+of different axes; hosts, input and checkpoints. A real step is slower.
 """
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -25,40 +28,60 @@ import numpy as np
 
 from qwen3next_jax.parallel.chips import Chip
 from qwen3next_jax.planner.compiled import (Collective, collective_kind, delta_rule_call, flops, fused_collective, hbm_bytes,
-                                             permuted_pairs, read_collective)
+                                             is_kernel, permuted_pairs, read_collective, stated_bytes, visited)
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
+from qwen3next_jax.planner.schedule import Schedule
 
 COMPUTE, HBM = "compute", "hbm"
+RULES = ("new", "today")
 
 
 class Estimate(NamedTuple):
     """Of one run of the program on one device.
 
     seconds: of the whole. bound: seconds by what each instruction waited for: "compute", "hbm", or "network" with its
-    mesh axes, such as "network data+expert". flops: executed, recomputation included. hbm_bytes: read and written.
+    mesh axes, such as "network data+expert". flops: executed, recomputation included. hbm_bytes: read and written. parts: of the
+    functions of this package that asked for the work, the innermost of each, longest first; what was started early has its bytes
+    there, and its seconds where it is waited for.
     """
 
     seconds: float
     bound: dict[str, float]
     flops: float
     hbm_bytes: float
+    parts: dict[str, "Part"]
 
 
-def estimate(program: Program, mesh: jax.sharding.Mesh, chip: Chip, shape: tuple[int, ...]) -> Estimate:
-    """Time of a program compiled for `mesh` on a slice of `shape` chips."""
-    seconds, counts = _Simulation(program, Network(mesh, chip, shape), chip).run(program.entry)
-    bound = {k: v for k, v in counts.items() if k not in ("flops", "bytes") and v}
-    return Estimate(seconds, dict(sorted(bound.items(), key=lambda item: -item[1])), counts["flops"], counts["bytes"])
+class Part(NamedTuple):
+    seconds: float
+    hbm_bytes: float
+    flops: float
+
+
+def estimate(program: Program, mesh: jax.sharding.Mesh, chip: Chip, shape: tuple[int, ...],
+             schedules: Mapping[str, Schedule] | None = None, rules: str = "new",
+             part: Callable[[Instruction], str] | None = None) -> Estimate:
+    """Time of a program compiled for `mesh` on a slice of `shape` chips; `schedules` by name of instruction."""
+    simulation = _Simulation(program, Network(mesh, chip, shape), chip, schedules or {}, rules, part or program.part)
+    seconds, counts = simulation.run(program.entry)
+    bound = {k: v for k, v in counts.items() if isinstance(k, str) and v}
+    names = dict.fromkeys(k[1] for k in counts if isinstance(k, tuple))
+    parts = {name: Part(*(counts[what, name] for what in Part._fields)) for name in names}
+    parts = dict(sorted(parts.items(), key=lambda item: (-item[1].seconds, -item[1].hbm_bytes)))
+    return Estimate(seconds, dict(sorted(bound.items(), key=lambda item: -item[1])), sum(p.flops for p in parts.values()),
+                    sum(p.hbm_bytes for p in parts.values()), parts)
 
 
 class _Simulation:
-    def __init__(self, program: Program, network: "Network", chip: Chip):
+    def __init__(self, program: Program, network: "Network", chip: Chip, schedules: Mapping[str, Schedule], rules: str,
+                 part: Callable[[Instruction], str]):
         self.program, self.network, self.chip = program, network, chip
+        self.schedules, self.rules, self.part = schedules, rules, part
         self.peak, self.bandwidth = chip.device_flops, chip.hbm_bandwidth / chip.devices_per_chip
         self.done: dict[str, tuple[float, Counter]] = {}
 
     def run(self, name: str) -> tuple[float, Counter]:
-        """(seconds, seconds by bound with "flops" and "bytes" beside them) of one run of a computation."""
+        """(seconds, seconds by bound, beside them ("seconds" | "hbm_bytes" | "flops", part)) of one run of a computation."""
         if name not in self.done:
             self.done[name] = self._run(self.program.computations[name])
         return self.done[name]
@@ -66,31 +89,34 @@ class _Simulation:
     def _run(self, computation: Computation) -> tuple[float, Counter]:
         now, counts = 0.0, Counter()
         free: Counter = Counter()  # when each resource has finished what was given to it
-        pending: dict[str, tuple[float, str]] = {}
+        pending: dict[str, tuple[float, str, str]] = {}
 
-        def add(seconds: float, inner: Counter, times: float = 1) -> None:
+        def add(seconds: float, inner: Mapping, times: float = 1) -> None:
             nonlocal now
             now += times * seconds
-            counts.update({k: times * v for k, v in inner.items()})
+            for key, value in inner.items():
+                counts[key] += times * value
 
-        def start(name: str, seconds: float, resource: str) -> None:
+        def wait(seconds: float, resource: str, part: str, **work: float) -> None:
+            add(seconds, {resource: seconds, ("seconds", part): seconds} | {(what, part): size for what, size in work.items()})
+
+        def start(name: str, seconds: float, resource: str, part: str) -> None:
             free[resource] = max(now, free[resource]) + seconds
-            pending[name] = free[resource], resource
+            pending[name] = free[resource], resource, part
 
         for instruction in computation.values():
-            op = instruction.opcode
+            op, part = instruction.opcode, self.part(instruction)
             if op.endswith("-done") and instruction.operands[0] in pending:
-                finish, resource = pending.pop(instruction.operands[0])
-                if finish > now:
-                    add(finish - now, Counter({resource: finish - now}))
+                finish, resource, part = pending.pop(instruction.operands[0])
+                wait(max(finish - now, 0.0), resource, part)
             elif op.endswith("-update") and instruction.operands[0] in pending:
                 pending[instruction.name] = pending.pop(instruction.operands[0])
             elif collective_kind(instruction):
                 resource, seconds = self._network(computation, instruction)
                 if op.endswith("-start"):
-                    start(instruction.name, seconds, resource)
+                    start(instruction.name, seconds, resource, part)
                 else:
-                    add(seconds, Counter({resource: seconds}))
+                    wait(seconds, resource, part)
             elif op == "while":
                 seconds, inner = self.run(instruction.attribute("body").lstrip("%"))
                 add(seconds, inner, self.program.trips(computation, instruction) or 1)
@@ -100,27 +126,34 @@ class _Simulation:
                 add(*self.run(instruction.called[0]))
             elif op in ("async-start", "call-start"):
                 seconds, inner = self.run(instruction.called[0])
-                waits = {k: v for k, v in inner.items() if k not in ("flops", "bytes")}
-                start(instruction.name, seconds, max(waits, key=waits.get, default=HBM))
-                counts.update({k: inner[k] for k in ("flops", "bytes")})
+                waits = {k: v for k, v in inner.items() if isinstance(k, str)}
+                start(instruction.name, seconds, max(waits, key=waits.get, default=HBM), part)
+                add(0.0, {k: v for k, v in inner.items() if isinstance(k, tuple) and k[0] != "seconds"})
             elif op.endswith("-start"):
                 moved = hbm_bytes(self.program, computation, instruction)
-                counts["bytes"] += moved
-                start(instruction.name, moved / self.bandwidth, HBM)
+                add(0.0, {("hbm_bytes", part): moved})
+                start(instruction.name, moved / self.bandwidth, HBM, part)
             else:
-                self._work(computation, instruction, add)
+                wait(*self._work(computation, instruction), part, hbm_bytes=hbm_bytes(self.program, computation, instruction),
+                     flops=flops(self.program, computation, instruction))
         return now, counts
 
-    def _work(self, computation: Computation, instruction: Instruction, add) -> None:
-        work, moved = flops(self.program, computation, instruction), hbm_bytes(self.program, computation, instruction)
-        compute = max(work / self.peak, _kernel_seconds(computation, instruction, self.chip))
-        lasts = {COMPUTE: compute, HBM: moved / self.bandwidth}
+    def _work(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
+        """(seconds, what they are waited for)."""
+        cycles, moved = 0.0, hbm_bytes(self.program, computation, instruction)
+        schedule, kernel = self.schedules.get(instruction.name), is_kernel(instruction)
+        if schedule and (kernel or self.rules == "new"):
+            cycles = schedule.cycles * visited(computation, instruction) / self.chip.clock
+            moved = max(moved, stated_bytes(instruction) or schedule.copied)
+        elif kernel:
+            cycles = _kernel_seconds(computation, instruction, self.chip)
+        lasts = {COMPUTE: max(flops(self.program, computation, instruction) / self.peak, cycles), HBM: moved / self.bandwidth}
         fused = fused_collective(self.program, instruction)
         if fused:
             resource, seconds = self._network(*fused)
             lasts[resource] = seconds
         longest = max(lasts, key=lasts.get)
-        add(lasts[longest], Counter({longest: lasts[longest], "flops": work, "bytes": moved}))
+        return lasts[longest], longest
 
     def _network(self, computation: Computation, instruction: Instruction) -> tuple[str, float]:
         """("network" and the axes, seconds) of a collective."""

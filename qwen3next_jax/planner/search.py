@@ -18,6 +18,7 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.parallel.mesh import check_divides, mesh_text
+from qwen3next_jax.planner.ideal import layer_bytes
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.planner.planning import check_exchange
 
@@ -94,10 +95,10 @@ def estimated_bytes(config: Config) -> float:
     # Float32: parameter, two moments, gradient; a second one where micro-batches add up.
     state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
     ends = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)  # float32, split over `tensor`; bfloat16, whole
-    per_layer = {"none": _layer_bytes(m), "dots": _layer_bytes(m, experts=False), "block": 2 * m.hidden_size, "offload": 0}
+    per_layer = {"none": layer_bytes(m), "dots": layer_bytes(m, experts=False), "block": 2 * m.hidden_size, "offload": 0}
     saved = per_layer[train.remat] * m.num_hidden_layers * tokens
     weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
-    return state + saved + ends + 3 * weights + 2 * _layer_bytes(m) * tokens
+    return state + saved + ends + 3 * weights + 2 * layer_bytes(m) * tokens
 
 
 def estimated_seconds(config: Config, topology: Topology) -> float:
@@ -133,10 +134,3 @@ def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
 @functools.cache
 def _expert_weights(m: ModelConfig) -> int:
     return sum(p.size for p in declared(m).values() if p.experts > 1)
-
-
-def _layer_bytes(m: ModelConfig, experts: bool = True) -> float:
-    """Of one token's intermediate values in a recurrent layer, in bfloat16: operands of every product, the experts' included."""
-    mixer = 3 * (m.linear_num_key_heads * m.linear_key_head_dim + m.linear_num_value_heads * m.linear_value_head_dim)
-    mlp = m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.moe_intermediate_size) if m.num_experts else 3 * m.intermediate_size
-    return 2 * (4 * m.hidden_size + 2 * mixer + mlp * experts)

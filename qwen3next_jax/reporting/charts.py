@@ -66,7 +66,7 @@ class Axis:
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log: bool = False, from_zero: bool = False,
-               late: bool = False, references: Sequence[tuple[str, float]] = (), marks: Sequence[tuple[float, str]] = (),
+               late: bool = False, references: Sequence[tuple[str, float]] = (), marks: Sequence[tuple[float, str, str]] = (),
                note: str = "", x_names: Sequence[str] = ()) -> str:
     """A chart of lines over a common x.
 
@@ -74,7 +74,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log:
       log: logarithmic y. from_zero: y starts at 0. late: y fits what comes after the first 3 % of x; what lies above is
         left out, and said to be.
       references: (label, y) of dashed horizontal lines, such as published values.
-      marks: (x, text) of vertical lines, such as restarts.
+      marks: (x, text, "fault" or "stage") of vertical lines.
       note: a sentence under the title. x_names: names of x = 0, 1, … instead of numbers.
     """
     lines = [line for line in lines if np.isfinite(np.asarray(line.y, float)).any()]
@@ -88,9 +88,9 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log:
     if hidden is not None:
         note = " ".join(filter(None, (note, f"Begins above the frame, at {short(hidden)}.")))
     parts = [_frame(x, y, x_label, x_names)]
-    for position, text in marks:
+    for position, text, kind in marks:
         if x.low <= position <= x.high:
-            parts.append(f'<line class="mark" x1="{x(position):.1f}" x2="{x(position):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
+            parts.append(f'<line class="mark {kind}" x1="{x(position):.1f}" x2="{x(position):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
                          f"<title>{_escape(text)}</title></line>")
     # What lies above the frame is cut off there; dots at the ends stay whole.
     clip = (f'<svg y="{TOP - 2}" width="{WIDTH}" height="{HEIGHT - TOP - BOTTOM + 5}" '

@@ -12,7 +12,7 @@ import numpy as np
 from qwen3next_jax.reporting.charts import Line, heatmap, line_chart, short, stacked_columns, table
 from qwen3next_jax.reporting.figures import Value, evaluation, recorded
 from qwen3next_jax.reporting.runs import (
-    POINTS, USES, TRAINING, Run, differences, faults, goodput, load_run, wall_time, wall_time_columns)
+    POINTS, USES, TRAINING, Run, differences, faults, goodput, load_run, stages, wall_time, wall_time_columns)
 from qwen3next_jax.trees import flat
 
 FEW_LAYERS = 8  # more are drawn as a heatmap of layers over steps
@@ -39,7 +39,9 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
 def report(runs: Sequence[Run]) -> str:
     """The whole page for one run, or for several on the same axes."""
     runs = _distinct(runs)
-    marks = [(fault.step, f"{fault.kind} at step {fault.step}: {fault.text}") for fault in faults(runs[0])[:200]] if len(runs) == 1 else []
+    marks = [(fault.step, f"{fault.kind} at step {fault.step}: {fault.text}", "fault") for fault in faults(runs[0])[:200]]
+    marks += [(step, f"stage {name} begins after step {step}", "stage") for step, name in stages(runs[0]) if step]
+    marks = marks if len(runs) == 1 else []
     sections = {
         "Loss": _loss(runs, marks), "Evaluations": _evaluations(runs, marks), "Optimisation": _optimisation(runs, marks),
         "Speed and use of time": _speed(runs), "Experts": _experts(runs), "Recurrent layers": _recurrent(runs),
@@ -92,7 +94,9 @@ def _subtitle(runs: Sequence[Run]) -> str:
     where = f"{devices} × {start.get('device_kind')}" + (f" on {hosts} hosts" if hosts and hosts > 1 else "") if devices else ""
     code = f"commit {start['commit'][:10]}" if start.get("commit") else ""
     lines = "dashed red lines: faults and restarts" if faults(runs[0]) else ""
-    return " · ".join(filter(None, (where, f"JAX {start['jax']}" if "jax" in start else "", code, lines)))
+    begun = ", ".join(f"{name} from step {step + 1}" for step, name in stages(runs[0]))
+    return " · ".join(filter(None, (where, f"JAX {start['jax']}" if "jax" in start else "", code, lines,
+                                    begun and f"stages, at grey lines: {begun}")))
 
 
 def _overview(runs: Sequence[Run]) -> str:

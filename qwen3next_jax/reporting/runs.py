@@ -213,6 +213,11 @@ def faults(run: Run) -> list[Fault]:
     return sorted(found, key=lambda fault: fault.time)
 
 
+def stages(run: Run) -> list[tuple[int, str]]:
+    """(steps taken before it, name) of every stage that has begun."""
+    return [(event["step"] - 1, str(event.get("stage"))) for event in run.events.get("stage", ()) if event["step"]]
+
+
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
     """(setting, its value in each run; None where absent) of the settings that differ."""
     configs = [flat(run.config) for run in runs]

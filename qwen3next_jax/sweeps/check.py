@@ -9,6 +9,7 @@ from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.model.block import check_mixers
 from qwen3next_jax.sweeps.points import Sweep
+from qwen3next_jax.training.stages import parts_of
 
 
 def check_points(sweep: Sweep) -> None:
@@ -21,7 +22,8 @@ def check_points(sweep: Sweep) -> None:
             source = source_of(config.data)
             tokenizer = source.tokenizer_of(config.data, model.vocab_size)
             evaluation.check(config.eval.suites, evaluation.options_of(config.eval), model, tokenizer)
-            source.check(config.data, config.train.sequence_length, model.vocab_size)
+            for part in parts_of(config):
+                source.check(part.config.data, part.config.train.sequence_length, model.vocab_size)
             if config.eval.sample_tokens:
                 check_request(model, [tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
         except UserError as error:

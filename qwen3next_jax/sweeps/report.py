@@ -11,6 +11,7 @@ from qwen3next_jax.reporting.page import document
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
     Result, Spread, along_x, declared, findings, lines_of, main_figures, pareto, seed_axes, shown, to_csv, to_json)
+from qwen3next_jax.training.stages import tokens_seen
 
 COUNTED = {"parameters": "parameters", "flops_per_token": "FLOPs per token", "cache_bytes_per_token": "cache bytes per token",
            "state_bytes": "recurrent state, bytes"}
@@ -33,7 +34,7 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
     body = "".join(f'<section id="{name.lower()}"><h2>{name}</h2>{text}</section>' for name, text in sections.items())
     matched = f", every point's MLPs as wide as gives it the first one's {sweep.match}" if sweep.match else ""
     config = results[0].point.config
-    budgets = {r.point.config.train.steps * r.point.config.train.batch_size * r.point.config.train.sequence_length for r in results}
+    budgets = {tokens_seen(r.point.config, r.point.config.train.steps) for r in results}
     tokens = " and ".join(f"{budget / 1e6:.3g} M" for budget in sorted(budgets))
     subtitle = (f"{len(done)} of {len(results)} points done · base {sweep.base} · {tokens} tokens a point{matched} · data seed "
                 f"{config.data.seed}: points on the same data see the same rows in the same order")

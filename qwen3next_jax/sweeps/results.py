@@ -19,6 +19,7 @@ from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.reporting.events import ended_badly, read_events
 from qwen3next_jax.reporting.figures import Figure, Value, evaluation, recorded
 from qwen3next_jax.sweeps.points import Point, Sweep
+from qwen3next_jax.training.stages import parts_of, tokens_seen
 
 _CACHE_LENGTH = 1024  # the attention cache grows linearly; this length tells by how much
 
@@ -45,7 +46,9 @@ class Result:
         config, model = self.point.config, self.point.config.model
         cache = cache_bytes(model, 1, _CACHE_LENGTH)
         return {"parameters": parameter_counts(model).total,
-                "flops_per_token": flops_per_token(model, config.train.sequence_length),
+                "flops_per_token": sum(flops_per_token(model, part.config.train.sequence_length)
+                                       * (tokens_seen(config, part.last) - tokens_seen(config, part.first))
+                                       for part in parts_of(config)) / tokens_seen(config, config.train.steps),
                 "cache_bytes_per_token": cache["slots"] / _CACHE_LENGTH, "state_bytes": cache["state"]}
 
 

@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import time
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from qwen3next_jax.parallel.distributed import is_leader, leader_says
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.parallel.rules import shardings
 from qwen3next_jax.training import manifest
-from qwen3next_jax.training.fingerprint import check_nothing_lost, read_config, saved_steps, unwritable
+from qwen3next_jax.training.fingerprint import check_nothing_lost, read_config, run_id, saved_steps, unwritable
 from qwen3next_jax.training.step import State, abstract_model
 
 # Orbax reports every directory it touches at the level of a warning.
@@ -43,15 +44,15 @@ class Checkpoints:
     A checkpoint counts once it is sealed: a damaged or unsealed one is passed over, and said to be. A save that fails is
     told, not raised: training goes on, and the older checkpoints stay. Nothing is written before `begin`.
 
-    Retention keeps the newest `keep_last` whole checkpoints and those at multiples of `keep_every`. Each is read once
-    more, in the background, when the next one is sealed: one that has been damaged since then does not count, and an
+    Retention keeps the newest `keep_last` whole checkpoints, and those at multiples of `keep_every` and at the ends of stages. Each
+    is read once more, in the background, when the next one is sealed: one that has been damaged since then does not count, and an
     older one is kept in its place.
     """
 
-    def __init__(self, workdir: pathlib.Path, keep: CheckpointConfig | None = None):
-        """`keep` None opens them for reading."""
+    def __init__(self, workdir: pathlib.Path, keep: CheckpointConfig | None = None, keep_steps: Container[int] = ()):
+        """`keep` None opens them for reading. `keep_steps`: whose checkpoints stay, too."""
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._keep = keep
+        self._keep, self._keep_steps = keep, keep_steps
         self._checkpointer = _checkpointer()
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
@@ -83,7 +84,7 @@ class Checkpoints:
 
     def _find_good(self) -> int | None:
         for step in reversed(self.steps()):
-            damage = manifest.find_damage(self.directory / str(step))
+            damage = self._damage(step)
             if damage is None:
                 return step
             warn(f"{self.directory / str(step)} is passed over: {damage}")
@@ -143,7 +144,7 @@ class Checkpoints:
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
-        if step != self._found_good and (damage := manifest.find_damage(where)):
+        if step != self._found_good and (damage := self._damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
         state = read_arrays(where, abstract_state, whole)
         if "step" in state and (held := int(state["step"])) != step:  # older manifests do not name it
@@ -158,7 +159,7 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_leader():
             return []
-        size = manifest.seal(self.directory / str(step), step)
+        size = manifest.seal(self.directory / str(step), step, run_id(self.directory.parent))
         saved = ("checkpoint", step, {"seconds": round(time.perf_counter() - begun, 3), "bytes": size})
         try:
             return [saved, *self._delete_old(step)]
@@ -171,19 +172,22 @@ class Checkpoints:
         for step in reversed(self.steps()):
             folder = self.directory / str(step)
             if good < self._keep.keep_last:
-                damage = None if step == sealed else manifest.find_damage(folder, sizes_only=step in self._read_again)
+                damage = None if step == sealed else self._damage(step, sizes_only=step in self._read_again)
                 if damage is None:
                     good += 1
                     self._read_again |= {step} - {sealed}
                 else:
                     events.append(("damaged", step, {"reason": damage}))
-            elif not (self._keep.keep_every and step % self._keep.keep_every == 0):
+            elif step not in self._keep_steps and not (self._keep.keep_every and step % self._keep.keep_every == 0):
                 gone = self.directory / f"{_DELETED}{step}"
                 os.rename(folder, gone)
                 shutil.rmtree(gone)
         return events
 
     # ---- files
+
+    def _damage(self, step: int, sizes_only: bool = False) -> str | None:
+        return manifest.find_damage(self.directory / str(step), sizes_only, run_id(self.directory.parent))
 
     def _collect(self) -> None:
         (step, future), self._saving = self._saving, None

@@ -19,8 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from qwen3next_jax.config import Config
+from qwen3next_jax.parallel.compiler_options import compiler_options, options_text
 from qwen3next_jax.parallel.mesh import mesh_text
 from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
+from qwen3next_jax.training.stages import tokens_seen
 
 CELL_WIDTH = 24  # the widest name and value beside each other
 XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure
@@ -50,21 +52,24 @@ class PreparationProgress:
         self._bars.update(self._tasks[source], completed=bytes_read)
 
 
-def title(config: Config, mesh: Mesh, state: Mapping[str, Any], corpus: str, first_step: int) -> str:
-    """What a run is and where it runs, in a line above all else that is shown. `corpus`: its data, in words."""
+def title(config: Config, mesh: Mesh, state: Mapping[str, Any], corpus: str, first_step: int, parent: str = "") -> str:
+    """What a run is and where it runs, in a line above all else that is shown. `corpus`: its data, in words; `parent`: the run with
+    whose `first_step` it begins now."""
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
-    start = f"resumed after step {first_step}" if first_step else "new run"
+    start = f"new run after step {first_step} of {parent}" if parent else f"resumed after step {first_step}" if first_step else "new run"
     kind = mesh.devices.flat[0].device_kind
     devices = kind if mesh.size == 1 else f"{mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
-    return f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}"
+    options = compiler_options(config.parallel, mesh)
+    return (f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}"
+            + (f" · {options_text(options)}" if options else ""))
 
 
 class Display:
     """Shows the events it is called with. Use as a context manager."""
 
-    def __init__(self, title: str, steps: int, first_step: int, visible: bool = True, console: Console | None = None):
+    def __init__(self, title: str, config: Config, first_step: int, visible: bool = True, console: Console | None = None):
         """`visible` False shows nothing: the processes of a run other than its first."""
-        self._title, self._steps = title, steps
+        self._title, self._steps, self._tokens = title, config.train.steps, tokens_seen(config, config.train.steps)
         self._console = console or Console(highlight=False, quiet=not visible)
         self._train: dict[str, Any] = {}
         self._heldout: list[str] = []
@@ -76,7 +81,7 @@ class Display:
         if visible and self._console.is_terminal:
             self._progress = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None),
                                       TaskProgressColumn(), TimeElapsedColumn(), console=self._console)
-            self._task = self._progress.add_task("train", total=steps, completed=first_step)
+            self._task = self._progress.add_task("train", total=self._steps, completed=first_step)
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._render)
         self._compiling = threading.Timer(XLA_BANNER - 10, self.say, (
             "still compiling the train step, which takes minutes for a large model. XLA asks \"Very slow compile?\" on standard error: "
@@ -116,6 +121,9 @@ class Display:
             shown = main_values(values) or [value for value in values if value.figure.unit != "count"]
             line = "  ".join((f"step {step}  {name}", *(f"{value.label} {value}" for value in shown)))
             self._heldout.append(line)
+        elif kind == "stage":
+            shape = f"{event['batch_size']} × {event['sequence_length']:,}"
+            line = f"step {step}  stage {event['stage']} begins: {event['steps']:,} steps of {shape} tokens; compiling for it"
         elif kind == "sample":
             self._sample = event["text"]
             line = f"step {step}  sample {event['text']!r}"
@@ -159,14 +167,14 @@ class Display:
         v = self._train
         if not v:
             return [("compiling the train step", "…")]
-        cells = [("loss", _number(v["loss"], ".4f")), ("bits/byte", _number(v["bits_per_byte"], ".3f")) if "bits_per_byte" in v
+        cells = [("stage", v["stage"])] if "stage" in v else []
+        cells += [("loss", _number(v["loss"], ".4f")), ("bits/byte", _number(v["bits_per_byte"], ".3f")) if "bits_per_byte" in v
                  else ("accuracy", _number(v["top1"], ".1%"))]
         cells += [(f"mtp loss {name.rpartition('/')[2]}", _number(value, ".3f")) for name, value in v.items()
                   if name.startswith("mtp_loss/")]
         if "balance_loss" in v:
             cells += [("balance", _number(v["balance_loss"], ".3f")), ("busiest expert", f"×{_number(v['busiest_expert'], '.2f')}")]
-        tokens_per_step = v["tokens_seen"] / v["step"]
-        left = (self._steps - v["step"]) * tokens_per_step / v["tokens_per_second"]
+        left = (self._tokens - v["tokens_seen"]) / v["tokens_per_second"]
         memory = _scaled(v["memory_bytes"]) + "B" + (f" of {_scaled(v['memory_limit'])}B" if v["memory_limit"] else "")
         return cells + [
             ("grad norm", _number(v["grad_norm"], ".3g")), ("lr", f"{v['learning_rate']:.2e}"),
@@ -177,7 +185,7 @@ class Display:
 
 
 # What a plain line shows of the cells; the rest is in metrics.jsonl.
-PLAIN = ("loss", "bits/byte", "accuracy", "mtp loss 0", "grad norm", "lr", "tokens/s", "model FLOP/s", "MFU", "memory", "left")
+PLAIN = ("stage", "loss", "bits/byte", "accuracy", "mtp loss 0", "grad norm", "lr", "tokens/s", "model FLOP/s", "MFU", "memory", "left")
 FAULTS = {"skip": "update skipped", "spike": "loss spike", "rewind": "rewound", "damaged": "damaged checkpoint passed over",
           "stop": "stopping", "save_failed": "checkpoint not saved"}
 

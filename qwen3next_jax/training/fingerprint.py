@@ -11,12 +11,14 @@ for another's, nor written over.
 
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import subprocess
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.errors import UserError, warn
 from qwen3next_jax.reporting.events import each_event
+from qwen3next_jax.training.stages import SETTINGS, Part, parts_of
 from qwen3next_jax.trees import flat
 
 # What may differ when a run goes on, and why; it is logged. Any other difference would make it another run.
@@ -33,6 +36,7 @@ MAY_CHANGE = {
     "config.data.tokenizer": "its content is checked by its own fingerprint",
     "config.data.prepared_dir": "the rows in it are checked by the data's fingerprint",
     "config.train.steps": "a longer or shorter run; the learning-rate schedule changes from there on",
+    "config.train.stages": "those to come; of one that has begun only the number of its steps, to no less than are taken",
     "config.train.log_every": "what is written down",
     "config.train.remat": "memory against time; the same gradients up to rounding",
     "config.train.step_timeout": "the watchdog",
@@ -50,7 +54,7 @@ MAY_CHANGE = {
     "devices": "the same values up to the order of sums",
 }
 # Of a process that has taken no step, or whose steps changed nothing.
-_UNTRAINED = {"start", "stop", "changed", "damaged", "save_failed", "skip", "spike", "profile"}
+_UNTRAINED = {"start", "stop", "stage", "changed", "damaged", "save_failed", "skip", "spike", "profile"}
 _WRITTEN = ("run.json", "metrics.jsonl", "checkpoints", "damaged", "dumps", "eval", "profile", "report.html", "tensorboard", "tokenizer",
             "wandb_id")
 _RESTART = "start anew with --restart, which keeps what is there in WORKDIR/before-TIME"
@@ -114,10 +118,11 @@ def may_change(name: str) -> bool:
     return any(name == allowed or name.startswith(allowed + ".") for allowed in MAY_CHANGE)
 
 
-def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str,
+def open_run(workdir: pathlib.Path, config: Config, data_fingerprints: list[str],
              tokenizer_fingerprint: str, parent: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[Change]]:
     """Whether this run may start, or go on, in `workdir`; writes nothing. → (what run.json is to hold, or {} where it stays as
-    it is; the allowed changes since the run before). `parent`: of the run that it begins with, where it begins with one.
+    it is; the allowed changes since the run before). `data_fingerprints`: of every stage's data. `parent`: of the run that it begins
+    with, where it begins with one.
 
     Raises:
       UserError: the folder holds a run with another configuration, data or tokenizer (the first difference is named), or one
@@ -126,18 +131,19 @@ def open_run(workdir: pathlib.Path, config: Config, data_fingerprint: str,
     import jax
 
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-    now = {"format": _FORMAT, "config": _plain(config), "data": data_fingerprint, "tokenizer": tokenizer_fingerprint,
+    data = [{"fingerprint": fingerprint} for fingerprint in data_fingerprints]  # see `stages.Reading`
+    now = {"format": _FORMAT, "config": _plain(config), "data": data, "tokenizer": tokenizer_fingerprint,
            "code": code_version(), "processes": jax.process_count(), "devices": devices} | ({"parent": parent} if parent else {})
     before = _read_trained(workdir)
     if before is None:
-        return now | {"changes": []}, []
+        return now | {"id": uuid.uuid4().hex, "changes": []}, []
     changes = _checked_changes(workdir, before, now)
     if not (workdir / "metrics.jsonl").exists():
         warn(f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step from which the run goes on")
     if not changes and "format" in before:
         return {}, []
-    parent = {name: before[name] for name in ("parent",) if name in before}  # once there is a checkpoint it is not looked at
-    return parent | now | {"changes": before.get("changes", []) + [[*change] for change in changes]}, changes
+    kept = {name: before[name] for name in ("parent", "id") if name in before}  # the parent is not looked at again
+    return now | kept | {"changes": before.get("changes", []) + [[*change] for change in changes]}, changes
 
 
 def check_settings(workdir: pathlib.Path, config: Config) -> None:
@@ -188,8 +194,14 @@ def _read_trained(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 def _checked_changes(workdir: pathlib.Path, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     # Settings that the run's code did not have yet stand at their defaults, which keep what was computed before them.
-    before = before | {"config": _plain(from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"))}
-    old, new = flat({name: before.get(name) for name in now}), flat(now)
+    trained, step = from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"), max(saved_steps(workdir), default=0)
+    before = before | {"config": _plain(trained)}
+    if "data" in now:  # of the stages that have begun
+        pairs = [(old["fingerprint"], new["fingerprint"]) for part, old, new in zip(parts_of(trained), _readings(before), now["data"])
+                 if old and part.first < max(step, 1)]
+        old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        before, now = before | {"data": old_data}, now | {"data": new_data}
+    old, new = (flat(_by_number({name: record.get(name) for name in now})) for record in (before, now))
     changes = [Change(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())
                if old.get(name) != new.get(name) and name != "format"]
     changes.sort(key=lambda change: change.name != "tokenizer")  # which changes the data's fingerprint, too
@@ -202,7 +214,41 @@ def _checked_changes(workdir: pathlib.Path, before: dict[str, Any], now: dict[st
             name = change.name.removeprefix("config.")
             raise UserError(f"{workdir} holds a run with {name} = {change.old!r}, not {change.new!r}: give another --workdir, "
                             "or the old value")
+    _check_stages(workdir, trained, from_dict(Config, now["config"]), step)
     return changes
+
+
+def _readings(run: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """What each stage reads; older code wrote down one fingerprint."""
+    return [{"fingerprint": run["data"]}] if isinstance(run["data"], str) else run["data"]
+
+
+def _by_number(record: dict[str, Any]) -> dict[str, Any]:
+    """`record` with the stages' settings, where they are given, as leaves of their own."""
+    train = record["config"]["train"]
+    stages = {str(i): {name: value for name, value in stage.items() if value is not None} for i, stage in enumerate(train["stages"])}
+    return record | {"config": record["config"] | {"train": train | {"stages": stages}}}
+
+
+def _check_stages(workdir: pathlib.Path, trained: Config, now: Config, step: int) -> None:
+    """Raises UserError where a stage that has begun by `step` is another one now."""
+    old, new = parts_of(trained), parts_of(now)
+    for i, part in enumerate(old):
+        if part.first >= max(step, 1):
+            return
+        where = f"{workdir}: {f'stage {part.name}' if part.name else 'its only stage'} has taken {min(step, part.last) - part.first} steps"
+        if i == len(new):
+            raise UserError(f"{where}, but train.stages ends before it: only what comes after it may change")
+        over = i + 1 < len(old) and part.last < step
+        if new[i].last != part.last if over else i + 1 < len(new) and new[i].last < step:
+            raise UserError(f"{where}, not {new[i].last - new[i].first}: train.stages[{i}].steps = {part.last - part.first} stays")
+        for name, was, becomes in zip(("schedule_from", *itertools.chain(*SETTINGS.values())), _settings(part), _settings(new[i])):
+            if was != becomes and f"config.train.{name}" not in MAY_CHANGE:
+                raise UserError(f"{where} with {name} = {was!r}, not {becomes!r}: give another --workdir, or the old value")
+
+
+def _settings(part: Part) -> list[Any]:
+    return [part.schedule_from, *(getattr(getattr(part.config, group), name) for group, names in SETTINGS.items() for name in names)]
 
 
 def move_aside(workdir: pathlib.Path) -> None:
@@ -244,6 +290,14 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
         raise UserError(f"{path}: damaged, or changed by hand: what it says of the run cannot be relied on; restore it, or give "
                         "another --workdir")
     return record
+
+
+def run_id(workdir: pathlib.Path) -> str | None:
+    """The id with which run.json was made; "" where older code made it, None where there is none to read."""
+    try:
+        return read_run(workdir).get("id", "")
+    except UserError:
+        return None
 
 
 def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool) -> None:

@@ -34,6 +34,14 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
     return rings | {name: jnp.zeros((), jnp.int32) for name in counts}
 
 
+def renewed(config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, goes_on: bool) -> dict[str, jax.Array]:
+    """The guards of a stage, or a branch, from those that it takes over: with `data_offset`, and, unless it `goes_on` with batches of
+    the same kind, an empty window, as losses of another kind are no measure of spikes."""
+    # The optimizer counts its own updates, which are the steps less those that were skipped: that count stays.
+    kept = guards if goes_on else init_guards(config) | {name: guards[name] for name in ("skipped", "spikes")}
+    return jax.device_put(kept | {"data_offset": jnp.int32(data_offset)}, guards["data_offset"].sharding)
+
+
 def judge(config: GuardConfig, guards: dict, loss: jax.Array, grad_norm: jax.Array) -> tuple[jax.Array, dict, dict]:
     """→ (skip, new guards, metrics) for a step with this `loss` and `grad_norm` (float32 scalars).
 

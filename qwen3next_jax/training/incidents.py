@@ -80,11 +80,6 @@ class Incidents:
                 f"{float(values['grad_norm']):.4g} (z {float(values['grad_norm_z']):.1f})")
 
 
-def batch_index(step: int, data_offset: int) -> int:
-    """Which batch of the data `step` (from 1) takes, after rewinds passed over `data_offset` of them."""
-    return step - 1 + data_offset
-
-
 @dataclasses.dataclass(frozen=True)
 class Dump:
     """What a step met: everything needed to run it again."""
@@ -97,12 +92,11 @@ class Dump:
     documents: list[list[str]]  # of every row
 
 
-def write_dump(workdir: pathlib.Path, config: Config, data: Data, halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
-    """Saves what the halted step met under WORKDIR/dumps/STEP. → (the folder, the documents of every row).
+def write_dump(workdir: pathlib.Path, config: Config, data: Data, index: int, halt: Halted) -> tuple[pathlib.Path, list[list[str]]]:
+    """Saves what the halted step met, with batch `index` of `data`, under WORKDIR/dumps/STEP. → (the folder, the documents of every row).
 
     All processes write the state, process 0 the rest."""
     folder = pathlib.Path(workdir).absolute() / "dumps" / str(halt.step)
-    index = batch_index(halt.step, int(halt.state["guards"]["data_offset"]))
     documents = data.document_names(index)
 
     def begin() -> None:

@@ -1,8 +1,9 @@
 """Digests of a folder's files. Orbax reads a file with a flipped bit as if nothing had happened; these do not.
 
-    FOLDER/manifest.json    {"step": N, "piece": bytes, "files": {relative path: [bytes, [SHA-256 of each piece]]}}
+    FOLDER/manifest.json    {"run": ID, "step": N, "piece": bytes, "files": {relative path: [bytes, [SHA-256 of each piece]]}}
 
-A checkpoint's names its step, so that a folder that was renamed or copied is not taken for another step's. It is written last
+A checkpoint's names its run (the id in run.json) and its step, so that a folder that was renamed or copied is not taken for another
+step's, nor for another run's. It is written last
 and atomically, when everything it names is on the disk. Files are digested in pieces, so that the cores share the largest one,
 too, and nothing but a piece's buffer is in memory.
 """
@@ -18,8 +19,8 @@ NAME = "manifest.json"
 PIECE = 1 << 25  # bytes
 
 
-def seal(directory: pathlib.Path, step: int | None = None) -> int:
-    """Writes the manifest of a finished folder, for a checkpoint with its `step`. → bytes of its files."""
+def seal(directory: pathlib.Path, step: int | None = None, run: str | None = None) -> int:
+    """Writes the manifest of a finished folder, for a checkpoint with its `step` and the id of its `run`. → bytes of its files."""
     files = {str(f.relative_to(directory)): f for f in _files(directory)}
     for file in files.values():
         _flush(file)  # else, after a power failure, the manifest could be there and its files not
@@ -27,7 +28,8 @@ def seal(directory: pathlib.Path, step: int | None = None) -> int:
     pieces = {name: [] for name in files}
     for name, _, digest in _digests(directory, sizes, PIECE):
         pieces[name].append(digest)
-    record = ({} if step is None else {"step": step}) | {"piece": PIECE, "files": {n: [sizes[n], pieces[n]] for n in files}}
+    of = ({"run": run} if run else {}) | ({} if step is None else {"step": step})
+    record = of | {"piece": PIECE, "files": {n: [sizes[n], pieces[n]] for n in files}}
     temporary = directory / (NAME + ".tmp")
     temporary.write_text(json.dumps(record, indent=1))
     _flush(temporary)
@@ -36,15 +38,16 @@ def seal(directory: pathlib.Path, step: int | None = None) -> int:
     return sum(sizes.values())
 
 
-def find_damage(directory: pathlib.Path, sizes_only: bool = False) -> str | None:
-    """What is wrong with the folder, or None where every byte (`sizes_only`: every size) is as it was written."""
+def find_damage(directory: pathlib.Path, sizes_only: bool = False, run: str | None = None) -> str | None:
+    """What is wrong with the folder, or None where every byte (`sizes_only`: every size) is as it was written. `run`: the id of the run
+    whose checkpoint it should be, "" of a run of older code, which has none; None: whosever."""
     try:
-        return _find_damage(directory, sizes_only)
+        return _find_damage(directory, sizes_only, run)
     except OSError as error:  # a bad sector, or a run that deletes it meanwhile
         return f"it cannot be read: {error}"
 
 
-def _find_damage(directory: pathlib.Path, sizes_only: bool) -> str | None:
+def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> str | None:
     path = directory / NAME
     if not path.exists():
         return f"it has no {NAME}: it is being written, or the run died before it was complete"
@@ -54,12 +57,14 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool) -> str | None:
         sizes = {name: int(size) for name, (size, _) in record["files"].items()}
         expected = [digest for _, of_pieces in record["files"].values() for digest in of_pieces]
         # One digest for each piece: fewer would leave bytes unread.
-        whole = record.keys() - {"step"} == {"piece", "files"} and piece > 0
+        whole = record.keys() - {"run", "step"} == {"piece", "files"} and piece > 0
         whole = whole and all(len(d) == len(_pieces(size, piece)) for size, d in record["files"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         return f"{NAME} is damaged"
+    if run is not None and record.get("run", "") != run:
+        return f"it is a checkpoint of another run ({str(record.get('run', 'one of older code'))[:12]}, this one is {run[:12] or 'older'})"
     if "step" in record and str(record["step"]) != directory.name:
         return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
     present = {str(f.relative_to(directory)): f for f in _files(directory)}

@@ -1,6 +1,7 @@
 """What all optimizers share: clipping, weight decay, the schedule of the learning rate."""
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -11,25 +12,26 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.trees import path_string
 
 
-def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Step (from 0) → learning rate: linear warm-up to the peak, then cosine, or constant and a linear fall at the end.
+def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
+    """Step (from 0) → learning rate of the `steps` steps after the first `begins`: linear warm-up to the peak, then cosine, or
+    constant and a linear fall over the last of them (of "constant" none, of "linear" all).
 
-    The first step already learns (peak / warm-up), and the last one runs at final_fraction of the peak.
+    The first step already learns (peak / warm-up), and the last one runs at final_fraction of the peak, unless it is constant.
     """
-    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
-    warmup = min(config.warmup_steps, steps)
+    peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     rising = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    after = max(steps - warmup - 1, 1)
-    if config.schedule == "cosine":
-        return optax.join_schedules((rising, optax.cosine_decay_schedule(peak, after, config.final_fraction)), (warmup,))
-    falling = max(round(config.decay_fraction * steps), 1)
+    falling = {"constant": 0, "warmup_stable_decay": max(round(config.decay_fraction * steps), 1)}.get(config.schedule, steps)
     stable_until = max(steps - falling, warmup)
-    fall = optax.linear_schedule(peak, final, max(steps - 1 - stable_until, 1))
-    return optax.join_schedules((rising, optax.constant_schedule(peak), fall), (warmup, stable_until))
+    left = max(steps - 1 - stable_until, 1)
+    fall = (optax.cosine_decay_schedule(peak, left, config.final_fraction) if config.schedule == "cosine"
+            else optax.linear_schedule(peak, peak * config.final_fraction, left))
+    schedule = optax.join_schedules((rising, optax.constant_schedule(peak), fall), (warmup, stable_until))
+    # Skipped updates do not count, so that a later schedule may be asked for steps before its first. A fall to 0 ends a rounding below it.
+    return lambda step: jnp.maximum(schedule(jnp.maximum(step - begins, 0)), 0.0)
 
 
-def make_optimizer(config: Config, mesh: Mesh | None = None) -> optax.GradientTransformation:
-    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate.
+def make_optimizer(config: Config, mesh: Mesh | None = None, begins: int = 0) -> optax.GradientTransformation:
+    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate (see `learning_rate_schedule`).
 
     An optimizer is `direction(config.optimizer, declared, mesh)` → the transformation between clipping and weight decay. `declared`:
     of every parameter, by its path; `mesh`: over which it may divide its work, None for one device. What it keeps of a parameter
@@ -46,4 +48,4 @@ def make_optimizer(config: Config, mesh: Mesh | None = None) -> optax.GradientTr
     direction = resolve(OPTIMIZERS, c.name, "optimizer.name")(c, parameters, mesh)
     # The inner chain is that of optax.adamw, whose state the checkpoints hold.
     return optax.chain(clip, optax.chain(direction, optax.add_decayed_weights(c.weight_decay, decays),
-                                         optax.scale_by_learning_rate(learning_rate_schedule(c, config.train.steps))))
+                                         optax.scale_by_learning_rate(learning_rate_schedule(c, config.train.steps, begins))))

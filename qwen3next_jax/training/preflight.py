@@ -13,7 +13,8 @@ from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.training import manifest
-from qwen3next_jax.training.fingerprint import check_settings, is_trained, read_config, read_run, saved_steps
+from qwen3next_jax.training.fingerprint import check_settings, is_trained, read_config, read_run, run_id, saved_steps
+from qwen3next_jax.training.stages import parts_of
 
 # Of the run that another one begins with, as run.json holds it: path, step, manifest (digest of that checkpoint's).
 Parent = dict[str, Any]
@@ -33,7 +34,8 @@ def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
         check_settings(workdir, config)
     if config.train.init_from and (restart or not saved_steps(workdir)):  # a run that goes on needs it no more
         check_structure(config, find_parent(config, workdir, restart))
-    source_of(config.data).check(config.data, config.train.sequence_length, config.model.vocab_size)
+    for data, length in dict.fromkeys((part.config.data, part.config.train.sequence_length) for part in parts_of(config)):
+        source_of(data).check(data, length, config.model.vocab_size)
 
 
 def names_run(init_from: str) -> bool:
@@ -67,11 +69,11 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
     if step is None and not restart and is_trained(workdir):
         step = read_run(workdir).get("parent", {}).get("step")
     if step is None:
-        step = next((s for s in reversed(saved) if manifest.find_damage(path / "checkpoints" / str(s), sizes_only=True) is None), None)
+        step = next((s for s in reversed(saved) if manifest.find_damage(path / "checkpoints" / str(s), True, run_id(path)) is None), None)
         require(step is not None, f"{where}: it has no whole checkpoint yet (its checkpoint.every = {theirs.checkpoint.every})")
     require(step in saved, f"{where}: it has no checkpoint of step {step}; saved steps: {', '.join(map(str, saved)) or 'none'}")
     folder = path / "checkpoints" / str(step)
-    damage = manifest.find_damage(folder, sizes_only=True)
+    damage = manifest.find_damage(folder, sizes_only=True, run=run_id(path))
     require(damage is None, f"{where}: {folder}: damaged: {damage}")
     if train.init_state == "all":
         require(theirs.optimizer.name == config.optimizer.name,

@@ -16,6 +16,7 @@ from qwen3next_jax.parallel.mesh import make_mesh, mesh_text
 from qwen3next_jax.training import preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.loop import check_start
+from qwen3next_jax.training.stages import parts_of, tokens_seen
 from qwen3next_jax.training.step import abstract_train_state
 from qwen3next_jax.training.telemetry import memory
 
@@ -29,25 +30,32 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     """
     mesh = make_mesh(config.parallel)
     state = abstract_train_state(config, mesh)
-    together(lambda: check_start(config, workdir, restart))
+    together(lambda: check_start(config, mesh, workdir, restart))
     data = together(lambda: _data(config))
     if not is_leader():
         return ExitCode.DONE
     train, kind = config.train, mesh.devices.flat[0].device_kind
     step = 0 if restart else _newest_step(workdir)
-    tokens = train.batch_size * train.sequence_length
-    flops = flops_per_token(config.model, train.sequence_length)
     sizes = {"parameters": _bytes(state["params"]), "optimizer state": _bytes(state["opt_state"]), "gradients": _bytes(state["params"])}
     limit = memory()[1]
     print(f"{config.name}: {sum(leaf.size for leaf in jax.tree.leaves(state['params'])):,} parameters on {mesh.size} × {kind} "
           f"({mesh_text(dict(mesh.shape))})")
     print("Memory of a device: " + ", ".join(f"{name} {_mega(size)}" for name, size in sizes.items())
           + f": {_mega(sum(sizes.values()))}" + (f" of {_mega(limit)}" if limit else "")
-          + ". Left out: activations and what the program needs besides (qwen3next_jax.plan compiles the real step)")
+          + ". Left out: activations, which grow with its tokens in a micro-batch, and what the program needs besides (qwen3next_jax.plan "
+          "compiles the real step)")
     print(f"Data: {data}")
-    print(f"Tokens: {train.batch_size} × {train.sequence_length} = {tokens:,} a step, {tokens * train.steps:,} in {train.steps:,} steps")
-    print(f"FLOPs of the model, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, "
-          f"{flops * tokens * train.steps:.4g} in all")
+    total = 0.0
+    for part in parts_of(config):
+        one, steps, of = part.config.train, part.last - part.first, f" of stage {part.name}" if part.name else ""
+        tokens, flops = one.batch_size * one.sequence_length, flops_per_token(config.model, one.sequence_length)
+        total += flops * tokens * steps
+        print(f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {tokens:,} a step, {tokens * steps:,} in {steps:,} steps "
+              f"({part.first + 1:,} … {part.last:,}), {-(-tokens // (one.gradient_accumulation * mesh.size)):,} a device and micro-batch")
+        print(f"FLOPs of the model{of}, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, "
+              f"{flops * tokens * steps:.4g} in all")
+    if train.stages:
+        print(f"Together: {tokens_seen(config, train.steps):,} tokens, {total:.4g} FLOPs in {train.steps:,} steps")
     parent = preflight.find_parent(config, workdir, restart)
     branch = parent and f"{parent['path']}, step {parent['step']}, train.init_state = {train.init_state!r}"
     begin = f"after step {step}" if step else f"from {branch or train.init_from or f'random weights (train.seed = {train.seed})'}"

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import split_sizes
+from qwen3next_jax.parallel.compiler_options import compiler_options
 from qwen3next_jax.parallel.mesh import check_divides
 from qwen3next_jax.parallel.rules import activation_spec, constrain, shardings
 from qwen3next_jax.training.diagnostics import norms_by_layer
@@ -62,8 +63,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, activation_spec("batch", "time"))
 
 
-def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-    """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated.
+def make_train_step(config: Config, mesh: Mesh, begins: int = 0) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """→ jitted `train_step(state, batch)` → (state, metrics); `state` is donated. Its schedule begins after `begins` steps.
 
     state: as `abstract_train_state` places it.
     metrics: scalars, but for expert_load [L, E] and grad_norms (see `norms_by_layer`; before clipping).
@@ -73,8 +74,8 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tupl
     (skipped where `balance_loss_weight` is 0), which costs up to a third of a step.
     """
     gradients = make_gradients(config, mesh)
-    optimizer = make_optimizer(config, compute_mesh(mesh))
-    schedule = learning_rate_schedule(config.optimizer, config.train.steps)
+    optimizer = make_optimizer(config, compute_mesh(mesh), begins)
+    schedule = learning_rate_schedule(config.optimizer, config.train.steps, begins)
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh))
 
     def train_step(state: State, batch: Batch):
@@ -91,6 +92,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[State, Batch], tupl
                 "step": state["step"] + 1, "guards": guards}, metrics
 
     return jax.jit(train_step, donate_argnums=0, in_shardings=(places, batch_sharding(mesh)),
+                   compiler_options=compiler_options(config.parallel, mesh) or None,
                    out_shardings=(places, NamedSharding(mesh, PartitionSpec())))
 
 
@@ -126,8 +128,7 @@ def make_gradients(config: Config, mesh: Mesh) -> Callable[[dict, Batch], tuple[
 def _accumulate(config: Config, graphdef, gradients: Callable, params: dict, batch: Batch, *, counts: Counts, mesh: Mesh | None):
     """(gradients, parts) of the whole batch as the sum over its micro-batches."""
     k = config.train.gradient_accumulation
-    micro_batches = jax.tree.map(
-        lambda x: constrain(x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"), batch)
+    micro_batches = jax.tree.map(lambda x: constrain(x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"), batch)
 
     def summed(f: Callable):
         shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
@@ -136,6 +137,5 @@ def _accumulate(config: Config, graphdef, gradients: Callable, params: dict, bat
 
     load = None
     if config.train.balance_loss_weight and config.model.has_experts:
-        load = summed(lambda b: expert_load(
-            nnx.merge(graphdef, params).features(b["tokens"], b["segment_ids"], mesh=mesh), config, counts))
+        load = summed(lambda b: expert_load(nnx.merge(graphdef, params).features(b["tokens"], b["segment_ids"], mesh=mesh), config, counts))
     return summed(lambda b: gradients(params, b, counts, load))

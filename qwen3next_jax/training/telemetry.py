@@ -23,6 +23,7 @@ from qwen3next_jax.parallel.chips import chip_of
 from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.training.fingerprint import code_commit
+from qwen3next_jax.training.stages import Part, tokens_seen
 
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
@@ -115,12 +116,13 @@ def _finite_or_text(value: Any) -> Any:
 
 
 class Throughput:
-    """Speed, model FLOP/s and memory of a run, for its "train" events."""
+    """Speed, model FLOP/s and memory of a stage of a run, for its "train" events."""
 
-    def __init__(self, config: Config, bits_per_nat: float | None):
+    def __init__(self, config: Config, part: Part, bits_per_nat: float | None):
         """`bits_per_nat`: bits per byte for each nat per token, 1 / (ln 2 · bytes per token); None where tokens are no text."""
-        self._tokens = config.train.batch_size * config.train.sequence_length
-        self._flops_per_token = flops_per_token(config.model, config.train.sequence_length)
+        train = part.config.train
+        self._config, self._stage, self._tokens = config, part.name, train.batch_size * train.sequence_length
+        self._flops_per_token = flops_per_token(config.model, train.sequence_length)
         self._bits_per_nat = bits_per_nat
         chip = chip_of(jax.devices()[0].device_kind)
         self._peak = chip.device_flops * jax.device_count() if chip else None
@@ -132,7 +134,8 @@ class Throughput:
         flops = speed * self._flops_per_token
         used, limit = memory()
         bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
-        return bits | {"tokens_seen": step * self._tokens, "tokens_per_second": speed, "steps": steps,
+        stage = {"stage": self._stage} if self._stage else {}
+        return stage | bits | {"tokens_seen": tokens_seen(self._config, step), "tokens_per_second": speed, "steps": steps,
                 "seconds": seconds, "data_wait": waited / seconds, "model_flops_per_second": flops,
                 "mfu": flops / self._peak if self._peak else None, "memory_bytes": used, "memory_limit": limit}
 

@@ -38,7 +38,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)  # here only: the processes of a run have as many as their trial says
 
     from tests.faults.lab import Lab
-    from tests.faults.table import ROWS, render, write_docs
+    from tests.faults.table import ROWS, render, summary, write_docs
 
     if options.fresh:
         shutil.rmtree(RUNS, ignore_errors=True)
@@ -66,7 +66,7 @@ def main() -> None:
                 print("FAILED", failed[-1], flush=True)
     shutil.rmtree(lab.folder / "trials", ignore_errors=True)
     known = _read(file)
-    print(render(known))
+    print(render(summary(known)))
     if options.record:
         write_docs(known)
     if failed:

@@ -49,12 +49,13 @@ def other_runs(lab: Lab, _: int) -> list[Trial]:
     workdir = lab.reference()
     record, trials = (workdir / "run.json").read_bytes(), []
     run = read_run(workdir)
+    data = [reading["fingerprint"] for reading in run["data"]]
     for name, value in OTHER_RUNS:
         section, field = name.split(".")
         other = lab.with_(**{section: {field: value}})
-        trials.append(_refused(lambda: open_run(workdir, other, run["data"], run["tokenizer"]), name, name))
-    trials.append(_refused(lambda: open_run(workdir, lab.config, "0" * 20, run["tokenizer"]), "other data", "data"))
-    trials.append(_refused(lambda: open_run(workdir, lab.config, run["data"], "0" * 20), "other tokens", "tokenizer"))
+        trials.append(_refused(lambda: open_run(workdir, other, data, run["tokenizer"]), name, name))
+    trials.append(_refused(lambda: open_run(workdir, lab.config, ["0" * 20], run["tokenizer"]), "other data", "data"))
+    trials.append(_refused(lambda: open_run(workdir, lab.config, data, "0" * 20), "other tokens", "tokenizer"))
     assert (workdir / "run.json").read_bytes() == record
     folder = lab.new_folder()
     for position in range(40, len(record), len(record) // 12):  # a flipped bit in the record itself

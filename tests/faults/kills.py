@@ -1,5 +1,6 @@
-"""Rows 1, 2, 3, 14: processes killed, told to end, stopped, and stalled."""
+"""Rows 1, 2, 3, 14, 25, 26: processes killed, told to end, stopped, and stalled."""
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -7,6 +8,7 @@ import time
 
 import numpy as np
 
+from qwen3next_jax.config import Config, Stage
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.training import manifest
 from tests.faults.lab import EVERY, Lab, Trial, attempt, events, kill, losses, lost_steps, wait, wait_for
@@ -54,6 +56,65 @@ def _killed_along(lab: Lab, pace: float, moment, delay, kills: int = CHAIN) -> l
     left = [p.name for p in (workdir / "checkpoints").iterdir() if not p.name.isdigit()]
     return [Trial(told=start == step, recovered=not left, steps_lost=n, bitwise=same, note=phase)
             for start, step, n, phase in zip(starts, sealed, lost, phases, strict=True)]
+
+
+BEGUN_WITH, ENDS = 8, (18, 31)  # the step of its parent with which the staged branch begins, and where its stages end
+
+
+def staged_branch(lab: Lab) -> Config:
+    """What goes on, after 8 steps of another run, by stages: longer rows, then another schedule."""
+    parent = lab.reference("parent", lab.with_(train={"steps": BEGUN_WITH}))
+    stages = (Stage(ENDS[0]), Stage(ENDS[1] - ENDS[0], "long", batch_size=4, sequence_length=128),
+              Stage(lab.config.train.steps - ENDS[1], "anneal", schedule="linear", final_fraction=0.0))
+    return lab.with_(train={"stages": stages, "init_from": str(parent), "init_state": "all"},
+                     optimizer={"schedule": "constant"})
+
+
+def kill_staged_branch(lab: Lab, seed: int) -> list[Trial]:
+    """Ten SIGKILLs along a staged run that begins with another one, at random times: while it starts, trains, saves, changes stage."""
+    rng = np.random.default_rng(seed)
+
+    def moment(saves, newest):
+        if rng.random() < 0.25:
+            return "pid ", rng.uniform(0, 4)
+        return f"save {min(step for step in saves if step > newest)}\n", rng.uniform(0, 0.5)
+    return _staged_killed_along(lab, moment, CHAIN)
+
+
+def kill_at_boundaries(lab: Lab, seed: int) -> list[Trial]:
+    """The same at the stages' ends: while the last step of one is saved, and before the first step of the next one is."""
+    rng = np.random.default_rng(seed)
+
+    def moment(saves, newest):
+        end = min((end for end in ENDS if end >= newest), default=None)
+        if end is None:
+            return None
+        return (f"save {end}\n", rng.uniform(0, 0.3)) if newest < end else (f"save {min(s for s in saves if s > end)}\n", 0.0)
+    return _staged_killed_along(lab, moment, 8)
+
+
+def _staged_killed_along(lab: Lab, moment, kills: int) -> list[Trial]:
+    config = staged_branch(lab)
+    reference = lab.reference("staged", config)
+    saves = [e["step"] for e in events(reference, "checkpoint")]
+    workdir = lab.new_folder() / "run"
+    trials, begins = [], None  # begins: with which step the next start has to go on
+    for i in range(kills):
+        if (when := moment(saves, _newest(workdir))) is None or _newest(workdir) == saves[-1]:
+            break
+        progress, starts = workdir.parent / f"progress-{i}", len(events(workdir, "start"))
+        process = lab.start(workdir, config, pace=PACE, progress=str(progress))
+        wait_for(progress, when[0], process)
+        time.sleep(when[1])
+        kill(process)
+        told = [e["first_step"] for e in events(workdir, "start")][starts:] in ([], [begins or BEGUN_WITH])
+        begins = _newest(workdir)
+        lost = max((e["step"] for e in events(workdir, "train")), default=0) - (begins or BEGUN_WITH)
+        trials.append(Trial(told=told, recovered=True, steps_lost=max(lost, 0), note=_phase(workdir)))
+    assert lab.run(workdir, config) == 0, lab.log(workdir)[-2000:]
+    left = [p.name for p in (workdir / "checkpoints").iterdir() if not p.name.isdigit()]
+    same = lab.same(workdir, reference)
+    return [dataclasses.replace(trial, recovered=not left, bitwise=same) for trial in trials]
 
 
 def _phase(workdir: pathlib.Path) -> str:

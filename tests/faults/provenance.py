@@ -80,7 +80,7 @@ def lost_parts(lab: Lab, _: int) -> list[Trial]:
 
 
 def other_steps(lab: Lab, _: int) -> list[Trial]:
-    """A checkpoint renamed, copied to another step, and (as older code wrote it) without the step in its manifest."""
+    """A checkpoint renamed, copied to another step, with a manifest as older code wrote it, and of another run."""
     last, trials = lab.config.train.steps, []
     further = lab.with_(train={"steps": last + EVERY})
     for what in ("renamed", "copied"):
@@ -95,34 +95,47 @@ def other_steps(lab: Lab, _: int) -> list[Trial]:
     folder = workdir / "checkpoints" / str(last - EVERY)
     _forget_step(folder)
     folder.rename(workdir / "checkpoints" / str(last))
-    trials.append(_started(lab, workdir, f"it holds the state after step {last - EVERY}", "renamed, of an older manifest", further,
-                           untouched=False))
+    trials.append(_started(lab, workdir, "a checkpoint of another run", "renamed, of an older manifest", further, untouched=False))
+    workdir = _copy(lab)
+    shutil.rmtree(workdir / "checkpoints" / str(last))
+    other = lab.reference("another seed", lab.with_(train={"seed": 1}))
+    shutil.copytree(other / "checkpoints" / str(last), workdir / "checkpoints" / str(last))
+    code = lab.run(workdir)
+    same = lab.same(workdir, lab.reference())
+    trials.append(Trial(told=code == 0 and "a checkpoint of another run" in lab.log(workdir), recovered=same, bitwise=same,
+                        note="of another run"))
     return trials
 
 
 def _forget_step(folder: pathlib.Path) -> None:
-    """As the code wrote manifests that did not name the step."""
+    """As the code wrote manifests that named neither the run nor the step."""
     record = json.loads((folder / "manifest.json").read_text())
-    del record["step"]
+    del record["run"], record["step"]
     (folder / "manifest.json").write_text(json.dumps(record, indent=1))
 
 
 def older_folders(lab: Lab, _: int) -> list[Trial]:
-    """A folder as code before run.json's format and the manifests' step wrote it verifies and goes on, bit for bit."""
+    """A folder as code before run.json's format and id and the manifests' step wrote it verifies and goes on, bit for bit; renamed, a
+    checkpoint of it is known by its state."""
     from qwen3next_jax.training.fingerprint import read_run, write_run
     from qwen3next_jax.verify import verify
 
     workdir = _copy(lab)
     record = read_run(workdir)
-    del record["format"]
+    del record["format"], record["id"]
+    record["data"] = record["data"][0]["fingerprint"]
     write_run(workdir, record)
     for folder in (workdir / "checkpoints").iterdir():
         _forget_step(folder)
     shutil.rmtree(workdir / "checkpoints" / str(lab.config.train.steps))
-    whole = all(damage is None for _, damage in verify(workdir))
+    whole, renamed, last = all(damage is None for _, damage in verify(workdir)), lab.new_folder() / "run", lab.config.train.steps
+    shutil.copytree(workdir, renamed)
+    (renamed / "checkpoints" / str(last - EVERY)).rename(renamed / "checkpoints" / str(last))
     code = lab.run(workdir)
     return [Trial(told=False, harmless=whole and code == 0, recovered=code == 0, bitwise=lab.same(workdir, lab.reference()),
-                  note="older folder")]
+                  note="older folder"),
+            _started(lab, renamed, f"it holds the state after step {last - EVERY}", "older folder, renamed",
+                     lab.with_(train={"steps": last + EVERY}), untouched=False)]
 
 
 # ---- 20: sources

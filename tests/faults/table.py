@@ -74,7 +74,7 @@ ROWS = (
     Row(16, "other settings, data, tokenizer on resume; damaged run.json", [Unit(identity.other_runs), Unit(identity.changed_text)]),
     Row(17, "hostile safetensors header; a pickle as weights", [Unit(damage.hostile)], [Unit(damage.plain_hostile)]),
     Row(18, "run.json, checkpoints or metrics gone, all checkpoints damaged", [Unit(provenance.lost_parts)]),
-    Row(19, "checkpoint renamed or copied to another step; a folder of older code",
+    Row(19, "checkpoint renamed, copied to another step or from another run; a folder of older code",
         [Unit(provenance.other_steps), Unit(provenance.older_folders)]),
     Row(20, "source that changes while it is prepared; links in circles", [Unit(provenance.changing_sources), Unit(provenance.links)]),
     Row(20, "bit flips in Parquet pages with check sums", [Unit(provenance.parquet_pages, 100)]),
@@ -84,6 +84,8 @@ ROWS = (
     Row(23, "a mistake corrected in the same folder; texts moved; nothing to do",
         [Unit(provenance.corrected_mistakes), Unit(provenance.killed_before_a_step)]),
     Row(24, "of 2 processes one sees another file system", [Unit(runs.other_file_systems)]),
+    Row(25, "SIGKILL at random times along a run of stages that begins with another one", _times(kills.kill_staged_branch, 20)),
+    Row(26, "SIGKILL where a stage ends and the next one begins", _times(kills.kill_at_boundaries, 4)),
 )
 
 
@@ -117,10 +119,10 @@ def _plain(row: Row, known: dict[str, dict]) -> str:
     return text + (f" ({'; '.join(notes[:2])})" if notes else "")
 
 
-def render(known: dict[str, dict]) -> str:
+def render(records: list[dict]) -> str:
     """The table as Markdown."""
     lines = ["| # | " + " | ".join(COLUMNS) + " |", "|" + "---|" * (len(COLUMNS) + 1)]
-    for record in summary(known):
+    for record in records:
         cells = [str(record[name]) for name in COLUMNS]
         if record["missing"]:
             cells[1] += " (unfinished)"
@@ -129,10 +131,11 @@ def render(known: dict[str, dict]) -> str:
 
 
 def write_docs(known: dict[str, dict]) -> None:
-    """Writes docs/fault_table.json and puts the table into docs/reliability.md."""
-    records = summary(known)
+    """Writes docs/fault_table.json and puts the table into docs/reliability.md; rows of which no trial is known here stay as they are."""
+    before = {(record["row"], record["fault"]): record for record in json.loads((DOCS / "fault_table.json").read_text())}
+    records = [record if record["trials"] else before.get((record["row"], record["fault"]), record) for record in summary(known)]
     (DOCS / "fault_table.json").write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     page = DOCS / "reliability.md"
     text = page.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(before + BEGIN + "\n" + render(known) + "\n" + END + after)
+    page.write_text(before + BEGIN + "\n" + render(records) + "\n" + END + after)

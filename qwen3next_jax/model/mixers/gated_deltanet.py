@@ -46,9 +46,15 @@ class GatedDeltaNet(Recurrent):
     def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
         c = self.config
         shape, r = (*x_BTD.shape[:2], c.linear_num_value_heads), c.linear_num_value_heads // c.linear_num_key_heads
-        qkvz_BTGC = jnp.einsum("btd,dgc->btgc", x_BTD, self.in_proj_qkvz[...].astype(x_BTD.dtype))
-        qkvz_BTGC = constrain(qkvz_BTGC, context.mesh, "batch", context.time, "heads", None)
-        mixed_BTGC, z_BTGRV = jnp.split(qkvz_BTGC, (2 * c.linear_key_head_dim + r * c.linear_value_head_dim,), axis=-1)
+        k, v = c.linear_key_head_dim, r * c.linear_value_head_dim
+        slab_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
+        if context.time and self.flattens():  # no cache
+            # One product for each: their arrays then go to the kernels as they are, where parts of one would be copied.
+            parts = (x_BTD @ part_DGC.reshape(part_DGC.shape[0], -1) for part_DGC in jnp.split(slab_DGC, (k, 2 * k, 2 * k + v), axis=-1))
+            *mixed_BTGC, z_BTGRV = (constrain(part, context.mesh, "batch", context.time, "heads") for part in parts)
+        else:
+            qkvz_BTGC = constrain(jnp.einsum("btd,dgc->btgc", x_BTD, slab_DGC), context.mesh, "batch", context.time, "heads", None)
+            mixed_BTGC, z_BTGRV = jnp.split(qkvz_BTGC, (2 * k + v,), axis=-1)
         g_BTH = beta_BTH = None
         if c.beta_gate or c.decay_gate:
             ba_BTGR2 = jnp.einsum("btd,dgr->btgr", x_BTD, self.in_proj_ba[...].astype(x_BTD.dtype), preferred_element_type=jnp.float32)

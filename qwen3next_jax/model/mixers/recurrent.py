@@ -16,18 +16,21 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, 
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
+from qwen3next_jax.ops.pallas_gated_norm import gated_norm
+from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.parallel.rules import activation_spec, constrain, local
 
 
 class Inputs(NamedTuple):
     """What a recurrent mixer makes of its input, before convolution and recurrence.
 
-    mixed: [B, T, G, 2K + RV], query, key and values of each key head.
-    gate: [B, T, G, RV], of the output, or None.
+    mixed: [B, T, G, 2K + RV], query, key and values of each key head; or flat, all heads' queries, keys and values: [B, T, GK],
+      [B, T, GK], [B, T, HV], where the mixer `flattens`.
+    gate: [B, T, G, RV] or flat, of the output, or None.
     g, beta: [B, T, H] float32, log decay ≤ 0 (None: nothing is forgotten) and write strength (None: 1).
     """
 
-    mixed: jax.Array
+    mixed: jax.Array | list[jax.Array]
     gate: jax.Array | None = None
     g: jax.Array | None = None
     beta: jax.Array | None = None
@@ -67,7 +70,12 @@ class Recurrent(Mixer):
         shape = (*x_BTD.shape[:2], c.linear_num_value_heads)
         g_BTH = jnp.zeros(shape, jnp.float32) if g_BTH is None else g_BTH
         beta_BTH = jnp.ones(shape, jnp.float32) if beta_BTH is None else beta_BTH
-        o_BTHV, conv_state, state = self._recurrence(mixed_BTGC, g_BTH, beta_BTH, context, cache)
+        flat = isinstance(mixed_BTGC, list)
+        if flat:
+            o_BTC, state = self._flat_recurrence(inputs._replace(g=g_BTH, beta=beta_BTH), context)
+            y_BTD, conv_state = o_BTC @ self.out_proj[...].astype(dtype).reshape(o_BTC.shape[2], -1), None
+        else:
+            o_BTHV, conv_state, state = self._recurrence(mixed_BTGC, g_BTH, beta_BTH, context, cache)
 
         def project(o_BTHV, norm_V, gate_BTGRV, out_proj_HVD):
             o_BTHV = rms_norm_plain(o_BTHV, norm_V, c.rms_norm_eps)
@@ -77,7 +85,8 @@ class Recurrent(Mixer):
             o_BTHV = constrain(o_BTHV, context.mesh, "batch", context.time, "heads", None)
             return jnp.einsum("bthv,hvd->btd", o_BTHV, out_proj_HVD.astype(dtype))
 
-        y_BTD = keeping_inputs(project, o_BTHV, self.norm[...], gate_BTGRV, self.out_proj[...])
+        if not flat:
+            y_BTD = keeping_inputs(project, o_BTHV, self.norm[...], gate_BTGRV, self.out_proj[...])
         diagnostics = {}
         if context.diagnose:
             diagnostics = {"beta": token_mean(beta_BTH, context.counted),
@@ -85,6 +94,32 @@ class Recurrent(Mixer):
             if inputs.g is not None:
                 diagnostics["half_life"] = -math.log(2) / jnp.minimum(token_mean(g_BTH, context.counted), -1e-12)
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state, "state": state}
+
+    def flattens(self) -> bool:
+        """Whether what passes between its kernels is flat: where a TPU is compiled for, and each head has whole lanes."""
+        c = self.config
+        lanes = c.linear_key_head_dim % 128 == c.linear_value_head_dim % 128 == 0
+        return bool(tpu()) and c.short_convolution and c.linear_output_gate and lanes
+
+    def _flat_recurrence(self, inputs: Inputs, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Convolution, delta rule, norm and gate with heads side by side in the last axis → ([B, T, H·V], final state)."""
+        c, (q, k, v) = self.config, inputs.mixed
+        widths = c.linear_key_head_dim, 2 * c.linear_key_head_dim
+
+        def run(q, k, v, kernel_WGC, g_BTH, beta_BTH, gate, norm_V, segment_ids):
+            split = (part.reshape(part.shape[0], -1) for part in jnp.split(kernel_WGC, widths, axis=-1))
+            heads = g_BTH.shape[2] * c.linear_num_key_heads // c.linear_num_value_heads, g_BTH.shape[2]
+            q, k, v = (causal_conv1d(x, kernel, activation="silu", segment_ids=segment_ids, axis_name=context.time_axis)[0]
+                       .reshape(*x.shape[:2], n, -1) for x, kernel, n in zip((q, k, v), split, (heads[0], *heads)))
+            o_BTHV, final = gated_delta_rule(q, k, v, g=g_BTH, beta=beta_BTH, segment_ids=segment_ids, erase=self.erases(c),
+                                             implementation=c.named_delta_rule, axis_name=context.time_axis)
+            return gated_norm(o_BTHV.reshape(gate.shape), gate, norm_V, c.rms_norm_eps), final
+
+        spec = functools.partial(activation_spec, "batch")
+        narrow, tokens = spec(context.time, "heads"), spec(context.time)
+        in_specs = (narrow,) * 3 + (activation_spec(None, "heads", None), narrow, narrow, narrow, activation_spec(None), tokens)
+        return local(run, context.mesh, in_specs, (narrow, spec("heads", None, None)))(
+            q, k, v, self.conv_kernel[...].astype(q.dtype), inputs.g, inputs.beta, inputs.gate, self.norm[...], context.segment_ids)
 
     def _recurrence(self, mixed_BTGC, g_BTH, beta_BTH, context: Context, cache: dict | None):
         """Convolution and delta rule, key heads split over `tensor` with their value heads → (o [B, T, H, V], states of both)."""

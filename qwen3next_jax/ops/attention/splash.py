@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.attention.xla import wide_dtype
 
 LANES = 128
-_BLOCK = 512
+BLOCK = 512
 
 
 def _kernel(heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    block = min(_BLOCK, length)
+    block = min(BLOCK, length)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     one_head = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
     mask = splash_attention_mask.MultiHeadMask([one_head((length, length))] * heads)
@@ -29,7 +29,7 @@ def _kernel(heads: int, length: int, causal: bool, interpret: bool, save_residua
 def _length(t: int) -> int:
     """`t` padded to whole lanes, and to whole blocks where there are several."""
     lanes = -(-t // LANES) * LANES
-    return lanes if lanes <= _BLOCK else -(-t // _BLOCK) * _BLOCK
+    return lanes if lanes <= BLOCK else -(-t // BLOCK) * BLOCK
 
 
 def _to_splash(x_BTND):

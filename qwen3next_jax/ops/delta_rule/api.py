@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, reference
 
-IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu")
+IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu")
 
 
 def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, normalize_qk: bool = True, erase: bool = True,
@@ -34,8 +34,10 @@ def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, 
         the end only. The state is reset where the id changes. Padding rows give zeros and get zero gradients.
       normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
       erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
-      implementation: one of "recurrent", "chunked", "associative", "pallas_tpu" (on CPU this one runs interpreted), or None
-        for the platform's best: "pallas_tpu" on TPU where its blocks fit in VMEM, "chunked" elsewhere. On a TPU "pallas_tpu"
+      implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu" (on CPU these two run interpreted;
+        the last takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`), or None for the platform's best: "pallas_tpu"
+        on TPU where its blocks fit in VMEM, "pallas_gpu" on an H100 or H200 where it has it and it was right when first tried
+        there (docs/gpu.md), "chunked" elsewhere. On a TPU "pallas_tpu"
         cannot be under `jax.vmap`: the copy of the first state is a DMA, to which JAX's batching of Pallas calls gives sources
         and targets of unlike shapes. Fold the mapped axis into B.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are then this shard's part and
@@ -68,8 +70,11 @@ def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, 
         segments = chunk_math.encode_segments(segment_ids, before)
         live = segments[:, :, None] > 0  # a padding row neither decays nor writes
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
-    options = dispatch.Options(implementation, normalize_qk, erase)
-    x = chunk_math.Inputs(q, k, v, g, beta, segments)
+    x, hopper = chunk_math.Inputs(q, k, v, g, beta, segments), False
+    if implementation == "pallas_gpu" or implementation is None and jax.default_backend() == "gpu":
+        from qwen3next_jax.ops.delta_rule import pallas_gpu_trial  # a second to import
+        hopper = pallas_gpu_trial.takes(x, normalize_qk, erase, axis_name, named=implementation is not None)
+    options = dispatch.Options(implementation, normalize_qk, erase, hopper)
     if axis_name is not None:
         return context.across(options, axis_name, x, initial_state, before)
     if implementation == "recurrent":

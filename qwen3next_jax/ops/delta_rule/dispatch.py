@@ -18,6 +18,7 @@ class Options:
     implementation: str | None
     normalize_qk: bool
     erase: bool
+    hopper: bool = False  # on a GPU, its kernels
 
 
 def forward(options: Options, x: Inputs, initial_state, inverses, *, save: bool):
@@ -44,6 +45,12 @@ def _run(options: Options, whole, in_pieces, kernel, *arguments, **settings):
     else:
         platforms = {"cpu": functools.partial(in_pieces, limits=chunked.CPU_PIECES, **settings),
                      "default": functools.partial(in_pieces, limits=chunked.PIECES, **settings)}
+    if options.hopper:
+        from qwen3next_jax.ops.delta_rule import pallas_gpu
+        on_gpu = functools.partial(getattr(pallas_gpu, kernel.__name__), **settings)
+        platforms["cuda"] = functools.partial(on_gpu, interpret=False)
+        if options.implementation == "pallas_gpu":
+            platforms = {"cuda": platforms["cuda"], "cpu": functools.partial(on_gpu, interpret=True)}
     compiled = functools.partial(kernel, interpret=False, **settings)
     interpreted = functools.partial(kernel, interpret=True, **settings)
     if options.implementation == "pallas_tpu":

@@ -18,7 +18,7 @@ from qwen3next_jax.ops.tpu import tpu
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _TN = (((0,), (0,)), ((), ()))  # xᵀ y
 _LANES = 128
-_SUM_TOKENS, _SUM_ROWS = 256, 128  # of a block and a tile of `sum_rows`
+_SUM_TOKENS, _SUM_ROWS = 128, 256  # of a block and a tile of `sum_rows`
 
 
 def fits(x, gate_up, tile: int) -> bool:
@@ -45,8 +45,9 @@ def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _call(kernel, scalars, inputs, in_specs, outputs, out_specs, grid, semantics, scratch=(), flops=0.0, interpret=False):
-    sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs)]
+def _call(kernel, scalars, inputs, in_specs, outputs, out_specs, grid, semantics, scratch=(), flops=0.0, twice=(), interpret=False):
+    """`twice`: inputs that each core reads."""
+    sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *twice * (_cores() - 1))]
     return pl.pallas_call(
         kernel, out_shape=outputs, interpret=interpret, name=kernel.__name__.strip("_"),
         grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), grid=grid, in_specs=in_specs, out_specs=out_specs,
@@ -91,7 +92,7 @@ def mlp_gradients(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, dy_PD, 
         (pl.BlockSpec((1, part, f), lambda c, t, e, used: (e[at(t, used)], c, 0)),
          pl.BlockSpec((1, i, part), lambda c, t, e, used: (e[at(t, used)], 0, c))),
         (cores, spec.tiles), ("parallel", "arbitrary"), (pltpu.VMEM((part, f), jnp.float32), pltpu.VMEM((i, part), jnp.float32)),
-        flops=3 * spec.flops, interpret=interpret)
+        flops=3 * spec.flops, twice=(dhidden, activation), interpret=interpret)
     return dx, dweight[:, 0], dgate_up, ddown
 
 

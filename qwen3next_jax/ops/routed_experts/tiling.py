@@ -27,7 +27,7 @@ def routed_experts(x, weight, expert, gate_up, down, *, room: int):
 
     Args:
       x: [N, D]. weight: [N, A]. expert: [N, A] integers, those below 0 or from E on are elsewhere; a token's choices differ.
-      gate_up: [E, D, 2, I]. down: [E, I, D].
+      gate_up: [E, D, 2, I], or flat [E, D, F]. down: [E, I, D].
       room: choices of experts here that the layout holds; all are computed, however many.
 
     Returns:
@@ -51,7 +51,7 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *, room: int)
     """Gradients of `routed_experts` for that of its result, dy [N, D].
 
     Returns:
-      dx [N, D], dweight [N, A] in float32, dgate_up [E, D, 2, I], ddown [E, I, D]; all but dweight in the arguments' dtypes.
+      dx [N, D], dweight [N, A] in float32, dgate_up and ddown; all but dweight in the arguments' shapes and dtypes.
     """
     plan = _arrange(weight, expert, gate_up.shape[0], room)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)

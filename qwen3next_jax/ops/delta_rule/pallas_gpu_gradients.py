@@ -1,0 +1,219 @@
+"""The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients known: what one block of one warpgroup
+does for a value head. Tiles, products and rows of numbers are those of `pallas_gpu_kernels`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import (BETA, BETA_J, C, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO, Q_GAMMA, Q_NORM,
+                                                             RHO, ROW, across, channels, down, halves, indices, pair_decay, product,
+                                                             tokens, transposed)
+
+
+def row_sums(x, y):
+    return jnp.sum(x * y, axis=1)
+
+
+def spread(x_C):
+    """[C, C] a column of numbers along i."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
+
+
+def no_numbers():
+    return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROW)
+
+
+def load_tile(ref):
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+class Stream:
+    """Tiles of a chunk's state and of its gradient, a few on their way at a time: first all tiles in the order of the value's
+    channels, then twice in the order of the key's."""
+
+    def __init__(self, p, copies, refs, arrived):
+        self.p, self.copies, self.refs, self.arrived = p, copies, refs, arrived
+        self.stages, self.count = refs.shape[0], p.key_tiles * p.value_tiles
+        for i in range(self.stages):
+            self._start(i, i)
+
+    def _start(self, i, slot):
+        keys, values = self.p.key_tiles, self.p.value_tiles
+        one = jax.lax.rem(i, self.count)
+        t = jnp.where(i < self.count, jax.lax.rem(one, keys), jax.lax.div(one, values))
+        c = jnp.where(i < self.count, jax.lax.div(one, keys), jax.lax.rem(one, values))
+        self.copies(t, c, self.refs.at[slot], self.arrived.at[slot])
+
+    def __call__(self, i, use):
+        """`use(the state's tile, its gradient's)` of place i, and what it returns."""
+        slot = jax.lax.rem(i, self.stages)
+        plgpu.barrier_wait(self.arrived.at[slot])
+        result = use(self.refs.at[slot, 0], self.refs.at[slot, 1])
+        plgpu.wgmma_wait(0)
+
+        @pl.when(i + self.stages < 3 * self.count)
+        def _():
+            self._start(i + self.stages, slot)
+
+        return result
+
+
+def sums_of_products(count: int, body):
+    """What `body` returns, given places for sums of products."""
+    return pl.run_scoped(body, *[plgpu.ACC((C, C))] * count)
+
+
+def summed(ref):
+    return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA)
+
+
+def multiply(sum_ref, *pairs):
+    """sum += a @ b, not waited for."""
+    for a, b in pairs:
+        plgpu.wgmma(sum_ref, a, b)
+
+
+def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, states_gmem, dstates_gmem, numbers_gmem, rows_gmem, *refs):
+    """dQ and dK of a value head, dg and dbeta."""
+    refs = list(refs)
+    inverses_gmem = refs.pop(0) if p.erase else None
+    dq_gmem, dk_gmem, dg_gmem = refs[:3]
+    q, k, do, dv, e, a, low, dv_low, out, streamed, numbers, rows_ref, sums, arrived, values_here, stream_here = refs[3:]
+    b, h, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
+    g = jax.lax.div(h, p.share)
+    copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
+    for t in range(p.key_tiles):
+        copy(q_gmem.at[b, tokens(n), g, channels(t)], q.at[t])
+        copy(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t])
+    for c in range(p.value_tiles):
+        copy(do_gmem.at[b, tokens(n), h, channels(c)], do.at[c])
+        copy(dv_gmem.at[b, tokens(n), h, channels(c)], dv.at[c])
+    copy(numbers_gmem.at[b, h, n], numbers)
+    copy(rows_gmem.at[b, h, n], rows_ref)
+    if p.erase:
+        for part in range(2):
+            copy(inverses_gmem.at[n, b, h, part], a.at[part])
+
+    def copies(t, c, refs, barrier):
+        for i, gmem in enumerate((states_gmem, dstates_gmem)):
+            plgpu.copy_gmem_to_smem(gmem.at[n, b, h, channels(t), channels(c)], refs.at[i], barrier)
+
+    stream = Stream(p, copies, streamed, stream_here)
+    plgpu.barrier_wait(arrived)
+
+    # E, and what pairs of rows take of E, dO and dV
+    def pairs_of_values(ov, rv):  # dO E^T, dV E^T
+        def step(c, carry):
+            enter, written = carry  # [C] along i
+            plgpu.copy_gmem_to_smem(v_gmem.at[b, tokens(n), h, channels(c)], low, values_here)
+            plgpu.copy_gmem_to_smem(dv_low_gmem.at[b, tokens(n), h, channels(c)], dv_low, values_here)
+
+            def reads(ks, kd):
+                @pl.loop(0, p.key_tiles)
+                def _(t):
+                    def use(state, dstate):
+                        multiply(ks, (k.at[t], state))
+                        multiply(kd, (k.at[t], dstate))
+                    stream(c * p.key_tiles + t, use)
+                return summed(ks), summed(kd)
+
+            ks, kd = sums_of_products(2, reads)
+            plgpu.barrier_wait(values_here)
+            if p.erase:
+                ks = down(numbers, K_GAMMA) * ks
+                enter = enter - row_sums(ks, load_tile(dv.at[c])) - row_sums(ks, load_tile(dv_low))
+                e[c], low[...] = halves(load_tile(low) - ks)
+                plgpu.commit_smem()
+                errors = product((a.at[0], e.at[c]), (a.at[1], e.at[c]), (a.at[0], low))
+            else:
+                errors = load_tile(low)
+            written = written + row_sums(kd, errors)
+            e[c], low[...] = halves(errors)
+            plgpu.commit_smem()
+            high, rest = transposed(e.at[c]), transposed(low)
+            multiply(ov, (do.at[c], high), (do.at[c], rest))
+            if p.erase:
+                multiply(rv, (dv.at[c], high), (dv_low, high), (dv.at[c], rest))
+            plgpu.wgmma_wait(0)
+            return enter, written
+
+        enter, written = jax.lax.fori_loop(0, p.value_tiles, step, (no_numbers(), no_numbers()))
+        return summed(ov), summed(rv), enter, written
+
+    ov, rv, enter, written = sums_of_products(2, pairs_of_values)
+
+    # pairs of rows
+    i, j = indices()
+    column = pair_decay(rows_ref) * across(numbers, K_NORM_J)
+    ov = ov * down(numbers, Q_NORM) * column
+    pairs = ov * product(*((q.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
+    if p.erase:
+        rv = jnp.where(i > j, rv, 0.0) * down(numbers, K_NORM) * column
+        pairs = pairs - rv * product(*((k.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
+    a[0] = (ov * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
+    if p.erase:
+        a[1] = (-rv * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
+    written = written * plgpu.load(rows_ref.at[RHO], layout=ROW) * plgpu.load(numbers.at[K_NORM], layout=ROW)
+    sums[1] = jnp.sum(pairs + jnp.where(i == j, spread(written), 0.0), axis=0)
+    low[...], out[...] = halves(pairs * across(rows_ref, BETA_J))
+    dv_low[...] = jnp.where(i < j, 1.0, 0.0).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    before = product((low, dv_low), (out, dv_low))  # column t: the sum over columns before t
+    leave = written * plgpu.load(rows_ref.at[BETA], layout=ROW)
+    sums[0] = jnp.sum(jnp.where(i >= j, before + spread(enter), spread(leave)), axis=0)
+
+    # queries, then keys
+    def finish(gmem, gradients, rows, norm_squared):
+        if p.normalize:
+            inner = 0.0
+            for t in range(p.key_tiles):
+                inner = inner + row_sums(gradients[t], load_tile(rows.at[t]))
+            gradients = [x - spread(norm_squared * inner) * load_tile(rows.at[t]) for t, x in enumerate(gradients)]
+        for t, x in enumerate(gradients):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out[...] = x.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, gmem.at[b, tokens(n), h, channels(t)])
+
+    norm = lambda row: plgpu.load(numbers.at[row], layout=ROW)
+    gradients, kept, enter = [], no_numbers(), no_numbers()
+    for t in range(p.key_tiles):
+        def reads(read, kept):
+            def step(c, kept):
+                def use(state, dstate):
+                    multiply(read, (do.at[c], transposed(state)))
+                    return row_sums(load_tile(state), load_tile(dstate))
+                return kept + stream((p.key_tiles + t) * p.value_tiles + c, use)
+            kept = jax.lax.fori_loop(0, p.value_tiles, step, kept)
+            return summed(read), kept
+        read, kept = sums_of_products(1, functools.partial(reads, kept=kept))
+        read = down(numbers, Q_GAMMA) * read
+        enter = enter + row_sums(read, load_tile(q.at[t]))
+        gradients.append(read + product((a.at[0], k.at[t])))
+    sums[0] = sums[0] + jnp.sum(jnp.where(i >= j, spread(enter), 0.0) + spread(rows_ref[GAMMA, C - 1] * kept), axis=0)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(sums, dg_gmem.at[b, h, n])
+    finish(dq_gmem, gradients, q, norm(Q_NORM) * norm(Q_NORM) * p.key)
+    gradients = []
+    for t in range(p.key_tiles):
+        def reads(read, wrote):
+            @pl.loop(0, p.value_tiles)
+            def _(c):
+                def use(state, dstate):
+                    multiply(wrote, (e.at[c], transposed(dstate)))
+                    if p.erase:
+                        multiply(read, (dv.at[c], transposed(state)))
+                stream((2 * p.key_tiles + t) * p.value_tiles + c, use)
+            return summed(read), summed(wrote)
+        read, wrote = sums_of_products(2, reads)
+        gradient = down(numbers, K_RHO) * wrote
+        if p.erase:
+            gradient = gradient - down(numbers, K_GAMMA) * read
+        pairs = [(transposed(a.at[0]), q.at[t]), (transposed(a.at[1]), k.at[t]), (a.at[1], k.at[t])]
+        gradients.append(gradient + product(*pairs[: 1 + 2 * p.erase]))
+    finish(dk_gmem, gradients, k, norm(K_NORM) * norm(K_NORM))
+    plgpu.wait_smem_to_gmem(0)

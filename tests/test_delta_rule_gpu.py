@@ -1,0 +1,149 @@
+"""The kernels for Hopper GPUs, interpreted on CPU, against the float64 recurrence. No test here says that a GPU computes the same.
+
+    python tests/test_delta_rule_gpu.py      prints the errors of the hard inputs, in percent
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, errors, outputs_and_gradients, problem
+
+from qwen3next_jax.ops import gated_delta_rule
+from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
+
+BFLOAT16 = functools.partial(check, implementation="pallas_gpu", dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hard_inputs(name):
+    inputs, cotangents, bars = adversarial(name)
+    bar, gradient_bar = bars or BARS[jnp.bfloat16]
+    one_document = np.ones((1, 2 * CHUNK), int)  # as the test below has ids, one program serves both
+    BFLOAT16(inputs, cotangents, bar=bar, gradient_bar=gradient_bar, segment_ids=one_document)
+
+
+def test_documents_and_padding():
+    """A document that starts inside a chunk, one that ends with it, one of a token; padding has no gradient; two heads share their keys."""
+    inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
+    ids = np.array([[1] * 20 + [3] + [4] * 43 + [6] * 50 + [0] * 14])
+    BFLOAT16(inputs, cotangents, bar=5e-3, gradient_bar=2e-2, segment_ids=ids)
+    found = outputs_and_gradients(inputs, cotangents, jnp.bfloat16, ids, implementation="pallas_gpu")
+    assert not any(found[name][0, -14:].any() for name in ("o", "dq", "dk", "dv", "dg", "dbeta"))
+
+
+@pytest.mark.slow
+def test_rows_of_a_batch_the_future_repetition_and_x64():
+    inputs, cotangents = problem(batch=2, time=CHUNK + 9, groups=1, heads=3, key=64, value=128)
+    ids = np.array([[1] * 20 + [3] + [4] * 43 + [6] * 5 + [0] * 4, [2] * 64 + [5] * 9])
+    BFLOAT16(inputs, cotangents, bar=5e-3, gradient_bar=2e-2, segment_ids=ids)
+    run = lambda p: outputs_and_gradients(p, cotangents, jnp.bfloat16, ids, implementation="pallas_gpu")
+    before, changed = run(inputs), {n: x.copy() for n, x in inputs.items()}
+    for name in "qkv":
+        changed[name][:, 30:] *= 0.5
+    np.testing.assert_array_equal(run(changed)["o"][:, :30], before["o"][:, :30])
+    for name, x in run(inputs).items():
+        np.testing.assert_array_equal(x, before[name])
+    with jax.enable_x64(True):
+        to = lambda n, x: jnp.asarray(x, jnp.bfloat16 if n in "qkv" else jnp.float32)
+        arrays = {n: to(n, x) for n, x in inputs.items()}
+        got = _run(arrays, tuple(map(jnp.float32, cotangents)), jnp.asarray(ids), implementation="pallas_gpu")
+    for name, x in got.items():
+        np.testing.assert_array_equal(np.asarray(x, np.float64), before[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes, settings", [
+    (dict(time=1, key=64, value=64), dict()), (dict(time=CHUNK - 1, key=128, value=64), dict()),
+    (dict(time=CHUNK + 1, key=64, value=256), dict()), (dict(time=CHUNK, key=256, value=64), dict()),
+    (dict(time=2 * CHUNK + 1, key=256, value=256, heads=1), dict()), (dict(time=3 * CHUNK, key=128, value=128, heads=4), dict()),
+    (dict(time=CHUNK + 2, key=64, value=64, groups=2), dict(erase=False)),
+    (dict(time=CHUNK + 2, key=128, value=64), dict(normalize_qk=False)),
+], ids=str)
+def test_widths_lengths_and_settings(sizes, settings):
+    inputs, cotangents = problem(**sizes)
+    if settings.get("normalize_qk") is False:
+        inputs |= dict(q=inputs["q"] / 8, k=inputs["k"] / 8)
+    BFLOAT16(inputs, cotangents, bar=5e-3, gradient_bar=2e-2, **settings)
+
+
+@pytest.mark.slow
+def test_two_halves_chained_by_the_state_are_the_whole():
+    inputs, (do, dfinal) = problem(time=CHUNK + 40, key=64, value=64)
+    run = functools.partial(outputs_and_gradients, dtype=jnp.bfloat16, implementation="pallas_gpu")
+    cut = lambda rows, state: {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"} | dict(initial_state=state)
+    early, late = slice(0, CHUNK), slice(CHUNK, None)
+    state = run(cut(early, inputs["initial_state"]), (do[:, early], dfinal))["final"]
+    second = run(cut(late, state), (do[:, late], dfinal))
+    first = run(cut(early, inputs["initial_state"]), (do[:, early], second["dinitial_state"]))
+    for name, x in run(inputs, (do, dfinal)).items():
+        got = dict(final=second["final"], dinitial_state=first["dinitial_state"]).get(name)
+        assert error(np.concatenate([first[name], second[name]], axis=1) if got is None else got, x) < 1e-3, name
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(v=jnp.float32), "has q, k, v of bfloat16, bfloat16, float32: expected bfloat16; use 'chunked'"),
+    (dict(width=96), "has heads of 96 and 96 channels: expected 64, 128, 256; use 'chunked'"),
+    (dict(axis_name="context"), "over a mesh axis: there is no kernel for it; use 'chunked'"),
+], ids=str)
+def test_what_has_no_kernel_is_refused(change, message):
+    width = change.pop("width", 64)
+    q, numbers = jnp.zeros((1, 8, 1, width), jnp.bfloat16), jnp.zeros((1, 8, 1))
+    with pytest.raises(NotImplementedError, match=f"implementation='pallas_gpu' {message}"):
+        gated_delta_rule(q, q, q.astype(change.pop("v", q.dtype)), g=numbers, beta=numbers, implementation="pallas_gpu", **change)
+
+
+def plant(monkeypatch, spoiled=None, error=None):
+    """The XLA form in the kernels' place, one of its gradients a tenth too large."""
+    def forward(*arguments, interpret, **settings):
+        if error is not None:
+            raise error
+        return chunked.forward(*arguments, parallel=False, **settings)
+    def backward(*arguments, interpret, **settings):
+        gradients = chunked.backward(*arguments, parallel=False, **settings)
+        return tuple(x * 1.1 if i == spoiled else x for i, x in enumerate(gradients))
+    monkeypatch.setattr(pallas_gpu, "forward", forward)
+    monkeypatch.setattr(pallas_gpu, "backward", backward)
+
+
+def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monkeypatch, tmp_path):
+    """In the middle of a trace, as a training step asks."""
+    def verdict(folder):
+        found = []
+        jax.eval_shape(lambda x: found.append(pallas_gpu_trial.verdict(jax.devices()[0], 64, 64, True, True, tmp_path / folder)) or x, 0)
+        pallas_gpu_trial.verdict.cache_clear()
+        return found[0]
+    plant(monkeypatch)
+    assert verdict("right") == ""
+    plant(monkeypatch, spoiled=1)
+    assert verdict("right") == ""  # as remembered
+    for _ in range(2):
+        assert re.match(r"gave another dk than XLA where it was tried on this GPU \(0\.1 apart, at most 0\.03\)", verdict("wrong"))
+    plant(monkeypatch, error=RuntimeError("no ptxas\nanywhere"))
+    assert verdict("broken") == "failed where it was tried on this GPU (RuntimeError: no ptxas anywhere)"
+
+
+def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
+    pallas_gpu_trial.say.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(pallas_gpu, "refusal", lambda q, k, v: "")
+    q, numbers = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64, 1), jnp.float32)
+
+    def kernels(verdict):
+        monkeypatch.setattr(pallas_gpu_trial, "verdict", lambda *_: verdict)
+        f = lambda q, g: gated_delta_rule(q, q, q, g=g, beta=-g)[0]
+        return jax.jit(f).trace(q, numbers).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+
+    assert kernels("") == 2 and kernels("gave another dk") == 0 == kernels("gave another dk")
+    assert capsys.readouterr().err.splitlines() == [
+        "gated delta rule: the kernels for Hopper GPUs. They were never run on hardware: "
+        "--config.model.delta_rule=chunked avoids it", "gated delta rule: XLA's form, no kernel: the call gave another dk"]
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        found = errors(*adversarial(case)[:2], "pallas_gpu", jnp.bfloat16)
+        print(case, *(f"{name} {100 * x:.2f}" for name, x in found.items()))
