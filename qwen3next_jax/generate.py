@@ -23,7 +23,7 @@ def main() -> int:
         raise UserError("--model is missing: expected the folder of a run or a Hugging Face directory")
     if not math.isfinite(_temperature.value):
         raise UserError(f"--temperature={_temperature.value}: expected a finite number")
-    context = cli.check_model("model", _model.value).max_position_embeddings
+    context = cli.check_model("model", _model.value).context_length
     if _max_new_tokens.value >= context:
         raise UserError(f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, {context}")
     loading = get_loading()

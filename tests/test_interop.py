@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
+from configs import qwen3_5_0p8b
 from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
-from qwen3next_jax.config import MeshConfig, ParallelConfig
+from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.hf_config import read_hf_config
@@ -88,9 +89,14 @@ def edit_tensors(directory: pathlib.Path, edit) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_released_model_has_its_published_inventory():
-    shapes = [part.shape for p in parameters(ModelConfig()) for _ in p.prefixes for part in p.entry.slices]
-    assert (len(shapes), sum(int(np.prod(shape)) for shape in shapes)) == (75_944, 81_324_862_720)
+SMALLEST = from_dict(Config, qwen3_5_0p8b.get_config().to_dict()).model
+
+
+@pytest.mark.parametrize(("config", "inventory"), [  # of the second, transformers' class has the trunk's 752,393,024 parameters
+    (ModelConfig(), (75_944, 81_324_862_720)), (SMALLEST, (335, 752_393_024 + 20_452_864))])
+def test_released_models_have_their_published_inventory(config, inventory):
+    shapes = [part.shape for p in parameters(config) for _ in p.prefixes for part in p.entry.slices]
+    assert (len(shapes), sum(int(np.prod(shape)) for shape in shapes)) == inventory
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -74,7 +74,7 @@ class ModelConfig:
     bos_token_id: int = -1  # -1: none
     eos_token_id: int = -1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # matmul operands; norms, gates, router and states stay float32
-    # What Hugging Face files hold it as (docs/exchange.md); nothing that is computed depends on it. "qwen3_5": beside a vision tower.
+    # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it. "qwen3_5": beside a vision tower.
     hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5"] = "qwen3_next"
     hf_fused_experts: tuple[str, ...] = ()  # "trunk", "mtp": where a layer's experts are one tensor there
 

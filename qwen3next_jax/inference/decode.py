@@ -74,7 +74,7 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
 
     Raises:
       UserError: an empty prompt, a token outside the vocabulary, a number out of range, or more tokens than
-        `max_position_embeddings`.
+        `ModelConfig.context_length`.
     """
     prompts = check_request(model.config, prompts, max_new_tokens, temperature)
     return _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids, mesh)
@@ -126,9 +126,10 @@ def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: f
         if len(outside):
             raise UserError(f"prompt {i} holds token {outside[0]}: expected 0 … {config.vocab_size - 1}, the model's vocabulary")
     longest = max(map(len, prompts))
-    if longest + max_new_tokens > config.max_position_embeddings:
-        raise UserError(f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}: expected at "
-                        f"most max_position_embeddings = {config.max_position_embeddings}")
+    if longest + max_new_tokens > config.context_length:
+        stretched = "" if config.yarn_factor > 1 else "; YaRN reaches further: model.yarn_factor, rope_scaling in config.json"
+        raise UserError(f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}: expected at most "
+                        f"max_position_embeddings{' × yarn_factor' * (not stretched)} = {config.context_length}{stretched}")
     return [prompt.astype(np.int32) for prompt in prompts]
 
 

@@ -1,5 +1,6 @@
 """What an export takes over from the Hugging Face directory that its model began with: fields of JSON files, the vision tower."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -57,6 +58,20 @@ def source_of(path: str | os.PathLike | None, config: ModelConfig, vision: bool,
     tower = tuple(Tensor(name, weights.read(name, slice(0)).dtype, weights.shape(name), functools.partial(_whole, weights, name))
                   for name in taken)
     return Source(directory, read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}, tower)
+
+
+def in_form(config: ModelConfig, form: str | None, source: pathlib.Path | None) -> ModelConfig:
+    """`config` to be written as `form` (None: as `source` is), with experts fused where they are in `source`, if that is there.
+
+    Raises:
+      UserError: `source` is not there, and nothing else says the form.
+    """
+    if source is None or form and not (source / "config.json").is_file():
+        return dataclasses.replace(config, hf_form=form or config.hf_form)
+    require((source / "config.json").is_file(), f"{source}: not there, and an export has the form of the Hugging Face directory that its "
+                                                "model began with: give --source=DIR, or --form")
+    theirs = read_hf_config(source)
+    return dataclasses.replace(config, hf_form=form or theirs.hf_form, hf_fused_experts=theirs.hf_fused_experts)
 
 
 def _whole(weights: Weights, name: str):
