@@ -199,7 +199,7 @@ def test_cache_lengths_are_few_and_close():
     ([[1]], dict(max_new_tokens=0), "max_new_tokens = 0: expected at least 1"),
     ([[1]], dict(temperature=-1.0), "temperature = -1.0"),
     ([[1]], dict(temperature=float("nan")), "temperature = nan"),
-    ([[1] * 500], dict(max_new_tokens=13), "500 tokens + 13 new ones = 513: expected at most max_position_embeddings = 512"),
+    ([[1] * 500], dict(max_new_tokens=13), "500 tokens + 13 new ones = 513: expected at most max_position_embeddings = 512; YaRN reaches further"),
 ])
 def test_bad_requests(model, prompts, options, message):
     with pytest.raises(UserError, match=re.escape(message)):

@@ -25,6 +25,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
+from qwen3next_jax.interop.source import in_form
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import Unfinished
 from qwen3next_jax.parallel.mesh import make_mesh
@@ -245,6 +246,27 @@ def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
     edit_tensors(checkpoint, lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")])
     model = load_hf(checkpoint)
     assert model.config.mtp_depth == 0 and not hasattr(model, "mtp")
+
+
+def test_an_export_takes_over_what_its_model_began_with_or_says_that_it_does_not(tmp_path, capsys):
+    wrapper = REFERENCE.parent / "qwen3_5_moe_wrapper_fused_mtp_tiny"
+    original, model = json.loads((wrapper / "config.json").read_text()), load_hf(wrapper)
+    save_hf(model, tmp_path / "without", vision=False)
+    assert "without: the vision tower of " in capsys.readouterr().err
+    assert not any("visual" in name for name in load_file(tmp_path / "without" / "model.safetensors"))
+    fields = json.loads((tmp_path / "without" / "config.json").read_text())
+    assert fields["vision_config"] == original["vision_config"]
+    assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
+
+    model.config = in_form(model.config, "qwen3_5_text", None)
+    model.config = dataclasses.replace(model.config, hf_fused_experts=())
+    save_hf(model, tmp_path / "text")
+    split, text = load_file(REFERENCE.parent / "qwen3_5_moe_tiny" / "model.safetensors"), load_file(tmp_path / "text" / "model.safetensors")
+    assert split.keys() == text.keys() and all(np.array_equal(split[name], text[name]) for name in split)
+    with pytest.raises(UserError, match="gone: not there, and an export has the form"):
+        in_form(model.config, None, tmp_path / "gone")
+    with pytest.raises(UserError, match="its hidden_size is 64, the model's 48: expected the checkpoint that the model began with"):
+        save_hf(model, tmp_path / "other", source=REFERENCE)
 
 
 def _drop(*names):
