@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from configs import qwen3_5_0p8b
-from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
+from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop import arrays, writing
@@ -413,7 +413,7 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="another export is writing there"):
             save_hf(new_model(), tmp_path / "other")
         raise KeyboardInterrupt
-    before = signal.signal(signal.SIGTERM, export._interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as export's does
     try:
         for save, error in ((fail, UserError), (interrupt, KeyboardInterrupt), (export_twice, KeyboardInterrupt)):
             with pytest.raises(error):
