@@ -1,5 +1,6 @@
 """One decoder layer, and the mixers that a model's layers name."""
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.config.tables import resolve
@@ -31,8 +33,8 @@ def check_mixers(config: ModelConfig) -> None:
     for mixer in used.values():
         mixer.check(config)
     read = {setting for mixer in used.values() for setting in mixer.settings} | set(Block.settings)
-    for setting in (*ABLATIONS, "delta_rule"):
-        value, default = getattr(config, setting), ModelConfig.__dataclass_fields__[setting].default
+    for setting in (*ABLATIONS, "delta_rule", *(f"mixer.{name}" for name in MixerConfig.__dataclass_fields__)):
+        value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(value == default or setting in read,
                 f"model.{setting} = {value!r}: no layer of this model reads it (its mixers: {', '.join(used)}): expected {default!r}")
 

@@ -20,7 +20,8 @@ class Mixer(nnx.Module):
     """The part of a layer through which tokens see each other. A new one implements `__init__`, `__call__`, `init_cache`,
     `forward_flops` and, if heads or widths are split over `tensor`, `splits`.
 
-    settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`), which are refused where no layer reads them.
+    settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`) and of `MixerConfig` ("mixer.window"), which are
+      refused where no layer reads them.
     cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply written over; "state" where it
       is as large after any number of tokens and has to be restored.
     """
