@@ -114,8 +114,8 @@ class Unfinished:
             needed = sum(len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
                          for name, tensors in self._files.items() if name not in self._done)
             free = shutil.disk_usage(self.folder).free
-        require(needed <= free, f"{self.out}: {_bytes(needed)} are to be written, and its disk has {_bytes(free)} free: make room, or give a "
-                                "folder on another disk")
+        require(needed <= free, f"{self.out}: {_bytes(needed)} are to be written, and its disk has {_bytes(free)} free: make room, or give "
+                                "a folder on another disk")
         return list(self._done)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
