@@ -394,7 +394,7 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
     (tmp_path / ".new.partial" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
         save_hf(new_model(), tmp_path / "new", identity="a")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="0.0 GB are to be written, and its disk has 0.0 GB free"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="0.1 MB are to be written, and its disk has 0.0 MB free"):
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
         save_hf(new_model(), tmp_path / "other")
 

@@ -114,8 +114,8 @@ class Unfinished:
             needed = sum(len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
                          for name, tensors in self._files.items() if name not in self._done)
             free = shutil.disk_usage(self.folder).free
-        require(needed <= free, f"{self.out}: {needed / 1e9:,.1f} GB are to be written, and its disk has {free / 1e9:,.1f} GB free: make "
-                                "room, or give a folder on another disk")
+        require(needed <= free, f"{self.out}: {_bytes(needed)} are to be written, and its disk has {_bytes(free)} free: make room, or give "
+                                "a folder on another disk")
         return list(self._done)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
@@ -187,6 +187,10 @@ def require_new(out: pathlib.Path) -> None:
 
 def write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
 
 
 def _to_disk(path: pathlib.Path) -> None:
