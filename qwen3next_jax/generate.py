@@ -6,6 +6,7 @@
 Standard output gets whole texts, the prompt and its continuation, and of a chat the answers. Standard error gets the figures.
 """
 
+import math
 import os
 import pathlib
 import sys
@@ -50,7 +51,8 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
     if tokenizer is None:
         raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
     request = dict(max_new_tokens=_max_new_tokens.value, seed=_seed.value, speculative=_speculative.value, mesh=places,
-                   stop_ids=sorted((ends | {tokenizer.eos_id, model.config.eos_token_id}) - {-1}), **_sampling()._asdict())
+                   stop_ids=sorted((ends | {tokenizer.eos_id, model.config.eos_token_id}) - {-1}),
+                   temperature=_temperature.value, top_k=_top_k.value, top_p=_top_p.value, min_p=_min_p.value)
     try:
         if template is not None:
             _talk(template, lambda text: _answer(model, tokenizer, text, request))
@@ -87,18 +89,17 @@ def _prompt_text() -> str:
     return text
 
 
-def _sampling():
-    from qwen3next_jax.inference.sampling import Sampling
-
-    return Sampling(_temperature.value, _top_k.value, _top_p.value, _min_p.value)
-
-
 def _check_flags() -> None:
-    """What of the flags contradicts each other, before anything is loaded."""
-    try:
-        _sampling().check()
-    except UserError as error:
-        raise UserError(f"--{error}") from error
+    """What of the flags contradicts each other, before anything is loaded, JAX included."""
+    for flag in (_temperature, _top_p, _min_p):
+        if not math.isfinite(flag.value):
+            raise UserError(f"--{flag.name}={flag.value}: expected a finite number")
+    if _top_p.value == 0:
+        raise UserError("--top_p=0: no token is left; expected more than 0, up to 1 (all tokens)")
+    for flag in (_top_k, _top_p, _min_p):
+        if _temperature.value == 0 and flag.value != flag.default:
+            raise UserError(f"--{flag.name}={flag.value} with --temperature=0, which takes the likeliest token all the same: expected one "
+                            "of the two")
     if _samples.value > 1 and _temperature.value == 0:
         raise UserError(f"--samples={_samples.value} with --temperature=0: they would all be the same; give a temperature, or one sample")
     if _samples.value > 1 and _chat.value:
@@ -230,8 +231,8 @@ _max_new_tokens = flags.DEFINE_integer("max_new_tokens", 200, "most tokens to ge
 _samples = flags.DEFINE_integer("samples", 1, "continuations of the prompt; several are shown when they have ended", lower_bound=1)
 _temperature = flags.DEFINE_float("temperature", 0.7, "of sampling; 0 takes the likeliest token", lower_bound=0)
 _top_k = flags.DEFINE_integer("top_k", 0, "sample from so many of the likeliest tokens; 0: all", lower_bound=0)
-_top_p = flags.DEFINE_float("top_p", 1.0, "sample from the likeliest tokens that together have this probability; 1: all")
-_min_p = flags.DEFINE_float("min_p", 0.0, "sample from tokens with at least this share of the likeliest one's probability; 0: all")
+_top_p = flags.DEFINE_float("top_p", 1.0, "sample from the likeliest tokens that together have this probability; 1: all", 0, 1)
+_min_p = flags.DEFINE_float("min_p", 0.0, "sample from tokens with at least this share of the likeliest one's probability; 0: all", 0, 1)
 _seed = flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=2**32 - 1)
 _speculative = flags.DEFINE_integer("speculative", 0, "tokens drafted per pass by the multi-token prediction module, up to 4: faster, the "
                                                       "same text (sampled: of the same distribution); 0: none", lower_bound=0)

@@ -334,7 +334,7 @@ def test_all_end_tokens_count(tmp_path):
     (dict(model="m", prompt=""), "--prompt is missing or empty"),
     (dict(model="m", prompt="x", chat=True), "--prompt and --chat: expected one of"),
     (dict(model="m", prompt_file="no/such"), "--prompt_file=no/such: cannot be read (No such file"),
-    (dict(model="m", prompt="x", temperature=0.0, top_k=3), "--top_k = 3 with temperature = 0"),
+    (dict(model="m", prompt="x", temperature=0.0, top_k=3), "--top_k=3 with --temperature=0"),
     (dict(model="m", prompt="x", temperature=0.0, samples=3), "--samples=3 with --temperature=0"),
     (dict(model=str(FIXTURE), prompt="x", speculative=9), "speculative = 9: expected 1 … 4"),
     (dict(model="m", prompt="\udcff"), "--prompt is not UTF-8 at character 0"),
