@@ -10,6 +10,7 @@ Imports nothing of this project: its interpreter need not have JAX, nor the same
 import ctypes
 import gc
 import json
+import pathlib
 import sys
 import time
 
@@ -24,17 +25,23 @@ for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):
 
 
 def load(directory, **kwargs):
-    """The model in float32, and how many of its tensors were missing or misshapen in the directory."""
-    model, info = transformers.Qwen3NextForCausalLM.from_pretrained(
+    """The model in float32, of the class that config.json names, and how many of its tensors were missing or misshapen in the directory,
+    or none of the model's (those of the multi-token prediction module, which it does not have, aside)."""
+    architecture = json.loads((pathlib.Path(directory) / "config.json").read_text())["architectures"][0]
+    model, info = getattr(transformers, architecture).from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True, **kwargs)
-    return model, len(info["missing_keys"]) + len(info["mismatched_keys"])
+    unexpected = [name for name in info["unexpected_keys"] if not name.startswith("mtp.")]
+    return model, len(info["missing_keys"]) + len(info["mismatched_keys"]) + len(unexpected)
 
 
 def logits(directory, tokens_file, out_file):
     model, missing = load(directory)
+    tokens = load_file(tokens_file)["input_ids"].long()
     with torch.no_grad():
-        out = model(load_file(tokens_file)["input_ids"].long()).logits
-    save_file({"logits": out.contiguous()}, out_file)
+        out = model(tokens).logits
+        # Without a mask generate() takes tokens of the padding's number for padding, wherever they stand.
+        greedy = model.generate(tokens[:1], attention_mask=torch.ones_like(tokens[:1]), max_new_tokens=24, do_sample=False)
+    save_file({"logits": out.contiguous(), "greedy": greedy.int()}, out_file)
     print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, "missing": missing}))
 
 
@@ -87,6 +94,29 @@ def train(directory, tokens_file):
         print(json.dumps(answer), flush=True)
 
 
+def generate(directory):
+    """Greedy continuations of prompts of one length, by the fastest of transformers' ways to compute attention and experts."""
+    ways = [dict(attn_implementation=attention, experts_implementation=experts)
+            for attention in ("sdpa", "eager") for experts in ("grouped_mm", "batched_mm", "eager")]
+    models = [load(directory, **way)[0].eval() for way in ways]
+    fastest = {}
+    print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}), flush=True)
+
+    def run(model, command, new):
+        ids = torch.tensor(command["prompts"])
+        started = time.process_time()
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        return time.process_time() - started, out[:, ids.shape[1]:].tolist()
+    for line in sys.stdin:
+        command = json.loads(line)
+        batch = len(command["prompts"])
+        if batch not in fastest:
+            fastest[batch] = min(models, key=lambda model: min(run(model, command, 8)[0] for _ in range(3)))
+        cpu, tokens = run(fastest[batch], command, command["new"])
+        print(json.dumps({"cpu": cpu, "tokens": tokens}), flush=True)
+
+
 def delta_rule(inputs_file, results_file):
     """Writes o and the gradients of q, k, v, g, beta for the cotangent do; then times forward + backward on request."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
@@ -113,4 +143,4 @@ def delta_rule(inputs_file, results_file):
 
 
 if __name__ == "__main__":
-    {"logits": logits, "train": train, "delta_rule": delta_rule}[sys.argv[1]](*sys.argv[2:])
+    {"logits": logits, "train": train, "generate": generate, "delta_rule": delta_rule}[sys.argv[1]](*sys.argv[2:])

@@ -19,7 +19,7 @@ from qwen3next_jax.config import FULL, LINEAR, Config, MeshConfig, ModelConfig, 
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.inference import complete, speculative_generate
+from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import mixer_class
@@ -168,8 +168,8 @@ def test_a_model_of_it_rematerialises_resumes_and_drafts(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), plain, trained("block", (None,))[0])
 
     model, prompts = Qwen3Next(layers(name), rngs=nnx.Rngs(0)), [np.arange(5), np.arange(20) % 7]
-    drafted = speculative_generate(model, prompts, max_new_tokens=12)
-    for row, expected in zip(drafted.tokens, complete(model, prompts, max_new_tokens=12), strict=True):
+    drafted = complete(model, prompts, max_new_tokens=12, speculative=2)
+    for row, expected in zip(drafted, complete(model, prompts, max_new_tokens=12), strict=True):
         np.testing.assert_array_equal(row, expected)
 
 

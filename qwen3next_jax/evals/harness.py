@@ -16,6 +16,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.continuation import continued
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
+from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.model import Qwen3Next
 
 _NEW_TOKENS = 256  # generated at most where a task does not say
@@ -23,12 +24,17 @@ _NEW_TOKENS = 256  # generated at most where a task does not say
 
 class HarnessModel(TemplateLM):
     """Args: `max_length`: longest context with its continuation, in tokens; a context that is longer loses its beginning.
-    `batch_size`: rows of one forward pass. `mesh`: on which the parameters lie; None for one device."""
+    `batch_size`: rows of one forward pass. `mesh`: on which the parameters lie; None for one device. `speculative`: tokens drafted per
+    pass where text is generated."""
 
-    def __init__(self, model: Qwen3Next, tokenizer: Tokenizer, max_length: int = 2048, batch_size: int = 8, mesh: Mesh | None = None):
+    def __init__(self, model: Qwen3Next, tokenizer: Tokenizer, max_length: int = 2048, batch_size: int = 8, mesh: Mesh | None = None,
+                 speculative: int = 0):
         super().__init__()
         self.model, self._tokenizer, self.batch_size, self._mesh = model, tokenizer, batch_size, mesh
-        self.max_length = min(max_length, model.config.max_position_embeddings)
+        self._speculative = speculative
+        if speculative:
+            drafting.check(model.config, speculative)
+        self.max_length = min(max_length, model.config.context_length)
         graphdef, params = nnx.split(model, nnx.Param)
         self._score = make_scorer(make_score_step(graphdef, mesh), nnx.to_pure_dict(params), mesh)
 
@@ -54,7 +60,7 @@ class HarnessModel(TemplateLM):
         counts = [len(continuation) for _, _, continuation in requests]
         if max(counts, default=0) > self.max_length:
             raise UserError(f"an answer of {max(counts)} tokens is longer than max_length = {self.max_length}: give a larger --max_length"
-                            f" (the model's context is {self.model.config.max_position_embeddings})")
+                            f" (the model's context is {self.model.config.context_length})")
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for batch in _batches([len(row) for row in rows], self.batch_size):
             tokens_BT, segment_ids_BT = _padded([rows[i] for i in batch], self.batch_size)
@@ -84,7 +90,7 @@ class HarnessModel(TemplateLM):
             new = int(options.get("max_gen_toks", _NEW_TOKENS))
             if new >= self.max_length:
                 raise UserError(f"a task generates {new} tokens, and max_length = {self.max_length} leaves no room for a prompt: "
-                                f"give a larger --max_length (the model's context is {self.model.config.max_position_embeddings})")
+                                f"give a larger --max_length (the model's context is {self.model.config.context_length})")
             temperature = float(options.get("temperature", 0.0)) if options.get("do_sample", False) else 0.0
             groups.setdefault((new, temperature), []).append(i)
         texts = [""] * len(requests)
@@ -93,7 +99,7 @@ class HarnessModel(TemplateLM):
             for batch in _batches([len(prompt) for prompt in prompts], self.batch_size):
                 stops = [_stops(requests[members[i]].args[1]) for i in batch]
                 found = continued(self.model, self._tokenizer, [prompts[i] for i in batch], stops, rows=self.batch_size,
-                                  max_new_tokens=new, temperature=temperature, mesh=self._mesh,
+                                  max_new_tokens=new, temperature=temperature, mesh=self._mesh, speculative=self._speculative,
                                   seed=members[batch[0]])  # samples differ between batches
                 for i, text in zip(batch, found):
                     texts[members[i]] = text

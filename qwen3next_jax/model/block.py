@@ -72,7 +72,8 @@ class Block(nnx.Module):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         normed_BTD = whole(rms_norm(x_BTD, self.mixer_norm[...], self.config))
-        mixed_BTD, diagnostics, cache = self.mixer(normed_BTD, context, cache)
+        mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
+        mixed_BTD, diagnostics, cache = mix(normed_BTD, context, cache)
         x_BTD = whole(x_BTD + mixed_BTD)
         y_BTD, aux = self.mlp(whole(rms_norm(x_BTD, self.mlp_norm[...], self.config)), context)
         x_BTD = whole(x_BTD + y_BTD)

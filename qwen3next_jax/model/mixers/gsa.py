@@ -25,7 +25,7 @@ class GSA(ByChannel):
         return Inputs(self.project(x_BTD, context)[0], g=jax.nn.log_sigmoid(through(x_BTD, self.forget_proj)) / TEMPERATURE)
 
     def recurrence(self, heads, state):
-        q, k, v, *_, segment_ids, axis_name = heads
+        q, k, v, *_, segment_ids, axis_name, _ = heads
         g, written_BTHM, states = self.gates(heads, state)
         written_BTHM = written_BTHM.astype(v.dtype)
         common = dict(erase=False, segment_ids=segment_ids, axis_name=axis_name)

@@ -22,6 +22,9 @@ from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.parallel.rules import activation_spec, constrain, local
 
 
+FEW_TOKENS = 8  # of cached decoding, taken one by one: a chunk would be mostly padding, and four times the work for one token
+
+
 class Inputs(NamedTuple):
     """What a recurrent mixer makes of its input, before convolution and recurrence.
 
@@ -40,7 +43,7 @@ class Inputs(NamedTuple):
 
 class Heads(NamedTuple):
     """What the recurrence of a device's own heads gets: the fields of `Inputs`, split and convolved, q and k [B, T, G, K], v [B, T, H, V];
-    weights, the mixer's `head_weights`; segment_ids and axis_name for the operator."""
+    weights, the mixer's `head_weights`; segment_ids and axis_name for the operator; each: as of `Context`, for `Recurrent.recurrence`."""
 
     q: jax.Array
     k: jax.Array
@@ -50,6 +53,7 @@ class Heads(NamedTuple):
     weights: tuple[jax.Array, ...]
     segment_ids: jax.Array | None
     axis_name: str | None
+    each: bool
 
 
 class Recurrent(Mixer):
@@ -72,10 +76,12 @@ class Recurrent(Mixer):
 
     def recurrence(self, heads: Heads, state: dict[str, jax.Array] | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """o [B, T, H, V] and the states after the row, as `init_cache` names them ("state": S), from those before it."""
-        q, k, v, g, beta, _, segment_ids, axis_name = heads
+        q, k, v, g, beta, _, segment_ids, axis_name, each = heads
+        few = state is not None and q.shape[1] <= FEW_TOKENS
         o, final = gated_delta_rule(
             q, k, v, g=g, beta=beta, initial_state=state and state["state"], segment_ids=segment_ids, normalize_qk=self.normalized,
-            erase=self.erases(self.config), implementation=self.config.named_delta_rule, axis_name=axis_name)
+            erase=self.erases(self.config), implementation="recurrent" if few else self.config.named_delta_rule, axis_name=axis_name,
+            each=each)
         return o, {"state": final}
 
     normalized: ClassVar[bool] = True  # q and k have length 1 in `recurrence` as it stands here
@@ -183,6 +189,7 @@ class Recurrent(Mixer):
         conv_state, states = (None, None) if cache is None else (cache["conv"], {name: x for name, x in cache.items() if name != "conv"})
 
         def run(mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, weights, segment_ids, conv_state, states):
+            inputs_BSGC = jnp.concatenate((conv_state, mixed_BTGC), axis=1) if context.each else None
             if convolved:
                 mixed_BTGC, conv = keeping_inputs(
                     lambda mixed, kernel, state: causal_conv1d(mixed, kernel, activation="silu", initial_state=state,
@@ -190,18 +197,28 @@ class Recurrent(Mixer):
                     mixed_BTGC, kernel_WGC, conv_state)
             else:
                 mixed_BTGC, conv = jax.nn.silu(mixed_BTGC) if self.convolved else mixed_BTGC, mixed_BTGC[:, :0]
+            if context.each:
+                width, time = kernel_WGC.shape[0], g_BTH.shape[1]
+                conv = jnp.stack([inputs_BSGC[:, t:t + width - 1] for t in range(1, time + 1)], axis=1)
             q_BTGK, k_BTGK, v_BTGRV = jnp.split(mixed_BTGC, (k, 2 * k), axis=-1)
             v_BTHV = v_BTGRV.reshape(*g_BTH.shape[:3], c.linear_value_head_dim)
-            heads = Heads(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, weights, segment_ids, context.time_axis)
+            heads = Heads(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, weights, segment_ids, context.time_axis, context.each)
             return *self.recurrence(heads, states), conv
 
         spec = functools.partial(activation_spec, "batch")
         wide, narrow, tokens = spec(context.time, "heads", None), spec(context.time, "heads"), spec(context.time)
         of_states, of_conv = spec("heads"), spec(None, "heads", None)
         in_specs = (wide, activation_spec(None, "heads", None), narrow, narrow, activation_spec("heads"), tokens, of_conv, of_states)
+        if context.each:
+            of_states, of_conv = spec(None, "heads"), spec(None, None, "heads", None)
         o_BTHV, states, conv_state = local(run, context.mesh, in_specs, (wide, of_states, of_conv))(
             mixed_BTGC, kernel_WGC, g_BTH, beta_BTH, self.head_weights(), context.segment_ids, conv_state, states)
         return o_BTHV, conv_state, states
+
+    def each_token(self, x_BTD: jax.Array, context: Context, cache: dict) -> tuple[jax.Array, dict, dict]:
+        if type(self).recurrence is not Recurrent.recurrence:  # another operator, which gives its last state alone
+            return super().each_token(x_BTD, context, cache)
+        return self(x_BTD, context, cache)
 
     @classmethod
     def convolves(cls, config: ModelConfig) -> bool:
@@ -284,7 +301,7 @@ class ByChannel(Recurrent):
     read: ClassVar[str] = "after"
 
     def recurrence(self, heads: Heads, state):
-        q, k, v, g, beta, bonus, segment_ids, axis_name = heads
+        q, k, v, g, beta, bonus, segment_ids, axis_name, _ = heads
         o, final = channel_delta_rule(q, k, v, g=g, beta=beta, erase=False, read=self.read, bonus=bonus[0] if bonus else None,
                                       initial_state=state and state["state"], segment_ids=segment_ids, axis_name=axis_name)
         return o, {"state": final}
