@@ -200,6 +200,12 @@ def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
     assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert bits(load_hf(tmp_path / "out", dtype="bfloat16")) == bits(model)
+    save_hf(load_hf(tmp_path / "float32"), tmp_path / "cast", dtype="bfloat16")
+    assert content(tmp_path / "cast") == content(tmp_path / "out")
+    tensors = {name: tensor.dtype.name for shard in shards for name, tensor in load_file(shard).items()}  # as serving software reads it
+    assert {name.rsplit(".", 2)[-2]: tensors[name] for name in tensors if "layers.0.linear_attn" in name and "weight" in name} == {
+        "in_proj_qkvz": "bfloat16", "in_proj_ba": "bfloat16", "conv1d": "bfloat16", "out_proj": "bfloat16", "norm": "float32"}
+    assert tensors["model.layers.0.linear_attn.A_log"] == tensors["model.layers.0.linear_attn.dt_bias"] == "float32"
     listed = {line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()}
     assert listed == {f.name for f in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}
 

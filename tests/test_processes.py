@@ -51,12 +51,12 @@ def get_config():
 class Processes:
     """The processes of one run; `environments`, `flags` and `folders` (where each starts) are what differs between them."""
 
-    def __init__(self, environments, flags, arguments, folders=None, shares=None):
+    def __init__(self, environments, flags, arguments, folders=None, shares=None, program=PROGRAM):
         shared = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
             "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "SHARES": str(shares or os.devnull),
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // len(environments)}",
             "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
-        self.all = [subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments, *own], cwd=folder, text=True,
+        self.all = [subprocess.Popen([sys.executable, "-c", program, *arguments, *own], cwd=folder, text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=shared | environment)
                     for environment, own, folder in zip(environments, flags, folders or [ROOT] * len(flags), strict=True)]
 
@@ -192,19 +192,15 @@ def test_one_process_goes_on_as_two(one, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_branch_over_two_processes_goes_on_as_its_parent(one, corpus, tmp_path):
-    """With its whole state; then, by stages of other rows, over two and over one."""
-    run, whole = tmp_path / "run", (f"--config.train.init_from={one}@10", "--config.train.init_state=all")
-    (_, out, _), _ = Processes(*by_flags(2), arguments(corpus, run, *whole)).succeed()
-    assert f"new run after step 10 of {one}" in out
+    """With its whole state; and then by a stage of longer rows."""
+    run, stages = tmp_path / "run", "--config.train.stages=({'steps': 13}, {'steps': 3, 'sequence_length': 64})"
+    (_, out, _), _ = Processes(*by_flags(2), arguments(
+        corpus, run, f"--config.train.init_from={one}@10", "--config.train.init_state=all", stages)).succeed()
+    assert f"new run after step 10 of {one}" in out and "step 14  stage 2 begins: 3 steps of 4 × 64 tokens" in out
     found, wanted = ([(e["step"], e["loss"], e["grad_norm"]) for e in events(w, "train") if e["step"] > 10] for w in (run, one))
-    assert found == [(step, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for step, loss, norm in wanted]
+    assert found[:3] == [(step, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for step, loss, norm in wanted[:3]]
+    assert [step for step, _, _ in found] == list(range(11, 17))
     assert_saved_by_all(run / "checkpoints" / "16", 2)
-    stages = "({'steps': 12}, {'steps': 4, 'sequence_length': 64, 'learning_rate': 1e-3})"
-    runs = [tmp_path / "two", tmp_path / "alone"]
-    for folder, launch in zip(runs, (by_flags(2), alone()), strict=True):
-        Processes(*launch, arguments(corpus, folder, *whole, f"--config.train.stages={stages}")).succeed()
-    found, wanted = ([(e["step"], e["stage"], e["loss"]) for e in events(w, "train")] for w in runs)
-    assert found == [(step, stage, pytest.approx(loss, rel=1e-5)) for step, stage, loss in wanted] and found[-1][:2] == (16, "2")
 
 
 def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
@@ -262,3 +258,33 @@ def test_a_dead_process_ends_the_other_and_the_run_goes_on(one, corpus, tmp_path
     assert two.wait(timeout=60)[0][0] not in (0, 2, 130)  # the runtime or gloo notices, whichever is first
     Processes(*by_flags(2), arguments(corpus, run)).succeed()
     assert_same_curve(run, one)
+
+
+@pytest.mark.slow
+def test_two_processes_export_evaluate_and_begin_with_weights_as_one(one, corpus, tmp_path):
+    """`one` lies on 4 devices as `data`: two processes hold two parts each of nearly everything."""
+    said = {}
+    for name, launch in (("alone", alone), ("two", lambda: by_flags(2))):
+        folder = tmp_path / name
+        folder.mkdir()
+
+        def command(module, *own):
+            program = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+            return Processes(*launch(), own, program=program).succeed()
+        exported = command("qwen3next_jax.export", f"--workdir={one}", f"--out={folder / 'hf'}")
+        command("eval", f"--workdir={one}", f"--json={folder / 'run.json'}", "--suite=heldout,mqar", "--pairs=2", "--rows=4")
+        generated = command("qwen3next_jax.generate", f"--model={folder / 'hf'}", "--prompt=document", "--temperature=0",
+                            "--max_new_tokens=4")
+        Processes(*launch(), arguments(corpus, folder / "run", f"--config.train.init_from={folder / 'hf'}",
+                                       "--config.train.steps=2")).succeed()
+        # The first alone speaks; gloo has a line of its own.
+        assert not any("document" in out + err or "files" in out + err for _, out, err in (*exported[1:], *generated[1:]))
+        said[name] = generated[0][1].rpartition("document")[1:]
+    assert said["alone"] == said["two"] and said["alone"][0]
+    for file in (tmp_path / "alone" / "hf").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / "hf" / file.name).read_bytes(), file.name
+    found, wanted = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("two", "alone"))
+    assert {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()} == found
+    losses = [[event["loss"] for event in events(tmp_path / name / "run", "train")] for name in ("two", "alone")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][0] < events(one, "train")[0]["loss"] - 0.1  # not from random weights

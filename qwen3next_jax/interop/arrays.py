@@ -132,8 +132,8 @@ def _taker(sharding: NamedSharding, sizes: tuple[int, ...]) -> Callable[[jax.Arr
     split = {dim: (axes,) if isinstance(axes, str) else axes for dim, axes in enumerate(spec) if axes}
 
     def local(x, start):
-        dtype = x.dtype
-        x = jax.lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
+        dtype, bits = x.dtype, f"uint{8 * x.dtype.itemsize}"
+        x = jax.lax.bitcast_convert_type(x, bits)
         for dim in set(range(len(sizes))) - set(split):
             x = jax.lax.dynamic_slice_in_dim(x, start[dim], sizes[dim], dim)
         for dim, axes in split.items():
@@ -141,5 +141,7 @@ def _taker(sharding: NamedSharding, sizes: tuple[int, ...]) -> Callable[[jax.Arr
             inside = jnp.expand_dims((here >= 0) & (here < x.shape[dim]), [i for i in range(x.ndim) if i != dim])
             x = jnp.where(inside, jnp.take(x, here, axis=dim, mode="clip"), 0)
         axes = tuple(axis for axes in split.values() for axis in axes)
-        return jax.lax.bitcast_convert_type(jax.lax.psum(x, axes) if axes else x, dtype)
+        if axes:  # networks add 32 bits everywhere, 16 not
+            x = jax.lax.psum(x.astype(jnp.uint32), axes).astype(bits)
+        return jax.lax.bitcast_convert_type(x, dtype)
     return jax.jit(jax.shard_map(local, mesh=sharding.mesh, in_specs=(P(*spec), P()), out_specs=P(), check_vma=False))

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 
 from qwen3next_jax import jsonfile
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.errors import UserError, told
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -119,35 +119,34 @@ class Weights:
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
         """[rows, columns] of a tensor seen as [every dimension but the last, the last], in the dtype that is stored."""
-        dtype, shape, start = self._stored[name][1:]
+        path, dtype, shape, start = self._stored[name]
         if dtype not in _FLOATS:
             raise UserError(f"{self.directory}: tensor {name} is {dtype}: expected one of {', '.join(_FLOATS)}")
         dtype = np.dtype(_FLOATS[dtype])
         height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
         (top, bottom, _), (left, right, _) = rows.indices(height), columns.indices(width)
         block = np.empty((bottom - top, right - left), dtype)
-        first = start + (top * width + left) * dtype.itemsize
+        first, step = start + (top * width + left) * dtype.itemsize, width * dtype.itemsize
+        # Row by row where the columns are not all of them.
+        size = block.nbytes if right - left == width else (right - left) * dtype.itemsize
         target = memoryview(block.reshape(-1).view(np.uint8))
-        if right - left == width:
-            self._read(name, first, target)
-        else:
-            size, step = (right - left) * dtype.itemsize, width * dtype.itemsize
-            for row in range(bottom - top):
-                self._read(name, first + row * step, target[row * size:(row + 1) * size])
+        with told(f"{path}: cannot be read: restore it, or start again", OSError):
+            descriptor = self._descriptor(path)
+            for row, begin in enumerate(range(0, block.nbytes, size or 1)):
+                done = 0
+                while done < size:
+                    count = os.preadv(descriptor, [target[begin + done:begin + size]], first + row * step + done)
+                    if not count:
+                        raise self._changed(path)
+                    done += count
+        self.bytes_read += block.nbytes
         return block
 
-    def _read(self, name: str, start: int, target: memoryview) -> None:
-        path = self._stored[name].file
+    def _descriptor(self, path: pathlib.Path) -> int:
         if path not in self._open:
             self._open[path] = path.open("rb", buffering=0)
             self._check(path, os.fstat(self._open[path].fileno()))
-        done, descriptor = 0, self._open[path].fileno()
-        while done < len(target):
-            count = os.preadv(descriptor, [target[done:]], start + done)
-            if not count:
-                raise self._changed(path)
-            done += count
-        self.bytes_read += done
+        return self._open[path].fileno()
 
     def check_unchanged(self) -> None:
         """Raises UserError where a file is another one than when its header was read."""

@@ -75,8 +75,8 @@ def kill_staged_branch(lab: Lab, seed: int) -> list[Trial]:
     rng = np.random.default_rng(seed)
 
     def moment(saves, newest):
-        if rng.random() < 0.25:
-            return "pid ", rng.uniform(0, 4)
+        if rng.random() < 0.25 or newest == saves[-2]:  # behind the last but one the run would be over before the kill
+            return "pid ", rng.uniform(0, 4 if newest < saves[-2] else 1)
         return f"save {min(step for step in saves if step > newest)}\n", rng.uniform(0, 0.5)
     return _staged_killed_along(lab, moment, CHAIN)
 
