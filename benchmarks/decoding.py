@@ -1,81 +1,131 @@
-"""Decoding speed and cache size by context length, for one row of real text, on this machine.
+"""Decoding on this machine: speed and cache by context length, drafting, transformers.
 
-At the shortest context the tokens are first compared with the plain forward pass. Where the model has a multi-token
-prediction module, greedy decoding with its drafts follows: same tokens, fewer trunk calls.
+    python benchmarks/decoding.py [--part=contexts] [--contexts=1024,4096,…] [--plot=docs/decoding.png]
+    python benchmarks/decoding.py --part=drafting --model=runs/tiny
+    python benchmarks/decoding.py --part=replay --model=runs/tiny
+    python benchmarks/decoding.py --part=memory [--length=262144]
+    python benchmarks/decoding.py --part=transformers --model=runs/tiny --python=/path/to/python/with/torch
 
-    python benchmarks/decoding.py [--config=configs/tiny.py] [--model=runs/tiny]
-
-Without --model the weights are random, which costs the same time but leaves the drafts without a chance.
+contexts: prefill and decode throughput and bytes of cache of one row, random weights: three recurrent layers to one of attention, against
+attention alone and recurrent layers alone of the same number of parameters (the width of the experts makes up for the difference).
+drafting: `speculative` = 1 … against plain decoding, greedy, in turns, batch 1 and 8; the same tokens or it ends.
+replay: what taking back a rejected draft costs: the recurrent states kept after each of K+1 tokens, or 2K+1 tokens run again.
+memory: a prompt of that length through a small model in chunks; peak memory of the process beyond what it had before.
+transformers: greedy generation of both from the same weights, tokens per CPU second, in turns.
 """
 
 import argparse
 import dataclasses
+import json
 import os
 import pathlib
+import resource
 import runpy
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qwen3next_jax import ModelConfig, Qwen3Next
+from qwen3next_jax import ModelConfig, Qwen3Next, cli, save_hf
 from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.inference import decode, speculative_generate
-from qwen3next_jax.inference.cache import cache_bytes
+from qwen3next_jax.inference.cache import after_token, cache_bytes
+from qwen3next_jax.inference.decode import cache_length, generate, joined
 from qwen3next_jax.load import load_model
+from qwen3next_jax.model.flops import parameter_counts
 
 ROOT = pathlib.Path(__file__).parents[1]
-CONTEXTS = (1024, 4096, 16384)
 NEW = 129  # tokens per run; the first comes with the prefill
-RUNS = 3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("contexts", "drafting", "replay", "memory", "transformers"), default="contexts")
     parser.add_argument("--config", default=str(ROOT / "configs" / "tiny.py"))
     parser.add_argument("--model", help="folder of a run or a Hugging Face directory, in place of --config's random weights")
+    parser.add_argument("--contexts", default="1024,4096,16384,65536")
+    parser.add_argument("--length", type=int, default=262_144)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--plot")
+    parser.add_argument("--python", help="interpreter with torch and transformers")
     args = parser.parse_args()
-    model = load_model(args.model).model if args.model else _random_model(args.config)
-    c: ModelConfig = model.config
-    kinds = "".join("A" if mixer == c.full_mixer else "r" for mixer in c.mixers)
-    print(f"{args.model or args.config}: layers {kinds} (r recurrent, A attention), hidden {c.hidden_size}, {c.num_experts} experts "
-          f"top-{c.num_experts_per_tok}, {c.dtype}; batch 1, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} threads, "
+    cli.keep_freed_memory()  # as the commands do
+    print(f"{args.part}: {args.model or pathlib.Path(args.config).name}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} threads, "
           f"jax {jax.__version__}", flush=True)
-
-    print(f"{'context':>8} {'prompt tokens/s':>16} {'new tokens/s':>13} {'recurrent cache':>16} {'attention cache':>16}")
-    text = _text(max(CONTEXTS), c.vocab_size)
-    for context in CONTEXTS:
-        if context + NEW > c.max_position_embeddings:
-            print(f"{context:8} beyond max_position_embeddings = {c.max_position_embeddings}")
-            continue
-        if context == CONTEXTS[0]:
-            _compare_with_forward(model, text[:context])
-        prompt_rate, new_rate = _speed(model, text[:context])
-        size = cache_bytes(c, 1, decode.cache_length([text[:context]], NEW))
-        print(f"{context:8} {prompt_rate:16,.0f} {new_rate:13,.0f} {size['state']:14,} B {size['slots']:14,} B", flush=True)
-    if c.mtp_depth:
-        _speculate(model, text[:CONTEXTS[0]])
+    globals()[f"_{args.part}"](args)
 
 
-def _random_model(config_file: str) -> Qwen3Next:
-    config = from_dict(Config, runpy.run_path(config_file)["get_config"]().to_dict()).model
-    # The length limit has no part in the arithmetic; lifted, so that every context below can be measured.
-    longest = max(config.max_position_embeddings, max(CONTEXTS) + NEW)
-    return Qwen3Next(dataclasses.replace(config, max_position_embeddings=longest), rngs=nnx.Rngs(0))
+def _config(args: argparse.Namespace, **changes) -> ModelConfig:
+    config = from_dict(Config, runpy.run_path(args.config)["get_config"]().to_dict()).model
+    # The length limit has no part in the arithmetic; lifted, so that every context can be measured.
+    return dataclasses.replace(config, max_position_embeddings=2**20, **changes)
 
 
-def _text(length: int, vocab_size: int) -> np.ndarray:
-    """Bytes of the Python standard library (modulo the vocabulary, where it is smaller)."""
-    files = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
-    text = b"".join(file.read_bytes() for file in files)[:length]
-    return np.frombuffer(text, np.uint8).astype(np.int32) % vocab_size
+def _random(config: ModelConfig) -> Qwen3Next:
+    return nnx.jit(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))()
+
+
+def _model(args: argparse.Namespace) -> Qwen3Next:
+    return load_model(args.model).model if args.model else _random(_config(args))
+
+
+def _prompts(rows: int, length: int, vocab_size: int) -> list[np.ndarray]:
+    """Bytes of the Python standard library (modulo the vocabulary, where it is smaller), every row from another place."""
+    text = b"".join(file.read_bytes() for file in sorted(pathlib.Path(os.__file__).parent.glob("*.py")))
+    tokens = np.frombuffer(text, np.uint8).astype(np.int32) % vocab_size
+    return [np.resize(np.roll(tokens, -10_000 * row), length) for row in range(rows)]
+
+
+def _timed(model: Qwen3Next, prompts: list[np.ndarray], new: int, **options):
+    """→ (tokens of every row, seconds to the first piece, seconds and CPU seconds of the rest, its tokens, stream)."""
+    stream = generate(model, prompts, max_new_tokens=new, **options)
+    started = time.perf_counter()
+    pieces = [next(stream)]
+    first, cpu = time.perf_counter(), time.process_time()
+    pieces += stream
+    seconds, cpu = time.perf_counter() - first, time.process_time() - cpu
+    return joined(pieces, len(prompts)), first - started, seconds, cpu, sum(len(t) for piece in pieces[1:] for t in piece), stream
+
+
+# ---- contexts ----------------------------------------------------------------------------------------------------
+
+
+def _contexts(args: argparse.Namespace) -> None:
+    hybrid = _config(args, mtp_depth=0)
+    forms = {"hybrid 3:1": hybrid, "attention": _of_equal_size(hybrid, full_attention_interval=1),
+             "recurrent": _of_equal_size(hybrid, full_attention_interval=0)}
+    measured = {name: {} for name in forms}
+    print(f"{'':12} {'parameters':>10} {'context':>8} {'prompt tokens/s':>16} {'ms/new token':>13} {'states, bytes':>14} "
+          f"{'slots, bytes':>14}")
+    for context in map(int, args.contexts.split(",")):
+        for name, config in forms.items():
+            model, prompts = _random(config), _prompts(1, context, config.vocab_size)
+            if context == min(map(int, args.contexts.split(","))):
+                _compare_with_forward(model, prompts[0])
+            runs = [_timed(model, prompts, NEW) for _ in range(args.runs + 1)][1:]
+            prefill, step = (statistics.median(values) for values in zip(*((context / run[1], 1e3 * run[2] / run[4]) for run in runs)))
+            size = cache_bytes(config, 1, cache_length(prompts, NEW))
+            measured[name][context] = prefill, step, sum(size.values())
+            print(f"{name:12} {parameter_counts(config).total:10,} {context:8} {prefill:16,.0f} {step:13.3f} {size['state']:14,} "
+                  f"{size['slots']:14,}", flush=True)
+    if args.plot:
+        _plot(measured, args.plot)
+
+
+def _of_equal_size(like: ModelConfig, **changes) -> ModelConfig:
+    """With the experts' width that brings the parameters nearest to those of `like`."""
+    wanted = parameter_counts(like).total
+    configs = [dataclasses.replace(like, moe_intermediate_size=width, **changes) for width in range(8, 2 * like.moe_intermediate_size)]
+    return min(configs, key=lambda config: abs(parameter_counts(config).total - wanted))
 
 
 def _compare_with_forward(model: Qwen3Next, prompt: np.ndarray) -> None:
-    new = decode.complete(model, [prompt], max_new_tokens=NEW)[0]
+    (new,), *_ = _timed(model, [prompt], NEW)
     graphdef, params = nnx.split(model)
     whole = np.concatenate([prompt, new])[None]
     logits = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens).logits)(params, whole)[0]
@@ -85,31 +135,128 @@ def _compare_with_forward(model: Qwen3Next, prompt: np.ndarray) -> None:
     assert np.max(behind) <= 1e-3 * np.max(np.abs(logits)), f"cached decoding differs from the forward pass at {np.argmax(behind)}"
 
 
-def _speed(model: Qwen3Next, prompt: np.ndarray) -> tuple[float, float]:
-    """Medians of prompt tokens/s (up to the first new token) and of new tokens/s after it."""
-    decode.compile_ahead(model, [prompt], max_new_tokens=NEW)
-    prompt_rates, new_rates = [], []
-    for _ in range(RUNS + 1):
-        tokens = decode.generate(model, [prompt], max_new_tokens=NEW)
-        started = time.perf_counter()
-        next(tokens)
-        first = time.perf_counter()
-        count = sum(1 for _ in tokens)
-        prompt_rates.append(len(prompt) / (first - started))
-        new_rates.append(count / (time.perf_counter() - first))
-    return statistics.median(prompt_rates[1:]), statistics.median(new_rates[1:])
+def _plot(measured: dict, file: str) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+    for axis, (i, title) in zip(axes, enumerate(("prompt tokens/s", "ms per new token", "bytes of cache"))):
+        for name, points in measured.items():
+            axis.plot(list(points), [values[i] for values in points.values()], marker="o", label=name)
+        axis.set(title=title, xlabel="tokens of context", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    print(f"wrote {file}")
 
 
-def _speculate(model: Qwen3Next, prompt: np.ndarray) -> None:
-    plain = decode.complete(model, [prompt], max_new_tokens=NEW)[0]
-    speculative_generate(model, [prompt], max_new_tokens=NEW)  # compiles
-    started = time.perf_counter()
-    result = speculative_generate(model, [prompt], max_new_tokens=NEW)
-    seconds = time.perf_counter() - started
-    same = int(np.argmin(np.append(plain == result.tokens[0], False)))
-    rates = ", ".join(f"{accepted / max(proposed, 1):.2f}" for proposed, accepted in zip(result.proposed, result.accepted))
-    print(f"drafting at context {len(prompt)}: {NEW / result.trunk_calls:.2f} tokens per trunk call; drafts accepted, by depth: {rates}; "
-          f"{NEW / seconds:,.0f} tokens/s with the prompt's time; {same} of {NEW} tokens equal to plain decoding before the first tie")
+# ---- drafting ----------------------------------------------------------------------------------------------------
+
+
+def _drafting(args: argparse.Namespace) -> None:
+    model, new = _model(args), 400
+    for batch in (1, 8):
+        prompts = _prompts(batch, 300, model.config.vocab_size)
+        rates: dict[int, list[tuple[float, float]]] = {k: [] for k in range(5)}
+        for turn in range(args.runs + 1):
+            for k in rates:
+                tokens, _, seconds, cpu, count, stream = _timed(model, prompts, new, speculative=k)
+                if k == 0:
+                    plain = tokens
+                assert all(np.array_equal(a, b) for a, b in zip(tokens, plain)), f"{k} drafts: other tokens than plain decoding"
+                if turn:
+                    rates[k].append((count / seconds, count / cpu))
+                    told = stream if turn == args.runs else None
+                if turn == args.runs:
+                    (wall, cpu), (plain_wall, plain_cpu) = (np.median(rates[i], axis=0) for i in (k, 0))
+                    by_depth = ", ".join(f"{x:.2f}" for x in told.accepted / np.maximum(told.drafted, 1))
+                    print(f"batch {batch}, {k} drafts: {wall:7,.0f} tokens/s, {wall / plain_wall:.2f} × plain (per CPU second "
+                          f"{cpu / plain_cpu:.2f} ×); {told.tokens / told.passes:.2f} tokens per trunk pass; accepted by depth "
+                          f"{by_depth or '–'}", flush=True)
+
+
+def _replay(args: argparse.Namespace) -> None:
+    model, steps = _model(args), 32
+    graphdef, params = nnx.split(model)
+
+    def program(batch: int, size: int, each: bool):
+        def run(params, cache, tokens_BT):
+            model = nnx.merge(graphdef, params)
+
+            def step(i, carry):
+                cache, tokens_BT = carry
+                positions_BT = i * size + jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+                hidden_BTD, cache = model.decode(tokens_BT, positions_BT, cache, each=each)
+                if each:
+                    cache = after_token(model.config, cache, jnp.full(batch, size - 1))
+                return cache, (tokens_BT + jnp.argmax(model.logits(hidden_BTD), axis=-1)) % model.config.vocab_size
+            return jax.lax.fori_loop(0, steps, step, (cache, tokens_BT))[0]
+        run, tokens = jax.jit(run), np.stack(_prompts(batch, size, model.config.vocab_size))
+        return lambda: jax.block_until_ready(run(params, model.init_cache(batch, 512), tokens))
+
+    for batch in (1, 8):
+        forms = {"plain step": program(batch, 1, False)}
+        for k in (1, 2, 3):
+            forms |= {f"{k} drafts, states kept": program(batch, k + 1, True), f"{k} drafts, run again": program(batch, 2 * k + 1, False)}
+        seconds = {name: [] for name in forms}
+        for turn in range(4 * args.runs + 1):
+            for name, run in forms.items():
+                started = time.perf_counter()
+                run()
+                seconds[name] += [time.perf_counter() - started] * (turn > 0)
+        for name, values in seconds.items():
+            print(f"batch {batch}, {name:22} {1e6 * min(values) / steps:7.0f} µs a pass (median "
+                  f"{1e6 * statistics.median(values) / steps:.0f})", flush=True)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def _memory(args: argparse.Namespace) -> None:
+    config = _config(args, mtp_depth=0, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=0,
+                     intermediate_size=64)
+    model = _random(config)
+    for length in (args.length // 16, args.length):
+        prompts = _prompts(1, length, config.vocab_size)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        _, first, *_ = _timed(model, prompts, 2)
+        size = cache_bytes(config, 1, cache_length(prompts, 2))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"prompt of {length:,} tokens: {first:.1f} s; cache {sum(size.values()) / 2**20:.1f} MiB; peak memory of the process grew by "
+              f"{(peak - before) / 2**10:.0f} MiB to {peak / 2**10:.0f} MiB", flush=True)
+
+
+# ---- transformers ------------------------------------------------------------------------------------------------
+
+
+def _transformers(args: argparse.Namespace) -> None:
+    model, new = _model(args), 128
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(model, f"{folder}/model")
+        peer = subprocess.Popen([args.python, str(ROOT / "benchmarks" / "transformers_peer.py"), "generate", f"{folder}/model"], text=True,
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        print("transformers {transformers}, torch {torch}".format(**json.loads(peer.stdout.readline())), flush=True)
+        for batch in (1, 8):
+            prompts = _prompts(batch, 64, model.config.vocab_size)
+            ours, theirs = [], []
+            for _ in range(args.runs + 1):
+                stream = generate(model, prompts, max_new_tokens=new)
+                cpu = time.process_time()
+                tokens = joined(stream, batch)
+                ours.append(batch * new / (time.process_time() - cpu))
+                peer.stdin.write(json.dumps({"prompts": [prompt.tolist() for prompt in prompts], "new": new}) + "\n")
+                peer.stdin.flush()
+                answer = json.loads(peer.stdout.readline())
+                same = [int(np.argmin(np.append(a == np.array(b), False))) for a, b in zip(tokens, answer["tokens"])]
+                assert min(same) == new, f"transformers' tokens differ from {min(same)} on"
+                theirs.append(batch * new / answer["cpu"])
+            ours, theirs = (statistics.median(values[1:]) for values in (ours, theirs))
+            print(f"batch {batch}: {ours:,.0f} tokens per CPU second, transformers {theirs:,.0f}: {ours / theirs:.1f} ×; same {new} tokens "
+                  f"in every row", flush=True)
+        peer.stdin.close()
+        peer.wait()
 
 
 if __name__ == "__main__":

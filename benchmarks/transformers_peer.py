@@ -87,6 +87,29 @@ def train(directory, tokens_file):
         print(json.dumps(answer), flush=True)
 
 
+def generate(directory):
+    """Greedy continuations of prompts of one length, by the fastest of transformers' ways to compute attention and experts."""
+    ways = [dict(attn_implementation=attention, experts_implementation=experts)
+            for attention in ("sdpa", "eager") for experts in ("grouped_mm", "batched_mm", "eager")]
+    models = [load(directory, **way)[0].eval() for way in ways]
+    fastest = {}
+    print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}), flush=True)
+
+    def run(model, command, new):
+        ids = torch.tensor(command["prompts"])
+        started = time.process_time()
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        return time.process_time() - started, out[:, ids.shape[1]:].tolist()
+    for line in sys.stdin:
+        command = json.loads(line)
+        batch = len(command["prompts"])
+        if batch not in fastest:
+            fastest[batch] = min(models, key=lambda model: min(run(model, command, 8)[0] for _ in range(3)))
+        cpu, tokens = run(fastest[batch], command, command["new"])
+        print(json.dumps({"cpu": cpu, "tokens": tokens}), flush=True)
+
+
 def delta_rule(inputs_file, results_file):
     """Writes o and the gradients of q, k, v, g, beta for the cotangent do; then times forward + backward on request."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
@@ -113,4 +136,4 @@ def delta_rule(inputs_file, results_file):
 
 
 if __name__ == "__main__":
-    {"logits": logits, "train": train, "delta_rule": delta_rule}[sys.argv[1]](*sys.argv[2:])
+    {"logits": logits, "train": train, "generate": generate, "delta_rule": delta_rule}[sys.argv[1]](*sys.argv[2:])

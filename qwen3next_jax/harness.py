@@ -39,7 +39,7 @@ def main() -> int:
         model, tokenizer, _, places, _ = load_model(_model.value, None, loading.mesh, loading.dtype or "float32")
         if tokenizer is None:
             raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
-        subject = HarnessModel(model, tokenizer, _max_length.value, _batch_size.value, places)
+        subject = HarnessModel(model, tokenizer, _max_length.value, _batch_size.value, places, _speculative.value)
         results = lm_eval.simple_evaluate(subject, tasks=_tasks.value, num_fewshot=_fewshot.value, limit=_limit.value, task_manager=manager,
                                          bootstrap_iters=0)  # which would fork beside JAX's threads
         print(make_table(results))
@@ -57,6 +57,7 @@ _fewshot = flags.DEFINE_integer("fewshot", None, "examples before each question 
 _limit = flags.DEFINE_integer("limit", None, "documents of each task (default: all)", lower_bound=1)
 _max_length = flags.DEFINE_integer("max_length", 2048, "longest context with its continuation, in tokens", lower_bound=2)
 _batch_size = flags.DEFINE_integer("batch_size", 8, "rows of one forward pass", lower_bound=1)
+_speculative = flags.DEFINE_integer("speculative", 0, "tokens drafted per pass where a task generates, up to 4; 0: none", lower_bound=0)
 _json = flags.DEFINE_string("json", "", "a file that gets the results, too")
 
 if __name__ == "__main__":

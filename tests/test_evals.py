@@ -21,7 +21,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import sinks
-from qwen3next_jax.inference.decode import STOPPED, complete
+from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.parallel.mesh import make_mesh, one_device
 from qwen3next_jax.reporting.figures import named, record
 from qwen3next_jax.reporting.page import write_report
@@ -67,15 +67,15 @@ def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypa
         assert len(prompts) == 4  # three, filled up
         for i in range(max_new_tokens):
             steps.append(i)
-            yield np.array([ord(text[i]) if i < len(text) else STOPPED for text in said])
+            yield [np.array([ord(c) for c in text[i:i + 1]], np.int32) for text in said]
     monkeypatch.setattr(continuation, "generate", scripted)
     prompts = [np.array([1]), np.array([2, 2]), np.array([3])]
 
     def texts(*stops):
         steps.clear()
         return continuation.continued(None, ByteTokenizer(), prompts, stops, rows=4, max_new_tokens=20)
-    assert texts(["\n", "n"], [";"], []) == ["o", "two", "ends"] and len(steps) == 7
-    assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"] and len(steps) == 15
+    assert texts(["\n", "n"], [";"], []) == ["o", "two", "ends"] and len(steps) == 5
+    assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"] and len(steps) == 9
     assert texts([], [], []) == [said[0][:20], "two; three", "ends"] and len(steps) == 20
 
 

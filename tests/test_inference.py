@@ -1,6 +1,7 @@
 """Cached decoding and drafting against the plain forward pass."""
 
 import dataclasses
+import json
 import pathlib
 import re
 
@@ -16,10 +17,15 @@ from qwen3next_jax import generate as generate_command
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.inference import complete, decode, generate, speculative, speculative_generate
+from qwen3next_jax.inference import complete, decode, generate, plain
 from qwen3next_jax.inference.cache import cache_bytes, rounded_length
+from qwen3next_jax.inference.decode import joined
+from qwen3next_jax.inference.sampling import Sampling, log_probabilities
+from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.mixers.base import Mixer
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 
@@ -96,11 +102,15 @@ def test_greedy_continuations_of_a_ragged_batch(forward, prompts, greedy):
         np.testing.assert_array_equal(new[i], choice[i, len(prompt) - 1:len(prompt) + NEW - 1])
 
 
-def test_prefill_in_chunks_is_one_prefill(model, prompts, monkeypatch):
+def test_prefill_in_chunks_is_one_prefill(model, prompts):
+    fill = jitted(model, lambda model, *args: plain.prefill(model, None, *args))
+
     def cache_after(chunk):
-        monkeypatch.setattr(decode, "CHUNK", chunk)
-        graphdef, params = nnx.split(model)
-        return decode.start_rows(decode.programs(graphdef, True), params, prompts, model.init_cache(len(prompts), 64)).cache
+        last_B, known_B = (jnp.array([f(prompt) for prompt in prompts], jnp.int32) for f in (lambda p: p[-1], lambda p: len(p) - 1))
+        rows = plain.start(model, 64, last_B, known_B, known_B)
+        for begin, tokens_BT in decode.prompt_chunks(prompts, chunk=chunk):
+            rows = fill(rows, tokens_BT, begin)
+        return rows.cache
 
     # Slots past a row's end hold padding, which differs; nobody reads it before it is overwritten.
     known = np.arange(64) < np.array([[len(prompt) - 1] for prompt in prompts])
@@ -111,7 +121,7 @@ def test_prefill_in_chunks_is_one_prefill(model, prompts, monkeypatch):
 
 
 def test_samples_depend_on_seed_row_and_position_only(model, prompts):
-    options = dict(max_new_tokens=NEW, temperature=1.0)
+    options = dict(max_new_tokens=NEW, temperature=1.0, top_p=0.99)
     first = complete(model, prompts, seed=1, **options)
     np.testing.assert_array_equal(first, complete(model, prompts, seed=1, **options))
     np.testing.assert_array_equal(first[:2], complete(model, [*prompts[:2], prompts[3], prompts[3]], seed=1, **options)[:2])
@@ -120,17 +130,50 @@ def test_samples_depend_on_seed_row_and_position_only(model, prompts):
     assert not np.array_equal(twins[0], twins[1])
 
 
-def test_samples_follow_the_distribution(model, forward, prompts):
-    seeds, temperature = 200, 0.7
-    tokens = np.concatenate([next(generate(model, [prompts[1]] * 4, max_new_tokens=NEW, temperature=temperature, seed=seed))
-                             for seed in range(seeds)])
-    row = np.pad(prompts[1], (0, 64 - len(prompts[1])))
-    p = jax.nn.softmax(forward(np.stack([row] * 4)).logits[0, len(prompts[1]) - 1] / temperature)
-    expected = len(tokens) * np.asarray(p)
-    observed = np.bincount(tokens, minlength=CONFIG.vocab_size)
+def left_out(logits, temperature, top_k, top_p, min_p):
+    """The distribution that is sampled, as the settings' descriptions say it."""
+    p = np.exp((logits - logits.max()) / np.float32(temperature), dtype=np.float64)
+    order = np.argsort(-p, kind="stable")
+    kept = order[:top_k or None]
+    kept = kept[np.cumsum(p[kept] / p[kept].sum()) - p[kept] / p[kept].sum() < top_p]
+    kept = kept[p[kept] >= min_p * p.max()]
+    q = np.zeros_like(p)
+    q[kept] = p[kept]
+    return q / q.sum()
+
+
+def test_filters_leave_what_they_say():
+    rng = np.random.default_rng(0)
+    filtered = jax.jit(lambda *args: jnp.exp(log_probabilities(*args, filters=True)))
+    for _ in range(200):
+        numbers = (rng.choice([0.5, 1.0, 2.0]), int(rng.integers(0, 12)), rng.choice([0.3, 0.8, 1.0]), rng.choice([0.0, 0.05, 0.5]))
+        logits = rng.normal(size=30).astype(np.float32) * 2
+        np.testing.assert_allclose(filtered(logits, Sampling(*numbers)), left_out(logits, *numbers), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_samples_follow_the_distribution(drafts):
+    """χ² of the first three tokens together, against the forward pass. In a vocabulary of six, drafts are accepted and refused alike."""
+    config = dataclasses.replace(CONFIG, vocab_size=6, num_hidden_layers=2, layer_types=(), mtp_depth=2)
+    model, batch, options = made(config), 64, dict(temperature=0.9, top_k=5, top_p=0.95, min_p=0.02)
+    prompt = np.array([1, 4, 2, 5, 3])
+    pairs = np.array([(a, b) for a in range(6) for b in range(6)])
+    rows = np.concatenate([np.tile(prompt, (36, 1)), pairs], axis=1)
+    logits = np.asarray(jitted(model, lambda model, tokens: model(tokens).logits)(rows))
+    p = {(i, n): left_out(logits[i, n], *options.values()) for i in range(36) for n in (4, 5, 6)}
+    expected = np.array([p[i, 4][a] * p[i, 5][b] * p[i, 6] for i, (a, b) in enumerate(pairs)]).reshape(6, 6, 6)
+    observed = np.zeros_like(expected)
+    for seed in range(20):
+        stream = generate(model, [prompt] * batch, max_new_tokens=3, seed=seed, speculative=drafts, **options)
+        for a, b, c in joined(stream, batch):
+            observed[a, b, c] += 1
+        if drafts:
+            assert 0.2 < stream.accepted[0] / stream.drafted[0] < 0.95
+    assert not np.any(observed[expected == 0])
+    expected *= observed.sum()
     common = expected >= 5
-    assert common.sum() >= 5
-    # χ² over the common tokens: mean about their number n, variance about 2n; five standard deviations.
+    # χ² over the common outcomes: mean about their number n, variance about 2n; five standard deviations.
+    assert common.sum() >= 20
     assert np.sum((observed - expected)[common] ** 2 / expected[common]) < common.sum() + 5 * np.sqrt(2 * common.sum())
 
 
@@ -141,41 +184,68 @@ def test_rows_stop_one_by_one(model, prompts, greedy):
     assert len({len(row) for row in cut}) > 1
     for row, expected in zip(complete(model, prompts, max_new_tokens=NEW, stop_ids=[stop]), cut):
         np.testing.assert_array_equal(row, expected)
-    for row, expected in zip(speculative_generate(model, prompts, max_new_tokens=NEW, stop_ids=[stop]).tokens, cut):
+    for row, expected in zip(complete(model, prompts, max_new_tokens=NEW, stop_ids=[stop], speculative=3), cut):
         np.testing.assert_array_equal(row, expected)
-    assert len(list(generate(model, [prompts[1]] * 4, max_new_tokens=NEW, stop_ids=[stop]))) == len(cut[1])
     at_once = complete(model, [prompts[1]] * 4, max_new_tokens=NEW, stop_ids=[int(free[1][0])])
     assert [list(row) for row in at_once] == [[]] * 4
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_speculation_is_exact_whatever_the_drafts(depth, forward, prompts, greedy):
+@pytest.mark.parametrize("drafts", [*(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4)), 3])
+def test_speculation_is_exact_whatever_the_drafts(drafts, model, forward, prompts, greedy):
     """Drafts are replaced by ones whose leading part is right. After every round the tokens are those of plain decoding and
-    the new drafts come from the trained MTP logits, recomputed from the whole sequence."""
-    # One module serves every depth, so both models have the weights of `forward`'s.
-    config = dataclasses.replace(CONFIG, mtp_depth=depth)
-    model = made(config)
+    the new drafts are the best of the trained MTP logits, recomputed from the whole sequence."""
     graphdef, params = nnx.split(model)
-    whole = np.pad(greedy[1], ((0, 0), (0, depth)))
-    rng = np.random.default_rng(depth)
-    state = speculative.start(model, prompts, NEW)
-    accepted = set()
+    whole = np.pad(greedy[1], ((0, 0), (0, drafts)))
+    rng = np.random.default_rng(drafts)
+    run = decode.programs(graphdef, drafts=drafts)
+    state = run.start(model, 64, *(np.array(x, np.int32) for x in ([p[-1] for p in prompts], [len(p) - 1 for p in prompts], [NEW] * 4)))
+
+    def call(name, state, *args):
+        return run.compiled(name, lambda: None, params, state, *args)(params, state, *args)
+    for begin, tokens in decode.prompt_chunks(prompts, drafts):
+        state = call("prefill", state, tokens, np.int32(begin))
+    numbers = Sampling(*map(np.float32, Sampling()))._replace(top_k=np.int32(0))
+    accepted = np.zeros(drafts, int)
     for _ in range(8):
-        tokens, position = np.array(state.tokens), np.asarray(state.position)
-        for i, p in enumerate(position):
-            drafts = whole[i, p + 1:p + 1 + depth].copy()
-            drafts[rng.integers(0, depth + 1):] += 1
-            tokens[i, p + 1:p + 1 + depth] = drafts % config.vocab_size
-        state, step = speculative._round_program(graphdef)(params, state._replace(tokens=jnp.asarray(tokens)), np.ones(4, bool))
-        accepted |= set(np.asarray(step.accepted).tolist())
-        tokens, position = np.asarray(state.tokens), np.asarray(state.position)
-        for i, p in enumerate(position):
-            np.testing.assert_array_equal(tokens[i, :p + 1], whole[i, :p + 1])
+        position = np.asarray(state.position)
+        forced = whole[np.arange(4)[:, None], position[:, None] + np.arange(1, drafts + 1)]
+        forced = np.where(np.arange(drafts) < rng.integers(0, drafts + 1, (4, 1)), forced, forced + 1) % CONFIG.vocab_size
+        state, emitted, _ = call("advance", state._replace(drafts=jnp.asarray(forced, jnp.int32)), np.int32(1), np.zeros(0, np.int32),
+                                 numbers, np.uint32(0))
+        accepted += emitted.accepted
+        tokens = np.zeros((4, 64), np.int32)
+        for i, (before, after) in enumerate(zip(position, np.asarray(state.position))):
+            new = emitted.tokens[i, :emitted.count[i]]
+            np.testing.assert_array_equal(new, whole[i, before + 1:before + 1 + len(new)])
+            assert emitted.count[i] == after - before
+            tokens[i, :after + 1], tokens[i, after + 1:after + 1 + drafts] = whole[i, :after + 1], state.drafts[i]
         mtp_logits = forward(tokens).mtp_logits
-        for d in range(depth):
-            for i in np.flatnonzero(position):
-                np.testing.assert_allclose(state.draft_logits[i, d], mtp_logits[d][i, position[i] - 1], **TOLERANCE)
-    assert accepted == set(range(depth + 1))
+        for d in range(min(drafts, CONFIG.mtp_depth)):
+            for i in range(4):
+                logits = mtp_logits[d][i, state.position[i] - 1]
+                assert logits[state.drafts[i, d]] >= np.max(logits) - 1e-3
+    assert np.all(accepted > 0) and accepted[0] < 4 * 8
+
+
+def test_states_after_each_token(model):
+    """What a mixer says at once is what any mixer says token by token."""
+    rng = np.random.default_rng(0)
+    graphdef, params = nnx.split(model.layers[0].mixer)
+    mixer = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))
+    x = jnp.asarray(rng.normal(size=(2, 3, CONFIG.hidden_size)), jnp.float32)
+    cache = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), mixer.init_cache(CONFIG, 2, 64))
+    context = Context(jnp.tile(jnp.arange(3), (2, 1)), time=None, each=True)
+    at_once, one_by_one = (jax.jit(lambda x, cache, f=f: f(mixer, x, context, cache)[::2])(x, cache)
+                           for f in (type(mixer).each_token, Mixer.each_token))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), at_once, one_by_one)
+
+
+def test_prompts_of_like_lengths_share_their_programs(model, prompts):
+    compiled = []
+    for n in (20, 23, 29, 31):
+        new = complete(model, [np.arange(n)] * 4, max_new_tokens=NEW, on_compile=lambda: compiled.append(n))
+        assert [len(row) for row in new] == [NEW] * 4
+    assert set(compiled) <= {20}
 
 
 def test_recurrent_cache_is_constant(model):
@@ -199,6 +269,11 @@ def test_cache_lengths_are_few_and_close():
     ([[1]], dict(max_new_tokens=0), "max_new_tokens = 0: expected at least 1"),
     ([[1]], dict(temperature=-1.0), "temperature = -1.0"),
     ([[1]], dict(temperature=float("nan")), "temperature = nan"),
+    ([[1]], dict(top_k=5), "top_k = 5 with temperature = 0"),
+    ([[1]], dict(temperature=1.0, top_p=0.0), "top_p = 0.0: expected more than 0"),
+    ([[1]], dict(temperature=1.0, min_p=1.5), "min_p = 1.5"),
+    ([[1]], dict(stop_ids=[300]), "stop_ids holds token 300"),
+    ([[1]], dict(speculative=5), "speculative = 5: expected 1 … 4"),
     ([[1] * 500], dict(max_new_tokens=13), "500 tokens + 13 new ones = 513: expected at most max_position_embeddings = 512"),
 ])
 def test_bad_requests(model, prompts, options, message):
@@ -211,7 +286,7 @@ def command(monkeypatch):
     flags.FLAGS.mark_as_parsed()
 
     def run(**values):
-        defaults = dict(model=None, prompt=None, max_new_tokens=200, temperature=0.7, seed=0)
+        defaults = {flag.name: flag.default for flag in flags.FLAGS.flags_by_module_dict()[generate_command.__name__]}
         with flagsaver.flagsaver(**defaults | values):
             return generate_command.main()
     monkeypatch.setattr(generate_command.cli, "enable_compilation_cache", lambda: None)
@@ -229,8 +304,39 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     assert re.search(r"20 tokens|19 tokens at [\d,]+ tokens/s", err)
 
 
+@pytest.mark.parametrize(("template", "message"), [
+    ("{{ messages[0].content }}{{ eos_token }}", None),
+    (None, "no chat template there"),
+    ("{% for m in messages %}", "tokenizer_config.json: the chat template fails (TemplateSyntaxError: "),
+    ("{{ messages[3].content }}", "the chat template fails (UndefinedError: "),
+    ("{% include '/etc/passwd' %}", "the chat template fails (TypeError: no loader"),
+    ("{{ ''.__class__.__mro__ }}", "the chat template fails (SecurityError: "),
+    ("{{ raise_exception('no system\\nrole') }}", "the chat template refuses these messages (no system role)"),
+    ("", "makes 0 characters"),
+])
+def test_chat_templates(template, message, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<E>", "chat_template": template}))
+    if message is None:
+        assert ChatTemplate(tmp_path)([{"role": "user", "content": "hello"}]) == "hello<E>"
+        return
+    with pytest.raises(UserError, match=re.escape(message)):
+        ChatTemplate(tmp_path)([{"role": "user", "content": "hello"}])
+
+
+def test_all_end_tokens_count(tmp_path):
+    assert end_tokens(tmp_path) == set()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert end_tokens(tmp_path) == {3, 5, 7}
+
+
 @pytest.mark.parametrize(("values", "message"), [
     (dict(model="m", prompt=""), "--prompt is missing or empty"),
+    (dict(model="m", prompt="x", chat=True), "--prompt and --chat: expected one of"),
+    (dict(model="m", prompt_file="no/such"), "--prompt_file=no/such: cannot be read (No such file"),
+    (dict(model="m", prompt="x", temperature=0.0, top_k=3), "--top_k=3 with --temperature=0"),
+    (dict(model="m", prompt="x", temperature=0.0, samples=3), "--samples=3 with --temperature=0"),
+    (dict(model=str(FIXTURE), prompt="x", speculative=9), "speculative = 9: expected 1 … 4"),
     (dict(model="m", prompt="\udcff"), "--prompt is not UTF-8 at character 0"),
     (dict(prompt="def "), "--model is missing"),
     (dict(model="no/such/folder", prompt="def "), "--model=no/such/folder: not the folder of a run, nor a Hugging Face directory"),

@@ -24,6 +24,8 @@ from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.planner import topology
 from qwen3next_jax.parallel.chips import CHIPS
+from qwen3next_jax.parallel.compiler_options import compiler_options
+from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.planner import planning, process
 from qwen3next_jax.planner.process import make_plan_apart
 from qwen3next_jax.planner.search import RECOMPUTED, candidates
@@ -136,6 +138,19 @@ def test_mesh_that_does_not_fit_devices_or_model(mesh, message):
     plan = make_plan_apart if "data 3" in message else planning.make_plan  # it comes whole out of the compiler's process
     with pytest.raises(UserError, match=message):
         plan(config(**mesh), topology.describe("v6e:2x2"))
+
+
+@needs_compiler
+def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
+    mesh, own = (make_mesh(ParallelConfig(), topology.describe(name).devices) for name in ("v6e:2x2", "v6e:1x1"))
+    chips = compiler_options(ParallelConfig(), mesh)
+    name = next(iter(chips))
+    changed = compiler_options(ParallelConfig(compiler_options=f"{name}=, xla_tpu_enable_latency_hiding_scheduler=true"), mesh)
+    assert changed == {n: v for n, v in chips.items() if n != name} | {"xla_tpu_enable_latency_hiding_scheduler": "true"}
+    assert compiler_options(ParallelConfig(), own) == {} == compiler_options(ParallelConfig(), make_mesh(ParallelConfig()))
+    for text, message in (("xla_no=1", "the compiler: .*No such compile option: 'xla_no'"), ("fast", "'fast': expected NAME=VALUE")):
+        with pytest.raises(UserError, match=message):
+            compiler_options(ParallelConfig(compiler_options=text), mesh)
 
 
 # ---- the real compiler ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """How long the core is: what a reader needs to follow the main job, from the settings to the trained weights.
 
-Not in it: the further lines of tables (mixers, optimizers beside AdamW, tasks beside text), kernels (Pallas, splash attention), a row
-split over devices (attention's ring, the delta rule's `context.py`), and the rooms that nobody has to enter for that: many devices
-beyond the mesh and its rules, planner, sweeps, reporting, evaluations, inference, exchange with other formats, checkpoints, guards.
+Not in it: the further lines of tables (mixers and their operators, optimizers beside AdamW, tasks beside text), kernels (Pallas,
+splash attention), a row split over devices (attention's ring, the delta rule's `context.py`), and the rooms that nobody has to enter
+for that: many devices beyond the mesh and its rules, planner, sweeps, reporting, evaluations, inference, exchange with other formats,
+checkpoints, guards.
 """
 
 import fnmatch
@@ -15,7 +16,9 @@ CORE = {
     "config": ("config/*.py",),
     "model": ("model/*.py",),
     "data": ("data/[!s]*.py", "data/sources.py"),  # not synthetic.py
-    "ops": ("ops/**/*.py",),
+    "ops": tuple(f"ops/{of_the_main_job}.py" for of_the_main_job in (
+        "__init__", "blocks", "causal_conv1d", "checks", "cross_entropy", "grouped_matmul", "tpu", "attention/*", "delta_rule/*",
+        "routed_experts/*")),
     "parallel": ("parallel/mesh.py", "parallel/rules.py"),
     "training": ("training/step.py", "training/loss.py", "training/optimizer*.py", "training/optimizers/adamw.py", "training/loop.py"),
     "leaves' names, digests": ("trees.py", "digests.py"),  # these came out of the rooms above

@@ -7,6 +7,7 @@ import functools
 from typing import Any, Literal
 
 from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
@@ -28,6 +29,7 @@ class ModelConfig:
     layer_types: tuple[str, ...] = ()  # explicitly: mixers of config/mixers.py, "linear_attention", "full_attention"; (): by the interval
     linear_mixer: str = "gated_deltanet"  # what "linear_attention" stands for, and the interval's other layers
     full_mixer: str = "gated_attention"  # what "full_attention" stands for; the multi-token prediction module's, too
+    mixer: MixerConfig = MixerConfig()  # settings of mixers beside these two
 
     num_attention_heads: int = 16
     num_key_value_heads: int = 2

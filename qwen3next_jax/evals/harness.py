@@ -16,6 +16,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.continuation import continued
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
+from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.model import Qwen3Next
 
 _NEW_TOKENS = 256  # generated at most where a task does not say
@@ -23,11 +24,16 @@ _NEW_TOKENS = 256  # generated at most where a task does not say
 
 class HarnessModel(TemplateLM):
     """Args: `max_length`: longest context with its continuation, in tokens; a context that is longer loses its beginning.
-    `batch_size`: rows of one forward pass. `mesh`: on which the parameters lie; None for one device."""
+    `batch_size`: rows of one forward pass. `mesh`: on which the parameters lie; None for one device. `speculative`: tokens drafted per
+    pass where text is generated."""
 
-    def __init__(self, model: Qwen3Next, tokenizer: Tokenizer, max_length: int = 2048, batch_size: int = 8, mesh: Mesh | None = None):
+    def __init__(self, model: Qwen3Next, tokenizer: Tokenizer, max_length: int = 2048, batch_size: int = 8, mesh: Mesh | None = None,
+                 speculative: int = 0):
         super().__init__()
         self.model, self._tokenizer, self.batch_size, self._mesh = model, tokenizer, batch_size, mesh
+        self._speculative = speculative
+        if speculative:
+            drafting.check(model.config, speculative)
         self.max_length = min(max_length, model.config.max_position_embeddings)
         graphdef, params = nnx.split(model, nnx.Param)
         self._score = make_scorer(make_score_step(graphdef, mesh), nnx.to_pure_dict(params), mesh)
@@ -93,7 +99,7 @@ class HarnessModel(TemplateLM):
             for batch in _batches([len(prompt) for prompt in prompts], self.batch_size):
                 stops = [_stops(requests[members[i]].args[1]) for i in batch]
                 found = continued(self.model, self._tokenizer, [prompts[i] for i in batch], stops, rows=self.batch_size,
-                                  max_new_tokens=new, temperature=temperature, mesh=self._mesh,
+                                  max_new_tokens=new, temperature=temperature, mesh=self._mesh, speculative=self._speculative,
                                   seed=members[batch[0]])  # samples differ between batches
                 for i, text in zip(batch, found):
                     texts[members[i]] = text

@@ -30,14 +30,14 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
     return total
 
 
-def select_recurrent(config: ModelConfig, keep_new, new: list, old: list) -> list:
-    """The cache `new`, but with the states of the rows where `keep_new` [B] is False as they are in `old`.
+def after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
+    """Of what `Qwen3Next.decode(…, each=True)` gave, the cache of each row after its token number `index` [B].
 
     Slots need no such care: one past a row's end is rewritten before any query can see it.
     """
-    def pick(new_leaf, old_leaf):  # [repeats, B, …]
-        return jax.numpy.where(keep_new.reshape(1, -1, *(1,) * (new_leaf.ndim - 2)), new_leaf, old_leaf)
+    def pick(leaf):  # [repeats, B, T, …]
+        index = index_B.reshape(1, -1, *(1,) * (leaf.ndim - 2))
+        return jax.numpy.take_along_axis(leaf, index, axis=2)[:, :, 0]
 
     mixers = [mixer_class(config.mixers[layers[0]]) for layers in config.stacks]
-    return [layer if mixer.cache_kind == "slots" else jax.tree.map(pick, layer, before)
-            for mixer, layer, before in zip(mixers, new, old, strict=True)]
+    return [layer if mixer.cache_kind == "slots" else jax.tree.map(pick, layer) for mixer, layer in zip(mixers, cache, strict=True)]

@@ -1,15 +1,11 @@
-"""Cached decoding: prompts of unequal length in one batch, greedy or sampled, tokens yielded as they come.
+"""Cached decoding: prompts of unequal length in one batch, greedy or sampled, with drafts or without, tokens yielded as they come.
 
-Every row carries one pending token: known, but not yet in the cache. Prefill puts all but the last token of each prompt
-into the cache; one decode step puts the pending token in and chooses the next. So a prompt of one token needs no prefill,
-and rows of any length enter the same decode program.
-
-Letters: B batch, T time, V vocabulary.
+`plain` takes one token per pass of the trunk, `speculative` several. Letters: B batch, T time.
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,90 +14,173 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.inference import plain
+from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.inference.cache import rounded_length
+from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.rules import ROWS, activation_spec, shards
 
 CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory
-BLOCK = 8  # most tokens per row that one decode call emits: a call costs as much as a step of a small model
-STOPPED = -1
+LATE = 0.05  # seconds that one call may take: its first token is seen when it ends
+_TOGETHER = 8  # steps of one call at most where several processes decode: their clocks would choose different numbers
 
 
-class Rows(NamedTuple):
-    """Decoding in progress. Donated to every call that continues it.
+class Stream:
+    """An iterator over pieces: lists with one int32 array for every prompt, its new tokens since the piece before, maybe none.
 
-    cache: as `Qwen3Next.init_cache`, holding the tokens before `position`.
-    token, position: [B] int32, the pending token and its position.
-    done: [B] bool, rows that have met a stop token.
+    tokens, passes: tokens given so far, and how often rows went through the trunk for them. drafted, accepted: [K], how often a
+    draft of each depth was verified, and accepted together with all before it; a row's first round has made-up drafts and does not
+    count.
     """
 
-    cache: list
-    token: jax.Array
-    position: jax.Array
-    done: jax.Array
+    def __init__(self, pieces: Callable[["Stream"], Iterator[list[np.ndarray]]], drafts: int):
+        self.tokens = self.passes = 0
+        self.drafted, self.accepted = np.zeros(drafts, int), np.zeros(drafts, int)
+        self._pieces = pieces(self)
+
+    def __iter__(self) -> Iterator[list[np.ndarray]]:
+        return self
+
+    def __next__(self) -> list[np.ndarray]:
+        return next(self._pieces)
+
+    def count(self, piece: list[np.ndarray], emitted: plain.Emitted) -> None:
+        if self.tokens:
+            self.drafted += emitted.passes
+            self.accepted += emitted.accepted
+        self.tokens += sum(map(len, piece))
+        self.passes += int(emitted.passes)
 
 
-class Programs(NamedTuple):
-    """The compiled functions of one architecture, see `_prefill` and `_decode`."""
-
-    prefill: Callable
-    decode: Callable
-
-
-@functools.lru_cache(maxsize=8)
-def programs(graphdef: nnx.GraphDef, greedy: bool, mesh: Mesh | None = None) -> Programs:
-    """Kept per architecture, so that repeated calls find what they compiled."""
-    return Programs(jax.jit(functools.partial(_prefill, graphdef, mesh), donate_argnums=1),
-                    jax.jit(functools.partial(_decode, graphdef, mesh, greedy), donate_argnums=1))
-
-
-def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens: int, temperature: float = 0.0,
-             seed: int = 0, stop_ids: Sequence[int] = (), mesh: Mesh | None = None) -> Iterator[np.ndarray]:
-    """Continues every prompt.
+def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
+             top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop_ids: Sequence[int] = (), speculative: int = 0,
+             mesh: Mesh | None = None, on_compile: Callable[[], None] = lambda: None) -> Stream:
+    """Continues every prompt. What is not compiled yet is compiled before this returns.
 
     Args:
       prompts: integer arrays of at least one token each, of any lengths.
       max_new_tokens: at most so many tokens are generated per row.
-      temperature: logits are divided by it before sampling; 0 takes the likeliest token.
+      temperature, top_k, top_p, min_p: see `Sampling`.
       seed: with the index of the row and the position of the token it determines the sample, whatever else is in the batch.
       stop_ids: a row ends before the first of these tokens.
+      speculative: tokens drafted per pass of the trunk, up to 4, by the multi-token prediction module; 0: none. Greedy tokens stay
+        the same, samples keep their distribution.
       mesh: on which the model's parameters lie, as `Qwen3Next.features` takes it; None: one device. On a mesh of several
         processes all of them ask for the same, and get the same.
-
-    Returns:
-      An iterator over [B] int32 arrays, one per generated position: the next token of every row, -1 for rows that have
-      ended. It ends when all rows have, or after `max_new_tokens`.
+      on_compile: called before each program that has to be compiled.
 
     Raises:
-      UserError: an empty prompt, a token outside the vocabulary, a number out of range, or more tokens than
-        `max_position_embeddings`.
+      UserError: an empty prompt, a token outside the vocabulary, a number out of range or contradicting another, drafts without the
+        module, or more tokens than `max_position_embeddings`.
     """
     prompts = check_request(model.config, prompts, max_new_tokens, temperature)
-    return _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids, mesh)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    sampling.check()
+    stop_ids = np.asarray(stop_ids, np.int64).reshape(-1)
+    _check_ids(model.config, stop_ids, "stop_ids")
+    if speculative:
+        drafting.check(model.config, speculative)
+    wanted = len(prompts)
+    if mesh is not None:  # as many rows as its axes divide
+        prompts = prompts + [prompts[-1]] * (-wanted % shards(mesh, *ROWS))
+    graphdef, params = nnx.split(model)
+    run = programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)
+    state = run.start(model, cache_length(prompts, max_new_tokens, speculative), np.array([prompt[-1] for prompt in prompts], np.int32),
+                      np.array([len(prompt) - 1 for prompt in prompts], np.int32), np.full(len(prompts), max_new_tokens, np.int32))
+    numbers = Sampling(*map(np.float32, sampling))._replace(top_k=np.int32(top_k))
+    arguments = stop_ids.astype(np.int32), numbers, np.uint32(seed)
+    chunks = [(params, state, tokens_BX, np.int32(begin)) for begin, tokens_BX in prompt_chunks(prompts, speculative)]
+    prefills = [run.compiled("prefill", on_compile, *chunk) for chunk in chunks]
+    advance = run.compiled("advance", on_compile, params, state, np.int32(1), *arguments)
+
+    def pieces(stream: Stream) -> Iterator[list[np.ndarray]]:
+        rows = state
+        for prefill, (_, _, *chunk) in zip(prefills, chunks):
+            rows = prefill(params, rows, *chunk)
+        size, going = 1, True  # the first token comes at once; later ones in blocks
+        while going:
+            started = time.perf_counter()
+            rows, *seen = advance(params, rows, np.int32(size), *arguments)
+            emitted, left_B = jax.device_get(seen)
+            going = bool(np.any(left_B[:wanted] > 0))
+            piece = [tokens[:count] for tokens, count in zip(emitted.tokens, emitted.count)][:wanted]
+            stream.count(piece, emitted)
+            size = _next_size(size, time.perf_counter() - started, run.most)
+            if any(map(len, piece)):
+                yield piece
+    return Stream(pieces, speculative)
 
 
 def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
     """`generate` run to its end: the new tokens of every row, without the stop token."""
-    steps = np.array(list(generate(model, prompts, **options)), np.int32).reshape(-1, len(prompts))
-    return [row[row != STOPPED] for row in steps.T]
+    return joined(generate(model, prompts, **options), len(prompts))
 
 
-def compile_ahead(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens: int, temperature: float = 0.0,
-                  stop_ids: Sequence[int] = ()) -> None:
-    """Compiles what `generate` will run for these arguments, for callers that measure its speed."""
-    graphdef, params = nnx.split(model)
-    run = programs(graphdef, greedy=temperature == 0)
-    cache = jax.eval_shape(lambda: model.init_cache(len(prompts), cache_length(prompts, max_new_tokens)))
-    numbers_B = jax.ShapeDtypeStruct((len(prompts),), jnp.int32)
-    for _, tokens_BT in prompt_chunks(prompts):
-        run.prefill.lower(params, cache, tokens_BT, 0, numbers_B).compile()
-    rows = Rows(cache, numbers_B, numbers_B, jax.ShapeDtypeStruct((len(prompts),), bool))
-    run.decode.lower(params, rows, 1, jnp.asarray(np.asarray(stop_ids, np.int32)), temperature, 0).compile()
+def joined(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np.ndarray]:
+    return [np.concatenate([np.zeros(0, np.int32), *of_row]) for of_row in zip(*pieces)] or [np.zeros(0, np.int32)] * rows
 
 
-def cache_length(prompts: Sequence[np.ndarray], max_new_tokens: int) -> int:
+def _next_size(size: int, seconds: float, most: int) -> int:
+    if jax.process_count() > 1:
+        return min(2 * size, _TOGETHER)
+    if seconds > LATE:
+        return max(size // 2, 1)
+    return min(2 * size, most) if seconds < LATE / 3 else size
+
+
+class Programs:
+    """The compiled functions of one architecture, kept for requests of the same sizes."""
+
+    def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh | None, greedy: bool, filters: bool, drafts: int):
+        form = drafting if drafts else plain
+        self.most = drafting.ROUNDS if drafts else plain.STEPS
+        self._start = functools.partial(form.start, drafts=drafts, greedy=greedy) if drafts else form.start
+        self._mesh, self._compiled = mesh, {}
+
+        def prefill(params, state, tokens_BX, begin):
+            return self._placed(form.prefill(nnx.merge(graphdef, params), mesh, state, tokens_BX, begin))
+
+        def advance(params, state, *arguments):
+            state, emitted = form.advance(nnx.merge(graphdef, params), mesh, greedy, filters, state, *arguments)
+            seen = emitted, state.left
+            if mesh is not None:  # every process reads all of it
+                seen = jax.lax.with_sharding_constraint(seen, NamedSharding(mesh, activation_spec()))
+            return self._placed(state), *seen
+        self._functions = {"prefill": jax.jit(prefill, donate_argnums=1), "advance": jax.jit(advance, donate_argnums=1)}
+
+    def start(self, model: Qwen3Next, length: int, *rows_B: np.ndarray):
+        """The state before the first token."""
+        def make(*rows_B):
+            return self._placed(self._start(model, length, *rows_B))
+        return make(*map(jnp.asarray, rows_B)) if self._mesh is None else jax.jit(make)(*rows_B)
+
+    def compiled(self, name: str, on_compile: Callable[[], None], *args) -> Callable:
+        """The program "prefill" or "advance" for arguments like these."""
+        key = name, *((x.shape, x.dtype, getattr(x, "sharding", None)) for x in jax.tree.leaves(args))
+        if key not in self._compiled:
+            on_compile()
+            self._compiled[key] = self._functions[name].lower(*args).compile()
+        return self._compiled[key]
+
+    def _placed(self, state):
+        """Its rows over the mesh, in every program alike."""
+        if self._mesh is None:
+            return state
+        of_row, of_layers_row = (NamedSharding(self._mesh, activation_spec(*names)) for names in (("batch",), (None, "batch")))
+        where = jax.tree.map(lambda _: of_row, state)._replace(cache=jax.tree.map(lambda _: of_layers_row, state.cache))
+        return jax.lax.with_sharding_constraint(state, where)
+
+
+@functools.lru_cache(maxsize=8)
+def programs(graphdef: nnx.GraphDef, mesh: Mesh | None = None, greedy: bool = True, filters: bool = False, drafts: int = 0) -> Programs:
+    """Kept, so that repeated calls find what they compiled."""
+    return Programs(graphdef, mesh, greedy, filters, drafts)
+
+
+def cache_length(prompts: Sequence[np.ndarray], max_new_tokens: int, speculative: int = 0) -> int:
     """Slots of the cache that `generate` uses."""
-    return rounded_length(max(map(len, prompts)) + max_new_tokens)
+    return rounded_length(max(map(len, prompts)) + max_new_tokens + speculative)
 
 
 def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: float) -> list[np.ndarray]:
@@ -115,16 +194,11 @@ def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: f
         raise UserError("no prompts: expected at least one")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens = {max_new_tokens}: expected at least 1")
-    if not temperature >= 0:
-        raise UserError(f"temperature = {temperature}: expected 0 (greedy) or more")
+    Sampling(temperature).check()
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {i} is empty: expected at least one token")
-        if prompt.dtype.kind not in "iu":
-            raise UserError(f"prompt {i} is of dtype {prompt.dtype}: expected integers, the ids of tokens")
-        outside = prompt[(prompt < 0) | (prompt >= config.vocab_size)]
-        if len(outside):
-            raise UserError(f"prompt {i} holds token {outside[0]}: expected 0 … {config.vocab_size - 1}, the model's vocabulary")
+        _check_ids(config, prompt, f"prompt {i}")
     longest = max(map(len, prompts))
     if longest + max_new_tokens > config.max_position_embeddings:
         raise UserError(f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}: expected at "
@@ -132,95 +206,25 @@ def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: f
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _generate(model, prompts, max_new_tokens, temperature, seed, stop_ids, mesh):
-    graphdef, params = nnx.split(model)
-    run = programs(graphdef, temperature == 0, mesh)
-    wanted = len(prompts)
-    if mesh is not None:  # as many rows as its axes divide
-        prompts = prompts + [prompts[-1]] * (-wanted % shards(mesh, *ROWS))
-    rows = start_rows(run, params, prompts, _empty_cache(model, len(prompts), cache_length(prompts, max_new_tokens), mesh), mesh)
-    stop_ids = np.asarray(stop_ids, np.int32)
-    size = 1  # the first token comes at once; later ones in blocks
-    while max_new_tokens:
-        size = min(size, max_new_tokens)
-        rows, tokens_NB = run.decode(params, rows, size, stop_ids, temperature, seed)
-        tokens_NB = np.asarray(tokens_NB)[:size, :wanted]
-        for tokens_B in tokens_NB:
-            if np.all(tokens_B == STOPPED):
-                return
-            yield tokens_B
-        max_new_tokens -= size
-        size = min(2 * size, BLOCK)
+def _check_ids(config, ids: np.ndarray, name: str) -> None:
+    if ids.dtype.kind not in "iu":
+        raise UserError(f"{name} is of dtype {ids.dtype}: expected integers, the ids of tokens")
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if len(outside):
+        raise UserError(f"{name} holds token {outside[0]}: expected 0 … {config.vocab_size - 1}, the model's vocabulary")
 
 
-def _empty_cache(model: Qwen3Next, batch: int, length: int, mesh: Mesh | None) -> list:
-    if mesh is None:
-        return model.init_cache(batch, length)
-    return jax.jit(lambda: model.init_cache(batch, length), out_shardings=_sharding(mesh, None, "batch"))()
-
-
-def start_rows(run: Programs, params, prompts: list[np.ndarray], cache: list, mesh: Mesh | None = None) -> Rows:
-    """Prefills all but the last token of each prompt into an empty `cache`."""
-    known_B = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
-    for start, tokens_BT in prompt_chunks(prompts):
-        cache = run.prefill(params, cache, tokens_BT, start, known_B)
-    last_B = np.array([prompt[-1] for prompt in prompts], np.int32)
-    by_row = _sharding(mesh, "batch")
-    return Rows(cache, *(jnp.asarray(x_B) if mesh is None else jax.make_array_from_callback(x_B.shape, by_row, x_B.__getitem__)
-                         for x_B in (last_B, known_B, np.zeros(len(prompts), bool))))
-
-
-def _sharding(mesh: Mesh | None, *names: str | None) -> NamedSharding | None:
-    return None if mesh is None else NamedSharding(mesh, activation_spec(*names))
-
-
-def prompt_chunks(prompts: list[np.ndarray], chunk: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-    """Cuts all but the last token of the right-padded prompts into (start, [B, T]), with T a power of two up to `chunk`."""
+def prompt_chunks(prompts: list[np.ndarray], ahead: int = 0, chunk: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+    """Cuts all but the last token of the right-padded prompts into (start, [B, T + ahead]), each with the `ahead` tokens that follow
+    it, and T a power of two up to `chunk`."""
     chunk = chunk or CHUNK
     total = max(map(len, prompts)) - 1
     start = 0
     while start < total:
         size = min(chunk, max(16, 1 << (total - start - 1).bit_length()))
-        tokens_BT = np.zeros((len(prompts), size), np.int32)
-        for row, prompt in zip(tokens_BT, prompts):
-            part = prompt[start:start + size]
+        tokens_BX = np.zeros((len(prompts), size + ahead), np.int32)
+        for row, prompt in zip(tokens_BX, prompts):
+            part = prompt[start:start + size + ahead]
             row[:len(part)] = part
-        yield start, tokens_BT
+        yield start, tokens_BX
         start += size
-
-
-def _prefill(graphdef, mesh, params, cache, tokens_BT, start, known_B):
-    """Puts the tokens at positions start … below `known_B` into the cache."""
-    model = nnx.merge(graphdef, params)
-    positions_BT = jnp.broadcast_to(start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-    return model.decode(tokens_BT, positions_BT, cache, (positions_BT < known_B[:, None]).astype(jnp.int32), mesh)[1]
-
-
-def _decode(graphdef, mesh, greedy: bool, params, rows: Rows, steps, stop_ids, temperature, seed):
-    """`steps` ≤ BLOCK decode steps → (rows, [BLOCK, B] new tokens, -1 for rows that have ended and steps not taken)."""
-    model = nnx.merge(graphdef, params)
-    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(rows.token)))
-
-    def choose(logits_BV, position_B):
-        if greedy:
-            return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        keys = jax.vmap(jax.random.fold_in)(row_keys, position_B)
-        return jax.vmap(jax.random.categorical)(keys, logits_BV / temperature).astype(jnp.int32)
-
-    def more(carry):
-        step, rows, _ = carry
-        return (step < steps) & ~jnp.all(rows.done)
-
-    def advance(carry):
-        step, rows, tokens_NB = carry
-        hidden_B1D, cache = model.decode(rows.token[:, None], rows.position[:, None], rows.cache, mesh=mesh)
-        next_B = choose(model.logits(hidden_B1D[:, 0]), rows.position + 1)
-        done_B = rows.done | jnp.isin(next_B, stop_ids)
-        tokens_NB = tokens_NB.at[step].set(jnp.where(done_B, STOPPED, next_B))
-        # A finished row repeats its last step: its slots stay inside the cache and nobody reads them.
-        rows = Rows(cache, jnp.where(done_B, rows.token, next_B), rows.position + ~done_B, done_B)
-        return step + 1, rows, tokens_NB
-
-    tokens_NB = jnp.full((BLOCK, len(rows.token)), STOPPED, jnp.int32)
-    _, rows, tokens_NB = jax.lax.while_loop(more, advance, (0, rows, tokens_NB))
-    return rows, tokens_NB if mesh is None else jax.lax.with_sharding_constraint(tokens_NB, _sharding(mesh))

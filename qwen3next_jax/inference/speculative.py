@@ -1,218 +1,223 @@
-"""Drafting with the multi-token prediction module: greedy decoding that verifies several tokens per trunk call.
+"""Drafting with the multi-token prediction module: the trunk verifies several tokens per pass.
 
-One round, for k = mtp_depth drafts per row: the trunk runs once over the pending token and the drafts; its own greedy
-choices accept the leading drafts that match, and give one token more; the MTP module then drafts again. The tokens are
-those of plain greedy decoding, whatever the drafts are.
+One round, for K drafts per row: the trunk runs over the pending token and the drafts; the leading drafts that it accepts
+are new tokens, and so is one that it chooses itself; then the module drafts again. Greedy, a draft is accepted where it is the
+trunk's own choice, so that the tokens are those of plain decoding. Sampled (2211.17192), with p the trunk's distribution and q the
+one that the draft was drawn from, it is accepted with probability min(1, p/q), and the first one that is not is replaced by a draw
+from max(p - q, 0): every token then has the distribution p, filtered as it is in plain decoding.
 
 What a rejection must undo:
 - Attention slots of rejected tokens are simply rewritten: no query sees a slot before the true token is in it.
-- A recurrent state cannot be taken back. The state from before the block stays in use, and the tokens accepted since
-  (at most k) are put before the next block's drafts, to run through the layers again. So a round is always one
-  trunk call, of 2k+1 tokens with padding at the end, and every row goes its own way; a second call that re-advances the
-  accepted tokens would double the weights read per rejection, and a state per draft would keep k+1 of the largest tensors
-  of the cache. Once a row lags by 2k it spends a round without drafts, in which nothing can be rejected.
-- The MTP module's entries at depth d were made from drafts where token t+1+d was one. The last 2k positions run again
-  through every depth each round, by when all tokens that are not drafts are known. So each depth's cache holds what
-  training computed, and each draft comes from the trained `mtp_logits`.
+- A recurrent state cannot be taken back. The pass keeps it after each of its K+1 tokens (`Mixer.each_token`), and the round goes on
+  from the one after the accepted. The other way, to start again from the state before and run the accepted tokens once more in front
+  of the next drafts, needs no room but a pass of 2K+1 tokens; benchmarks/decoding.py prints what either costs.
+- The module's entries at depth d were made from drafts where token t+1+d was one. The last d positions run again through depth d
+  each round, by when their tokens are known. So each depth's cache holds what training computed, and each draft comes from
+  the trained `mtp_logits`.
 
-Letters: B batch, T time, D model, V vocabulary, K = mtp_depth, W = 2K positions that the module runs over, L slots.
+Letters: B batch, T time, D model, V vocabulary, K drafts, J = K+1 positions from the pending token on, W of a depth's window,
+N tokens that one call emits at most.
 """
 
-import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.inference.cache import rounded_length, select_recurrent
-from qwen3next_jax.inference.decode import check_request, prompt_chunks
+from qwen3next_jax.inference.cache import after_token
+from qwen3next_jax.inference.plain import Emitted
+from qwen3next_jax.inference.sampling import Sampling, draw, log_probabilities, position_keys
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
+from qwen3next_jax.parallel.rules import gather
+
+MOST = 4  # drafts per round
+ROUNDS = 32  # of one call at most
+_OUTSIDE = 2**30  # slot of a position before the prompt: what is written there is dropped
 
 
 class Drafting(NamedTuple):
-    """Speculative decoding in progress.
+    """Decoding in progress. Donated to every call that continues it.
 
-    tokens: [B, L] int32: known up to `position`, then K drafts.
-    position: [B] int32 of the pending token, the last one known.
-    lag: [B] int32: the recurrent states hold the tokens before `position - lag`.
-    earlier: [B, K-1, D], the trunk's states at the positions just before the pending token.
-    cache, mtp_caches: the trunk's, and one per depth.
-    draft_logits: [B, K, V], what the drafts were taken from.
+    cache, token, position, left: as `plain.Rows`.
+    mtp_caches: one per depth.
+    earlier: [B, K-1, D]: for depth d ≥ 1 what depth d-1 gave at `position` - d.
+    drafts: [B, K] int32; log_q: [B, K, V] of the distributions they were drawn from, [B, K, 0] where decoding is greedy.
     """
 
-    tokens: jax.Array
-    position: jax.Array
-    lag: jax.Array
-    earlier: jax.Array
     cache: list
+    token: jax.Array
+    position: jax.Array
+    left: jax.Array
     mtp_caches: list
-    draft_logits: jax.Array
+    earlier: jax.Array
+    drafts: jax.Array
+    log_q: jax.Array
 
 
-class Round(NamedTuple):
-    """tokens [B, K+1]: the trunk's choices, of which the first `accepted` + 1 are new; proposed, accepted: [B] drafts."""
-
-    tokens: jax.Array
-    proposed: jax.Array
-    accepted: jax.Array
-
-
-class Speculation(NamedTuple):
-    """tokens: the new tokens of every row. trunk_calls: rounds taken. proposed, accepted: per depth, how many drafts were
-    verified and how many matched together with all shallower ones, summed over rows."""
-
-    tokens: list[np.ndarray]
-    trunk_calls: int
-    proposed: np.ndarray
-    accepted: np.ndarray
-
-
-def speculative_generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens: int,
-                         stop_ids: Sequence[int] = ()) -> Speculation:
-    """Continues every prompt greedily, exactly as `decode.complete` at temperature 0 does.
-
-    Args and errors: as `decode.generate`. The model must have an MTP module.
-    """
-    prompts = check_request(model.config, prompts, max_new_tokens, temperature=0.0)
-    if not model.config.mtp_depth:
-        raise UserError("speculative decoding needs a multi-token prediction module: expected model.mtp_depth ≥ 1")
-    if mixer_class(model.config.full_mixer).cache_kind != "slots":  # positions run again, which a state cannot undo
-        raise UserError(f"speculative decoding with model.full_mixer = {model.config.full_mixer!r}: expected a mixer whose cache has a "
+def check(config, drafts: int) -> None:
+    """Raises UserError where a model of `config` cannot draft so many tokens."""
+    if not 1 <= drafts <= MOST:
+        raise UserError(f"speculative = {drafts}: expected 1 … {MOST} drafts, or 0 for none")
+    if not config.mtp_depth:
+        raise UserError(f"speculative = {drafts}: the model has no multi-token prediction module (model.mtp_depth = 0): expected 0")
+    if mixer_class(config.full_mixer).cache_kind != "slots":  # positions run again, which a state cannot undo
+        raise UserError(f"speculative = {drafts} with model.full_mixer = {config.full_mixer!r}: expected a mixer whose cache has a "
                         "slot for every token, such as gated_attention")
-    graphdef, params = nnx.split(model)
-    state = start(model, prompts, max_new_tokens)
-    depth = model.config.mtp_depth
-    rows: list[list[int]] = [[] for _ in prompts]
-    live = [True] * len(prompts)
-    proposed, accepted = np.zeros(depth, int), np.zeros(depth, int)
-    calls = 0
-    while any(live):
-        state, step = _round_program(graphdef)(params, state, np.array(live))
-        step = jax.device_get(step)
-        calls += 1
-        for i in np.flatnonzero(live):
-            if calls > 1:  # the first round has no drafts yet
-                proposed += np.arange(depth) < step.proposed[i]
-                accepted += np.arange(depth) < step.accepted[i]
-            for token in step.tokens[i, :step.accepted[i] + 1]:
-                live[i] = token not in stop_ids and len(rows[i]) < max_new_tokens
-                if not live[i]:
-                    break
-                rows[i].append(int(token))
-            live[i] = live[i] and len(rows[i]) < max_new_tokens
-    return Speculation([np.array(row, np.int32) for row in rows], calls, proposed, accepted)
 
 
-def start(model: Qwen3Next, prompts: list[np.ndarray], max_new_tokens: int) -> Drafting:
-    """Prefills all but the last token of each prompt, in the trunk and in every depth of the MTP module."""
-    c, batch, depth = model.config, len(prompts), model.config.mtp_depth
-    longest = max(map(len, prompts))
-    length = rounded_length(longest + max_new_tokens + depth)
-    tokens_BL = np.zeros((batch, length), np.int32)
-    for row, prompt in zip(tokens_BL, prompts):
-        row[:len(prompt)] = prompt
-    position_B = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
-    state = Drafting(jnp.asarray(tokens_BL), jnp.asarray(position_B), jnp.zeros(batch, jnp.int32),
-                     jnp.zeros((batch, depth - 1, c.hidden_size), c.dtype), model.init_cache(batch, length),
-                     [mixer_class(c.full_mixer).init_cache(c, batch, length) for _ in range(depth)],
-                     jnp.zeros((batch, depth, c.vocab_size), jnp.float32))
-    graphdef, params = nnx.split(model)
-    for begin, tokens_BT in prompt_chunks(prompts):
-        state = _prefill_program(graphdef)(params, state, begin, tokens_BT.shape[1])
-    return state
+def start(model: Qwen3Next, length: int, token_B, position_B, left_B, *, drafts: int, greedy: bool) -> Drafting:
+    """Before the first token, with caches of `length` slots. The first round's drafts are made up: token 0, for sure."""
+    c, batch = model.config, len(token_B)
+    log_q_V = jnp.where(jnp.arange(0 if greedy else c.vocab_size) == 0, 0.0, -jnp.inf)
+    return Drafting(model.init_cache(batch, length), token_B, position_B, left_B,
+                    [mixer_class(c.full_mixer).init_cache(c, batch, length) for _ in range(drafts)],
+                    jnp.zeros((batch, drafts - 1, c.hidden_size), c.dtype), jnp.zeros((batch, drafts), jnp.int32),
+                    jnp.tile(log_q_V, (batch, drafts, 1)))
 
 
-@functools.lru_cache(maxsize=8)
-def _prefill_program(graphdef: nnx.GraphDef):
-    return jax.jit(functools.partial(_prefill, graphdef), donate_argnums=1, static_argnums=3)
-
-
-@functools.lru_cache(maxsize=8)
-def _round_program(graphdef: nnx.GraphDef):
-    return jax.jit(functools.partial(_round, graphdef), donate_argnums=1)
-
-
-def _prefill(graphdef, params, state: Drafting, begin, size: int) -> Drafting:
-    model = nnx.merge(graphdef, params)
-    batch = len(state.tokens)
-    t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (batch, size))
-    hidden_BTD, cache = model.decode(_take(state.tokens, t_BT), t_BT, state.cache,
-                                     (t_BT < state.position[:, None]).astype(jnp.int32))
-    wanted_BK = state.position[:, None] + jnp.arange(1 - model.config.mtp_depth, 0)
-    inside_BK1 = ((wanted_BK >= begin) & (wanted_BK < begin + size))[..., None]
-    earlier = jnp.where(inside_BK1, _take(hidden_BTD, wanted_BK - begin), state.earlier)
-    caches = []
-    for depth, mtp_cache in enumerate(state.mtp_caches):
-        # The last 1+d entries of a row read tokens not known yet; the first round runs over these positions again.
-        hidden_BTD, _, mtp_cache = model.mtp(hidden_BTD, model.embed(_take(state.tokens, t_BT + 1 + depth)),
-                                             Context(t_BT), mtp_cache)
-        caches.append(mtp_cache)
-    return state._replace(earlier=earlier, cache=cache, mtp_caches=caches)
-
-
-def _round(graphdef, params, state: Drafting, live_B) -> tuple[Drafting, Round]:
-    """Verifies the drafts, takes the trunk's next token, drafts again. Rows that are not live stay as they are."""
-    model = nnx.merge(graphdef, params)
-    state, step, hidden_BTD = _verify(model, state, live_B)
-    return _draft(model, state, hidden_BTD, jnp.where(live_B, step.accepted, -1)), step
-
-
-def _verify(model: Qwen3Next, state: Drafting, live_B) -> tuple[Drafting, Round, jax.Array]:
-    """→ (state whose `position` is still the old one but whose `tokens` hold the new ones, round, trunk states
-    [B, K+1, D] from `position` on)."""
-    depth = model.config.mtp_depth
-    size = 2 * depth + 1
-    proposed_B = jnp.minimum(depth, size - 1 - state.lag)
-    offset_BT = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (len(state.tokens), size))
-    t_BT = (state.position - state.lag)[:, None] + offset_BT
-    valid_BT = offset_BT <= (state.lag + proposed_B)[:, None]
-    hidden_BTD, cache = model.decode(_take(state.tokens, t_BT), t_BT, state.cache, valid_BT.astype(jnp.int32))
-
-    drafts_BK = _take(state.tokens, state.position[:, None] + jnp.arange(1, depth + 1))
-    hidden_BJD = _take(hidden_BTD, state.lag[:, None] + jnp.arange(depth + 1))  # J = K+1 positions from the pending one on
-    choice_BJ = jnp.argmax(model.logits(hidden_BJD), axis=-1).astype(jnp.int32)
-    match_BK = (choice_BJ[:, :depth] == drafts_BK) & (jnp.arange(depth) < proposed_B[:, None])
-    accepted_B = jnp.sum(jnp.cumprod(match_BK.astype(jnp.int32), axis=1), axis=1)
-
-    complete_B = accepted_B == proposed_B
-    cache = select_recurrent(model.config, complete_B & live_B, cache, state.cache)
-    lag_B = jnp.where(complete_B, 0, state.lag + accepted_B + 1)
-    state = state._replace(tokens=_put(state.tokens, state.position[:, None] + jnp.arange(1, depth + 2), choice_BJ),
-                           lag=jnp.where(live_B, lag_B, state.lag), cache=cache)
-    return state, Round(choice_BJ, proposed_B, accepted_B), hidden_BJD
-
-
-def _draft(model: Qwen3Next, state: Drafting, hidden_BJD, accepted_B) -> Drafting:
-    """Moves on by `accepted_B` + 1 tokens and drafts from there."""
-    depth = model.config.mtp_depth
-    t_BW = state.position[:, None] + jnp.arange(1 - depth, depth + 1)
-    # Positions before the prompt get a slot past the end, where writes are dropped.
-    slot_BW = jnp.where(t_BW < 0, state.tokens.shape[1], t_BW)
-    hidden_BWD = jnp.concatenate((state.earlier, hidden_BJD), axis=1)
-    position_B = state.position + accepted_B + 1
-    earlier = _take(hidden_BWD, (accepted_B + 1)[:, None] + jnp.arange(depth - 1))
-    tokens, caches, logits = state.tokens, [], []
+def prefill(model: Qwen3Next, mesh, state: Drafting, tokens_BX, begin) -> Drafting:
+    """Puts the tokens at positions `begin` … that are below `state.position` into all caches. `tokens` [B, T + K] go on K
+    positions further, since depth d reads token t+1+d."""
+    depths = len(state.mtp_caches)
+    size = tokens_BX.shape[1] - depths
+    t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
+    inside_BT = (t_BT < state.position[:, None]).astype(jnp.int32)
+    hidden_BTD, cache = model.decode(tokens_BX[:, :size], t_BT, state.cache, inside_BT, mesh)
+    predict, earlier, caches = _predictor(model, mesh), [], []
     for d, mtp_cache in enumerate(state.mtp_caches):
-        hidden_BWD, _, mtp_cache = model.mtp(hidden_BWD, model.embed(_take(tokens, t_BW + 1 + d)), Context(slot_BW), mtp_cache)
-        last_BD = _take(hidden_BWD, (depth - 1 + accepted_B)[:, None])[:, 0]  # at the last position whose next token is known
-        logits_BV = model.logits(last_BD)
-        draft_B1 = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)[:, None]
-        tokens = _put(tokens, (position_B + 1 + d)[:, None], draft_B1)
+        # The last 1+d entries of a row read tokens not known yet; the first round runs over these positions again.
+        hidden_BTD, mtp_cache = predict(hidden_BTD, tokens_BX[:, 1 + d:1 + d + size], t_BT, mtp_cache)
         caches.append(mtp_cache)
-        logits.append(logits_BV)
-    return state._replace(tokens=tokens, position=position_B, earlier=earlier, mtp_caches=caches,
-                          draft_logits=jnp.stack(logits, axis=1))
+        if d < depths - 1:
+            wanted_B1 = state.position[:, None] - d - 1 - begin
+            inside_B11 = ((wanted_B1 >= 0) & (wanted_B1 < size))[..., None]
+            earlier.append(jnp.where(inside_B11, _take(hidden_BTD, wanted_B1), state.earlier[:, d:d + 1]))
+    return state._replace(cache=cache, mtp_caches=caches, earlier=jnp.concatenate(earlier, axis=1) if earlier else state.earlier)
+
+
+def advance(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting, rounds, stop_ids, sampling: Sampling,
+            seed) -> tuple[Drafting, Emitted]:
+    """`rounds` ≤ ROUNDS rounds, fewer where every row has ended."""
+    batch, k = state.drafts.shape
+
+    def more(carry):
+        step, state, *_ = carry
+        return (step < rounds) & jnp.any(state.left > 0)
+
+    def one(carry):
+        step, state, emitted = carry
+        new_BJ, accepted_B, hidden_BJD, cache = _verify(model, mesh, greedy, filters, state, sampling, seed)
+        live_B = state.left > 0
+        stops_BJ = jnp.isin(new_BJ, stop_ids) & (jnp.arange(k + 1) <= accepted_B[:, None])
+        stopped_B = jnp.any(stops_BJ, axis=1)
+        emits_B = jnp.where(stopped_B, jnp.argmax(stops_BJ, axis=1), accepted_B + 1)
+        emits_B = jnp.minimum(emits_B, state.left)
+        offset_BJ = jnp.broadcast_to(jnp.arange(k + 1), new_BJ.shape)
+        place_BJ = jnp.where(offset_BJ < emits_B[:, None], emitted.count[:, None] + offset_BJ, emitted.tokens.shape[1])
+        counts_K = jnp.sum(live_B[:, None] & (accepted_B[:, None] > jnp.arange(k)), axis=0)
+        emitted = Emitted(_put(emitted.tokens, place_BJ, new_BJ), emitted.count + emits_B, emitted.passes + jnp.sum(live_B),
+                          emitted.accepted + counts_K)
+        drafted = _draft(model, mesh, greedy, filters, state._replace(cache=cache), hidden_BJD, new_BJ, accepted_B, sampling, seed)
+        # A finished row stays where it is, in slots that nobody reads.
+        position_B = jnp.where(live_B, state.position + accepted_B + 1, state.position)
+        left_B = jnp.where(stopped_B, 0, state.left - emits_B)
+        token_B = _take(new_BJ, accepted_B[:, None])[:, 0]
+        return step + 1, drafted._replace(token=token_B, position=position_B, left=left_B), emitted
+
+    zero_B = jnp.zeros(batch, jnp.int32)
+    nothing = Emitted(jnp.zeros((batch, ROUNDS * (k + 1)), jnp.int32), zero_B, 0, jnp.zeros(k, jnp.int32))
+    return jax.lax.while_loop(more, one, (0, state, nothing))[1:]
+
+
+def _verify(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting, sampling: Sampling, seed):
+    """→ (tokens [B, J] that follow the pending one, right up to index `accepted`; accepted [B]; trunk states [B, J, D] from the
+    pending token on; the cache after the accepted drafts)."""
+    k = state.drafts.shape[1]
+    offset_J = jnp.arange(k + 1, dtype=jnp.int32)
+    tokens_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
+    hidden_BJD, cache = model.decode(tokens_BJ, state.position[:, None] + offset_J, state.cache, mesh=mesh, each=True)
+    logits_BJV = model.logits(hidden_BJD)
+    if greedy:
+        new_BJ = jnp.argmax(logits_BJV, axis=-1).astype(jnp.int32)
+        accepted_B = _leading(new_BJ[:, :k] == state.drafts)
+    else:
+        log_p_BJV = log_probabilities(logits_BJV, sampling, filters)
+        log_ratio_BK = _of_token(log_p_BJV[:, :k], state.drafts) - _of_token(state.log_q, state.drafts)
+        u_BK = jnp.stack([jax.vmap(jax.random.uniform)(position_keys(seed, state.position + 1 + d, 1)) for d in range(k)], axis=1)
+        accepted_B = _leading(jnp.log(u_BK) < log_ratio_BK)
+        log_q_BJV = jnp.pad(state.log_q, ((0, 0), (0, 1), (0, 0)), constant_values=-jnp.inf)  # no draft stands behind the last
+        p_BV, q_BV = (jnp.exp(_take(x, accepted_B[:, None])[:, 0]) for x in (log_p_BJV, log_q_BJV))
+        rest_BV = jnp.maximum(p_BV - q_BV, 0)
+        rest_BV = jnp.where(jnp.sum(rest_BV, axis=-1, keepdims=True) > 0, rest_BV, p_BV)  # p = q but for rounding
+        own_B = draw(jnp.log(rest_BV), seed, state.position + 1 + accepted_B, purpose=2)
+        drafts_BJ = jnp.pad(state.drafts, ((0, 0), (0, 1)))
+        new_BJ = jnp.where(offset_J < accepted_B[:, None], drafts_BJ, own_B[:, None])
+    return new_BJ, accepted_B, hidden_BJD, after_token(model.config, cache, accepted_B)
+
+
+def _draft(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting, hidden_BJD, new_BJ, accepted_B, sampling: Sampling,
+           seed) -> Drafting:
+    """Drafts from behind the accepted tokens. Depth d runs over the positions `position` - d … `position` + K, and the token that
+    it reads beside each of them begins for every depth with `new`."""
+    k = state.drafts.shape[1]
+    predict = _predictor(model, mesh)
+    tokens_BW = jnp.pad(new_BJ, ((0, 0), (0, k - 1)))
+    earlier, drafts, log_q, caches = [], [], [], []
+    for d, mtp_cache in enumerate(state.mtp_caches):
+        if d:
+            hidden_BJD = jnp.concatenate((state.earlier[:, d - 1:d], hidden_BJD), axis=1)
+        width = k + 1 + d
+        t_BW = state.position[:, None] - d + jnp.arange(width, dtype=jnp.int32)
+        t_BW = jnp.where(t_BW < 0, _OUTSIDE, t_BW)
+        last_B1 = (accepted_B + d)[:, None]
+        before_BWD = hidden_BJD
+        hidden_BJD, mtp_cache = predict(before_BWD, tokens_BW[:, :width], t_BW, mtp_cache)
+        if d < k - 1:
+            earlier.append(_take(hidden_BJD, accepted_B[:, None]))
+            last_B1D = _take(hidden_BJD, last_B1)
+        else:  # of the window only keys and values are needed: XLA leaves the rest of that call out
+            last_B1D, mtp_cache = predict(*(_take(x, last_B1) for x in (before_BWD, tokens_BW, t_BW)), mtp_cache)
+        logits_BV = model.logits(last_B1D[:, 0])
+        if greedy:
+            draft_B, log_q_BV = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), state.log_q[:, d]
+        else:
+            log_q_BV = log_probabilities(logits_BV, sampling, filters)
+            draft_B = draw(log_q_BV, seed, state.position + accepted_B + 2 + d, purpose=3)
+        tokens_BW = _put(tokens_BW, (accepted_B + 1 + d)[:, None], draft_B[:, None])
+        caches.append(mtp_cache)
+        drafts.append(draft_B)
+        log_q.append(log_q_BV)
+    return state._replace(mtp_caches=caches, earlier=jnp.concatenate(earlier, axis=1) if earlier else state.earlier,
+                          drafts=jnp.stack(drafts, axis=1), log_q=jnp.stack(log_q, axis=1))
+
+
+def _predictor(model: Qwen3Next, mesh):
+    """One depth of the module: (states [B, T, D], tokens beside them [B, T], positions [B, T], cache) → (states, cache)."""
+    graphdef, params = nnx.split(model.mtp)
+    module = nnx.merge(graphdef, gather(params, mesh, model.config.dtype))
+
+    def predict(hidden_BTD, tokens_BT, t_BT, cache):
+        hidden_BTD, _, cache = module(hidden_BTD, model.embed(tokens_BT, mesh, time=None), Context(t_BT, mesh=mesh, time=None), cache)
+        return hidden_BTD, cache
+    return predict
+
+
+def _leading(accepted_BK) -> jax.Array:
+    """[B]: how many are accepted before the first that is not."""
+    return jnp.sum(jnp.cumprod(accepted_BK.astype(jnp.int32), axis=1), axis=1)
+
+
+def _of_token(x_BKV, token_BK) -> jax.Array:
+    return jnp.take_along_axis(x_BKV, token_BK[..., None], axis=-1)[..., 0]
 
 
 def _take(x, index_BT):
     """x [B, S, …] at `index_BT` → [B, T, …]; indices outside are moved to the nearest end."""
-    index_BT = jnp.clip(index_BT, 0, x.shape[1] - 1) if x.shape[1] else index_BT
+    index_BT = jnp.clip(index_BT, 0, x.shape[1] - 1)
     return jnp.take_along_axis(x, index_BT.reshape(*index_BT.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 

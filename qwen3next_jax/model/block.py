@@ -1,5 +1,6 @@
 """One decoder layer, and the mixers that a model's layers name."""
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.config.tables import resolve
@@ -31,8 +33,8 @@ def check_mixers(config: ModelConfig) -> None:
     for mixer in used.values():
         mixer.check(config)
     read = {setting for mixer in used.values() for setting in mixer.settings} | set(Block.settings)
-    for setting in (*ABLATIONS, "delta_rule"):
-        value, default = getattr(config, setting), ModelConfig.__dataclass_fields__[setting].default
+    for setting in (*ABLATIONS, "delta_rule", *(f"mixer.{name}" for name in MixerConfig.__dataclass_fields__)):
+        value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(value == default or setting in read,
                 f"model.{setting} = {value!r}: no layer of this model reads it (its mixers: {', '.join(used)}): expected {default!r}")
 
@@ -70,7 +72,8 @@ class Block(nnx.Module):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         normed_BTD = whole(rms_norm(x_BTD, self.mixer_norm[...], self.config))
-        mixed_BTD, diagnostics, cache = self.mixer(normed_BTD, context, cache)
+        mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
+        mixed_BTD, diagnostics, cache = mix(normed_BTD, context, cache)
         x_BTD = whole(x_BTD + mixed_BTD)
         y_BTD, aux = self.mlp(whole(rms_norm(x_BTD, self.mlp_norm[...], self.config)), context)
         x_BTD = whole(x_BTD + y_BTD)

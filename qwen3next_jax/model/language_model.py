@@ -120,13 +120,14 @@ class Qwen3Next(nnx.Module):
         return Features(hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics)
 
     def decode(self, tokens: jax.Array, positions: jax.Array, cache: list, segment_ids: jax.Array | None = None,
-               mesh: Mesh | None = None) -> tuple[jax.Array, list]:
+               mesh: Mesh | None = None, each: bool = False) -> tuple[jax.Array, list]:
         """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T] → (final-normed states [B, T, D], cache).
 
         `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding changes no cache entry that
-        a later token can see. On a `mesh` B is divided over `data` × `expert`; `context` shares nothing out.
+        a later token can see. On a `mesh` B is divided over `data` × `expert`; `context` shares nothing out. `each`: caches of
+        kind "state" come as [repeats, B, T, …], after every token, for `inference.cache.kept`; without `segment_ids`.
         """
-        context = Context(positions, segment_ids, mesh=mesh, time=None)
+        context = Context(positions, segment_ids, mesh=mesh, time=None, each=each)
         x, _, cache = self._run_layers(self.embed(tokens, mesh, time=None), context, cache, "none", False)
         return self._final(x), cache
 
@@ -250,9 +251,10 @@ class Qwen3Next(nnx.Module):
 
             def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
                 params = gather(params, context.mesh, self.config.dtype)
-                hidden, aux, _ = nnx.merge(graphdef, params)(hidden, shifted, context._replace(counted=counted))
-                return constrain(hidden, context.mesh, "batch", "time", None), aux
-            hidden, aux = rematerialized(apply, remat)(params, hidden, shifted)
+                x, aux, _ = nnx.merge(graphdef, params).before_norm(hidden, shifted, context._replace(counted=counted))
+                return constrain(x, context.mesh, "batch", "time", None), aux
+            x, aux = rematerialized(apply, remat)(params, hidden, shifted)
+            hidden = rms_norm(x, self.mtp.norm[...], self.config)  # outside: its gradient alone would have the experts run again
             aux.pop("router_logits", None)
             if context.diagnose:
                 diagnostics.append(aux.pop("diagnostics"))

@@ -24,6 +24,7 @@ class Context(NamedTuple):
     diagnose: each layer adds "diagnostics" (a dict of small arrays, see its class) to its auxiliary outputs.
     mesh: the devices that share the pass (see `parallel.rules`); None for one device.
     time: the logical name of the tokens of a row: "time", or None where every device has whole rows (decoding).
+    each: of caches without slots, give the one after every token (see `Mixer.each_token`).
     """
 
     positions: jax.Array
@@ -32,6 +33,7 @@ class Context(NamedTuple):
     diagnose: bool = False
     mesh: Mesh | None = None
     time: str | None = "time"
+    each: bool = False
 
     @property
     def time_axis(self) -> str | None:

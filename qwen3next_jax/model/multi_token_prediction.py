@@ -38,12 +38,14 @@ class MultiTokenPrediction(nnx.Module):
     def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context,
                  cache: dict | None = None) -> tuple[jax.Array, dict[str, jax.Array], dict | None]:
         """One depth: states [B, T, D] and embeddings of the tokens they are combined with → (normed states, aux, cache)."""
-        dtype = hidden_BTD.dtype
+        x_BTD, aux, cache = self.before_norm(hidden_BTD, embedded_BTD, context, cache)
+        return rms_norm(x_BTD, self.norm[...], self.config), aux, cache
+
+    def before_norm(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context, cache: dict | None = None):
         pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
                                 rms_norm(hidden_BTD, self.hidden_norm[...], self.config)), axis=-1)
-        x_BTD = constrain(pair @ self.fc[...].astype(dtype), context.mesh, "batch", context.time, None)
-        x_BTD, aux, cache = self.block(x_BTD, context, cache)
-        return rms_norm(x_BTD, self.norm[...], self.config), aux, cache
+        x_BTD = constrain(pair @ self.fc[...].astype(hidden_BTD.dtype), context.mesh, "batch", context.time, None)
+        return self.block(x_BTD, context, cache)
 
     @staticmethod
     def hf_entries(config: ModelConfig) -> Iterator[Entry]:

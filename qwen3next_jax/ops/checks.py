@@ -1,5 +1,6 @@
 """What the operators say of arguments that do not fit: a ValueError of one line."""
 
+import jax
 import jax.numpy as jnp
 
 
@@ -29,3 +30,11 @@ def integers(**arrays):
 def implementation(name: str | None, known):
     if name is not None and name not in known:
         raise ValueError(f"implementation={name!r}: expected one of {', '.join(known)}, or None")
+
+
+def values(wrong: dict):
+    """{message: whether it is so, [] traced}: the first that is ends the program with a ValueError, from a host callback."""
+    def report(*found):
+        if any(found):
+            raise ValueError(next(message for message, is_wrong in zip(wrong, found) if is_wrong))
+    jax.debug.callback(report, *wrong.values())

@@ -14,6 +14,7 @@ from qwen3next_jax.parallel.chips import chip_of
 
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",  # over an axis that spans two dimensions of the torus
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",  # else the tensor cores do the gathers, with what fuses into them
     "xla_tpu_use_tc_device_shape_on_sc": "true",

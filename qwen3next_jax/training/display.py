@@ -61,7 +61,7 @@ def title(config: Config, mesh: Mesh, state: Mapping[str, Any], corpus: str, fir
     devices = kind if mesh.size == 1 else f"{mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
     options = compiler_options(config.parallel, mesh)
     return (f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}"
-            + (f" · {options_text(options)}" if options else ""))
+            + (f"\n{options_text(options)}" if options else ""))
 
 
 class Display:

@@ -12,6 +12,7 @@ from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.parallel.distributed import is_leader, together
+from qwen3next_jax.parallel.compiler_options import compiler_options, options_text
 from qwen3next_jax.parallel.mesh import make_mesh, mesh_text
 from qwen3next_jax.training import preflight
 from qwen3next_jax.training.checkpoint import Checkpoints
@@ -40,6 +41,8 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     limit = memory()[1]
     print(f"{config.name}: {sum(leaf.size for leaf in jax.tree.leaves(state['params'])):,} parameters on {mesh.size} × {kind} "
           f"({mesh_text(dict(mesh.shape))})")
+    if options := compiler_options(config.parallel, mesh):
+        print(f"The step's {options_text(options)}")
     print("Memory of a device: " + ", ".join(f"{name} {_mega(size)}" for name, size in sizes.items())
           + f": {_mega(sum(sizes.values()))}" + (f" of {_mega(limit)}" if limit else "")
           + ". Left out: activations, which grow with its tokens in a micro-batch, and what the program needs besides (qwen3next_jax.plan "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
@@ -19,7 +20,8 @@ class Mixer(nnx.Module):
     """The part of a layer through which tokens see each other. A new one implements `__init__`, `__call__`, `init_cache`,
     `forward_flops` and, if heads or widths are split over `tensor`, `splits`.
 
-    settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`), which are refused where no layer reads them.
+    settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`) and of `MixerConfig` ("mixer.window"), which are
+      refused where no layer reads them.
     cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply written over; "state" where it
       is as large after any number of tokens and has to be restored.
     """
@@ -34,6 +36,16 @@ class Mixer(nnx.Module):
     def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.diagnose`), the cache after these tokens)."""
         raise NotImplementedError
+
+    def each_token(self, x_BTD: jax.Array, context: Context, cache: dict) -> tuple[jax.Array, dict[str, Any], dict]:
+        """`__call__` of a few tokens without padding, for a cache of kind "state": the cache after every token, each array
+        [B, T, …], so that the last ones can be taken back. A mixer with a cheaper way than token by token says it here."""
+        outputs, caches = [], []
+        for t in range(x_BTD.shape[1]):
+            y_B1D, _, cache = self(x_BTD[:, t:t + 1], context._replace(positions=context.positions[:, t:t + 1], each=False), cache)
+            outputs.append(y_B1D)
+            caches.append(cache)
+        return jnp.concatenate(outputs, axis=1), {}, jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *caches)
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:

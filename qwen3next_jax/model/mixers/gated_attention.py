@@ -3,7 +3,7 @@
 Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -57,20 +57,19 @@ class GatedAttention(Mixer):
         q_BTNK = rotate(q_BTNK, context.positions, c.rotary_dim, c.rope_theta)
         k_BTMK = rotate(k_BTMK, context.positions, c.rotary_dim, c.rope_theta)
 
+        o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
+        diagnostics = {}
+        if context.diagnose and cache is None:
+            diagnostics = attention_diagnostics(lambda q, k, v: self.attend(q, k, v, context)[0], q_BTNK, k_BTMK, gate_BTNK, context)
+        return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
+
+    def attend(self, q_BTNK: jax.Array, k_BTMK: jax.Array, v_BTMK: jax.Array, context: Context,
+               cache: dict | None = None) -> tuple[jax.Array, dict | None]:
+        """(o [B, T, N, K], the cache with these keys and values written)."""
         if cache is None:
-            o_BTNK = _attend(q_BTNK, k_BTMK, v_BTMK, context)
-        else:
-            cache = {"k": _write(cache["k"], k_BTMK, context.positions), "v": _write(cache["v"], v_BTMK, context.positions)}
-            o_BTNK = _attend(q_BTNK, cache["k"], cache["v"], context, context.positions)
-
-        def project(o_BTNK, gate_BTNK, o_proj_NKD):
-            if gate_BTNK is not None:
-                o_BTNK = o_BTNK * jax.nn.sigmoid(gate_BTNK.astype(jnp.float32)).astype(dtype)
-            o_BTNK = constrain(o_BTNK, context.mesh, "batch", context.time, "heads", None)
-            return jnp.einsum("btnk,nkd->btd", o_BTNK, o_proj_NKD.astype(dtype))
-
-        diagnostics = _diagnostics(q_BTNK, k_BTMK, gate_BTNK, context) if context.diagnose and cache is None else {}
-        return keeping_inputs(project, o_BTNK, gate_BTNK, self.o_proj[...]), diagnostics, cache
+            return attend(q_BTNK, k_BTMK, v_BTMK, context), None
+        cache = {"k": write(cache["k"], k_BTMK, context.positions), "v": write(cache["v"], v_BTMK, context.positions)}
+        return attend(q_BTNK, cache["k"], cache["v"], context, context.positions), cache
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
@@ -98,14 +97,27 @@ class GatedAttention(Mixer):
         yield vector("k_norm", "self_attn.k_norm.weight", k)
 
 
-def _diagnostics(q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
+def gated_projection(o_BTNK: jax.Array, gate_BTNK: jax.Array | None, o_proj_NKD: jax.Array, context: Context) -> jax.Array:
+    """The heads' outputs through their gate and back to the model's width, [B, T, D]."""
+    dtype = o_BTNK.dtype
+
+    def project(o_BTNK, gate_BTNK, o_proj_NKD):
+        if gate_BTNK is not None:
+            o_BTNK = o_BTNK * jax.nn.sigmoid(gate_BTNK.astype(jnp.float32)).astype(dtype)
+        o_BTNK = constrain(o_BTNK, context.mesh, "batch", context.time, "heads", None)
+        return jnp.einsum("btnk,nkd->btd", o_BTNK, o_proj_NKD.astype(dtype))
+
+    return keeping_inputs(project, o_BTNK, gate_BTNK, o_proj_NKD)
+
+
+def attention_diagnostics(attend: Callable, q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
     # With the indicator of first tokens as values, attention returns its own probability on them: no T × T matrix.
     first_BT = context.positions == 0
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
-    share_BTN = _attend(q_BTNK, k_BTMK, indicator_BTMK, context)[..., 0]
+    share_BTN = attend(q_BTNK, k_BTMK, indicator_BTMK)[..., 0]
     counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
     # Of sharpened probabilities nothing but the largest is left: with the keys as values, attention returns each query's best one.
-    best_BTNK = _attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK, context)
+    best_BTNK = attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK)
     logit_BTN = jnp.einsum("btnk,btnk->btn", q_BTNK, best_BTNK, preferred_element_type=jnp.float32) * q_BTNK.shape[-1] ** -0.5
     if context.counted is not None:
         logit_BTN = jnp.where(context.counted[..., None], logit_BTN, -jnp.inf)
@@ -117,14 +129,14 @@ def _diagnostics(q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.A
                     "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 
 
-def _attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Context,
-            q_positions_BT: jax.Array | None = None) -> jax.Array:
+def attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Context,
+           q_positions_BT: jax.Array | None = None) -> jax.Array:
     """Attention with the heads split over `tensor`; with `q_positions`, to the slots of a cache. Where there are fewer key/value
     heads than shards, every shard holds all of them and takes the one that its query heads read."""
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
     shared = m % shards(mesh, TENSOR) != 0
 
-    def attend(q, k, v, segment_ids, q_positions):
+    def run(q, k, v, segment_ids, q_positions):
         if shared:
             head = jax.lax.axis_index(TENSOR) * q.shape[2] // (n // m)
             k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
@@ -135,10 +147,10 @@ def _attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Co
     split, tokens = activation_spec("batch", context.time, "heads", None), activation_spec("batch", context.time)
     keys = activation_spec("batch", context.time, None, None) if shared else split
     segment_ids = context.segment_ids if q_positions_BT is None else None
-    return local(attend, mesh, (split, keys, keys, tokens, tokens), split)(q_BTNK, k_BSMK, v_BSMK, segment_ids, q_positions_BT)
+    return local(run, mesh, (split, keys, keys, tokens, tokens), split)(q_BTNK, k_BSMK, v_BSMK, segment_ids, q_positions_BT)
 
 
-def _write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Writes each token into its slot. Padding after a row's end lands in slots that later tokens overwrite before
     any query can see them; slots past the end are dropped."""
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]

@@ -38,7 +38,7 @@ class GatedDeltaNet(Recurrent):
             self.in_proj_ba = make.matrix((d, g, len(gates) * r), "embed -> key_heads .", parts=gates)
         self.make_convolution(make)
         if c.decay_gate:
-            a_log, dt_bias = _START_OF_DECAY[c.decay_init]
+            a_log, dt_bias = START_OF_DECAY[c.decay_init]
             self.a_log = make.parameter(lambda shape: a_log(make.rngs.params(), shape), (h,), "value_heads", kind="rate")
             self.dt_bias = make.parameter(lambda shape: dt_bias(make.rngs.params, shape), (h,), "value_heads", kind="rate")
         self.make_output(make)
@@ -96,5 +96,5 @@ def _log_uniform_step(new_key, shape: tuple[int, ...]) -> jax.Array:
 
 
 # Start values of (A_log, dt_bias); see `ModelConfig.decay_init`. The lowest A is kept off 0, whose logarithm is not finite.
-_START_OF_DECAY = {"ones": (_uniform_rate(0.01), lambda new_key, shape: jnp.ones(shape)),
+START_OF_DECAY = {"ones": (_uniform_rate(0.01), lambda new_key, shape: jnp.ones(shape)),
                    "log_uniform": (_uniform_rate(1e-4), _log_uniform_step)}

@@ -15,7 +15,7 @@ IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu", "pallas_
 
 
 def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, normalize_qk: bool = True, erase: bool = True,
-                     implementation: str | None = None, axis_name: str | None = None):
+                     implementation: str | None = None, axis_name: str | None = None, each: bool = False):
     """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
 
     Per value head, with S the state [K, V], decay first, then the write, then the read:
@@ -43,6 +43,7 @@ def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, 
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are then this shard's part and
         the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere it is ignored and has
         no gradient); `final_state` is the row's, the same on every shard.
+      each: of "recurrent" alone: `final_state` is [B, T, H, K, V], the state after every token.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
@@ -78,7 +79,7 @@ def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, 
     if axis_name is not None:
         return context.across(options, axis_name, x, initial_state, before)
     if implementation == "recurrent":
-        return reference.recurrent(x, initial_state, normalize_qk=normalize_qk, erase=erase)
+        return reference.recurrent(x, initial_state, normalize_qk=normalize_qk, erase=erase, each=each)
     return _operator(options, x, initial_state)
 
 
@@ -106,13 +107,7 @@ def _check_values(g, segment_ids):
         before, after = segment_ids[:, :-1], segment_ids[:, 1:]
         disorder = jnp.any(segment_ids < 0) | jnp.any((after > 0) & ((before == 0) | (after < before)))
         wrong["segment_ids are out of order: expected positive, non-decreasing along T, 0 at the end only"] = disorder
-
-    def report(*found):
-        for message, is_wrong in zip(wrong, found):
-            if is_wrong:
-                raise ValueError(message)
-
-    jax.debug.callback(report, *wrong.values())
+    checks.values(wrong)
 
 
 # ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------

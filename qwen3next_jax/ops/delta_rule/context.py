@@ -59,10 +59,10 @@ def _recurrent(options, axis_name, x: Inputs, initial_state, continues):
 
 def _entering(axis_name, continues, m_BHKK, u_BHKV):
     """The state entering this shard from the ones before, [B, H, K, V]; zero where this shard starts a document."""
-    return chunked.kept(continues, _composed(axis_name, chunked.kept(continues, m_BHKK), u_BHKV, reverse=False))
+    return chunked.kept(continues, composed(axis_name, chunked.kept(continues, m_BHKK), u_BHKV, reverse=False))
 
 
-def _composed(axis_name, m_BHKK, u_BHKV, reverse: bool):
+def composed(axis_name, m_BHKK, u_BHKV, reverse: bool):
     """What enters this shard when zero enters the first of them (the last one in reverse), [B, H, K, V].
 
     Each shard composes the maps of all shards for its share of the heads: with two exchanges a shard receives K (K + 2 V)
@@ -105,7 +105,7 @@ def _operator_backward(options, axis_name, residuals, cotangents):
     do, dfinal = cotangents
     transposed = jnp.swapaxes(chunked.kept(continues, m), -1, -2)
     du = chunked.kept(continues, chunked.map_gradient(r, do).astype(m.dtype)) + Products(m.dtype).nn(transposed, dfinal)
-    dleaving = dfinal + _composed(axis_name, transposed, du, reverse=True)
+    dleaving = dfinal + composed(axis_name, transposed, du, reverse=True)
     *gradients, dinitial = dispatch.backward(options, x, states, inverses, do, dleaving)
     return x.cast(gradients), dinitial.astype(initial_state.dtype), None
 

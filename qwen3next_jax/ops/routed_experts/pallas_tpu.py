@@ -146,22 +146,13 @@ def _expert_backward_rows(expert_T, used, x, weight, dy, gate_up, down, dx, dwei
 def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, dgate_up, ddown, dgate_up_sum, ddown_sum):
     t = pl.program_id(1)
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
-    last = (t == used[0] - 1) | (expert_T[t] != expert_T[jnp.minimum(t + 1, pl.num_programs(1) - 1)])
-
-    @pl.when(first)
-    def _():
-        dgate_up_sum[...] = jnp.zeros_like(dgate_up_sum)
-        ddown_sum[...] = jnp.zeros_like(ddown_sum)
 
     @pl.when(t < used[0])
-    def _():
-        dgate_up_sum[...] += _dot(x[...], dhidden[...], _TN)
-        ddown_sum[...] += _dot(activation[...], dy[...], _TN)
-
-    @pl.when(last & (t < used[0]))
-    def _():
-        dgate_up[0] = dgate_up_sum[...].astype(dgate_up.dtype)
-        ddown[0] = ddown_sum[...].astype(ddown.dtype)
+    def _():  # stores of every tile hide behind its products; those of zeros, or of the last tile alone, would not
+        for sums, result, left, right in ((dgate_up_sum, dgate_up, x, dhidden), (ddown_sum, ddown, activation, dy)):
+            total = jnp.where(first, 0.0, sums[...]) + _dot(left[...], right[...], _TN)
+            sums[...] = total
+            result[0] = total.astype(result.dtype)
 
 
 def _halves(hidden):
@@ -202,16 +193,11 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
 def _sum_by_token(block_V, tile_V, used, token, rows, y, total):
     v = pl.program_id(1)
     block = block_V[v]
-
-    @pl.when((v == 0) | (block != block_V[jnp.maximum(v - 1, 0)]))
-    def _():
-        total[...] = jnp.zeros_like(total)
+    first = (v == 0) | (block != block_V[jnp.maximum(v - 1, 0)])
 
     @pl.when(v < used[0])
     def _():
         place = jax.lax.broadcasted_iota(jnp.int32, (_SUM_TOKENS, _SUM_ROWS), 0) + block * _SUM_TOKENS
-        total[...] += _dot((place == token[0]).astype(rows.dtype), rows[...])
-
-    @pl.when((v == used[0] - 1) | (block != block_V[jnp.minimum(v + 1, pl.num_programs(1) - 1)]))
-    def _():
-        y[...] = total[...].astype(y.dtype)
+        sums = jnp.where(first, 0.0, total[...]) + _dot((place == token[0]).astype(rows.dtype), rows[...])
+        total[...] = sums
+        y[...] = sums.astype(y.dtype)

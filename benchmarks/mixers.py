@@ -1,0 +1,123 @@
+"""Every mixer of config/mixers.py: lines, errors against its paper's recurrence in float64, time of a training step of configs/tiny.py.
+
+    python benchmarks/mixers.py                       # the errors, as rows of docs/mixers.md
+    python benchmarks/mixers.py --steps=8 [names …]   # also the time of a step, over that with Gated DeltaNet, in turns
+    python benchmarks/mixers.py --layers              # instead: a layer of kda over one of Gated DeltaNet, forward and backward
+
+Errors: largest of the output's and of any gradient's, each over the largest number of its array, of a layer of `tests/test_mixers.py`'s
+sizes on 70 tokens; in bfloat16 the recurrence gets the rounded numbers. A gradient far below the others counts as one thousandth of the
+largest. Times: medians of so many steps after the first two, both programs in one process. The machine must be idle otherwise.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import sys
+import time
+
+import jax
+import numpy as np
+from flax import nnx
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from mixer_references import REFERENCES, errors  # noqa: E402
+from test_mixers import base  # noqa: E402
+
+from qwen3next_jax import cli  # noqa: E402
+from qwen3next_jax.config import Config, ModelConfig, from_dict  # noqa: E402
+from qwen3next_jax.config.mixers import MIXERS  # noqa: E402
+from qwen3next_jax.config_files import load_config_file  # noqa: E402
+from qwen3next_jax.model.block import mixer_class  # noqa: E402
+from qwen3next_jax.model.flops import parameter_counts  # noqa: E402
+from qwen3next_jax.model.layers import Context  # noqa: E402
+from qwen3next_jax.model.parameters import Make  # noqa: E402
+from qwen3next_jax.parallel.mesh import make_mesh  # noqa: E402
+from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step  # noqa: E402
+
+SETTINGS = {"sliding_window": {"window": 64}, "mla": {"latent_rank": 64}}  # of sizes that suit configs/tiny.py
+
+
+class Step:
+    """A training step of configs/tiny.py with this mixer in place of the recurrent layers (`mla`: of attention)."""
+
+    def __init__(self, name: str):
+        config = from_dict(Config, load_config_file(ROOT / "configs" / "tiny.py"))
+        mixer = dataclasses.replace(config.model.mixer, **SETTINGS.get(name, {}))
+        model = dataclasses.replace(config.model, mixer=mixer, **{"full_mixer" if name == "mla" else "linear_mixer": name})
+        config, mesh = dataclasses.replace(config, model=model), make_mesh(config.parallel, jax.devices()[:1])
+        shape, sharding = (config.train.batch_size, config.train.sequence_length), batch_sharding(mesh)
+        tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
+        self.batch = jax.device_put({"tokens": tokens, "segment_ids": np.ones(shape, np.int32)}, sharding)
+        self.state, self.step, self.seconds = init_state(config, mesh), make_train_step(config, mesh), []
+        self.parameters = parameter_counts(model).total
+
+    def take(self):
+        start = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.batch)
+        jax.block_until_ready(metrics["loss"])
+        self.seconds.append(time.perf_counter() - start)
+
+
+def times_of(step: Step, peer: Step, steps: int) -> float:
+    """The median time of a step over the peer's."""
+    peer.seconds.clear()
+    for _ in range(steps + 2):
+        step.take()
+        peer.take()
+    return statistics.median(step.seconds[2:]) / statistics.median(peer.seconds[2:])
+
+
+def layer(name: str, batch: int, length: int, heads: int, width: int):
+    """Forward and backward of one float32 layer, key heads half as many as value heads; → a call that runs it."""
+    config = ModelConfig(hidden_size=heads * width, linear_num_key_heads=heads // 2, linear_num_value_heads=heads, dtype="float32",
+                         linear_key_head_dim=width, linear_value_head_dim=width, decay_init="log_uniform")
+    graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
+    x, dy = (jax.random.normal(jax.random.key(i), (batch, length, config.hidden_size)) for i in range(2))
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
+    run = jax.jit(jax.grad(lambda params, x: (nnx.merge(graph, params)(x, Context(positions))[0] * dy).sum(), argnums=(0, 1)))
+    return lambda: jax.block_until_ready(run(params, x))
+
+
+def layers():
+    for shape in ((8, 256, 4, 32), (1, 1024, 8, 64)):
+        calls, seconds = [layer(name, *shape) for name in ("kda", "gated_deltanet")], ([], [])
+        for _ in range(22):
+            for call, times in zip(calls, seconds):
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+        of, one = (1e3 * statistics.median(times[2:]) for times in seconds)
+        print("{} × {} tokens, {} value heads of {}: kda {:.1f} ms, Gated DeltaNet {:.1f} ms, {:.2f} ×".format(*shape, of, one, of / one))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of config/mixers.py; all")
+    parser.add_argument("--steps", type=int, default=0, help="steps that are timed")
+    parser.add_argument("--layers", action="store_true", help="time a layer of kda")
+    a = parser.parse_args()
+    cli.keep_freed_memory()
+    if a.layers:
+        return layers()
+    print("| mixer | lines | output float32 | gradients | output bfloat16 | gradients |" + " step | parameters |" * (a.steps > 0))
+    peer = Step("gated_deltanet") if a.steps else None
+    for name in a.names or REFERENCES:
+        module = MIXERS[name].split(":")[0].replace(".", "/") + ".py"
+        row = [f"`{name}`", str(len((ROOT / module).read_text().splitlines()))]
+        for dtype in ("float32", "bfloat16"):
+            output, gradients = errors(name, dataclasses.replace(base(name), num_hidden_layers=4, decay_init="log_uniform"), dtype, 70)
+            row += [f"{output:.1e}", f"{max(jax.tree.leaves(gradients)):.1e}"]
+        if a.steps:
+            step = Step(name)
+            row += [f"{times_of(step, peer, a.steps):.2f} ×", f"{step.parameters:,}"]
+        print(f"| {' | '.join(row)} |", flush=True)
+    for number in (0, 300) if not a.names or "mlstm" in a.names else ():
+        output, gradients = errors("mlstm", base("mlstm"), "float32", 70, added={"input_bias": number})
+        print(f"mlstm with {number} added to its input gates, float32: {output:.1e}, {max(jax.tree.leaves(gradients)):.1e}")
+
+
+if __name__ == "__main__":
+    main()

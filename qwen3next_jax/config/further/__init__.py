@@ -1,0 +1,1 @@
+"""Settings of lines of tables that the main job does not need."""

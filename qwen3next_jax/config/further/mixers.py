@@ -1,0 +1,45 @@
+"""The mixers beside Gated DeltaNet and gated attention: their lines of the table, and their settings, the group `model.mixer`."""
+
+import dataclasses
+from typing import Literal
+
+from qwen3next_jax.config.bounds import check_bounds
+
+FURTHER_MIXERS = {
+    "kda": "qwen3next_jax.model.mixers.kda:KDA",
+    "mamba2": "qwen3next_jax.model.mixers.mamba2:Mamba2",
+    "sliding_window": "qwen3next_jax.model.mixers.sliding_window:SlidingWindow",
+    "gla": "qwen3next_jax.model.mixers.gla:GLA",
+    "hgrn2": "qwen3next_jax.model.mixers.hgrn2:HGRN2",
+    "rwkv6": "qwen3next_jax.model.mixers.rwkv6:RWKV6",
+    "mla": "qwen3next_jax.model.mixers.mla:MLA",
+    "linear": "qwen3next_jax.model.mixers.linear:Linear",
+    "retnet": "qwen3next_jax.model.mixers.retnet:RetNet",
+    "lightning": "qwen3next_jax.model.mixers.lightning:Lightning",
+    "gated_retention": "qwen3next_jax.model.mixers.gated_retention:GatedRetention",
+    "gated_rfa": "qwen3next_jax.model.mixers.gated_rfa:GatedRFA",
+    "mlstm": "qwen3next_jax.model.mixers.mlstm:MLSTM",
+    "gsa": "qwen3next_jax.model.mixers.gsa:GSA",
+    "abc": "qwen3next_jax.model.mixers.abc:ABC",
+    "dfw": "qwen3next_jax.model.mixers.dfw:DFW",
+    "mamba": "qwen3next_jax.model.mixers.mamba:Mamba",
+    "rwkv4": "qwen3next_jax.model.mixers.rwkv4:RWKV4",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerConfig:
+    """What single mixers read beside the sizes of `ModelConfig`. A setting that no layer of the model reads is refused."""
+
+    feature_map: Literal["elu", "identity"] = "elu"  # linear: of queries and keys; elu(x) + 1, the paper's
+    normaliser: bool = True  # linear: divides by the sum of the weights; needs positive features
+    window: int = 1024  # sliding_window: keys that a query sees, its own among them
+    first_tokens: int = 0  # sliding_window: keys at the start of a document that stay visible beyond the window
+    sink_logit: bool = False  # sliding_window: a learned score per head that takes weight and gives nothing
+    latent_rank: int = 512  # mla: numbers a token keeps of its keys and values
+    query_rank: int = 0  # mla: of the queries' latent; 0: queries straight from the input
+    slots: int = 64  # gsa: that keep keys and values
+    state_size: int = 16  # mamba: numbers that a channel keeps
+
+    def __post_init__(self):
+        check_bounds(self, "model.mixer", {"at least 1": "window latent_rank slots state_size", "0 or more": "first_tokens query_rank"})

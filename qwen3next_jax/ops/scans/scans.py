@@ -1,0 +1,169 @@
+"""h ← e^a h + b element by element, and m ← max(a + m, b): parallel within a chunk, one chunk after the other.
+
+A document starts with a = −∞: exponents are sums and never differences, so that is exact. B batch, T time, `…` any further axes.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops import blocks, checks
+from qwen3next_jax.ops.delta_rule.context import last_id_before
+
+CHUNK = 64
+
+
+def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
+    """h_t = exp(a_t) h_{t-1} + b_t.
+
+    Args:
+      a: [B, T, …] log decay, real part <= 0, -inf to forget; axes of size 1 are spread over b's.
+      b: [B, T, …], real or complex.
+      initial_state: [B, …] or None for zeros. With `segment_ids` it belongs to the first segment.
+      segment_ids: [B, T] integers or None, as in `gated_delta_rule`. Padding rows repeat the last state.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order, as in `gated_delta_rule`.
+
+    Returns:
+      h [B, T, …], the h before each token (zero where a document starts), and the last one [B, …], of b's dtype.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+    """
+    state = _check(a, b, initial_state, segment_ids, 0)
+    a, b = _documents(a, b, segment_ids, axis_name, 0)
+
+    @jax.checkpoint  # of a chunk the backward pass keeps the inputs and the state entering
+    def step(state, chunk):
+        a, b = jax.lax.associative_scan(_compose, chunk, axis=1)
+        h = jnp.exp(a) * state[:, None] + b
+        return h[:, -1], h
+
+    def run(state):
+        final, h = blocks.scan(step, state, blocks.cut((a, b), 1, min(CHUNK, b.shape[1])))
+        return final, blocks.joined(h, 1, b.shape[1])
+
+    def before(entering, h):
+        return jnp.where(a == -jnp.inf, 0, jnp.concatenate([entering[:, None], h[:, :-1]], axis=1))
+
+    if axis_name is None:
+        final, h = run(state)
+        return h, before(state, h), final
+    shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    state = jnp.where(shard == 0, state, 0)
+    final, h = run(state)
+    total = jnp.exp(jnp.sum(a, axis=1))
+    entering = _entering(total, final, axis_name)
+    h = h + jnp.exp(jnp.cumsum(a, axis=1)) * entering[:, None]
+    return h, before(state + entering, h), jax.lax.psum(jnp.where(shard == shards - 1, total * entering + final, 0), axis_name)
+
+
+def expanded_scan(expand, read, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None):
+    """`linear_scan` whose a and b are larger than what they are made of, and h than what is read of it: neither exists for all tokens.
+
+    Args:
+      expand: the inputs of some tokens → (a, b) of them, [B, C, …].
+      read: (h [B, C, …], the inputs) → what is read of it, [B, C, …].
+      inputs: arrays [B, T, …] in any nesting.
+      initial_state: [B, …], of b's dtype. Others: as `linear_scan`; over a split T every shard goes over its tokens twice.
+
+    Returns:
+      what is read [B, T, …] and the last h [B, …].
+    """
+    time = jax.tree.leaves(inputs)[0].shape[1]
+    new, live = jnp.zeros(initial_state.shape[:1] + (time,), bool), jnp.ones(initial_state.shape[:1] + (time,), bool)
+    if segment_ids is not None:
+        new, live = _starts(segment_ids, axis_name)
+
+    @jax.checkpoint
+    def step(carry, chunk):
+        (state, total), (inputs, new, live) = carry, chunk
+        a, b = expand(inputs)
+        over = lambda mask: mask.reshape(*mask.shape, *(1,) * (b.ndim - 2))
+        a, b = jnp.where(over(new), -jnp.inf, jnp.where(over(live), a, 0)), jnp.where(over(live), b, 0)
+        totals, h = jax.lax.associative_scan(_compose, (jnp.broadcast_to(a, b.shape), b), axis=1)
+        h = h + jnp.exp(totals) * state[:, None]
+        return (h[:, -1], total + totals[:, -1]), read(h, inputs)
+
+    def run(state):
+        chunks = blocks.cut((inputs, new, live), 1, min(CHUNK, time))
+        (final, total), o = blocks.scan(step, (state, jnp.zeros_like(state)), chunks)
+        return final, total, blocks.joined(o, 1, time)
+
+    if axis_name is None:
+        final, _, o = run(initial_state)
+        return o, final
+    shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    state = jnp.where(shard == 0, initial_state, 0)
+    final, total, _ = run(state)
+    final, _, o = run(state + _entering(jnp.exp(total), final, axis_name))
+    return o, jax.lax.psum(jnp.where(shard == shards - 1, final, 0), axis_name)
+
+
+def _compose(first, second):
+    return second[0] + first[0], jnp.exp(second[0]) * first[1] + second[1]
+
+
+def _entering(carry, leaving, axis_name):
+    """The state that enters each shard, of what each makes of zero and by how much it decays what enters."""
+    shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    carries, left = jax.lax.all_gather((carry, leaving), axis_name)
+    entering = jnp.zeros_like(leaving)
+    for earlier in range(shards - 1):
+        entering = jnp.where(earlier < shard, carries[earlier] * entering + left[earlier], entering)
+    return entering
+
+
+def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
+    """m_t = max(a_t + m_{t-1}, b_t), without gradients: what it stabilises does not depend on it.
+
+    Args: as `linear_scan`, a and b [B, T, …] real and of one shape; `initial_state` None for −∞.
+
+    Returns:
+      m [B, T, …], the m before each token [B, T, …] (−∞ where a document starts), and the last one [B, …].
+    """
+    a, b = jax.lax.stop_gradient((a, b))
+    state = _check(a, b, initial_state, segment_ids, -jnp.inf)
+    a, b = _documents(a, b, segment_ids, axis_name, -jnp.inf)
+
+    def compose(first, second):
+        return second[0] + first[0], jnp.maximum(second[0] + first[1], second[1])
+    totals, m = jax.lax.associative_scan(compose, (a, b), axis=1)
+    entering = state
+    if axis_name is not None:
+        shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+        of_shards = jax.lax.all_gather((totals[:, -1], m[:, -1]), axis_name)
+        for earlier in range(shards - 1):
+            after = jnp.maximum(of_shards[0][earlier] + entering, of_shards[1][earlier])
+            entering = jnp.where(earlier < shard, after, entering)
+    m = jnp.maximum(m, totals + entering[:, None])
+    before = jnp.where(a == -jnp.inf, -jnp.inf, jnp.concatenate([entering[:, None], m[:, :-1]], axis=1))
+    final = m[:, -1]
+    if axis_name is not None:
+        final = jax.lax.pmax(jnp.where(shard == shards - 1, final, -jnp.inf), axis_name)
+    return jax.lax.stop_gradient((m, before, final))
+
+
+def _check(a, b, initial_state, segment_ids, start):
+    letters = ("B", "T", *b.shape[2:])
+    checks.shapes(b=(b, letters), a=(a, ("B", "T", *(n if n == 1 else m for n, m in zip(a.shape[2:], b.shape[2:])))),
+                  segment_ids=(segment_ids, "BT"), initial_state=(initial_state, ("B", *b.shape[2:])))
+    checks.integers(segment_ids=segment_ids)
+    state = jnp.full((b.shape[0], *b.shape[2:]), start, b.dtype)
+    return state if initial_state is None else initial_state.astype(b.dtype)
+
+
+def _documents(a, b, segment_ids, axis_name, nothing):
+    """a = −∞ where a document starts; padding keeps what is there."""
+    if segment_ids is None:
+        return a, b
+    new, live = _starts(segment_ids, axis_name)
+    over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(over(new, a), -jnp.inf, jnp.where(over(live, a), a, 0)), jnp.where(over(live, b), b, nothing)
+
+
+def _starts(segment_ids, axis_name):
+    """[B, T] whether a token starts a document, and whether it is a token."""
+    earlier = segment_ids[:, :1]
+    if axis_name is not None:
+        before = last_id_before(segment_ids, axis_name)[:, None].astype(earlier.dtype)
+        earlier = jnp.where(jax.lax.axis_index(axis_name) == 0, earlier, before)
+    return (segment_ids > 0) & (segment_ids != jnp.concatenate([earlier, segment_ids[:, :-1]], axis=1)), segment_ids > 0
