@@ -25,7 +25,7 @@ def main() -> int:
         raise UserError("--model is missing: expected the folder of a run or a Hugging Face directory")
     _check_flags()
     config = cli.check_model("model", _model.value)
-    if _max_new_tokens.value >= (context := config.max_position_embeddings):
+    if _max_new_tokens.value >= (context := config.context_length):
         raise UserError(f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, {context}")
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.inference import speculative

@@ -81,6 +81,16 @@ def load_model(path: str | pathlib.Path, step: int | None = None, mesh: MeshConf
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")
 
 
+def began_with(path: str | pathlib.Path) -> pathlib.Path | None:
+    """The Hugging Face directory that a run began with, or the run that it began with; None where there was none. It may be gone."""
+    while ((folder := pathlib.Path(path)) / "run.json").exists():
+        parent, path = read_run(folder).get("parent"), read_config(folder).train.init_from
+        if not path:
+            return None
+        path = parent["path"] if parent else path
+    return folder
+
+
 @contextlib.contextmanager
 def joined(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
     """Joins the other processes of a command that loads the model at `path`; the first of them alone prints."""

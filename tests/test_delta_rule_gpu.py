@@ -4,16 +4,31 @@
 """
 
 import functools
+import json
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, errors, outputs_and_gradients, problem
 
 from qwen3next_jax.ops import gated_delta_rule
 from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
+
+
+
+@pytest.fixture(scope="module", autouse=True)
+def races_are_errors():
+    """Also between copies and what reads or writes beside them; memory that nothing was written to holds NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas_gpu, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise"))
+        yield
+
 
 BFLOAT16 = functools.partial(check, implementation="pallas_gpu", dtype=jnp.bfloat16)
 
@@ -129,20 +144,37 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
 
 
 def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
+    """Two forward, three backward, of one shape and dtype with the XLA form's results."""
     pallas_gpu_trial.say.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu, "refusal", lambda q, k, v: "")
-    q, numbers = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64, 1), jnp.float32)
+    q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))
+    numbers, ids = jax.ShapeDtypeStruct((1, 64, 3), jnp.float32), jax.ShapeDtypeStruct((1, 64), jnp.int32)
 
-    def kernels(verdict):
+    def kernels(verdict, transformed, **named):
         monkeypatch.setattr(pallas_gpu_trial, "verdict", lambda *_: verdict)
-        f = lambda q, g: gated_delta_rule(q, q, q, g=g, beta=-g)[0]
-        return jax.jit(f).trace(q, numbers).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+        def f(q, v, g, ids):
+            o, _ = gated_delta_rule(q, q, v, g=g, beta=-g, segment_ids=ids, **named)
+            return jnp.sum(o.astype(jnp.float32))
+        return jax.jit(transformed(f)).trace(q, v, numbers, ids).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
 
-    assert kernels("") == 2 and kernels("gave another dk") == 0 == kernels("gave another dk")
+    gradient, as_it_is = functools.partial(jax.grad, argnums=(0, 1, 2)), lambda f: f
+    assert kernels("", gradient) == 5 and kernels("", as_it_is, implementation="pallas_gpu") == 2
+    assert kernels("gave another dk", as_it_is) == 0 == kernels("gave another dk", as_it_is)
     assert capsys.readouterr().err.splitlines() == [
         "gated delta rule: the kernels for Hopper GPUs. They were never run on hardware: "
         "--config.model.delta_rule=chunked avoids it", "gated delta rule: XLA's form, no kernel: the call gave another dk"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_interpreted_and_keeps_what_is_there(tmp_path):
+    script = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--interpret", "--json", str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = json.loads((tmp_path / "a").read_text())
+    assert done.returncode == 0 and len(found["operator"]) == 2 and found["training"][0]["tokens_per_second"] > 0, done.stderr
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert (again.returncode, again.stderr) == (2, f"error: {tmp_path / 'a'} is there already: give another --json\n")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class ModelConfig:
     partial_rotary_factor: float = 0.25
     rope_theta: float = 10_000_000.0
     max_position_embeddings: int = 262_144
+    yarn_factor: float = 1.0  # YaRN (2309.00071): texts so many times as long as max_position_embeddings; 1: off
 
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
@@ -75,17 +76,22 @@ class ModelConfig:
     bos_token_id: int = -1  # -1: none
     eos_token_id: int = -1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # matmul operands; norms, gates, router and states stay float32
+    # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it. "qwen3_5": beside a vision tower.
+    hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5"] = "qwen3_next"
+    hf_fused_experts: tuple[str, ...] = ()  # "trunk", "mtp": where a layer's experts are one tensor there
 
     def __post_init__(self):
-        for name in ("layer_types", "mlp_only_layers"):
+        for name in ("layer_types", "mlp_only_layers", "hf_fused_experts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_bounds(self, "model", {
             "a positive number":
                 "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
                 "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim decoder_sparse_step "
-                "max_position_embeddings rms_norm_eps initializer_range rope_theta",
+                "max_position_embeddings rms_norm_eps initializer_range",
             "0 or more": "num_experts mtp_depth shared_expert_intermediate_size full_attention_interval",
-            "0 … 1": "partial_rotary_factor"})
+            "at least 1": "yarn_factor", "at least 2": "rope_theta", "0 … 1": "partial_rotary_factor"})
+        for part in self.hf_fused_experts:
+            check_name(("trunk", "mtp"), part, "model.hf_fused_experts")
         self._check_layers()
         self._check_heads()
         self._check_mlps()
@@ -125,6 +131,16 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def context_length(self) -> int:
+        """The longest text, in tokens."""
+        return int(self.max_position_embeddings * self.yarn_factor)
+
+    @property
+    def hf_trunk(self) -> str:
+        """What the names of the trunk's tensors begin with in Hugging Face files."""
+        return "model.language_model." if self.hf_form == "qwen3_5" else "model."
 
     @property
     def named_delta_rule(self) -> str | None:
@@ -173,7 +189,11 @@ class ModelConfig:
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
         """The settings in which the two describe different models, however each spells its layers."""
         spelled = {"layer_types", "linear_mixer", "full_mixer", "full_attention_interval", "full_attention_placement"}
-        names = [field.name for field in dataclasses.fields(self) if field.name not in spelled]
+        unread = set() if self.has_dense_mlps else {"intermediate_size"}
+        if not self.has_experts:
+            unread |= {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob",
+                       "decoder_sparse_step", "mlp_only_layers"}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in spelled | unread]
         same_layers = self.mixers == other.mixers and (not self.mtp_depth or self.full_mixer == other.full_mixer)
         return (() if same_layers else ("layer_types",)) + tuple(n for n in names if getattr(self, n) != getattr(other, n))
 

@@ -266,8 +266,8 @@ class Qwen3Next(nnx.Module):
     def hf_entries(config: ModelConfig) -> Iterator[Entry]:
         """Of what is outside the layers."""
         d, v = config.hidden_size, config.vocab_size
-        yield one("embedding", "model.embed_tokens.weight", (0, 1), (v, d))
-        yield vector("final_norm", "model.norm.weight", d)
+        yield one("embedding", f"{config.hf_trunk}embed_tokens.weight", (0, 1), (v, d))
+        yield vector("final_norm", f"{config.hf_trunk}norm.weight", d)
         if not config.tie_word_embeddings:
             yield one("head", "lm_head.weight", (1, 0), (v, d))
 

@@ -48,9 +48,9 @@ def _run(options: Options, whole, in_pieces, kernel, *arguments, **settings):
     if options.hopper:
         from qwen3next_jax.ops.delta_rule import pallas_gpu
         on_gpu = functools.partial(getattr(pallas_gpu, kernel.__name__), **settings)
+        if options.implementation == "pallas_gpu":  # the interpreter has effects, with which no branch for another platform can be
+            return on_gpu(*arguments, interpret=jax.default_backend() == "cpu")
         platforms["cuda"] = functools.partial(on_gpu, interpret=False)
-        if options.implementation == "pallas_gpu":
-            platforms = {"cuda": platforms["cuda"], "cpu": functools.partial(on_gpu, interpret=True)}
     compiled = functools.partial(kernel, interpret=False, **settings)
     interpreted = functools.partial(kernel, interpret=True, **settings)
     if options.implementation == "pallas_tpu":

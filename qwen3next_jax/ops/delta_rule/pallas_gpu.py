@@ -16,6 +16,7 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import C, rows, tiles
 
 WIDTHS = (64, 128, 256)
+INTERPRETER = plgpu.InterpretGPUParams()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Problem:
     def to_key_heads(self, x_BTHK):
         """The sum over the value heads of each key head."""
         x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.share, self.key)
-        return x[:, :, :, 0] if self.share == 1 else jnp.sum(x, axis=3, dtype=jnp.float32)
+        return x[:, :, :, 0] if self.share == 1 else jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
     def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool):
         """`body` over the grid: arrays in, named arrays out."""
@@ -93,7 +94,7 @@ class Problem:
             out = plgpu.kernel(
                 functools.partial(body, self), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
                 grid_names=tuple(grid), kernel_name=f"gated_delta_rule_{name}",
-                interpret=plgpu.InterpretGPUParams() if interpret else None,
+                interpret=INTERPRETER if interpret else None,
             )(*inputs)
         return dict(zip(outputs, out))
 
@@ -112,7 +113,7 @@ class Problem:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def by_chunk(self, q, k, by_token, inverses: bool, interpret: bool):
-        """What a chunk makes by itself: numbers [B, H, N, 5, C], P beta [B, H, N, C, C], the inverses [N, B, H, 2, C, C] in halves."""
+        """What a chunk makes by itself: numbers [B, H, N, 6, C], P beta [B, H, N, C, C], the inverses [N, B, H, 2, C, C] in halves."""
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
         if inverses:
@@ -145,7 +146,7 @@ def refusal(q, k, v) -> str:
     platform = jax.default_backend()
     if platform not in ("gpu", "cpu"):
         return f"on {platform}: expected a GPU, or a CPU to interpret it"
-    chip = "9.0" if platform == "cpu" else jax.devices()[0].compute_capability
+    chip = "9.0" if platform == "cpu" else jax.local_devices()[0].compute_capability
     return "" if chip == "9.0" else f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
 
 
@@ -185,10 +186,10 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     by_head = p.shaped(*v.shape[:3], p.key)
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
     inputs = [q, k, v, do, out["dv"], out["dv_low"], states, out["dstates"], made["numbers"], by_token, *known]
-    keys, values, stages = tiles(p.key_tiles), tiles(p.value_tiles), 1 if p.key_tiles + p.value_tiles == 8 else 2
-    scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(stages, 2), rows(6), rows(8), rows(2),
+    keys, values, streamed = tiles(p.key_tiles), tiles(p.value_tiles), 2 if p.key_tiles + p.value_tiles == 8 else 4
+    scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(streamed), rows(6), rows(8), rows(2),
                plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
-               plgpu.Barrier(num_arrivals=2, num_barriers=stages)]
+               plgpu.Barrier(num_barriers=streamed)]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
     found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, scratch, inputs, interpret)
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))

@@ -32,33 +32,34 @@ def load_tile(ref):
 
 
 class Stream:
-    """Tiles of a chunk's state and of its gradient, a few on their way at a time: first all tiles in the order of the value's
-    channels, then twice in the order of the key's."""
+    """Tiles of a chunk's state and of its gradient, one after the other, a few on their way at a time: for every block of the value's
+    channels those of the state, then those of the gradient; then twice both together, in the order of the key's channels."""
 
-    def __init__(self, p, copies, refs, arrived):
-        self.p, self.copies, self.refs, self.arrived = p, copies, refs, arrived
-        self.stages, self.count = refs.shape[0], p.key_tiles * p.value_tiles
-        for i in range(self.stages):
-            self._start(i, i)
+    def __init__(self, p, copy, refs, arrived):
+        self.p, self.copy, self.refs, self.arrived = p, copy, refs, arrived
+        self.slots, self.pairs = refs.shape[0], p.key_tiles * p.value_tiles
+        for i in range(self.slots):
+            self._start(i)
 
-    def _start(self, i, slot):
+    def _start(self, i):
         keys, values = self.p.key_tiles, self.p.value_tiles
-        one = jax.lax.rem(i, self.count)
-        t = jnp.where(i < self.count, jax.lax.rem(one, keys), jax.lax.div(one, values))
-        c = jnp.where(i < self.count, jax.lax.div(one, keys), jax.lax.rem(one, values))
-        self.copies(t, c, self.refs.at[slot], self.arrived.at[slot])
+        first, pair = i < 2 * self.pairs, jax.lax.rem(jax.lax.div(i, 2), self.pairs)
+        t = jnp.where(first, jax.lax.rem(i, keys), jax.lax.div(pair, values))
+        c = jnp.where(first, jax.lax.div(i, 2 * keys), jax.lax.rem(pair, values))
+        gradient = jnp.where(first, jax.lax.rem(jax.lax.div(i, keys), 2), jax.lax.rem(i, 2))
+        slot = jax.lax.rem(i, self.slots)
+        self.copy(gradient, t, c, self.refs.at[slot], self.arrived.at[slot])
 
-    def __call__(self, i, use):
-        """`use(the state's tile, its gradient's)` of place i, and what it returns."""
-        slot = jax.lax.rem(i, self.stages)
-        plgpu.barrier_wait(self.arrived.at[slot])
-        result = use(self.refs.at[slot, 0], self.refs.at[slot, 1])
+    def __call__(self, i, count: int, use):
+        """`use` of the tiles i … i + count - 1, and what it returns."""
+        slots = [jax.lax.rem(i + n, self.slots) for n in range(count)]
+        for slot in slots:
+            plgpu.barrier_wait(self.arrived.at[slot])
+        result = use(*(self.refs.at[slot] for slot in slots))
         plgpu.wgmma_wait(0)
-
-        @pl.when(i + self.stages < 3 * self.count)
-        def _():
-            self._start(i + self.stages, slot)
-
+        plgpu.commit_smem()  # what was read of the slots, before copies write there
+        for n in range(count):
+            pl.when(i + n + self.slots < 6 * self.pairs)(functools.partial(self._start, i + n + self.slots))
         return result
 
 
@@ -98,11 +99,12 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
         for part in range(2):
             copy(inverses_gmem.at[n, b, h, part], a.at[part])
 
-    def copies(t, c, refs, barrier):
+    def copy_state(gradient, t, c, ref, barrier):
         for i, gmem in enumerate((states_gmem, dstates_gmem)):
-            plgpu.copy_gmem_to_smem(gmem.at[n, b, h, channels(t), channels(c)], refs.at[i], barrier)
+            start = functools.partial(plgpu.copy_gmem_to_smem, gmem.at[n, b, h, channels(t), channels(c)], ref, barrier)
+            pl.when(gradient == i)(start)
 
-    stream = Stream(p, copies, streamed, stream_here)
+    stream = Stream(p, copy_state, streamed, stream_here)
     plgpu.barrier_wait(arrived)
 
     # E, and what pairs of rows take of E, dO and dV
@@ -112,28 +114,27 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             plgpu.copy_gmem_to_smem(v_gmem.at[b, tokens(n), h, channels(c)], low, values_here)
             plgpu.copy_gmem_to_smem(dv_low_gmem.at[b, tokens(n), h, channels(c)], dv_low, values_here)
 
-            def reads(ks, kd):
-                @pl.loop(0, p.key_tiles)
-                def _(t):
-                    def use(state, dstate):
-                        multiply(ks, (k.at[t], state))
-                        multiply(kd, (k.at[t], dstate))
-                    stream(c * p.key_tiles + t, use)
-                return summed(ks), summed(kd)
+            def read(which):
+                def reads(read_ref):
+                    @pl.loop(0, p.key_tiles)
+                    def _(t):
+                        use = lambda tile: multiply(read_ref, (k.at[t], tile))
+                        stream((2 * c + which) * p.key_tiles + t, 1, use)
+                    return summed(read_ref)
+                return sums_of_products(1, reads)
 
-            ks, kd = sums_of_products(2, reads)
+            ks = down(numbers, K_GAMMA) * read(0)
             plgpu.barrier_wait(values_here)
             if p.erase:
-                ks = down(numbers, K_GAMMA) * ks
                 enter = enter - row_sums(ks, load_tile(dv.at[c])) - row_sums(ks, load_tile(dv_low))
                 e[c], low[...] = halves(load_tile(low) - ks)
                 plgpu.commit_smem()
                 errors = product((a.at[0], e.at[c]), (a.at[1], e.at[c]), (a.at[0], low))
             else:
                 errors = load_tile(low)
-            written = written + row_sums(kd, errors)
             e[c], low[...] = halves(errors)
             plgpu.commit_smem()
+            written = written + row_sums(read(1), errors)
             high, rest = transposed(e.at[c]), transposed(low)
             multiply(ov, (do.at[c], high), (do.at[c], rest))
             if p.erase:
@@ -150,13 +151,15 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     i, j = indices()
     column = pair_decay(rows_ref) * across(numbers, K_NORM_J)
     ov = ov * down(numbers, Q_NORM) * column
-    pairs = ov * product(*((q.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
-    if p.erase:
-        rv = jnp.where(i > j, rv, 0.0) * down(numbers, K_NORM) * column
-        pairs = pairs - rv * product(*((k.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
     a[0] = (ov * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
     if p.erase:
-        a[1] = (-rv * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
+        # The decays carry the sign: jax 0.11.2 was seen to give zeros for minus a fresh sum of products on sm_90.
+        rv = jnp.where(i > j, rv, 0.0) * (-down(numbers, K_NORM) * column)
+        a[1] = (rv * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    pairs = ov * product(*((q.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
+    if p.erase:
+        pairs = pairs + rv * product(*((k.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
     written = written * plgpu.load(rows_ref.at[RHO], layout=ROW) * plgpu.load(numbers.at[K_NORM], layout=ROW)
     sums[1] = jnp.sum(pairs + jnp.where(i == j, spread(written), 0.0), axis=0)
     low[...], out[...] = halves(pairs * across(rows_ref, BETA_J))
@@ -187,7 +190,7 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
                 def use(state, dstate):
                     multiply(read, (do.at[c], transposed(state)))
                     return row_sums(load_tile(state), load_tile(dstate))
-                return kept + stream((p.key_tiles + t) * p.value_tiles + c, use)
+                return kept + stream(2 * ((p.key_tiles + t) * p.value_tiles + c), 2, use)
             kept = jax.lax.fori_loop(0, p.value_tiles, step, kept)
             return summed(read), kept
         read, kept = sums_of_products(1, functools.partial(reads, kept=kept))
@@ -207,7 +210,7 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
                     multiply(wrote, (e.at[c], transposed(dstate)))
                     if p.erase:
                         multiply(read, (dv.at[c], transposed(state)))
-                stream((2 * p.key_tiles + t) * p.value_tiles + c, use)
+                stream(2 * ((2 * p.key_tiles + t) * p.value_tiles + c), 2, use)
             return summed(read), summed(wrote)
         read, wrote = sums_of_products(2, reads)
         gradient = down(numbers, K_RHO) * wrote

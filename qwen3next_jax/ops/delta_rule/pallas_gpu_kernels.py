@@ -128,8 +128,7 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
         plgpu.copy_gmem_to_smem(q_gmem.at[b, tokens(n), g, channels(t)], q.at[t], keys_here)
         plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], keys_here)
     plgpu.barrier_wait(keys_here)
-    kk = product(*((k.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
-    qk = product(*((q.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
+    against_keys = lambda rows: product(*((rows.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
 
     @pl.loop(0, p.share)
     def _(head):
@@ -149,13 +148,15 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
         column = pair_decay(rows_ref) * across(numbers, K_NORM_J) * across(rows_ref, BETA_J)
         if inverses_gmem:
             i, j = indices()
-            l = jnp.where(i > j, kk * down(numbers, K_NORM) * column, 0.0)
+            l = jnp.where(i > j, against_keys(k) * down(numbers, K_NORM) * column, 0.0)
+        put(y, against_keys(q) * down(numbers, Q_NORM) * column)
+        plgpu.copy_smem_to_gmem(y.at[0], p_gmem.at[b, h, n])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if inverses_gmem:
             put(x, *halves(unit_lower_inverse(l, ls, x, y)))
             for part in range(2):
                 plgpu.copy_smem_to_gmem(x.at[part], inverses_gmem[0].at[n, b, h, part])
-        put(y, qk * down(numbers, Q_NORM) * column)
-        plgpu.copy_smem_to_gmem(y.at[0], p_gmem.at[b, h, n])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 # ---- the state, chunk after chunk -----------------------------------------------------------------------------------
@@ -171,6 +172,7 @@ def each_chunk(p, loads, arrived, first_to_last: bool, body, carry):
         slot = jax.lax.rem(i, p.stages)
         plgpu.barrier_wait(arrived.at[slot])
         carry = body(chunk(i), slot, carry)
+        plgpu.commit_smem()  # what was read of the slot, before a copy writes there
 
         @pl.when(i + p.stages < p.chunks)
         def _():

@@ -1,0 +1,203 @@
+"""For whoever has an H100 or H200: are the delta rule's kernels right there, how fast are they, and how fast is a training step?
+
+    uv run --extra gpu python benchmarks/gpu.py [--config configs/small.py] [--json gpu.json]
+    python benchmarks/gpu.py --interpret          the same code on a CPU, tiny and interpreted: its times say nothing
+
+Nothing here has ever run on a GPU. First every kind of call against the float64 recurrence (on the CPU) and against the XLA form (on
+the device): after a wrong one nothing is timed. Then forward, and forward and backward, at 1 x 32,768 and 4 x 8,192 tokens, 16 key and
+32 value heads of 128, bfloat16, in turns: the kernels, the XLA form, flash-linear-attention's (`fla`, torch) where it can be imported,
+and beside them the least time that the bytes and products leave (docs/gpu.md). Then the config's training step with either form:
+tokens/s, MFU against 989 TFLOP/s. Everything also goes to the JSON file: please send it to the authors.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import platform
+import runpy
+import statistics
+import sys
+import time
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory, too
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.model.flops import flops_per_token
+from qwen3next_jax.ops import gated_delta_rule
+from qwen3next_jax.ops.delta_rule import pallas_gpu_trial
+from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.training.step import init_state, make_train_step
+
+ROOT = pathlib.Path(__file__).parents[1]
+PEAK = 989.4e12  # bfloat16 products of an H100 or H200 (SXM), by its data sheet
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, likewise
+# Of one token: bytes of all 16 key and 32 value heads of 128, each array once, and FLOP of a value head; forward, forward and backward
+# (states and inverses saved and read again).
+LEAST = {"forward": (24_832, 163_840), "forward + backward": (24_832 + 94_720, 163_840 + 475_136)}
+BARS = {"o": 0.01, "final": 0.01}  # relative L2 against float64; gradients 0.03
+
+
+def arrays(batch, time_, groups, heads, key, value, seed=0):
+    """Inputs and cotangents, bfloat16 and float32 as in training."""
+    rng = np.random.default_rng(seed)
+    make = lambda *shape, dtype=jnp.bfloat16: jnp.asarray(rng.normal(size=shape), dtype)
+    numbers = lambda: make(batch, time_, heads, dtype=jnp.float32)
+    x = dict(q=make(batch, time_, groups, key), k=make(batch, time_, groups, key), v=make(batch, time_, heads, value),
+             g=-jnp.exp(numbers() - 2), beta=jax.nn.sigmoid(numbers()))
+    return x, make(batch, time_, heads, value)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "backward"))
+def run(x, do, implementation, backward):
+    if not backward:
+        return gated_delta_rule(**x, implementation=implementation)
+    (o, final), pullback = jax.vjp(lambda x: gated_delta_rule(**x, implementation=implementation), x)
+    return dict(o=o, final=final) | pullback((do.astype(o.dtype), jnp.ones_like(final)))[0]
+
+
+def errors(sizes) -> dict:
+    """Relative L2 errors of the kernels against the recurrence in float64 on the CPU."""
+    x, do = arrays(*sizes)
+    got = jax.tree.map(lambda a: np.asarray(a, np.float64), run(x, do, "pallas_gpu", True))
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, do))
+        want = run(*wide, "recurrent", True)
+    return {n: float(np.linalg.norm(got[n] - np.asarray(w)) / np.linalg.norm(np.asarray(w))) for n, w in want.items()}
+
+
+def correctness(interpret: bool) -> tuple[list, bool]:
+    found, right = [], True
+    widths = [(64, 64)] if interpret else [(k, v) for k in (64, 128, 256) for v in (64, 128, 256)]
+    for key, value in widths:
+        line = errors((1, 130, 1, 2, key, value))
+        bad = {n: e for n, e in line.items() if not e <= BARS.get(n, 0.03)}
+        for normalize, erase in ((True, True),) if interpret else ((True, True), (False, True), (True, False)):
+            name, apart = pallas_gpu_trial.worst(key, value, normalize, erase, interpret)
+            if not apart <= pallas_gpu_trial.APART:
+                bad[f"{name} against XLA, normalize {normalize}, erase {erase}"] = apart
+        right &= not bad
+        found.append(dict(key=key, value=value, errors=line, wrong=bad))
+        print(f"K {key:3} V {value:3}: {'WRONG ' + str(bad) if bad else 'right'}; against float64 o {line['o']:.2%}, worst gradient "
+              f"{max(e for n, e in line.items() if n not in BARS):.2%}", flush=True)
+    return found, right
+
+
+def fla(sizes):
+    """{pass: function that runs it and waits} of flash-linear-attention; {} where it cannot be imported."""
+    try:
+        import torch
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        print(f"flash-linear-attention: not there ({error})")
+        return {}
+    batch, time_, _, heads, key, value = sizes  # the heads of the keys repeated, as its callers do
+    make = lambda width: torch.randn(batch, time_, heads, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v, do = make(key), make(key), make(value), make(value)
+    g, beta = (f(torch.randn(batch, time_, heads, device="cuda")) for f in (torch.nn.functional.logsigmoid, torch.sigmoid))
+
+    def forward():
+        o = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+        torch.cuda.synchronize()
+        return o
+
+    def both():
+        torch.autograd.backward(chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0], do)
+        torch.cuda.synchronize()
+
+    return {"forward": forward, "forward + backward": both}
+
+
+def in_turns(functions: dict, rounds: int) -> dict:
+    """Median seconds of each, after two runs to warm up."""
+    seconds = {name: [] for name in functions}
+    for i in range(rounds + 2):
+        for name, function in functions.items():
+            begun = time.perf_counter()
+            jax.block_until_ready(function())
+            if i >= 2:
+                seconds[name].append(time.perf_counter() - begun)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def operator(interpret: bool, rounds: int) -> list:
+    found, device = [], jax.devices()[0].device_kind
+    bandwidth = next((b for name, b in BANDWIDTH.items() if name in device), None)
+    for batch, time_ in ((1, 128),) if interpret else ((1, 32_768), (4, 8_192)):
+        sizes = (batch, time_, 1, 2, 64, 64) if interpret else (batch, time_, 16, 32, 128, 128)
+        x, do = arrays(*sizes)
+        peer = {} if interpret else fla(sizes)
+        for name, backward in (("forward", False), ("forward + backward", True)):
+            functions = {form: functools.partial(run, x, do, form, backward) for form in ("pallas_gpu", "chunked")}
+            if name in peer:
+                functions["fla"] = peer[name]
+            milliseconds = {form: 1e3 * s for form, s in in_turns(functions, rounds).items()}
+            if bandwidth and not interpret:
+                moved, computed = LEAST[name]
+                milliseconds["least"] = 1e3 * batch * time_ * max(moved / bandwidth, 32 * computed / PEAK)
+            found.append(dict(batch=batch, tokens=time_, what=name, milliseconds=milliseconds))
+            print(f"{batch} x {time_:6} {name:18}", *(f"{form} {ms:.3f} ms" for form, ms in milliseconds.items()), sep="  ", flush=True)
+    return found
+
+
+def training(path: str, interpret: bool, rounds: int) -> list:
+    found, config = [], from_dict(Config, runpy.run_path(path)["get_config"]().to_dict())
+    if interpret:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1, sequence_length=64))
+    shape = config.train.batch_size, config.train.sequence_length
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
+    batch = {"tokens": jnp.asarray(tokens), "segment_ids": jnp.ones(shape, jnp.int32)}
+    for form in ("chunked",) if interpret else ("pallas_gpu", "chunked"):
+        used = dataclasses.replace(config, model=dataclasses.replace(config.model, delta_rule=form))
+        state, step, seconds = init_state(used, one_device()), make_train_step(used, one_device()), []
+        for _ in range(rounds + 2):
+            begun = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready(state)
+            seconds.append(time.perf_counter() - begun)
+        median = statistics.median(seconds[2:])
+        mfu = flops_per_token(used.model, shape[1]) * tokens.size / median / PEAK
+        found.append(dict(config=path, delta_rule=form, seconds=median, tokens_per_second=tokens.size / median, mfu=mfu,
+                          loss=float(metrics["loss"])))
+        print(f"{pathlib.Path(path).name}, delta rule {form}: {median:.4f} s a step, {tokens.size / median:,.0f} tokens/s, MFU {mfu:.2%}, "
+              f"loss {float(metrics['loss']):.4f}", flush=True)
+        del state
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="")
+    parser.add_argument("--json", default="gpu.json", help="a file that is not there yet")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--interpret", action="store_true")
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    if not args.interpret and getattr(device, "compute_capability", "") != "9.0":
+        print(f"error: the first device is {device.device_kind}: expected an H100 or H200, and jax with its CUDA plugin "
+              "(uv run --extra gpu); --interpret runs this code on a CPU", file=sys.stderr)
+        return 2
+    if pathlib.Path(args.json).exists():
+        print(f"error: {args.json} is there already: give another --json", file=sys.stderr)
+        return 2
+    rounds = 1 if args.interpret else args.rounds
+    config = args.config or str(ROOT / "configs" / ("tiny.py" if args.interpret else "small.py"))
+    about = dict(device=device.device_kind, jax=jax.__version__, python=platform.python_version(), interpreted=args.interpret)
+    print(*(f"{name} {value}" for name, value in about.items()), sep=", ", flush=True)
+    checked, right = correctness(args.interpret)
+    results = about | dict(correctness=checked)
+    if right:
+        results |= dict(operator=operator(args.interpret, rounds), training=training(config, args.interpret, rounds))
+    pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
+    print(f"written to {args.json}" if right else f"wrong: nothing was timed; see {args.json}; {pallas_gpu_trial.AVOID}")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
