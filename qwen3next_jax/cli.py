@@ -185,8 +185,9 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class Loading(NamedTuple):
-    """How a command loads its model: see `load.load_model`. mesh, dtype: None where not given."""
+    """How a command loads its model: see `load.load_model`. step, mesh, dtype: None where not given."""
 
+    step: int | None
     mesh: MeshConfig | None
     dtype: str | None
     launch: Launch | None
@@ -194,7 +195,8 @@ class Loading(NamedTuple):
 
 @functools.cache  # in one process several commands may ask for the flags
 def define_loading_flags() -> Callable[[], Loading]:
-    """Defines `--mesh`, `--dtype` and the flags of `define_launch_flags`; call the result for what they say."""
+    """Defines `--step`, `--mesh`, `--dtype` and the flags of `define_launch_flags`; call the result for what they say."""
+    step = flags.DEFINE_integer("step", None, "of a run: the checkpoint after so many steps (default: the newest)", lower_bound=0)
     mesh = flags.DEFINE_list("mesh", [], "devices along each axis, such as data=2,tensor=4 (default: the mesh of the run, and for a "
                                          "Hugging Face directory all devices as data)")
     dtype = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "of a Hugging Face directory's weights, read or written (norms, "
@@ -208,7 +210,7 @@ def define_loading_flags() -> Callable[[], Loading]:
             if axis not in MESH_AXES or axis in sizes or not re.fullmatch("-?[0-9]{1,9}", size):
                 raise UserError(f"--mesh={','.join(mesh.value)}: expected AXIS=NUMBER once for each axis, of {', '.join(MESH_AXES)}")
             sizes[axis] = int(size)
-        return Loading(MeshConfig(**sizes) if sizes else None, dtype.value, get_launch())
+        return Loading(step.value, MeshConfig(**sizes) if sizes else None, dtype.value, get_launch())
     return get
 
 

@@ -33,7 +33,7 @@ def main() -> int:
 
     require_new(out)
     with joined(loading.launch, workdir):
-        model, tokenizer, step, _, identity = load_model(workdir, _step.value, loading.mesh, loading.dtype)
+        model, tokenizer, step, _, identity = load_model(workdir, loading.step, loading.mesh, loading.dtype)
         if step is not None:  # a run ends its documents with its tokenizer's token, whatever the config's number says
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
         source = cli.local_folder("source", _source.value) if _source.value else began_with(workdir)
@@ -57,7 +57,6 @@ get_loading = cli.define_loading_flags()
 _form = flags.DEFINE_enum("form", None, ["qwen3_next", "qwen3_5_text", "qwen3_5"], "what to write it as (default: as what it began)")
 _source = flags.DEFINE_string("source", None, "the Hugging Face directory that it began with (default: where the run's configuration says)")
 _vision = flags.DEFINE_bool("vision", True, "whether that one's vision tower is taken over, where the form has one")
-_step = flags.DEFINE_integer("step", None, "checkpoint to export (default: the newest)", lower_bound=0)
 
 if __name__ == "__main__":
     cli.run(main)

@@ -78,7 +78,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # matmul operands; norms, gates, router and states stay float32
     # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it. "qwen3_5": beside a vision tower.
     hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5"] = "qwen3_next"
-    hf_fused_experts: tuple[str, ...] = ()  # "trunk", "mtp": where a layer's experts are one tensor there
+    hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()  # "trunk", "mtp": where a layer's experts are one tensor there
 
     def __post_init__(self):
         for name in ("layer_types", "mlp_only_layers", "hf_fused_experts"):
@@ -90,8 +90,6 @@ class ModelConfig:
                 "max_position_embeddings rms_norm_eps initializer_range",
             "0 or more": "num_experts mtp_depth shared_expert_intermediate_size full_attention_interval",
             "at least 1": "yarn_factor", "at least 2": "rope_theta", "0 … 1": "partial_rotary_factor"})
-        for part in self.hf_fused_experts:
-            check_name(("trunk", "mtp"), part, "model.hf_fused_experts")
         self._check_layers()
         self._check_heads()
         self._check_mlps()
@@ -136,11 +134,6 @@ class ModelConfig:
     def context_length(self) -> int:
         """The longest text, in tokens."""
         return int(self.max_position_embeddings * self.yarn_factor)
-
-    @property
-    def hf_trunk(self) -> str:
-        """What the names of the trunk's tensors begin with in Hugging Face files."""
-        return "model.language_model." if self.hf_form == "qwen3_5" else "model."
 
     @property
     def named_delta_rule(self) -> str | None:
@@ -189,11 +182,7 @@ class ModelConfig:
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
         """The settings in which the two describe different models, however each spells its layers."""
         spelled = {"layer_types", "linear_mixer", "full_mixer", "full_attention_interval", "full_attention_placement"}
-        unread = set() if self.has_dense_mlps else {"intermediate_size"}
-        if not self.has_experts:
-            unread |= {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob",
-                       "decoder_sparse_step", "mlp_only_layers"}
-        names = [field.name for field in dataclasses.fields(self) if field.name not in spelled | unread]
+        names = [field.name for field in dataclasses.fields(self) if field.name not in spelled]
         same_layers = self.mixers == other.mixers and (not self.mtp_depth or self.full_mixer == other.full_mixer)
         return (() if same_layers else ("layer_types",)) + tuple(n for n in names if getattr(self, n) != getattr(other, n))
 

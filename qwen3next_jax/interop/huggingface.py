@@ -21,7 +21,7 @@ from qwen3next_jax.errors import UserError, short
 from qwen3next_jax.interop import boxes
 from qwen3next_jax.interop.arrays import Reader, build
 from qwen3next_jax.interop.hf_config import VISION, format_hf_config, model_directory, read_hf_config
-from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
+from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters, trunk
 from qwen3next_jax.interop.source import source_of
 from qwen3next_jax.interop.weights import Weights, name_some, weight_files
 from qwen3next_jax.interop.writing import DIGESTS, Tensor, Unfinished, files_of, write_json
@@ -162,7 +162,7 @@ def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfi
         raise UserError(f"{weights.directory}: the weights lack {name_some(missing)}; expected all that config.json calls for")
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra -= {"lm_head.weight"}
-        embedding = f"{config.hf_trunk}embed_tokens.weight"
+        embedding = f"{trunk(config)}embed_tokens.weight"
         tables = ((weights.read(name, slice(row, row + 1024)) for name in ("lm_head.weight", embedding))
                   for row in range(0, config.vocab_size, 1024))
         if not all(np.array_equal(*rows) for rows in tables):

@@ -30,6 +30,11 @@ class Parameter(NamedTuple):
         return self.declared.stack + self.declared.shape
 
 
+def trunk(config: ModelConfig) -> str:
+    """What the names of the trunk's tensors begin with."""
+    return "model.language_model." if config.hf_form == "qwen3_5" else "model."
+
+
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
     """Every parameter of a model with this `config`, which has a Hugging Face form (`check_hf_form`), as `config.hf_form` and
     `config.hf_fused_experts` name and cut its tensors."""
@@ -41,9 +46,10 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
             stored = entry._replace(slices=(entry.fused,)) if fused and entry.fused else entry
             yield Parameter(path + entry.path, stored, prefixes, found[path + entry.path])
 
-    yield from group("", ("",), Qwen3Next.hf_entries(config))
+    for entry in Qwen3Next.hf_entries(config):
+        yield from group("", ("" if entry.path == "head" else trunk(config),), iter([entry]))
     for position, layers in enumerate(config.stacks):
-        prefixes = tuple(f"{config.hf_trunk}layers.{i}." for i in layers)
+        prefixes = tuple(f"{trunk(config)}layers.{i}." for i in layers)
         yield from group(f"layers/{position}/", prefixes, Block.hf_entries(config, *config.layer_kinds[layers[0]]))
     if config.mtp_depth:
         yield from group("mtp/", ("mtp.",), MultiTokenPrediction.hf_entries(config))
