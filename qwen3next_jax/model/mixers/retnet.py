@@ -1,7 +1,5 @@
 """Retention (2307.08621, equations 5–8): rotated queries and keys, a constant decay per head."""
 
-import dataclasses
-
 import jax.numpy as jnp
 
 from qwen3next_jax.errors import require
@@ -23,8 +21,7 @@ class RetNet(Additive):
         mixed, gate = self.project(x_BTD, context)
         k = self.config.linear_key_head_dim
         query_key = mixed[..., :2 * k].reshape(*mixed.shape[:3], 2, k)
-        whole = dataclasses.replace(self.config, head_dim=k, partial_rotary_factor=1.0, rope_theta=THETA, yarn_factor=1.0)
-        rotated = rotate(query_key.reshape(*mixed.shape[:2], -1, k), context.positions, whole).reshape(*mixed.shape[:3], 2 * k)
+        rotated = rotate(query_key.reshape(*mixed.shape[:2], -1, k), context.positions, k, THETA).reshape(*mixed.shape[:3], 2 * k)
         return Inputs(jnp.concatenate([rotated, mixed[..., 2 * k:]], axis=-1), gate, g=self.log_decay(x_BTD))
 
     def log_decay(self, x_BTD):
