@@ -39,7 +39,7 @@ def main() -> int:
 
     with joined(loading.launch, workdir):
         return evaluate(config, workdir, tuple(_suite.value), Options(_rows.value, lengths, pairs), _json.value,
-                        loading.mesh, loading.dtype or "float32")
+                        loading.step, loading.mesh, loading.dtype or "float32")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,20 @@
 
 Errors: largest of the output's and of any gradient's, each over the largest number of its array, of a layer of `tests/test_mixers.py`'s
 sizes on 70 tokens; in bfloat16 the recurrence gets the rounded numbers. A gradient far below the others counts as one thousandth of the
-largest. Times: medians of so many steps after the first two, both programs in one process. The machine must be idle otherwise.
+largest. Where nothing is timed, programs are compiled quickly, as the tests' are. Times: medians of so many steps after the first two, both
+programs in one process. The machine must be idle otherwise.
 """
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import statistics
 import sys
 import time
+
+if not any(argument.startswith(("--steps", "--layers")) for argument in sys.argv[1:]):
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import jax
 import numpy as np

@@ -1,18 +1,21 @@
-"""How far this implementation is from transformers' own Qwen3-Next, quantity by quantity, in float32.
+"""How far this implementation is from transformers' own Qwen3-Next and Qwen3.5, quantity by quantity, in float32.
 
-The reference directory holds a small random-weight checkpoint and `cases.safetensors`, what transformers computed from
-it. With `--python` (an interpreter that has torch and transformers) the model is also exported, loaded there, and its
-logits compared.
+A reference directory holds a small random-weight checkpoint and `cases.safetensors`, what transformers computed from
+it (of a wrapper, those of the same text model without one). With `--python` (an interpreter that has torch and transformers) the
+model is also exported, loaded there, and its logits compared.
 
     python benchmarks/parity.py [--gradients] [--python=/path/to/python]
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,10 +24,13 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from qwen3next_jax import Qwen3Next, hf_tensors, load_hf, save_hf
+from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 
 ROOT = pathlib.Path(__file__).parents[1]
-REFERENCE = ROOT / "tests" / "fixtures" / "qwen3_next_tiny"
+REFERENCES = {  # checkpoint → the directory with its cases
+    "qwen3_next_tiny": "qwen3_next_tiny", "qwen3_5_tiny": "qwen3_5_tiny", "qwen3_5_wrapper_tiny": "qwen3_5_tiny",
+    "qwen3_5_moe_tiny": "qwen3_5_moe_tiny", "qwen3_5_moe_wrapper_fused_mtp_tiny": "qwen3_5_moe_tiny"}
+FIXTURES = ROOT / "tests" / "fixtures"
 
 
 class Row(NamedTuple):
@@ -40,40 +46,63 @@ class Row(NamedTuple):
         return self.error <= self.bar  # False for NaN
 
 
-def measure(reference: pathlib.Path = REFERENCE) -> list[Row]:
-    """Every quantity of `cases.safetensors` against this implementation, and export → import."""
-    cases, model = load_file(reference / "cases.safetensors"), load_hf(reference)
-    tokens = jnp.asarray(cases["input_ids"])
-    (cross_entropy, out), gradient = _value_and_gradient(model, tokens)
+def measure(reference: str = "qwen3_next_tiny") -> list[Row]:
+    """Every quantity of `cases.safetensors` against this implementation, export → import, and what YaRN makes of longer texts."""
+    directory, cases = FIXTURES / reference, load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")
+    model = load_hf(directory)
+    params, run = nnx.state(model, nnx.Param), _programs(_text_form(model.config))
+    losses, out, gradient = run.gradients(params, jnp.asarray(cases["input_ids"]))
     rows = [
         Row("logits", "logits", _max_error(out.logits, cases["logits"]), 1e-4),
         *(Row("MTP logits", f"mtp_logits, depth {d}", _max_error(logits, cases["mtp_logits"]), 1e-4)
           for d, logits in enumerate(out.mtp_logits)),
-        Row("losses", "cross-entropy", _relative(cross_entropy, cases["cross_entropy"]), 1e-5),
-        Row("losses", "balance loss", _relative(out.balance_loss, cases["balance_loss"]), 1e-5),
+        *(Row("losses", name, _relative(value, cases[name]), 1e-5) for name, value in losses.items() if name in cases),
     ]
     rows += [Row("hidden states", f"hidden_states.{i}", _max_error(x, cases[f"hidden_states.{i}"]), 1e-4)
              for i, x in enumerate(out.hidden_states)]
     rows += [Row("router logits", name := f"router_logits.{i}", _max_error(x.reshape(-1, x.shape[-1]), cases[name]), 1e-4)
              for i, x in enumerate(out.router_logits)]
-    ours = _fuse_experts(hf_tensors(gradient, model.config), model.config.num_experts)
+    ours = _fuse_experts(hf_tensors(gradient, _text_form(model.config)), model.config.num_experts)
     graded = sorted(name.removeprefix("grad.") for name in cases if name.startswith("grad."))
     rows += [Row("gradients", name, _relative_l2(ours[name], cases[f"grad.{name}"]), 1e-3) for name in graded]
-    rows.append(Row("greedy", "greedy continuation: tokens that differ", _greedy_differences(model, cases), 0))
-    rows.append(Row("export", "export → import: tensors whose bits differ", _round_trip_differences(model, reference), 0))
+    rows.append(Row("greedy", "greedy continuation: tokens that differ", _greedy_differences(run, params, cases), 0))
+    rows.append(Row("export", "export → import: tensors whose bits differ", _round_trip_differences(model, directory), 0))
+    if (directory / "yarn.safetensors").exists():
+        rows.append(_yarn_row(model, load_file(directory / "yarn.safetensors")))
     return rows
 
 
-def _value_and_gradient(model: Qwen3Next, tokens: jax.Array):
-    """((mean next-token cross-entropy, output), its gradient) in one compiled program."""
-    graph, params = nnx.split(model)
+def _text_form(config: ModelConfig) -> ModelConfig:
+    """The form that the cases name gradients by. What is computed does not depend on it, so that forms share programs."""
+    return dataclasses.replace(config, hf_form="qwen3_next" if config.hf_form == "qwen3_next" else "qwen3_5_text", hf_fused_experts=())
 
-    def cross_entropy(params):
+
+class Programs(NamedTuple):
+    """gradients: (params, tokens) → (losses, output, gradient of the next token's cross-entropy; in the multi-token prediction module
+    that of its own). logits: (params, tokens) → logits."""
+
+    gradients: Callable
+    logits: Callable
+
+
+@functools.cache
+def _programs(config: ModelConfig) -> Programs:
+    graph = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))[0]
+
+    def cross_entropy(logits, targets):
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1))
+
+    def losses(params, tokens):
         out = nnx.merge(graph, params)(tokens, output_hidden_states=True)
-        log_p = jax.nn.log_softmax(out.logits[:, :-1])
-        return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)), out
+        return (cross_entropy(out.logits[:, :-1], tokens[:, 1:]), cross_entropy(out.mtp_logits[0][:, :-1], tokens[:, 2:])), out
 
-    return jax.jit(jax.value_and_grad(cross_entropy, has_aux=True))(params)
+    def gradients(params, tokens):
+        (main, mtp), pull, out = jax.vjp(lambda params: losses(params, tokens), params, has_aux=True)
+        gradient, = pull((jnp.ones(()), jnp.zeros(())))
+        gradient["mtp"] = pull((jnp.zeros(()), jnp.ones(())))[0]["mtp"]
+        return {"cross_entropy": main, "mtp_cross_entropy": mtp, "balance_loss": out.balance_loss}, out, gradient
+
+    return Programs(jax.jit(gradients), jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens).logits))
 
 
 def _fuse_experts(tensors: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
@@ -86,42 +115,54 @@ def _fuse_experts(tensors: dict[str, np.ndarray], experts: int) -> dict[str, np.
     return fused
 
 
-def _greedy_differences(model: Qwen3Next, cases: dict[str, np.ndarray]) -> int:
+def _greedy_differences(run: Programs, params: nnx.State, cases: dict[str, np.ndarray]) -> int:
     """Reads the reference's continuation once: it is this model's own greedy one iff every token in it is what this
     model ranks first after the tokens before it."""
     continued, prompt = cases["greedy"], cases["input_ids"].shape[1]
-    graph, params = nnx.split(model)
-    logits = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens).logits)(params, jnp.asarray(continued))
-    chosen = np.asarray(jnp.argmax(logits, axis=-1))
+    chosen = np.asarray(jnp.argmax(run.logits(params, jnp.asarray(continued)), axis=-1))
     return int(np.sum(chosen[:, prompt - 1:-1] != continued[:, prompt:]))
 
 
+def _yarn_row(model: Qwen3Next, case: dict[str, np.ndarray]) -> Row:
+    """Logits at the end of a text longer than the trained context, which YaRN stretches by four."""
+    config = dataclasses.replace(_text_form(model.config), yarn_factor=4.0)
+    logits = _programs(config).logits(nnx.state(model, nnx.Param), jnp.asarray(case["input_ids"]))
+    return Row("YaRN", f"YaRN × 4: logits at {case['input_ids'].shape[1]} tokens, {config.max_position_embeddings} trained",
+               _max_error(logits[:, -case["logits"].shape[1]:], case["logits"]), 1e-4)
+
+
 def _round_trip_differences(model: Qwen3Next, reference: pathlib.Path) -> int:
-    """Checkpoint → model → export → model: names and bits against the original file."""
+    """Checkpoint → model → export: names and bits, those of a vision tower included, against the original file."""
     with tempfile.TemporaryDirectory() as directory:
         save_hf(model, f"{directory}/export")
-        again = load_hf(f"{directory}/export")
-    original, back = load_file(reference / "model.safetensors"), hf_tensors(nnx.state(again, nnx.Param), again.config)
+        original, back = (load_file(f"{place}/model.safetensors") for place in (reference, f"{directory}/export"))
     same = [name for name in original if name in back and original[name].tobytes() == back[name].tobytes()]
     return len(original.keys() | back.keys()) - len(same)
 
 
-def transformers_rows(python: str, reference: pathlib.Path = REFERENCE) -> list[Row]:
-    """The export, loaded by transformers in the interpreter `python`, against this implementation."""
-    model, tokens = load_hf(reference), load_file(reference / "cases.safetensors")["input_ids"]
-    graph, params = nnx.split(model)
-    ours = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens).logits)(params, jnp.asarray(tokens))
-    with tempfile.TemporaryDirectory() as directory:
-        save_hf(model, f"{directory}/export")
-        save_file({"input_ids": tokens}, f"{directory}/tokens.safetensors")
-        peer = subprocess.run([python, str(ROOT / "benchmarks" / "transformers_peer.py"), "logits", f"{directory}/export",
-                               f"{directory}/tokens.safetensors", f"{directory}/logits.safetensors"],
-                              check=True, capture_output=True, text=True)
-        theirs = load_file(f"{directory}/logits.safetensors")["logits"]
-    report = json.loads(peer.stdout.splitlines()[-1])
-    return [Row("transformers", f"logits of the export in transformers {report['transformers']}",
-                _max_error(ours, theirs), 1e-4),
-            Row("transformers", "tensors of the export that it misses or misreads", report["missing"], 0)]
+def transformers_rows(python: str, reference: str = "qwen3_next_tiny") -> list[Row]:
+    """The export, loaded by transformers in the interpreter `python`, against this implementation; with YaRN, too."""
+    model = load_hf(FIXTURES / reference)
+    tokens, rows = load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")["input_ids"], []
+    for factor in (1.0, 4.0):
+        model.config = dataclasses.replace(model.config, yarn_factor=factor)
+        run = _programs(_text_form(model.config))
+        ours = run.logits(nnx.state(model, nnx.Param), jnp.asarray(tokens))
+        with tempfile.TemporaryDirectory() as directory:
+            save_hf(model, f"{directory}/export")
+            save_file({"input_ids": tokens}, f"{directory}/tokens.safetensors")
+            peer = subprocess.run([python, str(ROOT / "benchmarks" / "transformers_peer.py"), "logits", f"{directory}/export",
+                                   f"{directory}/tokens.safetensors", f"{directory}/logits.safetensors"],
+                                  check=True, capture_output=True, text=True)
+            theirs = load_file(f"{directory}/logits.safetensors")
+        report, words = json.loads(peer.stdout.splitlines()[-1]), ", YaRN × 4" * (factor > 1)
+        cases = {"input_ids": tokens, "greedy": theirs["greedy"]}
+        rows += [Row("transformers", f"logits of the export in transformers {report['transformers']}{words}",
+                     _max_error(ours, theirs["logits"]), 1e-4),
+                 Row("transformers", "greedy continuation there: tokens that differ",
+                     _greedy_differences(run, nnx.state(model, nnx.Param), cases), 0),
+                 Row("transformers", "tensors of the export that it misses or misreads", report["missing"], 0)]
+    return rows
 
 
 def _max_error(ours, theirs) -> float:
@@ -143,20 +184,23 @@ def _relative(ours, theirs) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reference", type=pathlib.Path, default=REFERENCE)
+    parser.add_argument("--reference", choices=REFERENCES, action="append", help="one of them alone")
     parser.add_argument("--gradients", action="store_true", help="list every gradient tensor, not the worst alone")
     parser.add_argument("--python", help="interpreter with torch and transformers, to load the export there")
     args = parser.parse_args()
-    rows = measure(args.reference) + (transformers_rows(args.python, args.reference) if args.python else [])
-    print(f"{'quantity':62} {'error':>9} {'bar':>7}")
-    gradients = sorted((r for r in rows if r.group == "gradients"), key=lambda r: -r.error)
-    for row in rows:
-        if row.group != "gradients" or args.gradients:
-            _print(row)
-    _print(gradients[0]._replace(name=f"worst of {len(gradients)} gradients: {gradients[0].name}"))
-    failed = [r for r in rows if not r.passes]
-    print(f"{len(rows) - len(failed)} of {len(rows)} within their bars" + "".join(f"; FAILED {r.name}" for r in failed))
-    return 1 if failed else 0
+    failures = 0
+    for reference in args.reference or REFERENCES:
+        rows = measure(reference) + (transformers_rows(args.python, reference) if args.python else [])
+        print(f"{reference:62} {'error':>9} {'bar':>7}")
+        gradients = sorted((r for r in rows if r.group == "gradients"), key=lambda r: -r.error)
+        for row in rows:
+            if row.group != "gradients" or args.gradients:
+                _print(row)
+        _print(gradients[0]._replace(name=f"worst of {len(gradients)} gradients: {gradients[0].name}"))
+        failed = [r for r in rows if not r.passes]
+        print(f"{len(rows) - len(failed)} of {len(rows)} within their bars" + "".join(f"; FAILED {r.name}" for r in failed), end="\n\n")
+        failures += len(failed)
+    return 1 if failures else 0
 
 
 def _print(row: Row) -> None:

@@ -10,6 +10,7 @@ Imports nothing of this project: its interpreter need not have JAX, nor the same
 import ctypes
 import gc
 import json
+import pathlib
 import sys
 import time
 
@@ -24,17 +25,23 @@ for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):
 
 
 def load(directory, **kwargs):
-    """The model in float32, and how many of its tensors were missing or misshapen in the directory."""
-    model, info = transformers.Qwen3NextForCausalLM.from_pretrained(
+    """The model in float32, of the class that config.json names, and how many of its tensors were missing or misshapen in the directory,
+    or none of the model's (those of the multi-token prediction module, which it does not have, aside)."""
+    architecture = json.loads((pathlib.Path(directory) / "config.json").read_text())["architectures"][0]
+    model, info = getattr(transformers, architecture).from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True, **kwargs)
-    return model, len(info["missing_keys"]) + len(info["mismatched_keys"])
+    unexpected = [name for name in info["unexpected_keys"] if not name.startswith("mtp.")]
+    return model, len(info["missing_keys"]) + len(info["mismatched_keys"]) + len(unexpected)
 
 
 def logits(directory, tokens_file, out_file):
     model, missing = load(directory)
+    tokens = load_file(tokens_file)["input_ids"].long()
     with torch.no_grad():
-        out = model(load_file(tokens_file)["input_ids"].long()).logits
-    save_file({"logits": out.contiguous()}, out_file)
+        out = model(tokens).logits
+        # Without a mask generate() takes tokens of the padding's number for padding, wherever they stand.
+        greedy = model.generate(tokens[:1], attention_mask=torch.ones_like(tokens[:1]), max_new_tokens=24, do_sample=False)
+    save_file({"logits": out.contiguous(), "greedy": greedy.int()}, out_file)
     print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, "missing": missing}))
 
 

@@ -55,10 +55,10 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
 
 
-def warn(message: str) -> None:
+def warn(message: str, word: str = "warning") -> None:
     """One line on standard error. Where that is a file on a full disk, the run goes on all the same."""
     with contextlib.suppress(OSError):
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"{word}: {message}", file=sys.stderr, flush=True)
 
 
 def short(value: object) -> str:

@@ -25,8 +25,8 @@ from qwen3next_jax.training.stages import part_at
 
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),
-             options: evaluation.Options = evaluation.Options(), json_path: str = "", mesh: MeshConfig | None = None,
-             dtype: str = "float32") -> int:
+             options: evaluation.Options = evaluation.Options(), json_path: str = "", step: int | None = None,
+             mesh: MeshConfig | None = None, dtype: str = "float32") -> int:
     """Runs the evaluations `names`, prints a table of each as it ends. Returns the exit code.
 
     Args:
@@ -34,7 +34,7 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
         must name the same architecture, and may name other data.
       path: the folder of a run, or a Hugging Face directory.
       json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case.
-      mesh, dtype: see `load_model`. Several processes call this together, and the first of them writes.
+      step, mesh, dtype: see `load_model`. Several processes call this together, and the first of them writes.
 
     Raises:
       UserError: an evaluation does not exist or cannot run on this model (said before anything is computed).
@@ -44,7 +44,7 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     is_run = (path / "run.json").exists() or not (path / "config.json").exists()
     if is_run:
         config = _config_of_run(config, path)
-    model, tokenizer, step, places, _ = load_model(path, None, mesh, dtype)
+    model, tokenizer, step, places, _ = load_model(path, step, mesh, dtype)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside its config.json")
     if is_run:

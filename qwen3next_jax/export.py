@@ -3,6 +3,8 @@
     python -m qwen3next_jax.export --workdir=runs/tiny --out=exported [--step=N] [--dtype=bfloat16] [--mesh=data=8]
 
 The weights are read onto the run's mesh and written tensor by tensor. The same command after a kill keeps the files that are whole.
+A run that began with a Hugging Face directory is written in that one's form, with what it has beside the text model
+(docs/families.md): --form for another, --source where it has moved, --novision without its vision tower.
 """
 
 import dataclasses
@@ -25,15 +27,19 @@ def main() -> int:
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.interop.huggingface import save_hf
+    from qwen3next_jax.interop.source import in_form
     from qwen3next_jax.interop.writing import require_new
-    from qwen3next_jax.load import joined, load_model
+    from qwen3next_jax.load import began_with, joined, load_model
 
     require_new(out)
     with joined(loading.launch, workdir):
-        model, tokenizer, step, _, identity = load_model(workdir, _step.value, loading.mesh, loading.dtype)
+        model, tokenizer, step, _, identity = load_model(workdir, loading.step, loading.mesh, loading.dtype)
         if step is not None:  # a run ends its documents with its tokenizer's token, whatever the config's number says
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-        save_hf(model, out, tokenizer, dtype=loading.dtype, identity=identity)
+        source = cli.local_folder("source", _source.value) if _source.value else began_with(workdir)
+        model.config = in_form(model.config, _form.value, source)
+        save_hf(model, out, tokenizer, dtype=loading.dtype, identity=identity, source=source if source and source.is_dir() else None,
+                vision=_vision.value)
         files = sorted(f for f in out.rglob("*") if f.is_file())
         size = sum(f.stat().st_size for f in files)
         print(f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB" + ("" if step is None else f", the model after step {step}")
@@ -48,7 +54,9 @@ def _interrupt(number: int, frame: object) -> None:
 _workdir = cli.define_workdir_flag(default_from_config=False)
 _out = flags.DEFINE_string("out", None, "new folder to write")
 get_loading = cli.define_loading_flags()
-_step = flags.DEFINE_integer("step", None, "checkpoint to export (default: the newest)", lower_bound=0)
+_form = flags.DEFINE_enum("form", None, ["qwen3_next", "qwen3_5_text", "qwen3_5"], "what to write it as (default: as what it began)")
+_source = flags.DEFINE_string("source", None, "the Hugging Face directory that it began with (default: where the run's configuration says)")
+_vision = flags.DEFINE_bool("vision", True, "whether that one's vision tower is taken over, where the form has one")
 
 if __name__ == "__main__":
     cli.run(main)

@@ -25,7 +25,7 @@ def main() -> int:
         raise UserError("--model is missing: expected the folder of a run or a Hugging Face directory")
     _check_flags()
     config = cli.check_model("model", _model.value)
-    if _max_new_tokens.value >= (context := config.max_position_embeddings):
+    if _max_new_tokens.value >= (context := config.context_length):
         raise UserError(f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, {context}")
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.inference import speculative
@@ -47,7 +47,7 @@ def main() -> int:
 def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
     from qwen3next_jax.load import load_model
 
-    model, tokenizer, _, places, _ = load_model(_model.value, _step.value, loading.mesh, loading.dtype or "float32")
+    model, tokenizer, _, places, _ = load_model(_model.value, loading.step, loading.mesh, loading.dtype or "float32")
     if tokenizer is None:
         raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
     request = dict(max_new_tokens=_max_new_tokens.value, seed=_seed.value, speculative=_speculative.value, mesh=places,
@@ -223,7 +223,6 @@ def _bytes(count: int) -> str:
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
 get_loading = cli.define_loading_flags()
-_step = flags.DEFINE_integer("step", None, "of a run: the checkpoint after so many steps (default: the newest)", lower_bound=0)
 _prompt = flags.DEFINE_string("prompt", None, "text to continue")
 _prompt_file = flags.DEFINE_string("prompt_file", None, "file of the text to continue; - for standard input")
 _chat = flags.DEFINE_boolean("chat", False, "talk through the tokenizer's chat template, a line of standard input after the other")

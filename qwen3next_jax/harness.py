@@ -36,7 +36,7 @@ def main() -> int:
         raise UserError(f"--tasks: no task named {unknown[0]!r}"
                         + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER"))
     with joined(loading.launch, _model.value):
-        model, tokenizer, _, places, _ = load_model(_model.value, None, loading.mesh, loading.dtype or "float32")
+        model, tokenizer, _, places, _ = load_model(_model.value, loading.step, loading.mesh, loading.dtype or "float32")
         if tokenizer is None:
             raise UserError(f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json")
         subject = HarnessModel(model, tokenizer, _max_length.value, _batch_size.value, places, _speculative.value)

@@ -5,6 +5,7 @@ Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is th
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +267,14 @@ REFERENCES = dict(
     rwkv4=rwkv4, mamba=mamba)
 
 
+@functools.cache
+def _gradient(name, config):
+    def theirs(p, x, dy):
+        y = REFERENCES[name](config, p, x)
+        return jnp.sum(y * dy), y
+    return jax.jit(jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True))
+
+
 def errors(name, config, dtype, length, seed=0, added=None):
     """Largest relative error of (output, any gradient) of a layer in `dtype` against its reference in float64, given the same numbers.
 
@@ -290,12 +299,8 @@ def errors(name, config, dtype, length, seed=0, added=None):
     (_, y), d = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(params, x)
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), tree)
-
-        @jax.jit
-        def theirs(p, x):
-            y = REFERENCES[name](config, p, x)
-            return jnp.sum(y * wide(dy)), y
-        (_, want_y), want = jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True)(wide(nnx.to_pure_dict(params)), wide(x))
+        reference = _gradient(name, dataclasses.replace(config, dtype="float32"))
+        (_, want_y), want = reference(*map(wide, (nnx.to_pure_dict(params), x, dy)))
     d = (nnx.to_pure_dict(d[0]), d[1])
     largest = max(np.abs(np.asarray(a)).max() for a in jax.tree.leaves(want))
 

@@ -274,7 +274,7 @@ def test_cache_lengths_are_few_and_close():
     ([[1]], dict(temperature=1.0, min_p=1.5), "min_p = 1.5"),
     ([[1]], dict(stop_ids=[300]), "stop_ids holds token 300"),
     ([[1]], dict(speculative=5), "speculative = 5: expected 1 … 4"),
-    ([[1] * 500], dict(max_new_tokens=13), "500 tokens + 13 new ones = 513: expected at most max_position_embeddings = 512"),
+    ([[1] * 500], dict(max_new_tokens=13), "500 tokens + 13 new ones = 513: expected at most max_position_embeddings = 512; YaRN"),
 ])
 def test_bad_requests(model, prompts, options, message):
     with pytest.raises(UserError, match=re.escape(message)):

@@ -18,15 +18,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
-from qwen3next_jax import ModelConfig, Qwen3Next, export, hf_tensors, load_hf, save_hf
-from qwen3next_jax.config import MeshConfig, ParallelConfig
+from configs import qwen3_5_0p8b
+from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
+from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
+from qwen3next_jax.interop.source import in_form
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import Unfinished
 from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.training import preflight
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 SMALL = ModelConfig(
@@ -37,10 +40,13 @@ SMALL = ModelConfig(
 VARIANTS = {
     "released pattern, scanned": {"num_hidden_layers": 8},
     "no period": {"layer_types": ("linear_attention", "full_attention", "full_attention", "linear_attention")},
-    "dense": {"num_experts": 0},
+    "dense, tied, YaRN": {"num_experts": 0, "tie_word_embeddings": True, "hf_form": "qwen3_5_text", "yarn_factor": 4.0},
     "dense and sparse layers": {"full_attention_interval": 0, "num_hidden_layers": 5, "mlp_only_layers": (0,)},
-    "tied, no shared expert, no MTP": {"tie_word_embeddings": True, "shared_expert_intermediate_size": 0, "mtp_depth": 0},
-    "deeper MTP, other numbers": {"mtp_depth": 3, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "eos_token_id": 7},
+    "tied, no shared expert, no MTP, YaRN": {"yarn_factor": 2.5, "tie_word_embeddings": True, "shared_expert_intermediate_size": 0,
+                                             "mtp_depth": 0},
+    "deeper MTP, fused experts, other numbers": {
+        "hf_form": "qwen3_5", "hf_fused_experts": ("trunk",), "mtp_depth": 3, "rope_theta": 5e5, "partial_rotary_factor": 0.5,
+        "eos_token_id": 7},
 }
 
 
@@ -85,9 +91,14 @@ def edit_tensors(directory: pathlib.Path, edit) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_released_model_has_its_published_inventory():
-    shapes = [part.shape for p in parameters(ModelConfig()) for _ in p.prefixes for part in p.entry.slices]
-    assert (len(shapes), sum(int(np.prod(shape)) for shape in shapes)) == (75_944, 81_324_862_720)
+SMALLEST = from_dict(Config, qwen3_5_0p8b.get_config().to_dict()).model
+
+
+@pytest.mark.parametrize(("config", "inventory"), [  # of the second, transformers' class has the trunk's 752,393,024 parameters
+    (ModelConfig(), (75_944, 81_324_862_720)), (SMALLEST, (335, 752_393_024 + 20_452_864))])
+def test_released_models_have_their_published_inventory(config, inventory):
+    shapes = [part.shape for p in parameters(config) for _ in p.prefixes for part in p.entry.slices]
+    assert (len(shapes), sum(int(np.prod(shape)) for shape in shapes)) == inventory
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -95,7 +106,8 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     model = new_model(**VARIANTS[variant])
     save_hf(model, tmp_path / "out")
     again = load_hf(tmp_path / "out")
-    assert not again.config.differs(model.config)
+    unread = {"intermediate_size"} if model.config.num_experts else preflight.OF_EXPERTS  # are not stored in every form
+    assert set(again.config.differs(model.config)) <= unread
     assert bits(again) == bits(model)
 
 
@@ -160,9 +172,17 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         save_hf(model, tmp_path / "other", identity="a")
     killed_at(-1)
-    save_hf(model, tmp_path / "other", identity="b")  # other weights: nothing is kept
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
+        patch.setattr(writing, "_to_disk", lambda path: open(path / "none"))  # the disk fails at the very end
+        save_hf(model, tmp_path / "other", identity="b")  # other weights: nothing is kept
     assert written[count + 3:count + 6] == written[count:count + 3]
-    assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other"}
+    count = len(written)
+    (tmp_path / "place").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path / "place")
+    (tmp_path / ".other.partial").rename(tmp_path / ".place.partial")  # where that of a link's folder would be
+    save_hf(model, tmp_path / "other", identity="b")
+    assert len(written) == count and content(tmp_path / "place") == content(tmp_path / "expected")
+    assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other", "place"}
 
 
 def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_path, monkeypatch):
@@ -238,6 +258,27 @@ def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
     assert model.config.mtp_depth == 0 and not hasattr(model, "mtp")
 
 
+def test_an_export_takes_over_what_its_model_began_with_or_says_that_it_does_not(tmp_path, capsys):
+    wrapper = REFERENCE.parent / "qwen3_5_moe_wrapper_fused_mtp_tiny"
+    original, model = json.loads((wrapper / "config.json").read_text()), load_hf(wrapper)
+    save_hf(model, tmp_path / "without", vision=False)
+    assert "without: the vision tower of " in capsys.readouterr().err
+    assert not any("visual" in name for name in load_file(tmp_path / "without" / "model.safetensors"))
+    fields = json.loads((tmp_path / "without" / "config.json").read_text())
+    assert fields["vision_config"] == original["vision_config"]
+    assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
+
+    model.config = in_form(model.config, "qwen3_5_text", None)
+    model.config = dataclasses.replace(model.config, hf_fused_experts=())
+    save_hf(model, tmp_path / "text")
+    split, text = load_file(REFERENCE.parent / "qwen3_5_moe_tiny" / "model.safetensors"), load_file(tmp_path / "text" / "model.safetensors")
+    assert split.keys() == text.keys() and all(np.array_equal(split[name], text[name]) for name in split)
+    with pytest.raises(UserError, match="gone: not there, and an export has the form"):
+        in_form(model.config, None, tmp_path / "gone")
+    with pytest.raises(UserError, match="its hidden_size is 64, the model's 48: expected the checkpoint that the model began with"):
+        save_hf(model, tmp_path / "other", source=REFERENCE)
+
+
 def _drop(*names):
     return lambda d: edit_tensors(d, lambda t: [t.pop(name) for name in names])
 
@@ -258,6 +299,17 @@ def _fifo(file):
 
 def _as_pickle(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def _later(reference, nested=None, **changes):
+    """Puts another reference in its place and edits its config.json, at the top and in `text_config`."""
+    def inflict(directory):
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(REFERENCE.parent / reference / name, directory)
+        fields = json.loads((directory / "config.json").read_text())
+        inner = {"text_config": {k: v for k, v in (fields["text_config"] | nested).items() if v is not None}} if nested else {}
+        edit_config(directory, **inner, **changes)
+    return inflict
 
 
 def _index(**weight_map):
@@ -281,8 +333,21 @@ DAMAGE = {
                    "linear_num_value_heads = 2000000000 × linear_value_head_dim"),
     "a long number": (lambda d: edit_config(d, vocab_size=10**4000),
                       "vocab_size = a number of more than 40 digits: expected at most 64 bits"),
-    "model_type": (lambda d: edit_config(d, model_type="llama"), "expected 'qwen3_next'"),
-    "rope scaling": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0}), "rope_type = 'yarn'"),
+    "model_type": (lambda d: edit_config(d, model_type="llama"), "expected one of qwen3_next, qwen3_5, "),
+    "rope scaling": (lambda d: edit_config(d, rope_scaling={"type": "dynamic", "factor": 4.0}), "rope_type = 'dynamic'"),
+    "YaRN, no factor": (lambda d: edit_config(d, rope_scaling={"type": "yarn"}), "'yarn' with factor = None: expected a number"),
+    "YaRN's turns": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 16}), "beta_fast = 16 is not supp"),
+    "YaRN's reach": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}),
+                     "max_position_embeddings = 512, and YaRN reaches 4 × 256 positions"),
+    "no text model": (_later("qwen3_5_wrapper_tiny", text_config=None), "text_config = None: expected the fields of the text model"),
+    "other text model": (_later("qwen3_5_wrapper_tiny", {"model_type": "llama"}), "text_config.model_type = 'llama' in a qwen3_5: exp"),
+    "tied and untied": (_later("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}), "tie_word_embeddings is true and false"),
+    "nested layers": (_later("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}), "5 layers, the weights have 4"),
+    "gate": (_later("qwen3_5_tiny", attn_output_gate=False), "attn_output_gate = False is not supported: expected True"),
+    "gate's function": (_later("qwen3_5_tiny", output_gate_type="sigmoid"), "'sigmoid' is not supported: expected 'swish' or 'silu'"),
+    "MTP embeddings": (_later("qwen3_5_tiny", mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings = True is not supported"),
+    "not renormalised": (_later("qwen3_5_moe_tiny", norm_topk_prob=False), "norm_topk_prob = False is not supported"),
+    "other family": (_later("qwen3_5_tiny", model_type="qwen3_5_moe_text"), "the weights lack"),
     "rope parameters": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), "rope_type = 'linear'"),
     "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act = 'gelu'"),
     "bias": (lambda d: edit_config(d, attention_bias=True), "attention_bias = True"),
@@ -337,7 +402,7 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
     (tmp_path / ".new.partial" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
         save_hf(new_model(), tmp_path / "new", identity="a")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="0.0 GB are to be written, and its disk has 0.0 GB free"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="0.1 MB are to be written, and its disk has 0.0 MB free"):
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
         save_hf(new_model(), tmp_path / "other")
 
@@ -356,7 +421,7 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="another export is writing there"):
             save_hf(new_model(), tmp_path / "other")
         raise KeyboardInterrupt
-    before = signal.signal(signal.SIGTERM, export._interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as export's does
     try:
         for save, error in ((fail, UserError), (interrupt, KeyboardInterrupt), (export_twice, KeyboardInterrupt)):
             with pytest.raises(error):

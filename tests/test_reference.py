@@ -1,21 +1,24 @@
-"""The model against what transformers' own Qwen3-Next computes from the same weights (tests/fixtures/qwen3_next_tiny)."""
+"""The model against what transformers' own Qwen3-Next and Qwen3.5 compute from the same weights (tests/fixtures)."""
+
+import functools
 
 import pytest
 
 from benchmarks.parity import measure
 
 # group → how many quantities of it the reference holds
-GROUPS = {"logits": 1, "MTP logits": 1, "losses": 2, "hidden states": 5, "router logits": 4, "gradients": 66, "greedy": 1,
-          "export": 1}
+_DENSE = {"logits": 1, "MTP logits": 1, "losses": 2, "hidden states": 5, "gradients": 71, "greedy": 1, "export": 1}
+_MIXTURE = _DENSE | {"losses": 3, "router logits": 4, "gradients": 91}
+GROUPS = {
+    "qwen3_next_tiny": _MIXTURE | {"losses": 2, "gradients": 66},
+    "qwen3_5_tiny": _DENSE | {"YaRN": 1}, "qwen3_5_wrapper_tiny": _DENSE,
+    "qwen3_5_moe_tiny": _MIXTURE, "qwen3_5_moe_wrapper_fused_mtp_tiny": _MIXTURE,
+}
+measured = functools.cache(measure)
 
 
-@pytest.fixture(scope="module")
-def rows():
-    return measure()
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_agrees_with_transformers(rows, group):
-    of_group = [row for row in rows if row.group == group]
-    assert len(of_group) == GROUPS[group]
+@pytest.mark.parametrize(("reference", "group"), [(reference, group) for reference, groups in GROUPS.items() for group in groups])
+def test_agrees_with_transformers(reference, group):
+    of_group = [row for row in measured(reference) if row.group == group]
+    assert len(of_group) == GROUPS[reference][group]
     assert [row for row in of_group if not row.passes] == []

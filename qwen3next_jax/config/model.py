@@ -37,6 +37,7 @@ class ModelConfig:
     partial_rotary_factor: float = 0.25
     rope_theta: float = 10_000_000.0
     max_position_embeddings: int = 262_144
+    yarn_factor: float = 1.0  # YaRN (2309.00071): texts so many times as long as max_position_embeddings; 1: off
 
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
@@ -75,17 +76,20 @@ class ModelConfig:
     bos_token_id: int = -1  # -1: none
     eos_token_id: int = -1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # matmul operands; norms, gates, router and states stay float32
+    # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it. "qwen3_5": beside a vision tower.
+    hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5"] = "qwen3_next"
+    hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()  # "trunk", "mtp": where a layer's experts are one tensor there
 
     def __post_init__(self):
-        for name in ("layer_types", "mlp_only_layers"):
+        for name in ("layer_types", "mlp_only_layers", "hf_fused_experts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_bounds(self, "model", {
             "a positive number":
                 "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
                 "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim decoder_sparse_step "
-                "max_position_embeddings rms_norm_eps initializer_range rope_theta",
+                "max_position_embeddings rms_norm_eps initializer_range",
             "0 or more": "num_experts mtp_depth shared_expert_intermediate_size full_attention_interval",
-            "0 … 1": "partial_rotary_factor"})
+            "at least 1": "yarn_factor", "at least 2": "rope_theta", "0 … 1": "partial_rotary_factor"})
         self._check_layers()
         self._check_heads()
         self._check_mlps()
@@ -125,6 +129,11 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def context_length(self) -> int:
+        """The longest text, in tokens."""
+        return int(self.max_position_embeddings * self.yarn_factor)
 
     @property
     def named_delta_rule(self) -> str | None:

@@ -288,8 +288,8 @@ class Config:
     def __post_init__(self):
         require(bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
                  f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir defaults to runs/<name>")
-        require(self.train.sequence_length <= self.model.max_position_embeddings,
+        require(self.train.sequence_length <= self.model.context_length,
                  f"train.sequence_length = {self.train.sequence_length}: expected at most "
-                 f"model.max_position_embeddings = {self.model.max_position_embeddings}")
+                 f"model.max_position_embeddings × model.yarn_factor = {self.model.context_length}")
         require(self.train.sequence_length > self.model.mtp_depth + 1,
                  f"train.sequence_length = {self.train.sequence_length}: expected more than model.mtp_depth + 1")

@@ -100,9 +100,9 @@ def check(names: Sequence[str], options: Options, config: ModelConfig, tokenizer
     require(options.rows is None or options.rows >= 1, f"{options.rows} rows of each evaluation: expected at least 1")
     for name in names:
         evaluation: type[Evaluation] = resolve(EVALUATIONS, name, setting)
-        needed, longest = evaluation.context(options), config.max_position_embeddings
+        needed, longest = evaluation.context(options), config.context_length
         require(needed <= longest, f"suite {name} needs a context of {needed} tokens, the model's is {longest} "
-                                   "(max_position_embeddings): give smaller lengths or fewer pairs")
+                                   "(max_position_embeddings × yarn_factor): give smaller lengths or fewer pairs")
         require(tokenizer.reads_text or not evaluation.needs_text, f"suite {name}: a model of a synthetic task reads no text")
         try:
             evaluation.check(options, config, tokenizer)

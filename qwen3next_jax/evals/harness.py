@@ -34,7 +34,7 @@ class HarnessModel(TemplateLM):
         self._speculative = speculative
         if speculative:
             drafting.check(model.config, speculative)
-        self.max_length = min(max_length, model.config.max_position_embeddings)
+        self.max_length = min(max_length, model.config.context_length)
         graphdef, params = nnx.split(model, nnx.Param)
         self._score = make_scorer(make_score_step(graphdef, mesh), nnx.to_pure_dict(params), mesh)
 
@@ -60,7 +60,7 @@ class HarnessModel(TemplateLM):
         counts = [len(continuation) for _, _, continuation in requests]
         if max(counts, default=0) > self.max_length:
             raise UserError(f"an answer of {max(counts)} tokens is longer than max_length = {self.max_length}: give a larger --max_length"
-                            f" (the model's context is {self.model.config.max_position_embeddings})")
+                            f" (the model's context is {self.model.config.context_length})")
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for batch in _batches([len(row) for row in rows], self.batch_size):
             tokens_BT, segment_ids_BT = _padded([rows[i] for i in batch], self.batch_size)
@@ -90,7 +90,7 @@ class HarnessModel(TemplateLM):
             new = int(options.get("max_gen_toks", _NEW_TOKENS))
             if new >= self.max_length:
                 raise UserError(f"a task generates {new} tokens, and max_length = {self.max_length} leaves no room for a prompt: "
-                                f"give a larger --max_length (the model's context is {self.model.config.max_position_embeddings})")
+                                f"give a larger --max_length (the model's context is {self.model.config.context_length})")
             temperature = float(options.get("temperature", 0.0)) if options.get("do_sample", False) else 0.0
             groups.setdefault((new, temperature), []).append(i)
         texts = [""] * len(requests)

@@ -72,7 +72,7 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
 
     Raises:
       UserError: an empty prompt, a token outside the vocabulary, a number out of range or contradicting another, drafts without the
-        module, or more tokens than `max_position_embeddings`.
+        module, or more tokens than `ModelConfig.context_length`.
     """
     prompts = check_request(model.config, prompts, max_new_tokens, temperature)
     sampling = Sampling(temperature, top_k, top_p, min_p)
@@ -200,9 +200,10 @@ def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: f
             raise UserError(f"prompt {i} is empty: expected at least one token")
         _check_ids(config, prompt, f"prompt {i}")
     longest = max(map(len, prompts))
-    if longest + max_new_tokens > config.max_position_embeddings:
-        raise UserError(f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}: expected at "
-                        f"most max_position_embeddings = {config.max_position_embeddings}")
+    if longest + max_new_tokens > config.context_length:
+        stretched = "" if config.yarn_factor > 1 else "; YaRN reaches further: model.yarn_factor, rope_scaling in config.json"
+        raise UserError(f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}: expected at most "
+                        f"max_position_embeddings{' × yarn_factor' * (not stretched)} = {config.context_length}{stretched}")
     return [prompt.astype(np.int32) for prompt in prompts]
 
 

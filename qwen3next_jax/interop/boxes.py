@@ -86,7 +86,7 @@ def layers(parameter: Parameter, box: Box, array: np.ndarray) -> Iterator[tuple[
 def rows_of(parameter: Parameter, part: Slice) -> range | np.ndarray:
     """Of every row of the tensor `part`: which row of the layer, its axes moved, it is."""
     lead, _ = _split(parameter, part)
-    order = parameter.entry.row_order
+    order = part.row_order
     if order is None and all(isinstance(i, int) for i in part.index):
         size = math.prod(lead[len(part.index):])
         first = int(np.ravel_multi_index(part.index, lead[:len(part.index)])) * size if part.index else 0

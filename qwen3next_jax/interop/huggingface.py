@@ -20,12 +20,12 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.errors import UserError, short
 from qwen3next_jax.interop import boxes
 from qwen3next_jax.interop.arrays import Reader, build
-from qwen3next_jax.interop.hf_config import format_hf_config, model_directory, read_hf_config
-from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
+from qwen3next_jax.interop.hf_config import VISION, format_hf_config, model_directory, read_hf_config
+from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters, trunk
+from qwen3next_jax.interop.source import source_of
 from qwen3next_jax.interop.weights import Weights, name_some, weight_files
 from qwen3next_jax.interop.writing import DIGESTS, Tensor, Unfinished, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.hf_entries import Entry, Slice
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.parallel.distributed import is_leader, leader_says, together
 from qwen3next_jax.parallel.rules import storage_spec
@@ -33,7 +33,8 @@ from qwen3next_jax.trees import path_string
 
 
 def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
-    """A parameter tree under Hugging Face names and in Hugging Face shapes ([out, in], one tensor per expert).
+    """A parameter tree under Hugging Face names and in Hugging Face shapes ([out, in]), as `config.hf_form` and
+    `config.hf_fused_experts` have them.
 
     Args:
       tree: `nnx.state(model, nnx.Param)`, gradients of that structure, or either as nested plain dicts.
@@ -96,7 +97,9 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
         parameter = kept[path_string(leaf)]
         place = mesh and NamedSharding(mesh, storage_spec(parameter, shape.shape, mesh))
         return jax.ShapeDtypeStruct(shape.shape, stored_dtype(parameter, config.dtype), sharding=place)
-    return nnx.merge(graph, load_params(path, jax.tree_util.tree_map_with_path(kept_as, shapes)))
+    model = nnx.merge(graph, load_params(path, jax.tree_util.tree_map_with_path(kept_as, shapes)))
+    model.hf_source = str(pathlib.Path(path).absolute())  # of what `save_hf` takes over
+    return model
 
 
 def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
@@ -140,7 +143,7 @@ def read_box(weights: Weights, parameter: Parameter, box: boxes.Box, dtype: np.d
     """The values in a box of a stacked parameter; of its tensors, the rows and columns in the box are read, and nothing else."""
     array = np.empty(boxes.shape_of(box), dtype)
     for prefix, own, layer in boxes.layers(parameter, box, array):
-        for part in _stored(parameter.entry, prefix, weights.names):
+        for part in parameter.entry.slices:
             for run in boxes.runs(parameter, part, own):
                 rows = [weights.read(prefix + part.name, run.rows, side) for side in boxes.columns(parameter, part, own)]
                 rows = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
@@ -151,25 +154,20 @@ def read_box(weights: Weights, parameter: Parameter, box: boxes.Box, dtype: np.d
     return array
 
 
-def _stored(entry: Entry, prefix: str, names: set[str]) -> tuple[Slice, ...]:
-    """The form in which a checkpoint with these tensor `names` stores `entry`."""
-    return (entry.fused,) if entry.fused is not None and prefix + entry.fused.name in names else entry.slices
-
-
 def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfig) -> None:
-    names = weights.names
-    expected = {prefix + part.name: part.shape for parameter in wanted for prefix in parameter.prefixes
-                for part in _stored(parameter.entry, prefix, names)}
+    names = {name for name in weights.names if config.hf_form == "qwen3_next" or not name.startswith(VISION)}
+    expected = {prefix + part.name: part.shape for parameter in wanted for prefix in parameter.prefixes for part in parameter.entry.slices}
     missing, extra = expected.keys() - names, names - expected.keys()
     if missing:
         raise UserError(f"{weights.directory}: the weights lack {name_some(missing)}; expected all that config.json calls for")
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra -= {"lm_head.weight"}
-        tables = ((weights.read(name, slice(row, row + 1024)) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        embedding = f"{trunk(config)}embed_tokens.weight"
+        tables = ((weights.read(name, slice(row, row + 1024)) for name in ("lm_head.weight", embedding))
                   for row in range(0, config.vocab_size, 1024))
         if not all(np.array_equal(*rows) for rows in tables):
             raise UserError(f"{weights.directory}: config.json says tie_word_embeddings, but lm_head.weight differs from "
-                            "model.embed_tokens.weight: expected them equal, or tie_word_embeddings: false")
+                            f"{embedding}: expected them equal, or tie_word_embeddings: false")
     if extra:
         raise UserError(f"{weights.directory}: the weights hold {name_some(extra)} beyond those config.json calls for; the "
                         "config may belong to another checkpoint")
@@ -180,8 +178,8 @@ def _check_tensors(weights: Weights, wanted: list[Parameter], config: ModelConfi
 
 
 def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None, *, dtype: str | None = None,
-            identity: str | None = None) -> None:
-    """Writes `model` as a Hugging Face directory that transformers' Qwen3NextForCausalLM loads.
+            identity: str | None = None, source: str | os.PathLike | None = None, vision: bool = True) -> None:
+    """Writes `model` as a Hugging Face directory of the form `model.config.hf_form`, which transformers loads.
 
     The directory appears whole or not at all: it is written beside its place and renamed. The host holds pieces of at most 64 MiB
     (`arrays.PIECE`). A model on a mesh of several processes is written by the first; all of them call this together.
@@ -193,21 +191,29 @@ def save_hf(model: Qwen3Next, out_dir: str | os.PathLike, tokenizer: Any = None,
         result has the same bits.
       identity: a text that names these weights, such as a digest of the checkpoint they come from. With it, an export that was killed is
         gone on with: what is whole of the files is kept.
+      source: the Hugging Face directory that the model began with, from which further fields of its JSON files, and to a wrapper
+        (`hf_form` qwen3_5) the vision tower, are taken over. None: the one that `load_hf` read, if any.
+      vision: False leaves the tower out. What is left out is said in a note.
 
     Raises:
       UserError: `out_dir` is there and not empty, the disk has no room, or the model lacks a part that transformers' has.
     """
     config, params = model.config, nnx.state(model, nnx.Param)
     check_hf_form(config)
-    files = files_of(list(_tensors(params, config, dtype)))
-    fields = format_hf_config(config, dtype=dtype or str(params["embedding"][...].dtype))
+    began = getattr(model, "hf_source", "")
+    origin = source_of(source or (began if os.path.isdir(began) else None), config, vision, out_dir)
+    if origin.directory is not None:
+        _check_digests(origin.directory)
+    files = files_of([*_tensors(params, config, dtype), *origin.tower])
+    fields = format_hf_config(config, dtype or str(params["embedding"][...].dtype), origin.fields)
     identity = identity and digests.of_json([identity, fields, [[t.name, t.dtype.name, t.shape] for file in files.values() for t in file]])
     spread = any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
 
     def rest(directory: pathlib.Path) -> None:
         write_json(directory / "config.json", fields)
-        write_json(directory / "generation_config.json", {
-            "_from_model_config": True, "bos_token_id": fields["bos_token_id"], "eos_token_id": fields["eos_token_id"]})
+        write_json(directory / "generation_config.json", {"_from_model_config": True} | origin.generation | {
+            name: fields.get("text_config", fields)[name] for name in ("bos_token_id", "eos_token_id")})
+        origin.copy_image_files(directory)
         if tokenizer is not None:
             tokenizer.save(directory)
 

@@ -10,11 +10,15 @@ import numpy as np
 
 
 class Slice(NamedTuple):
-    """One tensor: where it lies in the transposed parameter, its name after the layer's prefix, its shape."""
+    """One tensor: where it lies in the transposed parameter, its name after the layer's prefix, its shape.
 
-    index: tuple[int, ...]
+    row_order: its row i is row row_order[i] of what lies there; None when they agree.
+    """
+
+    index: tuple[int | slice, ...]
     name: str
     shape: tuple[int, ...]
+    row_order: np.ndarray | None = None
 
 
 class Entry(NamedTuple):
@@ -22,21 +26,19 @@ class Entry(NamedTuple):
 
     path: within the layer (or the model), with slashes.
     axes: the transposition after which its tensors are slices of the leading axes.
-    slices: its tensors as the released checkpoint stores them.
-    fused: the single tensor that newer transformers versions may store instead, or None.
-    row_order: row i of the tensor is row row_order[i] of the parameter; None when they agree.
+    slices: its tensors.
+    fused: of experts, the single tensor that some checkpoints store instead (`ModelConfig.hf_fused_experts`); else None.
     """
 
     path: str
     axes: tuple[int, ...]
     slices: tuple[Slice, ...]
     fused: Slice | None = None
-    row_order: np.ndarray | None = None
 
 
 def one(path: str, name: str, axes: tuple[int, ...], tensor_shape: tuple[int, ...], row_order: np.ndarray | None = None) -> Entry:
     """A parameter that is one tensor."""
-    return Entry(path, axes, (Slice((), name, tensor_shape),), row_order=row_order)
+    return Entry(path, axes, (Slice((), name, tensor_shape, row_order),))
 
 
 def vector(path: str, name: str, width: int) -> Entry:

@@ -264,10 +264,10 @@ class Qwen3Next(nnx.Module):
 
     @staticmethod
     def hf_entries(config: ModelConfig) -> Iterator[Entry]:
-        """Of what is outside the layers."""
+        """Of what is outside the layers; all but the head's begin as the trunk's do."""
         d, v = config.hidden_size, config.vocab_size
-        yield one("embedding", "model.embed_tokens.weight", (0, 1), (v, d))
-        yield vector("final_norm", "model.norm.weight", d)
+        yield one("embedding", "embed_tokens.weight", (0, 1), (v, d))
+        yield vector("final_norm", "norm.weight", d)
         if not config.tie_word_embeddings:
             yield one("head", "lm_head.weight", (1, 0), (v, d))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
@@ -83,17 +84,27 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
-def rotate(x_BTND: jax.Array, positions_BT: jax.Array, rotary_dim: int, theta: float) -> jax.Array:
-    """Rotary position embedding (2104.09864, rotate-half form) of the first `rotary_dim` of D dimensions.
+def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
+    """Rotary position embedding (2104.09864, rotate-half form) of the first `config.rotary_dim` of D dimensions.
 
     Angles are float32: at 262k positions a bfloat16 angle would be off by whole turns.
     """
-    if rotary_dim == 0:
+    if config.rotary_dim == 0:
         return x_BTND
-    half = rotary_dim // 2
-    inverse_frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half))
-    angle = positions_BT[:, :, None, None].astype(jnp.float32) * inverse_frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second, rest = jnp.split(x_BTND.astype(jnp.float32), (half, rotary_dim), axis=-1)
+    half, theta = config.rotary_dim // 2, config.rope_theta
+    slowdown, gain = _yarn(half, theta, config.yarn_factor, config.max_position_embeddings)
+    frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown
+    angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle) * gain, jnp.sin(angle) * gain
+    first, second, rest = jnp.split(x_BTND.astype(jnp.float32), (half, config.rotary_dim), axis=-1)
     rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1)
     return rotated.astype(x_BTND.dtype)
+
+
+def _yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+    """YaRN (2309.00071, section 3.2) → ([half], what multiplies each frequency; what multiplies cos and sin). Those that turn 32 times
+    within the trained context stay, those that do not turn once are divided by the factor, those between are mixed by their place."""
+    low, high = (half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * half - 1)
+    slowed = np.clip((np.arange(half) - low) / max(high - low, 0.001), 0, 1)
+    return (1 - slowed + slowed / factor).astype(np.float32), 0.1 * math.log(factor) + 1.0

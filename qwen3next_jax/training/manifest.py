@@ -64,7 +64,8 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
     if not whole:
         return f"{NAME} is damaged"
     if run is not None and record.get("run", "") != run:
-        return f"it is a checkpoint of another run ({str(record.get('run', 'one of older code'))[:12]}, this one is {run[:12] or 'older'})"
+        theirs, ours = (str(one or "of older code")[:13] for one in (record.get("run"), run))
+        return f"it is a checkpoint of another run ({theirs}; this one is {ours})"
     if "step" in record and str(record["step"]) != directory.name:
         return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
     present = {str(f.relative_to(directory)): f for f in _files(directory)}

@@ -18,9 +18,11 @@ from qwen3next_jax.training.stages import parts_of
 
 # Of the run that another one begins with, as run.json holds it: path, step, manifest (digest of that checkpoint's).
 Parent = dict[str, Any]
+OF_EXPERTS = {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+              "mlp_only_layers"}
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape or meaning.
 NOT_STRUCTURE = {"dtype", "mtp_depth", "decay_init", "initializer_range", "max_position_embeddings",
-                 "delta_rule", "bos_token_id", "eos_token_id"}
+                 "delta_rule", "bos_token_id", "eos_token_id", "yarn_factor", "hf_form", "hf_fused_experts"}
 
 
 def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
@@ -96,7 +98,8 @@ def check_structure(config: Config, parent: Parent | None = None) -> None:
     """Raises UserError unless the model of `parent`, or the one in the directory `train.init_from`, is that of the configuration."""
     found_config = read_config(pathlib.Path(parent["path"])).model if parent else read_hf_config(config.train.init_from)
     for name in config.model.differs(found_config):
-        if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps):
+        if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps) and (
+                name not in OF_EXPERTS or config.model.has_experts):
             wanted, found = (c.mixers if name == "layer_types" else getattr(c, name) for c in (config.model, found_config))
             raise UserError(f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} = {wanted}; "
                             "set the one in the config to the other")

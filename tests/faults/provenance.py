@@ -95,7 +95,8 @@ def other_steps(lab: Lab, _: int) -> list[Trial]:
     folder = workdir / "checkpoints" / str(last - EVERY)
     _forget_step(folder)
     folder.rename(workdir / "checkpoints" / str(last))
-    trials.append(_started(lab, workdir, "a checkpoint of another run", "renamed, of an older manifest", further, untouched=False))
+    code = lab.run(workdir, further)  # goes on from one before it, or is refused where there is none
+    trials.append(Trial(told=code in (0, REFUSED) and "a checkpoint of another run" in lab.log(workdir), note="of an older manifest"))
     workdir = _copy(lab)
     shutil.rmtree(workdir / "checkpoints" / str(last))
     other = lab.reference("another seed", lab.with_(train={"seed": 1}))

@@ -1,5 +1,6 @@
 """What runs in the processes that are killed: the training loop as it is, with the fault to come."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -29,6 +30,10 @@ def main(spec: dict) -> None:
         code = getattr(error, "exit_code", 1)
     sys.stdout.flush()
     sys.stderr.flush()
+    if spec.get("launch"):  # as the interpreter's end does: the others read what process 0 keeps
+        with contextlib.suppress(Exception):
+            import jax
+            jax.distributed.shutdown()
     os._exit(int(code))
 
 

@@ -54,8 +54,7 @@ class GatedAttention(Mixer):
         if c.qk_norm:
             q_BTNK = rms_norm(q_BTNK, self.q_norm[...], c)
             k_BTMK = rms_norm(k_BTMK, self.k_norm[...], c)
-        q_BTNK = rotate(q_BTNK, context.positions, c.rotary_dim, c.rope_theta)
-        k_BTMK = rotate(k_BTMK, context.positions, c.rotary_dim, c.rope_theta)
+        q_BTNK, k_BTMK = (rotate(x, context.positions, c) for x in (q_BTNK, k_BTMK))
 
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}
