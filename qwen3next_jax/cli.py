@@ -197,21 +197,35 @@ class Loading(NamedTuple):
 def define_loading_flags() -> Callable[[], Loading]:
     """Defines `--step`, `--mesh`, `--dtype` and the flags of `define_launch_flags`; call the result for what they say."""
     step = flags.DEFINE_integer("step", None, "of a run: the checkpoint after so many steps (default: the newest)", lower_bound=0)
-    mesh = flags.DEFINE_list("mesh", [], "devices along each axis, such as data=2,tensor=4 (default: the mesh of the run, and for a "
-                                         "Hugging Face directory all devices as data)")
+    mesh = define_mesh_flag()
     dtype = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "of a Hugging Face directory's weights, read or written (norms, "
                                                                       "A_log, dt_bias, routers, shared experts' gates: always float32)")
     get_launch = define_launch_flags()
 
     def get() -> Loading:
-        sizes = {}
-        for text in mesh.value:
-            axis, _, size = text.strip().partition("=")
-            if axis not in MESH_AXES or axis in sizes or not re.fullmatch("-?[0-9]{1,9}", size):
-                raise UserError(f"--mesh={','.join(mesh.value)}: expected AXIS=NUMBER once for each axis, of {', '.join(MESH_AXES)}")
-            sizes[axis] = int(size)
+        sizes = read_mesh(mesh.value)
         return Loading(step.value, MeshConfig(**sizes) if sizes else None, dtype.value, get_launch())
     return get
+
+
+@functools.cache
+def define_mesh_flag() -> flags.FlagHolder:
+    """Defines `--mesh`, whose text `read_mesh` reads."""
+    return flags.DEFINE_string("mesh", None, "devices along each axis, such as data=2,tensor=4 (default: as the configuration or the run "
+                                             "says; of a Hugging Face directory all devices as data; of a search any)")
+
+
+def read_mesh(text: str | None) -> dict[str, int]:
+    """The axes of `text`, such as "data=64,expert=8", with their sizes."""
+    sizes: dict[str, int] = {}
+    for part in [] if text is None else text.replace(" ", "").split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or not re.fullmatch("-?[0-9]{1,9}", size):
+            raise UserError(f"--mesh={text}: {part!r} is not AXIS=SIZE with one of {', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}")
+        if axis in sizes:
+            raise UserError(f"--mesh={text}: {axis} stands there twice")
+        sizes[axis] = int(size)
+    return sizes
 
 
 def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:

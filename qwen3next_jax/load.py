@@ -72,9 +72,10 @@ def load_model(path: str | pathlib.Path, step: int | None = None, mesh: MeshConf
         tokenizer = folder / "tokenizer.json"
         config = read_hf_config(folder)
         places = _mesh(str(path), config, mesh, MeshConfig())
+        # Looked at before they are read: of files that change in between the identity is then no other files'.
+        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in os.scandir(folder) if file.is_file())
         model = load_hf(folder, dtype or config.dtype, places)
         found = load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None
-        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in os.scandir(folder) if file.is_file())
         return LoadedModel(model, found, None, places, digests.of_json(files))
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")

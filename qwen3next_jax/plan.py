@@ -11,15 +11,14 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import re
 
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax import cli
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig
-from qwen3next_jax.errors import UserError, did_you_mean
+from qwen3next_jax.config import Config, MeshConfig
+from qwen3next_jax.errors import UserError
 from qwen3next_jax.training.stages import parts_of
 
 COMPILED = 5  # of a search
@@ -27,7 +26,7 @@ DOES_NOT_FIT = 1  # exit code
 
 
 def main() -> int:
-    named = read_mesh(_mesh.value)
+    named = cli.read_mesh(_mesh.value)
     part = max(parts_of(_config()), key=lambda part: (part.config.train.sequence_length, part.config.train.batch_size))
     if part.name:
         print(f"planning for stage {part.name}, the one of the longest rows")
@@ -80,19 +79,6 @@ def _check_writable(out: pathlib.Path) -> None:
         out.unlink()
     except OSError as error:
         raise UserError(f"--json={out}: cannot be written ({error.strerror})") from error
-
-
-def read_mesh(text: str | None) -> dict[str, int]:
-    """The axes of `text`, such as "data=64,expert=8", with their sizes."""
-    sizes: dict[str, int] = {}
-    for part in [] if text is None else text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in MESH_AXES or not re.fullmatch("-?[0-9]+", size):
-            raise UserError(f"--mesh={text}: {part!r} is not AXIS=SIZE with one of {', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}")
-        if axis in sizes:
-            raise UserError(f"--mesh={text}: {axis} stands there twice")
-        sizes[axis] = int(size)
-    return sizes
 
 
 def with_mesh(config: Config, sizes: dict[str, int]) -> Config:
@@ -225,7 +211,7 @@ def _title(plan) -> str:
 
 _config = cli.define_config_flag()
 _topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8")
-_mesh = flags.DEFINE_string("mesh", None, "axes of the mesh, such as data=64,expert=8 (default: the config's; of a search: any)")
+_mesh = cli.define_mesh_flag()
 _search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
 _quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1, in less time: for memory and network; times differ from "
                            "those of training's level")

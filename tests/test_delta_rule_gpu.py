@@ -139,6 +139,8 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
         assert re.match(r"gave another dk than XLA where it was tried on this GPU \(0\.1 apart, at most 0\.03\)", verdict("wrong"))
     plant(monkeypatch, error=RuntimeError("no ptxas\nanywhere"))
     assert verdict("broken") == "failed where it was tried on this GPU (RuntimeError: no ptxas anywhere)"
+    plant(monkeypatch)
+    assert verdict("broken") == ""  # the next process tries again
 
 
 def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):

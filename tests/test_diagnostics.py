@@ -46,7 +46,7 @@ def test_attention_is_measured_as_the_explicit_scores_say():
     def explicit(x):
         query, gate = jnp.split(jnp.einsum("btd,dnk->btnk", x, layer.q_proj[...]), 2, axis=-1)
         key = jnp.einsum("btd,dmk->btmk", x, layer.k_proj[...])
-        query, key = (rotate(rms_norm(a, jnp.zeros(8), MODEL), context.positions, MODEL.rotary_dim, MODEL.rope_theta) for a in (query, key))
+        query, key = (rotate(rms_norm(a, jnp.zeros(8), MODEL), context.positions, MODEL) for a in (query, key))
         scores = jnp.einsum("btnk,bsnk->bnts", query, jnp.repeat(key, 2, axis=2)) * 8**-0.5
         seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((32, 32), bool))
         scores = jnp.where(seen[:, None], scores, -1e30)

@@ -172,9 +172,17 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         save_hf(model, tmp_path / "other", identity="a")
     killed_at(-1)
-    save_hf(model, tmp_path / "other", identity="b")  # other weights: nothing is kept
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
+        patch.setattr(writing, "_to_disk", lambda path: open(path / "none"))  # the disk fails at the very end
+        save_hf(model, tmp_path / "other", identity="b")  # other weights: nothing is kept
     assert written[count + 3:count + 6] == written[count:count + 3]
-    assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other"}
+    count = len(written)
+    (tmp_path / "place").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path / "place")
+    (tmp_path / ".other.partial").rename(tmp_path / ".place.partial")  # where that of a link's folder would be
+    save_hf(model, tmp_path / "other", identity="b")
+    assert len(written) == count and content(tmp_path / "place") == content(tmp_path / "expected")
+    assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other", "place"}
 
 
 def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_path, monkeypatch):
@@ -394,7 +402,7 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
     (tmp_path / ".new.partial" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
         save_hf(new_model(), tmp_path / "new", identity="a")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="0.0 GB are to be written, and its disk has 0.0 GB free"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="0.1 MB are to be written, and its disk has 0.0 MB free"):
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
         save_hf(new_model(), tmp_path / "other")
 

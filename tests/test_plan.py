@@ -122,7 +122,8 @@ def test_libtpu_missing(monkeypatch):
     ("data=0", "parallel.mesh.data = 0"),
 ])
 def test_mesh_flag(text, message):
-    from qwen3next_jax.plan import read_mesh, with_mesh
+    from qwen3next_jax.cli import read_mesh
+    from qwen3next_jax.plan import with_mesh
 
     with pytest.raises(UserError, match=message):
         with_mesh(config(), read_mesh(text))

@@ -66,7 +66,7 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
 @pytest.mark.parametrize("config, message", [
     (with_stages(Stage(10, learning_rate=1.0), *STAGES[1:]), "stage main has taken 10 steps with learning_rate = 0.01, not 1.0"),
     (with_stages(Stage(9), Stage(11), *STAGES[2:]), r"stage main has taken 10 steps, not 9: train.stages\[0\].steps = 10 stays"),
-    (with_stages(STAGES[0], Stage(4), Stage(16, schedule="linear")), "stage long has taken 5 steps, not 4"),
+    (with_stages(STAGES[0], Stage(4), Stage(16, schedule="linear")), "stage long has taken 5 steps, not 4: give it as many at least"),
     (with_stages(STAGES[0], steps=10), "stage long has taken 5 steps, but train.stages ends before it"),
     (with_stages(STAGES[0], dataclasses.replace(STAGES[1], steps=5), STAGES[2], steps=25), None),
     (with_stages(*STAGES[:2], Stage(20, batch_size=4, schedule="cosine"), Stage(1), steps=41), None)])

@@ -76,7 +76,8 @@ class Unfinished:
     """
 
     def __init__(self, out: pathlib.Path, files: Mapping[str, Sequence[Tensor]], identity: str | None):
-        self.out, self.folder = out, out.absolute().parent / f".{out.name}.partial"
+        self.out, self._place = out, out.resolve()  # of a link the folder that it names: no directory takes a link's place
+        self.folder = self._place.parent / f".{self._place.name}.partial"
         self._files, self._identity = files, identity
         self._done: dict[str, dict[str, Any]] = {}
         self._lock: int | None = None
@@ -104,6 +105,7 @@ class Unfinished:
             self._lock = os.open(self.folder, os.O_RDONLY)
         with told(f"{self.out}: another export is writing there, in {self.folder}: wait for it, or give another folder", OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        require_new(self.out)  # an export that ended meanwhile
         with _writable(self.folder):
             self._done = self._kept()
             self._ours = True
@@ -114,8 +116,8 @@ class Unfinished:
             needed = sum(len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
                          for name, tensors in self._files.items() if name not in self._done)
             free = shutil.disk_usage(self.folder).free
-        require(needed <= free, f"{self.out}: {needed / 1e9:,.1f} GB are to be written, and its disk has {free / 1e9:,.1f} GB free: make "
-                                "room, or give a folder on another disk")
+        require(needed <= free, f"{self.out}: {_bytes(needed)} are to be written, and its disk has {_bytes(free)} free: make room, or give "
+                                "a folder on another disk")
         return list(self._done)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
@@ -141,14 +143,15 @@ class Unfinished:
                 total = sum(tensor.nbytes for tensors in self._files.values() for tensor in tensors)
                 write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
             write_rest(self.folder)
-            (self.folder / _PROGRESS).unlink()
             found = {file.relative_to(self.folder).as_posix(): file for file in sorted(self.folder.rglob("*")) if file.is_file()}
+            del found[_PROGRESS]
             sums = {name: self._done[name]["sha256"] if name in self._done else digests.of_file(file) for name, file in found.items()}
             (self.folder / DIGESTS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
             for file in (*found.values(), self.folder / DIGESTS):
                 _to_disk(file)
-            self.folder.rename(self.out.absolute())
-            _to_disk(self.out.absolute().parent)
+            self.folder.rename(self._place)
+            (self._place / _PROGRESS).unlink()  # only now: without it a folder that is still in progress could not be gone on with
+            _to_disk(self._place.parent)
 
     def _kept(self) -> dict[str, dict[str, Any]]:
         """What progress.json tells of files that are as it says."""
@@ -187,6 +190,10 @@ def require_new(out: pathlib.Path) -> None:
 
 def write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
 
 
 def _to_disk(path: pathlib.Path) -> None:

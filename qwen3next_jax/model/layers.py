@@ -84,20 +84,19 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
-def rotate(x_BTND: jax.Array, positions_BT: jax.Array, rotary_dim: int, theta: float, yarn: tuple[float, int] = (1.0, 1)) -> jax.Array:
-    """Rotary position embedding (2104.09864, rotate-half form) of the first `rotary_dim` of D dimensions. `yarn`: (factor, context that
-    the model was trained for), see `ModelConfig.yarn_factor`.
+def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
+    """Rotary position embedding (2104.09864, rotate-half form) of the first `config.rotary_dim` of D dimensions.
 
     Angles are float32: at 262k positions a bfloat16 angle would be off by whole turns.
     """
-    if rotary_dim == 0:
+    if config.rotary_dim == 0:
         return x_BTND
-    half = rotary_dim // 2
-    slowdown, gain = _yarn(half, theta, *yarn)
+    half, theta = config.rotary_dim // 2, config.rope_theta
+    slowdown, gain = _yarn(half, theta, config.yarn_factor, config.max_position_embeddings)
     frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle) * gain, jnp.sin(angle) * gain
-    first, second, rest = jnp.split(x_BTND.astype(jnp.float32), (half, rotary_dim), axis=-1)
+    first, second, rest = jnp.split(x_BTND.astype(jnp.float32), (half, config.rotary_dim), axis=-1)
     rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1)
     return rotated.astype(x_BTND.dtype)
 

@@ -19,11 +19,9 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.used_experts import FEW_TOKENS, used_experts
 from qwen3next_jax.parallel.experts import split_experts, whole_experts
 from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, local, shards, storage_spec
-
-FEW_TOKENS = 24  # up to which a CPU runs them all through every expert that is used
-
 
 class DenseMLP(nnx.Module):
     """down(silu(gate x) · up x)."""
@@ -141,28 +139,7 @@ def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Arr
 def _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
     if x_RD.shape[0] > FEW_TOKENS:
         return _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
-    return jax.lax.platform_dependent(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, cpu=_used_experts, default=_sorted_experts)
-
-
-@jax.custom_vjp
-def _used_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
-    """Few tokens: all of them through every expert that any of them chose, one after another, so that its weights are read once.
-    Two rows at least, as XLA on CPU reads a matrix from memory at half the rate for one."""
-    r, e = x_RD.shape[0], gate_up_ED2I.shape[0]
-    x_RD, weight_RA = (jnp.pad(x, ((0, max(2 - r, 0)), (0, 0))) for x in (x_RD, weight_RA))
-    expert_RA = jnp.pad(expert_RA, ((0, max(2 - r, 0)), (0, 0)), mode="edge")
-    chosen_RAE = expert_RA[..., None] == jnp.arange(e)
-    weight_ER = jnp.sum(jnp.where(chosen_RAE, weight_RA[..., None], 0), axis=1).T
-    count, order = expert_RA.shape[1], expert_RA[0]
-    if r > 1:
-        used_E = jnp.any(chosen_RAE, axis=(0, 1))
-        count, order = jnp.sum(used_E), jnp.argsort(~used_E, stable=True)
-
-    def add(i, y_RD):
-        k = order[i]
-        hidden = jnp.einsum("rd,dci->rci", x_RD, gate_up_ED2I[k])
-        return y_RD + (jax.nn.silu(hidden[:, 0]) * hidden[:, 1] * weight_ER[k][:, None]) @ down_EID[k]
-    return jax.lax.fori_loop(0, count, add, jnp.zeros_like(x_RD))[:r]
+    return jax.lax.platform_dependent(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, cpu=_few_tokens, default=_sorted_experts)
 
 
 def _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
@@ -179,7 +156,8 @@ def _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
     return jnp.einsum("rad,ra->rd", y_RAD, weight_RA)
 
 
-_used_experts.defvjp(lambda *inputs: jax.vjp(_sorted_experts, *inputs), lambda pullback, dy: pullback(dy))
+_few_tokens = jax.custom_vjp(used_experts)
+_few_tokens.defvjp(lambda *inputs: jax.vjp(_sorted_experts, *inputs), lambda pullback, dy: pullback(dy))
 
 
 def _counts(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:

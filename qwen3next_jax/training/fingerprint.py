@@ -26,7 +26,7 @@ from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.errors import UserError, warn
 from qwen3next_jax.reporting.events import each_event
-from qwen3next_jax.training.stages import SETTINGS, Part, parts_of
+from qwen3next_jax.training.stages import SETTINGS, Part, parts_of, recorded
 from qwen3next_jax.trees import flat
 
 # What may differ when a run goes on, and why; it is logged. Any other difference would make it another run.
@@ -197,7 +197,7 @@ def _checked_changes(workdir: pathlib.Path, before: dict[str, Any], now: dict[st
     trained, step = from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"), max(saved_steps(workdir), default=0)
     before = before | {"config": _plain(trained)}
     if "data" in now:  # of the stages that have begun
-        pairs = [(old["fingerprint"], new["fingerprint"]) for part, old, new in zip(parts_of(trained), _readings(before), now["data"])
+        pairs = [(old.fingerprint, new["fingerprint"]) for part, old, new in zip(parts_of(trained), recorded(before, trained), now["data"])
                  if old and part.first < max(step, 1)]
         old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         before, now = before | {"data": old_data}, now | {"data": new_data}
@@ -218,11 +218,6 @@ def _checked_changes(workdir: pathlib.Path, before: dict[str, Any], now: dict[st
     return changes
 
 
-def _readings(run: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """What each stage reads; older code wrote down one fingerprint."""
-    return [{"fingerprint": run["data"]}] if isinstance(run["data"], str) else run["data"]
-
-
 def _by_number(record: dict[str, Any]) -> dict[str, Any]:
     """`record` with the stages' settings, where they are given, as leaves of their own."""
     train = record["config"]["train"]
@@ -241,7 +236,8 @@ def _check_stages(workdir: pathlib.Path, trained: Config, now: Config, step: int
             raise UserError(f"{where}, but train.stages ends before it: only what comes after it may change")
         over = i + 1 < len(old) and part.last < step
         if new[i].last != part.last if over else i + 1 < len(new) and new[i].last < step:
-            raise UserError(f"{where}, not {new[i].last - new[i].first}: train.stages[{i}].steps = {part.last - part.first} stays")
+            stays = f"train.stages[{i}].steps = {part.last - part.first} stays" if over else "give it as many at least"
+            raise UserError(f"{where}, not {new[i].last - new[i].first}: {stays}")
         for name, was, becomes in zip(("schedule_from", *itertools.chain(*SETTINGS.values())), _settings(part), _settings(new[i])):
             if was != becomes and f"config.train.{name}" not in MAY_CHANGE:
                 raise UserError(f"{where} with {name} = {was!r}, not {becomes!r}: give another --workdir, or the old value")

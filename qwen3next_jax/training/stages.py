@@ -3,7 +3,8 @@ run of one. Nothing here needs JAX.
 
 A stage reads on where the one before it stopped, and a run where its parent did (`branching`): no row of a stream is read again.
 Where the training stream is the same one (one fingerprint), it goes on with its next row. Where its streams are mixed otherwise,
-each goes on with its own next row. Rows of another length are other streams, which begin with their first row.
+each goes on with its own next row (as many rows of the mix are passed over as rewinds passed over before, whichever stream's they
+are). Rows of another length are other streams, which begin with their first row.
 """
 
 import dataclasses

@@ -54,8 +54,7 @@ class GatedAttention(Mixer):
         if c.qk_norm:
             q_BTNK = rms_norm(q_BTNK, self.q_norm[...], c)
             k_BTMK = rms_norm(k_BTMK, self.k_norm[...], c)
-        yarn = (c.yarn_factor, c.max_position_embeddings)
-        q_BTNK, k_BTMK = (rotate(x, context.positions, c.rotary_dim, c.rope_theta, yarn) for x in (q_BTNK, k_BTMK))
+        q_BTNK, k_BTMK = (rotate(x, context.positions, c) for x in (q_BTNK, k_BTMK))
 
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}

@@ -37,8 +37,7 @@ class MLA(Mixer):
 
     def __call__(self, x_BTD, context, cache=None):
         c, dtype, weight = self.config, x_BTD.dtype, lambda name: getattr(self, name)[...].astype(x_BTD.dtype)
-        yarn = (c.yarn_factor, c.max_position_embeddings)
-        plain, rope = c.head_dim - c.rotary_dim, lambda x: rotate(x, context.positions, c.rotary_dim, c.rope_theta, yarn)
+        plain, rope = c.head_dim - c.rotary_dim, lambda x: rotate(x, context.positions, c)
         y = rms_norm(x_BTD @ weight("q_down"), self.q_norm[...], c) if c.mixer.query_rank else x_BTD
         q_BTNK = constrain(jnp.einsum("btd,dnk->btnk", y, weight("q_proj")), context.mesh, "batch", context.time, "heads", None)
         q_BTNP, q_BTNR = q_BTNK[..., :plain], rope(q_BTNK[..., plain:])

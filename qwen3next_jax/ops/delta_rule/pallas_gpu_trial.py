@@ -1,12 +1,14 @@
 """May the default take the kernels for Hopper GPUs on this process's GPU?
 
 They were written without one. So before the first use each kind of call is tried once on the user's own device, on a tiny
-input, against the form in XLA alone; what came out is remembered by chip, jaxlib and the kernels' sources.
+input, against the form in XLA alone; what came out is remembered by chip, JAX and the kernels' sources. That it failed is not:
+the GPU may have been full.
 """
 
 import functools
 import hashlib
 import importlib.metadata
+import os
 import pathlib
 import sys
 import threading
@@ -19,8 +21,8 @@ from qwen3next_jax.ops.delta_rule import chunk_math, chunked, pallas_gpu, pallas
 
 AVOID = "--config.model.delta_rule=chunked avoids it"
 APART = 0.03  # of two results of bfloat16 operands, relative L2; both are within 0.5 % (outputs) and 2 % (gradients) of float64's
-RIGHT = "right"
-FOLDER = pathlib.Path("~/.cache/qwen3next_jax/kernels")
+RIGHT, FAILED = "right", "failed where it was tried on this GPU"
+FOLDER = pathlib.Path(os.path.expanduser("~/.cache/qwen3next_jax/kernels"))
 
 
 def takes(x: chunk_math.Inputs, normalize: bool, erase: bool, axis_name: str | None, named: bool) -> bool:
@@ -50,8 +52,9 @@ def say(line: str):
 def verdict(device, key: int, value: int, normalize: bool, erase: bool, folder: pathlib.Path = FOLDER) -> str:
     """Empty where the kernels gave what the XLA form gives, else what they did."""
     sources = b"".join(pathlib.Path(module.__file__).read_bytes() for module in (pallas_gpu, pallas_gpu_kernels, pallas_gpu_gradients))
-    kind = (device.device_kind, importlib.metadata.version("jaxlib"), hashlib.sha256(sources).hexdigest(), key, value, normalize, erase)
-    file = folder.expanduser() / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
+    kind = (device.device_kind, versions, hashlib.sha256(sources).hexdigest(), key, value, normalize, erase)
+    file = folder / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")
     try:
         if found := file.read_text():  # empty: another process is writing it
             return found.removeprefix(RIGHT)
@@ -61,6 +64,8 @@ def verdict(device, key: int, value: int, normalize: bool, erase: bool, folder: 
     thread = threading.Thread(target=lambda: found.append(_try(device, key, value, normalize, erase)))  # the caller may be tracing
     thread.start()
     thread.join()
+    if found[0].startswith(FAILED):
+        return found[0]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(found[0] or RIGHT)
@@ -74,7 +79,7 @@ def _try(device, key: int, value: int, normalize: bool, erase: bool) -> str:
         with jax.default_device(device):
             name, apart = worst(key, value, normalize, erase, interpret=False)
     except Exception as error:
-        return f"failed where it was tried on this GPU ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return f"{FAILED} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     return "" if apart <= APART else f"gave another {name} than XLA where it was tried on this GPU ({apart:.2g} apart, at most {APART})"
 
 
