@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 
 from qwen3next_jax.errors import require
-from qwen3next_jax.model.layers import rotate
 from qwen3next_jax.model.mixers.recurrent import Additive, Inputs
 
 THETA = 10_000.0
@@ -19,10 +18,9 @@ class RetNet(Additive):
 
     def inputs(self, x_BTD, context) -> Inputs:
         mixed, gate = self.project(x_BTD, context)
-        k = self.config.linear_key_head_dim
-        query_key = mixed[..., :2 * k].reshape(*mixed.shape[:3], 2, k)
-        rotated = rotate(query_key.reshape(*mixed.shape[:2], -1, k), context.positions, k, THETA).reshape(*mixed.shape[:3], 2 * k)
-        return Inputs(jnp.concatenate([rotated, mixed[..., 2 * k:]], axis=-1), gate, g=self.log_decay(x_BTD))
+        q, k, v = jnp.split(mixed, (self.config.linear_key_head_dim, 2 * self.config.linear_key_head_dim), axis=-1)
+        q, k = (_rotated(x, context.positions) for x in (q, k))
+        return Inputs(jnp.concatenate([q, k, v], axis=-1), gate, g=self.log_decay(x_BTD))
 
     def log_decay(self, x_BTD):
         heads = self.config.linear_num_value_heads
@@ -35,3 +33,12 @@ class RetNet(Additive):
     def check(cls, config):
         require(config.linear_key_head_dim % 2 == 0, f"model.linear_key_head_dim = {config.linear_key_head_dim}: expected an even "
                 "number, as queries and keys are rotated")
+
+
+def _rotated(x_BTGK, positions_BT):
+    """Rotate-half, over the whole head, whatever the rotation of the model's attention is."""
+    first, second = jnp.split(x_BTGK.astype(jnp.float32), 2, axis=-1)
+    half = first.shape[-1]
+    angle = positions_BT[:, :, None, None] * THETA ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTGK.dtype)
