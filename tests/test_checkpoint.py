@@ -16,6 +16,7 @@ from qwen3next_jax.training import checkpoint as checkpoint_module
 from qwen3next_jax.training import manifest
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.fingerprint import MAY_CHANGE, RunLock, open_run, read_run, write_run
+from qwen3next_jax.training.stages import Reading
 
 ROOT = pathlib.Path(__file__).parents[1]
 STATE = {"w": jnp.arange(1000.0)}
@@ -140,7 +141,7 @@ def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
     record, changes = open_run(workdir, config, [data], tokens)
     if record:
-        write_run(workdir, record)
+        write_run(workdir, record | {"data": [Reading(data, config.train.batch_size)._asdict()]})
     return [str(change) for change in changes]
 
 
