@@ -151,7 +151,7 @@ def test_filters_leave_what_they_say():
         np.testing.assert_allclose(filtered(logits, Sampling(*numbers)), left_out(logits, *numbers), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_samples_follow_the_distribution(drafts):
     """χ² of the first three tokens together, against the forward pass. In a vocabulary of six, drafts are accepted and refused alike."""
     config = dataclasses.replace(CONFIG, vocab_size=6, num_hidden_layers=2, layer_types=(), mtp_depth=2)
