@@ -194,6 +194,23 @@ def store_state(p, gmem, b, h, c, state):
         plgpu.store(gmem.at[b, h, channels(t), channels(c)], state[t], optimized=False)
 
 
+def loads_of(p, b, h, c, sources, targets):
+    """What copies chunk n of a value head and its value tile c, with what its key head and the chunk's numbers are, into a slot."""
+    def loads(n, slot, barrier):
+        copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
+        *keys, values, products, numbers, rows, inverses = zip(sources, targets, strict=True)
+        for t in range(p.key_tiles):
+            for source, target in keys:
+                copy(source.at[b, tokens(n), jax.lax.div(h, p.share), channels(t)], target.at[slot, t])
+        copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot])
+        for source, target in (products, numbers, rows):
+            copy(source.at[b, h, n], target.at[slot])
+        if p.erase:
+            for part in range(2):
+                copy(inverses[0].at[n, b, h, part], inverses[1].at[slot, part])
+    return loads
+
+
 def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
     """The state of a value head, 64 of its value channels, over all chunks; o beside it."""
     refs = list(refs)
@@ -202,20 +219,8 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
     states_gmem = refs[3] if p.save else None
     q, k, v, p_ref, a, numbers, rows_ref, s, e, o, arrived = refs[3 + p.save :]
     b, h, c = (jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles"))
-    g = jax.lax.div(h, p.share)
-
-    def loads(n, slot, barrier):
-        copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
-        for t in range(p.key_tiles):
-            copy(q_gmem.at[b, tokens(n), g, channels(t)], q.at[slot, t])
-            copy(k_gmem.at[b, tokens(n), g, channels(t)], k.at[slot, t])
-        copy(v_gmem.at[b, tokens(n), h, channels(c)], v.at[slot])
-        copy(p_gmem.at[b, h, n], p_ref.at[slot])
-        copy(numbers_gmem.at[b, h, n], numbers.at[slot])
-        copy(rows_gmem.at[b, h, n], rows_ref.at[slot])
-        if p.erase:
-            for part in range(2):
-                copy(inverses_gmem.at[n, b, h, part], a.at[slot, part])
+    loads = loads_of(p, b, h, c, (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
+                     (q, k, v, p_ref, numbers, rows_ref, a))
 
     def chunk(n, slot, state):
         here = numbers.at[slot]
@@ -250,20 +255,8 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
     dfinal_gmem, dv_gmem, dv_low_gmem, dstates_gmem, dinitial_gmem = refs[:5]
     q, k, do, p_ref, a, numbers, rows_ref, ds, dv, reads, arrived = refs[5:]
     b, h, c = (jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles"))
-    g = jax.lax.div(h, p.share)
-
-    def loads(n, slot, barrier):
-        copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
-        for t in range(p.key_tiles):
-            copy(q_gmem.at[b, tokens(n), g, channels(t)], q.at[slot, t])
-            copy(k_gmem.at[b, tokens(n), g, channels(t)], k.at[slot, t])
-        copy(do_gmem.at[b, tokens(n), h, channels(c)], do.at[slot])
-        copy(p_gmem.at[b, h, n], p_ref.at[slot])
-        copy(numbers_gmem.at[b, h, n], numbers.at[slot])
-        copy(rows_gmem.at[b, h, n], rows_ref.at[slot])
-        if p.erase:
-            for part in range(2):
-                copy(inverses_gmem.at[n, b, h, part], a.at[slot, part])
+    loads = loads_of(p, b, h, c, (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
+                     (q, k, do, p_ref, numbers, rows_ref, a))
 
     def chunk(n, slot, dstate):
         here = numbers.at[slot]
