@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "qwen3next_jax"
 
 # Small modules of the standard library's kind, which every part but `ops` may import.
-FLOOR = {"children", "digests", "errors", "jsonfile", "trees"}
+FLOOR = {"children", "digests", "durable", "errors", "jsonfile", "trees"}
 # part → the other parts it may import. Commands at the top of the package may import everything below them.
 ARROWS = dict.fromkeys(FLOOR, set()) | {
     "config": set(),

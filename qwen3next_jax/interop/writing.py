@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax import digests, jsonfile
+from qwen3next_jax.durable import to_disk
 from qwen3next_jax.errors import UserError, require, told, warn
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
@@ -148,10 +149,10 @@ class Unfinished:
             sums = {name: self._done[name]["sha256"] if name in self._done else digests.of_file(file) for name, file in found.items()}
             (self.folder / DIGESTS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
             for file in (*found.values(), self.folder / DIGESTS):
-                _to_disk(file)
+                to_disk(file)
             self.folder.rename(self._place)
             (self._place / _PROGRESS).unlink()  # only now: without it a folder that is still in progress could not be gone on with
-            _to_disk(self._place.parent)
+            to_disk(self._place.parent)
 
     def _kept(self) -> dict[str, dict[str, Any]]:
         """What progress.json tells of files that are as it says."""
@@ -194,11 +195,3 @@ def write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
 
 def _bytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
-
-
-def _to_disk(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

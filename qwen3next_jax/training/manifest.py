@@ -14,6 +14,7 @@ import os
 import pathlib
 
 from qwen3next_jax import digests, jsonfile
+from qwen3next_jax.durable import to_disk
 
 NAME = "manifest.json"
 PIECE = 1 << 25  # bytes
@@ -23,7 +24,7 @@ def seal(directory: pathlib.Path, step: int | None = None, run: str | None = Non
     """Writes the manifest of a finished folder, for a checkpoint with its `step` and the id of its `run`. → bytes of its files."""
     files = {str(f.relative_to(directory)): f for f in _files(directory)}
     for file in files.values():
-        _flush(file)  # else, after a power failure, the manifest could be there and its files not
+        to_disk(file)  # else, after a power failure, the manifest could be there and its files not
     sizes = {name: file.stat().st_size for name, file in files.items()}
     pieces = {name: [] for name in files}
     for name, _, digest in _digests(directory, sizes, PIECE):
@@ -32,9 +33,9 @@ def seal(directory: pathlib.Path, step: int | None = None, run: str | None = Non
     record = of | {"piece": PIECE, "files": {n: [sizes[n], pieces[n]] for n in files}}
     temporary = directory / (NAME + ".tmp")
     temporary.write_text(json.dumps(record, indent=1))
-    _flush(temporary)
+    to_disk(temporary)
     os.replace(temporary, directory / NAME)
-    _flush(directory)
+    to_disk(directory)
     return sum(sizes.values())
 
 
@@ -102,11 +103,3 @@ def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
                 yield name, start, digest
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _flush(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

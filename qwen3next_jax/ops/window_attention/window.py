@@ -79,6 +79,7 @@ def window_attention(q, k, v, *, segment_ids=None, kv_segment_ids=None, sink=Non
         scores = [jnp.where(seen[:, None, None], s_BMHCS, _HIDDEN)]
         if first is not None:
             at, position = first_of_block
+            # Those behind the row's end are hidden by `beyond`: a token that is seen stands before the query.
             index = jnp.clip(at[..., None] + jnp.arange(first.count), 0, first.k.shape[1] - 1)
             first_k, first_v = (jnp.take_along_axis(x, index.reshape(batch, -1, 1, 1), axis=1).reshape(*index.shape, groups, width)
                                 for x in (first.k, first.v))
