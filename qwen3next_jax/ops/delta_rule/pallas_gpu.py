@@ -55,6 +55,11 @@ class Problem:
         """Chunks in shared memory at a time, in the passes of the state."""
         return 1 if self.key == max(WIDTHS) else 2
 
+    @property
+    def warpgroups(self) -> int:
+        """Of a block in the passes of the state: each has 64 channels of the value, all share what is read of q and k."""
+        return min(2, self.value_tiles)
+
     @classmethod
     def of(cls, x: Inputs, **settings):
         batch, time, key_heads, key = x.q.shape
@@ -89,26 +94,28 @@ class Problem:
         x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.share, self.key)
         return x[:, :, :, 0] if self.share == 1 else jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
-    def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool):
+    def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool, **threads):
         """`body` over the grid: arrays in, named arrays out."""
         with jax.enable_x64(False):
             out = plgpu.kernel(
                 functools.partial(body, self), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
                 grid_names=tuple(grid), kernel_name=f"gated_delta_rule_{name}",
-                interpret=INTERPRETER if interpret else None,
+                interpret=INTERPRETER if interpret else None, **threads,
             )(*inputs)
         return dict(zip(outputs, out))
 
     def over_chunks(self, body, name: str, outputs: dict, scratch: list, inputs: list, interpret: bool):
-        """The same for a pass of the state: a block for every 64 channels of every value head."""
-        arrived = plgpu.Barrier(num_arrivals=2 * self.key_tiles + 4 + 2 * self.erase, num_barriers=self.stages)
-        grid = dict(value_tiles=self.value_tiles, heads=self.value_heads, batch=self.batch)
-        return self.call(body, name, grid, outputs, [*scratch, arrived], inputs, interpret)
+        """The same for a pass of the state: a block for every 128 channels of every value head."""
+        copies = 2 * self.key_tiles + self.warpgroups + 3 + 2 * self.erase
+        barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, self.warpgroups)]
+        grid = dict(value_tiles=self.value_tiles // self.warpgroups, heads=self.value_heads, batch=self.batch)
+        return self.call(body, name, grid, outputs, [*scratch, *barriers], inputs, interpret,
+                         num_threads=self.warpgroups, thread_name="warpgroups")
 
     def state_scratch(self) -> list:
         """For q, k, v or dO, P, the inverse and the numbers of a chunk, as often as chunks are there at a time."""
         n, keys = self.stages, tiles(self.stages, self.key_tiles)
-        return [keys, keys, tiles(n), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8)]
+        return [keys, keys, tiles(n, self.warpgroups), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8)]
 
     def shaped(self, *shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -119,7 +126,8 @@ class Problem:
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
         if inverses:
             outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
-        scratch = [tiles(self.key_tiles), tiles(self.key_tiles), tiles(2), tiles(2), tiles(2), rows(8), rows(6),
+        narrow = tiles(2, columns=kernels.NARROW)
+        scratch = [tiles(self.key_tiles), tiles(self.key_tiles), narrow, narrow, narrow, rows(8), rows(6),
                    plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier()]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
         return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token], interpret)
@@ -160,7 +168,7 @@ def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool
     outputs = dict(o=p.shaped(*v.shape), final=p.shaped(*p.state_shape, dtype=jnp.float32))
     if save:
         outputs["states"] = p.shaped(p.chunks, *p.state_shape)
-    scratch = p.state_scratch() + [tiles(p.key_tiles), tiles(2), tiles()]
+    scratch = p.state_scratch() + [tiles(p.warpgroups, p.key_tiles), tiles(p.warpgroups, 2)]
     out = p.over_chunks(kernels.forward_kernel, "forward", outputs, scratch, [*inputs, initial_state.astype(jnp.float32)], interpret)
     o = out["o"][:, : x.v.shape[1]]
     return (o, out["final"], out["states"], to_residual(inverses) if erase else None) if save else (o, out["final"], None, None)
@@ -177,13 +185,15 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     outputs = dict(dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape),
                    dinitial=p.shaped(*p.state_shape, dtype=jnp.float32))
     inputs = [q, k, do, made["numbers"], by_token, made["p"], *known, dfinal.astype(jnp.float32)]
-    scratch = p.state_scratch() + [tiles(p.key_tiles), tiles(2), tiles(2)]
+    scratch = p.state_scratch() + [tiles(p.warpgroups, p.key_tiles), tiles(p.warpgroups, 2)]
     out = p.over_chunks(kernels.backward_kernel, "backward", outputs, scratch, inputs, interpret)
 
     by_head = p.shaped(*v.shape[:3], p.key)
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
     inputs = [q, k, v, do, out["dv"], out["dv_low"], states, out["dstates"], made["numbers"], by_token, *known]
-    keys, values, streamed = tiles(p.key_tiles), tiles(p.value_tiles), 2 if p.key_tiles + p.value_tiles == 8 else 4
+    keys, values = tiles(p.key_tiles), tiles(p.value_tiles)
+    pairs = p.key_tiles * p.value_tiles
+    streamed = 2 * pairs if pairs <= 4 else 2 if pairs == 16 else 4
     scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(streamed), rows(6), rows(8), rows(2),
                plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
                plgpu.Barrier(num_barriers=streamed)]
