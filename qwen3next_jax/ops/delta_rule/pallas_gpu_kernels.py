@@ -175,14 +175,16 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
 
 
 def each_chunk(p, loads, arrived, read, first_to_last: bool, body, carry):
-    """`body(n, slot, carry)` for every chunk, in every warpgroup; the first one has `loads(n, slot, barrier)` copy what it needs of
-    it, some chunks ahead, once all have `read` what was there."""
-    chunk = lambda i: i if first_to_last else p.chunks - 1 - i
+    """`body(n, slot, carry)` for every chunk of the piece, in every warpgroup; the first one has `loads(n, slot, barrier)` copy what it
+    needs of it, some chunks ahead, once all have `read` what was there."""
+    length = p.chunks // p.pieces
+    first = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
+    chunk = lambda i: first + (i if first_to_last else length - 1 - i)
     copies = jax.lax.axis_index("warpgroups") == 0
 
     @pl.when(copies)
     def _():
-        for i in range(min(p.stages, p.chunks)):
+        for i in range(min(p.stages, length)):
             loads(chunk(i), i, arrived.at[i])
 
     def step(i, carry):
@@ -192,47 +194,57 @@ def each_chunk(p, loads, arrived, read, first_to_last: bool, body, carry):
         plgpu.commit_smem()  # what was read of the slot, before a copy writes there
         plgpu.barrier_arrive(read.at[slot])
 
-        @pl.when(copies & (i + p.stages < p.chunks))
+        @pl.when(copies & (i + p.stages < length))
         def _():
             plgpu.barrier_wait(read.at[slot])
             loads(chunk(i + p.stages), slot, arrived.at[slot])
 
         return carry
 
-    return jax.lax.fori_loop(0, p.chunks, step, carry)
+    return jax.lax.fori_loop(0, length, step, carry)
 
 
-def load_state(p, gmem, b, h, c):
-    """Tiles of a float32 state: its channels of the key by the block c of the value's."""
-    return tuple(plgpu.load(gmem.at[b, h, channels(t), channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
+def load_state(p, gmem, h, c):
+    """Tiles of the piece's float32 state: its channels of the key by the block c of the value's."""
+    at = jax.lax.axis_index("batch")
+    return tuple(plgpu.load(gmem.at[at, h, channels(t), channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
                  for t in range(p.key_tiles))
 
 
-def store_state(p, gmem, b, h, c, state):
+def store_state(p, gmem, h, c, state):
     for t in range(p.key_tiles):
-        plgpu.store(gmem.at[b, h, channels(t), channels(c)], state[t], optimized=False)
+        plgpu.store(gmem.at[jax.lax.axis_index("batch"), h, channels(t), channels(c)], state[t], optimized=False)
+
+
+def first_of_map(p, c):
+    """Zeros for the value's blocks, the columns of one for the key's behind them."""
+    i, j = indices()
+    one = lambda t: (c - p.map_tiles[0] == t).astype(jnp.float32)
+    return tuple(jnp.where(i == j, 1.0, 0.0) * one(t) for t in range(p.key_tiles))
 
 
 def place(p):
     """(batch, value head, the warpgroup and its value tile)."""
     b, h, c, w = (jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles", "warpgroups"))
-    return b, h, w, c * p.warpgroups + w
+    return jax.lax.rem(b, p.batch), h, w, c * p.warpgroups + w
 
 
 def loads_of(p, b, h, sources, targets):
     """What copies chunk n of a value head, the value tiles of all warpgroups, with what its key head and the chunk's numbers are, into
-    a slot."""
+    a slot; not what has no source."""
     def loads(n, slot, barrier):
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
         *keys, values, products, numbers, rows, inverses = zip(sources, targets, strict=True)
         for t in range(p.key_tiles):
             for source, target in keys:
-                copy(source.at[b, tokens(n), jax.lax.div(h, p.share), channels(t)], target.at[slot, t])
+                if source is not None:
+                    copy(source.at[b, tokens(n), jax.lax.div(h, p.share), channels(t)], target.at[slot, t])
         for w in range(p.warpgroups):
-            c = jax.lax.axis_index("value_tiles") * p.warpgroups + w
+            c = jnp.minimum(jax.lax.axis_index("value_tiles") * p.warpgroups + w, p.value_tiles - 1)
             copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot, w])
         for source, target in (products, numbers, rows):
-            copy(source.at[b, h, n], target.at[slot])
+            if source is not None:
+                copy(source.at[b, h, n], target.at[slot])
         if p.erase:
             for part in range(2):
                 copy(inverses[0].at[n, b, h, part], inverses[1].at[slot, part])
@@ -240,14 +252,19 @@ def loads_of(p, b, h, sources, targets):
 
 
 def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
-    """The state of a value head, 64 of its value channels in a warpgroup, over all chunks; o beside it."""
+    """The state of a value head, 64 of its value channels in a warpgroup, over all chunks of a piece; o beside it. For a map the state
+    alone, which has blocks of channels behind the value's: without values, from one."""
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
-    initial_gmem, o_gmem, final_gmem = refs[:3]
-    states_gmem = refs[3] if p.save else None
+    initial_gmem = None if p.maps else refs.pop(0)
+    final_gmem = refs.pop(0)
+    o_gmem = None if p.maps else refs.pop(0)
+    states_gmem = refs.pop(0) if p.save else None
     b, h, w, c = place(p)
-    q, k, v, p_ref, a, numbers, rows_ref, s, e, arrived, read_all = refs[3 + p.save :]
+    q, k, v, p_ref, a, numbers, rows_ref, s, e, arrived, read_all = refs
     s, e = s.at[w], e.at[w]
+    if p.maps:
+        q_gmem = p_gmem = None
     loads = loads_of(p, b, h, (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, v, p_ref, numbers, rows_ref, a))
 
@@ -259,33 +276,39 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
                 plgpu.copy_smem_to_gmem(s.at[t], states_gmem.at[n, b, h, channels(t), channels(c)])
         read = lambda rows: product(*((rows.at[slot, t], s.at[t]) for t in range(p.key_tiles)))
         errors = plgpu.load(v.at[slot, w], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        if p.maps:
+            errors = errors * (c < p.map_tiles[0]).astype(jnp.float32)
         if p.erase:
             put(e, errors - down(here, K_GAMMA) * read(k))
             errors = product((a.at[slot, 0], e.at[0]), (a.at[slot, 1], e.at[0]))
-        put(e, *halves(errors))
-        o = down(here, Q_GAMMA) * read(q) + product((p_ref.at[slot], e.at[0]), (p_ref.at[slot], e.at[1]))
-        v[slot, w] = o.astype(jnp.bfloat16)
+        if not p.maps:
+            put(e, *halves(errors))
+            o = down(here, Q_GAMMA) * read(q) + product((p_ref.at[slot], e.at[0]), (p_ref.at[slot], e.at[1]))
+            v[slot, w] = o.astype(jnp.bfloat16)
         put(e, *halves(down(here, K_RHO) * errors))
-        plgpu.copy_smem_to_gmem(v.at[slot, w], o_gmem.at[b, tokens(n), h, channels(c)])
+        if not p.maps:
+            plgpu.copy_smem_to_gmem(v.at[slot, w], o_gmem.at[b, tokens(n), h, channels(c)])
         carry = rows_ref[slot, GAMMA, C - 1]
         write = lambda t: product(*((transposed(k.at[slot, t]), e.at[part]) for part in range(2)))
         state = tuple(carry * state[t] + write(t) for t in range(p.key_tiles))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return state
 
-    state = each_chunk(p, loads, arrived, read_all, True, chunk, load_state(p, initial_gmem, b, h, c))
-    store_state(p, final_gmem, b, h, c, state)
+    first = first_of_map(p, c) if p.maps else load_state(p, initial_gmem, h, c)
+    store_state(p, final_gmem, h, c, each_chunk(p, loads, arrived, read_all, True, chunk, first))
     plgpu.wait_smem_to_gmem(0)
 
 
 def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
-    """The gradient of the state of a value head, 64 of its value channels in a warpgroup, over all chunks from the last; dV beside it, in
-    halves."""
+    """The gradient of the state of a value head, 64 of its value channels in a warpgroup, over all chunks of a piece from the last; dV
+    beside it, in halves. For a map the gradient alone, from zero."""
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
-    dfinal_gmem, dv_gmem, dv_low_gmem, dstates_gmem, dinitial_gmem = refs[:5]
+    dfinal_gmem = None if p.maps else refs.pop(0)
+    dinitial_gmem = refs.pop(0)
+    dv_gmem, dv_low_gmem, dstates_gmem = [None] * 3 if p.maps else (refs.pop(0) for _ in range(3))
     b, h, w, c = place(p)
-    q, k, do, p_ref, a, numbers, rows_ref, ds, dv, arrived, read_all = refs[5:]
+    q, k, do, p_ref, a, numbers, rows_ref, ds, dv, arrived, read_all = refs
     ds, dv = ds.at[w], dv.at[w]
     loads = loads_of(p, b, h, (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, do, p_ref, numbers, rows_ref, a))
@@ -294,16 +317,17 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
         here = numbers.at[slot]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         put(ds, *dstate)
-        for t in range(p.key_tiles):
+        for t in range(0 if p.maps else p.key_tiles):
             plgpu.copy_smem_to_gmem(ds.at[t], dstates_gmem.at[n, b, h, channels(t), channels(c)])
         dvalues = down(here, K_RHO) * product(*((k.at[slot, t], ds.at[t]) for t in range(p.key_tiles)))
         dvalues = dvalues + product((transposed(p_ref.at[slot]), do.at[slot, w]))
         if p.erase:
             put(dv, *halves(dvalues))
             dvalues = product(*((transposed(a.at[slot, x]), dv.at[y]) for x, y in PARTS))
-        put(dv, *halves(dvalues))
-        plgpu.copy_smem_to_gmem(dv.at[0], dv_gmem.at[b, tokens(n), h, channels(c)])
-        plgpu.copy_smem_to_gmem(dv.at[1], dv_low_gmem.at[b, tokens(n), h, channels(c)])
+        if not p.maps:
+            put(dv, *halves(dvalues))
+            plgpu.copy_smem_to_gmem(dv.at[0], dv_gmem.at[b, tokens(n), h, channels(c)])
+            plgpu.copy_smem_to_gmem(dv.at[1], dv_low_gmem.at[b, tokens(n), h, channels(c)])
         reads = down(here, Q_GAMMA) * plgpu.load(do.at[slot, w], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         do[slot, w] = reads.astype(jnp.bfloat16)
         plgpu.wait_smem_to_gmem(2, wait_read_only=True)  # of ds, whose first tile has another use now
@@ -316,6 +340,6 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
 
         return tuple(carry * dstate[t] + read(t) for t in range(p.key_tiles))
 
-    dstate = each_chunk(p, loads, arrived, read_all, False, chunk, load_state(p, dfinal_gmem, b, h, c))
-    store_state(p, dinitial_gmem, b, h, c, dstate)
+    last = first_of_map(p, c) if p.maps else load_state(p, dfinal_gmem, h, c)
+    store_state(p, dinitial_gmem, h, c, each_chunk(p, loads, arrived, read_all, False, chunk, last))
     plgpu.wait_smem_to_gmem(0)
