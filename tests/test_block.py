@@ -12,6 +12,7 @@ from mixer_references import errors
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.config.further.block import MLPS, PLACEMENTS, BlockConfig
+from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference import complete
@@ -195,3 +196,15 @@ def test_no_hugging_face_form(settings, named):
     check_hf_form(BASE)
     with pytest.raises(UserError, match=f"model.{named}: transformers' Qwen3Next has .* no Hugging Face form"):
         check_hf_form(dataclasses.replace(BASE, **settings))
+
+
+def test_weights_of_attention_serve_as_their_kin():
+    """Only where the same arrays mean the same: other ways to read keys, and of stretching rotations."""
+    trained = dataclasses.replace(BASE, mixer=MixerConfig(qk_norm_over="layer"))
+    other = dataclasses.replace(trained, full_mixer="lambda_window", mixer=dataclasses.replace(trained.mixer, window=8, first_tokens=2))
+    assert other.differs(trained) == ("layer_types", "mixer") and weights_differ(other, trained) == ()
+    longer = dataclasses.replace(trained, yarn_factor=4.0, block=BlockConfig(rope_scaling="ntk"))
+    assert weights_differ(longer, trained) == ("yarn_factor",)
+    for settings, name in [({"full_mixer": "alibi"}, "layer_types"), ({"layer_types": ("rerope", "gated_attention")}, "layer_types"),
+                           ({"mixer": MixerConfig()}, "mixer"), ({"block": BlockConfig(placement="olmo2")}, "block")]:
+        assert weights_differ(dataclasses.replace(trained, **settings), trained) == (name,)

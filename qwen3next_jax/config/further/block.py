@@ -19,6 +19,7 @@ MLPS = {  # dense ones; experts are SwiGLU in every model
     "gelu": "qwen3next_jax.model.further.mlps:GELU",
     "relu": "qwen3next_jax.model.further.mlps:ReLU",
     "relu2": "qwen3next_jax.model.further.mlps:SquaredReLU",
+    "none": "qwen3next_jax.model.further.mlps:NoMLP",
 }
 NORMS = {  # of every norm but recurrent layers' own
     "rms": "qwen3next_jax.model.layers:rms_norm",

@@ -46,3 +46,13 @@ class SquaredReLU(GELU):
     """down(max(0, up x)²) (2109.08668)."""
 
     activation = staticmethod(lambda x: jnp.square(jax.nn.relu(x)))
+
+
+class NoMLP(nnx.Module):
+    """Nothing is added: layers that are a mixer alone. The norm before it is there and idle."""
+
+    def __init__(self, config, make: Make):
+        pass
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        return jnp.zeros_like(x_BTD), {}
