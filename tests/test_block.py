@@ -15,9 +15,10 @@ from qwen3next_jax.config.further.block import MLPS, PLACEMENTS, BlockConfig
 from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.errors import UserError
-from qwen3next_jax.inference import complete
+from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.further.masks import predicted
 from qwen3next_jax.model.further.positions import Learned, Sinusoidal
 from qwen3next_jax.model.layers import Context, rotate
@@ -53,7 +54,7 @@ KINDS = [dict(placement="sandwich", norm="layer", mlp="geglu", over="layer"), di
          dict(placement="pre", norm="layer", mlp="swiglu", over="layer", zero_centered_norm=False)]
 
 
-@pytest.mark.parametrize("kind", [kind if i < 2 else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)],
+@pytest.mark.parametrize("kind", [kind if i < 1 else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)],
                          ids=lambda kind: "-".join(map(str, kind.values())))
 def test_a_block_is_its_formula(kind):
     """Output and gradients of every parameter, which every placement, norm and MLP of the tables is in; norms away from their start."""
@@ -97,10 +98,10 @@ PREFIX = MixerConfig(mask="prefix", prefix_tokens=5)
 
 
 @pytest.mark.parametrize("name, mixer", [
-    ("t5_bias", dataclasses.replace(PREFIX, buckets=8, max_distance=12)),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("masked_attention", PREFIX), ("masked_attention", MixerConfig(mask="bidirectional")), ("alibi", PREFIX),
-        ("alibi", MixerConfig(mask="bidirectional")), ("t5_bias", MixerConfig(mask="bidirectional", buckets=8, max_distance=12))])])
+    ("t5_bias", dataclasses.replace(PREFIX, buckets=8, max_distance=12)), ("masked_attention", PREFIX), ("alibi", PREFIX),
+    ("masked_attention", MixerConfig(mask="bidirectional")), ("alibi", MixerConfig(mask="bidirectional")),
+    ("t5_bias", MixerConfig(mask="bidirectional", buckets=8, max_distance=12))])
+@pytest.mark.slow
 def test_masks_are_their_dense_forms(name, mixer):
     output, gradients = errors(name, dataclasses.replace(BASE, mixer=mixer), "float32", 40)
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
@@ -109,59 +110,59 @@ def test_masks_are_their_dense_forms(name, mixer):
 def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
     """Two layers under the prefix mask with learned positions and LayerNorm behind: encoder and decoder in one row."""
     config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX, block=BlockConfig("post", "layer", "relu", "learned"))
-    model = Qwen3Next(config, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(model)
+    graph, params = nnx.split(nnx.jit(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))())
     tokens = np.random.default_rng(0).integers(0, 32, (1, 20)).astype(np.int32)
     segments, places = np.repeat([[1, 2]], [8, 12], axis=1).astype(np.int32), np.arange(12, dtype=np.int32)[None]
+    batch = {"tokens": tokens, "segment_ids": segments}
 
     @jax.jit
-    def run(params, tokens, other):
+    def run(params, rows):
         model = nnx.merge(graph, params)
-        both, document, changed = model(tokens, segments).logits, model(tokens[:, 8:]).logits, model(other[:, 8:]).logits
-        hidden, cache = model.decode(tokens[:, 8:15], places[:, :7], model.init_cache(1, 12))
-        steps = [hidden]
-        for t in range(7, 12):
-            hidden, cache = model.decode(tokens[:, 8 + t:9 + t], places[:, t:t + 1], cache)
-            steps.append(hidden)
-        return both[:, 8:], document, changed, model.logits(jnp.concatenate(steps, axis=1))
-    for changed_at in (13, 10):
-        other = tokens.copy()
-        other[0, changed_at] += 1
-        packed, document, changed, steps = run(params, tokens, other % 32)
-        np.testing.assert_allclose(packed, document, rtol=0, atol=2e-5)
-        np.testing.assert_allclose(steps, document, rtol=0, atol=2e-5)
-        differs = np.abs(changed - document)[0].max(axis=-1) > 1e-4
-        assert differs.tolist() == [changed_at == 10] * 5 + [True] * 7  # place 5 is no part of the prefix, place 2 is
-    batch = {"tokens": tokens, "segment_ids": segments}
+        cache, hidden = model.init_cache(1, 12), []
+        for part in (slice(0, 7), slice(7, 8), slice(8, 12)):
+            x, cache = model.decode(tokens[:, 8:][:, part], places[:, part], cache)
+            hidden.append(x)
+        return model(tokens, segments).logits[0, 8:], model.logits(jnp.concatenate(hidden, axis=1))[0], model(rows).logits
+    inside, behind = (tokens[:, 8:] ^ (np.arange(12) == place) for place in (2, 5))  # the first five are the prefix
+    packed, steps, (document, of_prefix, of_rest) = run(params, np.concatenate([tokens[:, 8:], inside, behind]))
+    np.testing.assert_allclose(packed, document, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(steps, document, rtol=0, atol=2e-5)
+    differs = lambda row: (np.abs(row - document).max(axis=-1) > 1e-4).tolist()
+    assert differs(of_prefix) == [True] * 12 and differs(of_rest) == [False] * 5 + [True] * 7
+
     np.testing.assert_array_equal(predicted(config, batch)["target_mask"][0], np.r_[np.arange(8) >= 5, np.arange(12) >= 5])
     marked = predicted(config, batch | {"target_mask": np.arange(20)[None] % 2 == 0})["target_mask"][0]
-    assert np.flatnonzero(marked).tolist() == [6, 14, 16, 18]
-    assert predicted(BASE, batch) is batch
-    with pytest.raises(UserError, match="prompt 1 has 5 tokens with model.mixer.prefix_tokens = 5: expected the whole prefix and one"):
-        complete(model, [np.arange(9), np.arange(5)], max_new_tokens=2)
-    both_ways = Qwen3Next(dataclasses.replace(config, mixer=MixerConfig(mask="bidirectional")), rngs=nnx.Rngs(0))
+    assert np.flatnonzero(marked).tolist() == [6, 14, 16, 18] and predicted(BASE, batch) is batch
+
+
+def test_what_a_mask_cannot_do():
+    config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX)
+    with pytest.raises(UserError, match="prompt 1 has 5 tokens with model.mixer.prefix_tokens = 5: expected the whole prefix"):
+        check_request(config, [np.arange(9), np.arange(5)], 2, 0.0)
+    both_ways = dataclasses.replace(config, mixer=MixerConfig(mask="bidirectional"))
+    layer = mixer_class("masked_attention")(both_ways, Make(both_ways, nnx.Rngs(0)), (0,))
     with pytest.raises(UserError, match="expected 'causal' or 'prefix' to generate"):
-        complete(both_ways, [np.arange(9)], max_new_tokens=2)
+        layer(jnp.zeros((1, 2, 16)), Context(jnp.asarray([[0, 1]])), layer.init_cache(both_ways, 1, 4))
     with pytest.raises(UserError, match="expected 'causal' or 'prefix' to train"):
-        predicted(both_ways.config, batch)
+        predicted(both_ways, {})
 
 
 # ---- positions ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["linear", "ntk", "truncated"])
-def test_stretched_rotations(name):
-    c = dataclasses.replace(BASE, partial_rotary_factor=1.0, yarn_factor=4.0, block=BlockConfig(rope_scaling=name), rope_theta=100.0)
-    i, theta, once = np.arange(4), 100.0, 2 * np.pi / 64
+def test_stretched_rotations():
+    theta, once, i = 100.0, 2 * np.pi / 64, np.arange(4)
     plain = theta ** (-2 * i / 8)
-    frequency = {"linear": plain / 4, "ntk": (theta * 4 ** (8 / 6)) ** (-2 * i / 8), "truncated": np.array(
-        [f if f >= once else once / 4 if f > once / 4 else 0 for f in plain])}[name]
-    assert name != "truncated" or (frequency[:3] == plain[:3]).all() and frequency[3] == once / 4 != plain[3]
-    x, t = np.random.default_rng(0).normal(size=(1, 1, 1, 8)), 201
-    first, second = x[..., :4], x[..., 4:]
-    cos, sin = np.cos(t * frequency), np.sin(t * frequency)
-    got = rotate(jnp.asarray(x, jnp.float32), jnp.full((1, 1), t), c)
-    np.testing.assert_allclose(got, np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), atol=1e-4)
+    truncated = np.array([f if f >= once else once / 4 if f > once / 4 else 0 for f in plain])
+    assert (truncated[:3] == plain[:3]).all() and truncated[3] == once / 4 != plain[3]
+    for name, frequency in (("linear", plain / 4), ("ntk", (theta * 4 ** (8 / 6)) ** (-2 * i / 8)), ("truncated", truncated)):
+        slower, gain = BlockConfig(rope_scaling=name).of("rope_scaling")(4, theta, 4.0, 64)
+        np.testing.assert_allclose(plain * slower, frequency, rtol=1e-6)
+        assert gain == 1
+    c = dataclasses.replace(BASE, partial_rotary_factor=1.0, yarn_factor=4.0, block=BlockConfig(rope_scaling="linear"), rope_theta=theta)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 1, 8)), jnp.float32)
+    at = lambda place, c: rotate(x, jnp.full((1, 1), place), c)
+    np.testing.assert_allclose(at(200, c), at(50, dataclasses.replace(c, yarn_factor=1.0, block=BlockConfig())), rtol=0, atol=1e-5)
 
 
 def test_positions_that_are_added():

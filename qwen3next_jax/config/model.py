@@ -39,7 +39,7 @@ class ModelConfig:
     partial_rotary_factor: float = 0.25
     rope_theta: float = 10_000_000.0
     max_position_embeddings: int = 262_144
-    yarn_factor: float = 1.0  # YaRN (2309.00071): texts so many times as long as max_position_embeddings; 1: off
+    yarn_factor: float = 1.0  # texts so many times as long, by YaRN (2309.00071; `block.rope_scaling`: others); 1: off
 
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
