@@ -1,6 +1,7 @@
 """The rest of the block as settings (`model.block`, `model.mixer.mask`, …): each against its formula in float64, and what it refuses."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -209,3 +210,14 @@ def test_weights_of_attention_serve_as_their_kin():
     for settings, name in [({"full_mixer": "alibi"}, "layer_types"), ({"layer_types": ("rerope", "gated_attention")}, "layer_types"),
                            ({"mixer": MixerConfig()}, "mixer"), ({"block": BlockConfig(placement="olmo2")}, "block")]:
         assert weights_differ(dataclasses.replace(trained, **settings), trained) == (name,)
+
+
+def test_pairs_are_counted_as_they_are_seen():
+    t, s = np.arange(23)[:, None], np.arange(23)[None]
+    for name, mixer in [("masked_attention", MixerConfig()), ("masked_attention", PREFIX),
+                        ("masked_attention", MixerConfig(mask="bidirectional")), ("lambda_window", MixerConfig(window=6, first_tokens=3)),
+                        ("parallel_windows", MixerConfig(window=4, contexts=3))]:
+        config, kind = dataclasses.replace(BASE, mixer=mixer), mixer_class(name)
+        for length in (5, 10, 14, 23):
+            seen = kind.seen(types.SimpleNamespace(config=config), t[:length], s[:, :length])
+            assert kind.pairs(config, length) == np.sum(seen), (name, mixer.mask, length)

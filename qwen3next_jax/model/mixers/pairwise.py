@@ -6,6 +6,8 @@ Letters: B batch, T queries, S keys (slots of the cache), C queries of a block, 
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.config.mixers import MIXERS
+from qwen3next_jax.config.tables import resolve
 from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.model.layers import rotate, token_mean
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention, write
@@ -112,7 +114,7 @@ class Masked(Pairwise):
         c = config.mixer
         require((c.mask == "prefix") == (c.prefix_tokens > 0), f"model.mixer.mask = {c.mask!r} with model.mixer.prefix_tokens = "
                 f"{c.prefix_tokens}: expected mask = 'prefix' and 1 or more, or another mask and 0")
-        own = config.mtp_depth and config.full_mixer in ("masked_attention", "alibi", "t5_bias")
+        own = config.mtp_depth and issubclass(resolve(MIXERS, config.full_mixer, "model.full_mixer"), Masked)
         require(c.mask == "causal" or not own, f"model.mixer.mask = {c.mask!r} with model.full_mixer = {config.full_mixer!r} and "
                 f"model.mtp_depth = {config.mtp_depth}: the module would see the token that it predicts: expected mtp_depth = 0, or "
                 "another full_mixer, these layers named by layer_types")
