@@ -28,34 +28,7 @@ import runpy
 import tempfile
 import time
 
-H100 = """gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584
-  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(?:-start)?\(")
-
-
-def product_flops(program) -> float:
-    """2 × multiply-adds of every product as often as it runs; a loop whose trips the program does not state counts once."""
-    from qwen3next_jax.planner import hlo
-
-    total = 0.0
-    for computation, instruction, times in program.walk():
-        total += times * hlo.product_flops(computation, instruction)
-        contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
-        if instruction.opcode == "custom-call" and "matmul" in instruction.attribute("custom_call_target") and contracted:
-            left = computation[instruction.operands[0]].shapes[0].dims
-            total += times * 2.0 * instruction.shapes[0].elements * left[int(contracted[1])]
-    return total
 
 
 def largest_arrays(folder: str, top: int):
@@ -73,7 +46,7 @@ def largest_arrays(folder: str, top: int):
 
 
 def show(name: str, lowered, top: int):
-
+    from qwen3next_jax.planner import compiled as programs
     from qwen3next_jax.planner import hlo
 
     folder = os.environ["XLA_FLAGS"].rpartition("--xla_dump_to=")[2]
@@ -85,7 +58,7 @@ def show(name: str, lowered, top: int):
     program = hlo.parse(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
     print(f"{name}: compiled in {seconds:.0f} s, arguments {memory.argument_size_in_bytes / 2**30:.2f} GiB, "
-          f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products {product_flops(program) / 1e12:.2f} TFLOP, "
+          f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products {programs.gpu_flops(program) / 1e12:.2f} TFLOP, "
           f"largest array {max(sizes) / 2**30:.2f} GiB, collectives {dict(collections.Counter(COLLECTIVES.findall(text)))}", flush=True)
     for gib, places, shape in largest_arrays(folder, top):
         print(f"  {gib:6.2f} GiB in {places:2} places  {shape}")
@@ -188,9 +161,9 @@ def show_kernels(options, place):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/small.py")
-    parser.add_argument("--gpus", type=int, default=1, help="H100s, all along the mesh's `data` axis")
+    parser.add_argument("--gpus", type=int, default=1, help="H100s of one host, all along the mesh's `data` axis")
     parser.add_argument("--remat", default="", help="instead of the config's train.remat")
-    parser.add_argument("--with_kernels", action="store_true", help="as where the delta rule's kernels were right when first tried")
+    parser.add_argument("--with_kernels", action="store_true", help="as where all kernels were right when first tried")
     parser.add_argument("--operators", action="store_true", help="one layer's operators instead of the whole step")
     parser.add_argument("--only", default="", help="of the operators, the one so named")
     parser.add_argument("--top", type=int, default=0)
@@ -208,22 +181,22 @@ def compile_all(options):
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from jax.experimental import topologies
-
     from qwen3next_jax.config import Config, MeshConfig, from_dict
-    from qwen3next_jax.ops.delta_rule import pallas_gpu_trial
+    from qwen3next_jax.ops import kernel_trial
     from qwen3next_jax.parallel.mesh import make_mesh
     from qwen3next_jax.planner.planning import abstract_batch
+    from qwen3next_jax.planner.topology import describe
     from qwen3next_jax.training.step import abstract_train_state, make_train_step
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{options.gpus}")
+    topology = describe(f"h100:1x{options.gpus}")
     config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(data=options.gpus)))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat=options.remat or config.train.remat))
     mesh = make_mesh(config.parallel, topology.devices)
     if options.with_kernels:
-        jax.default_backend = lambda: "gpu"  # what the operator asks
-        pallas_gpu_trial.takes = lambda *_, **__: True
+        jax.default_backend = lambda: "gpu"  # what operators ask
+        kernel_trial.hopper_refusal = lambda: ""
+        kernel_trial.takes = lambda trial, refusal="": kernel_trial.say(f"{trial.name}: {refusal or 'kernels'}") or not refusal
     if options.kernels:
         return show_kernels(options, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     if options.operators:

@@ -19,6 +19,7 @@ from qwen3next_jax.model.layers import Context, rms_norm, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.parallel.rules import constrain
 
 
@@ -74,7 +75,7 @@ class Block(nnx.Module):
         normed_BTD = whole(rms_norm(x_BTD, self.mixer_norm[...], self.config))
         mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
         mixed_BTD, diagnostics, cache = mix(normed_BTD, context, cache)
-        x_BTD = whole(x_BTD + mixed_BTD)
+        x_BTD = kept(whole(x_BTD + mixed_BTD))
         y_BTD, aux = self.mlp(whole(rms_norm(x_BTD, self.mlp_norm[...], self.config)), context)
         x_BTD = whole(x_BTD + y_BTD)
         if context.diagnose:

@@ -58,9 +58,8 @@ def keeping_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted); dtype of `x`."""
-    if not config.zero_centered_norm:
-        return rms_norm_plain(x, weight, config.rms_norm_eps)
-    return _rms_normalise(x, config.rms_norm_eps, 1.0 + weight.astype(jnp.float32))
+    weight = weight.astype(jnp.float32)
+    return _rms_normalise(x, config.rms_norm_eps, 1.0 + weight if config.zero_centered_norm else weight)
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -238,7 +238,7 @@ class _Exchanged:
         return read_SS, rows_SS, land_SS
 
     def _collect(self, rows_QD):
-        return sum_by_token(rows_QD, self.token_Q, self.shape[0])
+        return sum_by_token(rows_QD, self.order_Q, self.shape)
 
 
 def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
