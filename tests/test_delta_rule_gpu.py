@@ -9,15 +9,17 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import distributed
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, errors, outputs_and_gradients, problem
 
-from qwen3next_jax.ops import gated_delta_rule
+from qwen3next_jax.ops import gated_delta_rule, kernel_trial
 from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
 
 
@@ -127,9 +129,9 @@ def plant(monkeypatch, spoiled=None, error=None):
 def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monkeypatch, tmp_path):
     """In the middle of a trace, as a training step asks."""
     def verdict(folder):
-        found = []
-        jax.eval_shape(lambda x: found.append(pallas_gpu_trial.verdict(jax.devices()[0], 64, 64, True, True, tmp_path / folder)) or x, 0)
-        pallas_gpu_trial.verdict.cache_clear()
+        found, trial = [], pallas_gpu_trial.trial(64, 64, True, True)
+        jax.eval_shape(lambda x: found.append(kernel_trial.verdict(jax.devices()[0], trial, tmp_path / folder)) or x, 0)
+        kernel_trial._known.clear()
         return found[0]
     plant(monkeypatch)
     assert verdict("right") == ""
@@ -142,17 +144,26 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
     plant(monkeypatch)
     assert verdict("broken") == ""  # the next process tries again
 
+    # Of two processes, what one of them refuses both refuse.
+    said = types.SimpleNamespace(store={}, key_value_set=lambda key, text, allow_overwrite: said.store.update({key: text}),
+                                 blocking_key_value_get=lambda key, _: said.store.get(key, said.other))
+    monkeypatch.setattr(distributed.global_state, "client", said)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for said.other, right, wrong in (("right", "", "gave another dk"), ("gave another o", "gave another o (process 1)", "gave another dk")):
+        assert verdict("right") == right and list(said.store.values()) == ["right"]
+        assert verdict("wrong").startswith(wrong) and list(said.store.values())[0].startswith("gave another dk")
+
 
 def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
     """Two forward, three backward, of one shape and dtype with the XLA form's results."""
-    pallas_gpu_trial.say.cache_clear()
+    kernel_trial.say.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu, "refusal", lambda q, k, v: "")
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))
     numbers, ids = jax.ShapeDtypeStruct((1, 64, 3), jnp.float32), jax.ShapeDtypeStruct((1, 64), jnp.int32)
 
     def kernels(verdict, transformed, **named):
-        monkeypatch.setattr(pallas_gpu_trial, "verdict", lambda *_: verdict)
+        monkeypatch.setattr(kernel_trial, "verdict", lambda *_: verdict)
         def f(q, v, g, ids):
             o, _ = gated_delta_rule(q, q, v, g=g, beta=-g, segment_ids=ids, **named)
             return jnp.sum(o.astype(jnp.float32))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from qwen3next_jax.ops import kernel_trial
 from qwen3next_jax.ops.delta_rule import chunk_math, pallas_gpu_gradients
 from qwen3next_jax.ops.delta_rule import pallas_gpu_kernels as kernels
 from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
@@ -143,11 +144,7 @@ def refusal(q, k, v) -> str:
         return f"has q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: expected bfloat16"
     if q.shape[3] not in WIDTHS or v.shape[3] not in WIDTHS:
         return f"has heads of {q.shape[3]} and {v.shape[3]} channels: expected {', '.join(map(str, WIDTHS))}"
-    platform = jax.default_backend()
-    if platform not in ("gpu", "cpu"):
-        return f"on {platform}: expected a GPU, or a CPU to interpret it"
-    chip = "9.0" if platform == "cpu" else jax.local_devices()[0].compute_capability
-    return "" if chip == "9.0" else f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
+    return kernel_trial.hopper_refusal()
 
 
 def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, interpret: bool):
