@@ -1,19 +1,21 @@
-"""The train step of a config, or its operators one by one, compiled for H100s with no GPU: what fits, and what is computed.
+r"""The train step of a config, or its operators one by one, compiled for H100s with no GPU: what fits, and what is computed.
 
     python benchmarks/gpu_compile.py --config configs/small.py [--gpus 8] [--top 12]
     python benchmarks/gpu_compile.py --config configs/small.py --operators
-    python benchmarks/gpu_compile.py --kernels [--tokens 4096] [--key_heads 16] [--value_heads 16] [--key 128] [--value 128]
+    python benchmarks/gpu_compile.py --kernels [--only attention] [--tokens 4096] [--key_heads 16] [--value_heads 16]
+        [--key 128] [--value 128]
 
 XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment apart, since a process with the
 plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cuda-nvcc brings one):
 
     uv venv .gpu -p 3.12
-    uv pip install --python .gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1
+    uv pip install --python .gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1 \
+        tokamax==0.0.17
     .gpu/bin/python benchmarks/gpu_compile.py
 
 Printed: seconds to compile, memory of the arguments (the state) and of everything else (temporaries), FLOPs of all products, a
 loop of unstated length counted once, the largest array, the collectives, and with --top what shares the temporaries' memory at its
-fullest, by shape. With --kernels, of the delta rule's kernels: what ptxas says of registers and spills, and by count of the kernels'
+fullest, by shape. With --kernels, of all kernels: what ptxas says of registers and spills, and by count of the delta rule's
 copies and products, bytes between memory and chip and FLOPs. What no compiler says is a time.
 """
 
@@ -120,10 +122,13 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int):
 
 
 def show_kernels(options, place):
-    """Forward with residuals, and backward."""
+    """Forward with residuals, and backward: the delta rule's, and tokamax's for attention with heads of `key` and for products of two
+    rows a token with the experts of configs/small.py."""
     import jax
     import jax.numpy as jnp
 
+    from qwen3next_jax.ops import pallas_gpu_ragged as products
+    from qwen3next_jax.ops.attention import pallas_gpu as attention
     from qwen3next_jax.ops.delta_rule import pallas_gpu
     from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 
@@ -135,8 +140,20 @@ def show_kernels(options, place):
     forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **settings)
     saved = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place) for y in jax.eval_shape(forward, x, state)[2:]]
     backward = functools.partial(pallas_gpu.backward, **settings)
-    counts = kernel_counts(g, h, k, v)
-    for name, function, shapes in (("forward", forward, (x, state)), ("backward", backward, (x, *saved, values, state))):
+    counts = {f"delta rule, {name}": (f", {moved:,.0f} bytes a token, {products * 2 * 64**3 / 64:,.0f} FLOP a token and value head")
+              for name, (moved, products) in kernel_counts(g, h, k, v).items()}
+    queries, keys_values, ids = shaped(1, t, h, k), shaped(1, t, g, k), shaped(1, t, dtype=jnp.int32)
+    inputs, of_scores = (queries, keys_values, keys_values, ids, ids, None), dict(scale=1.0, causal=True)
+    sums = shaped(1, h, t, dtype=jnp.float32)
+    of_experts = shaped(2 * t, 512), shaped(16, 512, 256), shaped(16, dtype=jnp.int32)
+    for name, function, shapes in (
+            ("delta rule, forward", forward, (x, state)), ("delta rule, backward", backward, (x, *saved, values, state)),
+            ("attention, forward", functools.partial(attention.forward, **of_scores), inputs),
+            ("attention, backward", functools.partial(attention.backward, **of_scores), (*inputs, queries, sums, queries)),
+            ("grouped products, forward", products.matmul, of_experts),
+            ("grouped products, backward", products.gradients, (*of_experts, shaped(2 * t, 256)))):
+        if options.only not in name:
+            continue
         lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
         begun, said = time.time(), tempfile.TemporaryFile(mode="w+")
         before = [os.dup(1), os.dup(2)]
@@ -147,10 +164,9 @@ def show_kernels(options, place):
         finally:
             for stream, file in zip((1, 2), before):
                 os.dup2(file, stream)
-        moved, products = counts[name]
         temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
-        print(f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} MiB, "
-              f"{moved:,.0f} bytes a token, {products * 2 * 64**3 / 64:,.0f} FLOP a token and value head", flush=True)
+        print(f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} MiB"
+              + counts.get(name, ""), flush=True)
         said.seek(0)
         text = said.read()
         account = r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill stores.*?Used (\d+) registers"
@@ -165,9 +181,9 @@ def main():
     parser.add_argument("--remat", default="", help="instead of the config's train.remat")
     parser.add_argument("--with_kernels", action="store_true", help="as where all kernels were right when first tried")
     parser.add_argument("--operators", action="store_true", help="one layer's operators instead of the whole step")
-    parser.add_argument("--only", default="", help="of the operators, the one so named")
+    parser.add_argument("--only", default="", help="of the operators or kernels, those so named")
     parser.add_argument("--top", type=int, default=0)
-    parser.add_argument("--kernels", action="store_true", help="the delta rule's kernels instead of the step, for a row of these sizes")
+    parser.add_argument("--kernels", action="store_true", help="the kernels instead of the step, for a row of these sizes")
     for name, size in (("tokens", 4096), ("key_heads", 16), ("value_heads", 16), ("key", 128), ("value", 128)):
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()

@@ -72,7 +72,7 @@ def test_unknown_topology_lists_the_known(name):
 
 
 def test_gpus_need_their_compiler(monkeypatch):
-    monkeypatch.setattr(topology.shutil, "which", lambda _: None)
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match="--topology=h100:16x8: .*uv run --extra gpu"):
         topology.describe("h100:16x8")
 

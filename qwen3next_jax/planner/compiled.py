@@ -218,12 +218,13 @@ def gpu_flops(program: Program) -> float:
     for computation, instruction, times in program.walk():
         flops, target = product_flops(computation, instruction), instruction.attribute("custom_call_target")
         contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
-        arrays = [computation[name].shapes[0] for name in instruction.operands if computation[name].shapes]
+        dims = [computation[name].shapes[0].dims for name in instruction.operands if computation[name].shapes]
         if instruction.opcode == "custom-call" and "matmul" in target and contracted:
-            flops = 2.0 * instruction.shapes[0].elements * arrays[0].dims[int(contracted[1])]
-        elif kernel := re.search("ragged_(contracting_dim_)?dot_sm90", instruction.attributes):
-            rows, matrix = ((s for s in arrays if len(s.dims) == n and s.dtype == "bf16") for n in (2, 3))
-            flops = 2.0 * next(rows).elements * (instruction.shapes[0].dims[2] if kernel[1] else next(matrix).dims[2])
+            flops = 2.0 * instruction.shapes[0].elements * dims[0][int(contracted[1])]
+        elif instruction.opcode == "custom-call" and "/ragged_dot_sm90/" in instruction.op_name:  # [R, D] by [E, D, F]
+            flops = 2.0 * instruction.shapes[0].elements * dims[0][1]
+        elif instruction.opcode == "custom-call" and "/ragged_contracting_dim_dot_sm90/" in instruction.op_name:  # .., .., [D, R], [R, F]
+            flops = 2.0 * math.prod(dims[2]) * dims[3][1]
         total += times * flops
     return total
 

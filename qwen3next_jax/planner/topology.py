@@ -81,9 +81,10 @@ def describe(name: str) -> Topology:
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
-    if importlib.util.find_spec("jax_cuda13_plugin") is None or shutil.which("ptxas") is None:
-        raise UserError(f"--topology={name}: compiling for it needs jax's CUDA plugin and `ptxas` of CUDA 13 on the PATH, without a GPU, "
-                        "too: use `uv run --extra gpu --extra plan …`; docs/gpu.md says how")
+    assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")  # of the CUDA on the PATH, or of that which jax[cuda13] brings
+    if importlib.util.find_spec("jax_cuda13_plugin") is None or assembler is None:
+        raise UserError(f"--topology={name}: its compiler is not installed, jax's CUDA plugin and `ptxas` of CUDA 13: use "
+                        "`uv run --extra gpu …`; no GPU is needed")
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # those of this machine are left alone
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     described = _HOPPER.format(bandwidth=chip.hbm_bandwidth, memory=chip.usable_hbm, kind=chip.kinds[0])
