@@ -102,9 +102,7 @@ def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
 
 def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
-    dtype, few = x_BTD.dtype, x_BTD.shape[0] * x_BTD.shape[1] <= FEW_TOKENS
-    # Either form runs anywhere. In bfloat16, as accelerators train, nothing but the experts' inputs is to be kept.
-    by_token = shards(mesh, EXPERTS) > 1 or bool(tpu()) or dtype.itemsize < 4 and not few
+    dtype, by_token = x_BTD.dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
     if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
         gate_up_ED2I = gate_up_ED2I.reshape(*gate_up_ED2I.shape[:2], -1)
     if mesh is not None:
@@ -121,8 +119,10 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
         weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
 
     weight_RA = weight_RA.astype(dtype)
-    exchanged = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS) if shards(mesh, EXPERTS) > 1 else None
-    run = exchanged or (whole_experts if by_token else _few_tokens if few else _sorted_experts)
+    many = _sorted_experts if dtype.itemsize >= 4 else functools.partial(whole_experts, on_cpu=_sorted_experts)  # keeps its inputs alone
+    run = whole_experts if by_token else _few_tokens if x_RD.shape[0] <= FEW_TOKENS else many
+    if shards(mesh, EXPERTS) > 1:
+        run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
     y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
     if mesh is not None:
