@@ -25,18 +25,19 @@ def takes(x: chunk_math.Inputs, normalize: bool, erase: bool, axis_name: str | N
         return True
     if x.q.shape[1] <= pallas_gpu.C // 2:  # the XLA form cuts shorter rows into shorter chunks
         return False
-    return kernel_trial.takes(trial(x.q.shape[3], x.v.shape[3], normalize, erase), why)
+    split = pallas_gpu.Problem.of(x, normalize=normalize, erase=erase).pieces > 1
+    return kernel_trial.takes(trial(x.q.shape[3], x.v.shape[3], normalize, erase, split), why)
 
 
-def trial(key: int, value: int, normalize: bool, erase: bool, interpret: bool = False) -> kernel_trial.Trial:
-    kind = key, value, normalize, erase
+def trial(key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool = False) -> kernel_trial.Trial:
+    kind = key, value, normalize, erase, split
     return kernel_trial.Trial("gated delta rule", AVOID, kind, (pallas_gpu, pallas_gpu_kernels, pallas_gpu_gradients),
                               functools.partial(worst, *kind, interpret), APART)
 
 
-def worst(key: int, value: int, normalize: bool, erase: bool, interpret: bool) -> tuple[str, float]:
-    """The output or gradient in which the two forms differ most, and its relative L2 difference: three chunks, two documents and
-    padding, two value heads a key head."""
+def worst(key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool) -> tuple[str, float]:
+    """The output or gradient in which the two forms differ most, and its relative L2 difference: three chunks, each a piece or all one,
+    two documents and padding, two value heads a key head."""
     rng = np.random.default_rng(0)
     time, heads = 2 * pallas_gpu.C + 6, 2
     array = lambda *shape, dtype=jnp.bfloat16: jnp.asarray(rng.normal(size=shape), dtype)
@@ -53,6 +54,6 @@ def worst(key: int, value: int, normalize: bool, erase: bool, interpret: bool) -
         o, final, *saved = form.forward(x, initial, None, save=True, **settings)
         return o, final, *form.backward(x, *saved, do, dfinal, **settings)
 
-    got = jax.jit(functools.partial(results, pallas_gpu, interpret=interpret))()
+    got = jax.jit(functools.partial(results, pallas_gpu, interpret=interpret, pieces=3 if split else 1))()
     want = jax.jit(functools.partial(results, chunked, parallel=False))()
     return kernel_trial.worst_of(("o", "final state", "dq", "dk", "dv", "dg", "dbeta", "gradient of the initial state"), got, want)
