@@ -69,7 +69,7 @@ def mixer(request):
 
 # Small enough that rows of T tokens meet them.
 SETTINGS = {"sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True), "mla": MixerConfig(latent_rank=8, query_rank=6),
-            "gsa": MixerConfig(slots=6), "abc": MixerConfig(slots=6)}
+            "gsa": MixerConfig(slots=6), "abc": MixerConfig(slots=6), "ttt": MixerConfig(block=4), "titans": MixerConfig(block=4)}
 
 
 def base(name):

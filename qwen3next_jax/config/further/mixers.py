@@ -24,6 +24,15 @@ FURTHER_MIXERS = {
     "dfw": "qwen3next_jax.model.mixers.dfw:DFW",
     "mamba": "qwen3next_jax.model.mixers.mamba:Mamba",
     "rwkv4": "qwen3next_jax.model.mixers.rwkv4:RWKV4",
+    "gdn2": "qwen3next_jax.model.mixers.gdn2:GDN2",
+    "s4d": "qwen3next_jax.model.mixers.s4d:S4D",
+    "ttt": "qwen3next_jax.model.mixers.ttt:TTT",
+    "titans": "qwen3next_jax.model.mixers.titans:Titans",
+    "lstm": "qwen3next_jax.model.mixers.lstm:LSTM",
+    "rnn": "qwen3next_jax.model.mixers.rnn:RNN",
+    "hyena": "qwen3next_jax.model.mixers.hyena:Hyena",
+    "bahdanau": "qwen3next_jax.model.mixers.bahdanau:Bahdanau",
+    "luong": "qwen3next_jax.model.mixers.luong:Luong",
 }
 
 
@@ -39,7 +48,9 @@ class MixerConfig:
     latent_rank: int = 512  # mla: numbers a token keeps of its keys and values
     query_rank: int = 0  # mla: of the queries' latent; 0: queries straight from the input
     slots: int = 64  # gsa: that keep keys and values
-    state_size: int = 16  # mamba: numbers that a channel keeps
+    state_size: int = 16  # mamba, s4d: numbers that a channel keeps
+    block: int = 16  # ttt, titans: tokens of a document whose gradients are taken at one state
 
     def __post_init__(self):
-        check_bounds(self, "model.mixer", {"at least 1": "window latent_rank slots state_size", "0 or more": "first_tokens query_rank"})
+        check_bounds(self, "model.mixer", {"at least 1": "window latent_rank slots state_size block",
+                                           "0 or more": "first_tokens query_rank"})
