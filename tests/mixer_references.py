@@ -383,11 +383,11 @@ def _gradient(name, config):
     return jax.jit(jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True))
 
 
-def errors(name, config, dtype, length, seed=0, added=None):
+def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     """Largest relative error of (output, any gradient) of a layer in `dtype` against its reference in float64, given the same numbers.
 
     An error is of the largest number of the array; of gradients that are all but zero, of the largest gradient of a parameter.
-    added: {parameter: a number that is added to all of it}.
+    added: {parameter: a number that is added to all of it}. of_reference: instead of the reference itself, computed in `dtype`.
     """
     config = dataclasses.replace(config, dtype=dtype)
     graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(seed)), (0,)))
@@ -404,12 +404,16 @@ def errors(name, config, dtype, length, seed=0, added=None):
     def ours(params, x):
         y, _, _ = nnx.merge(graph, params)(x[None].astype(dtype), Context(positions))
         return jnp.sum(y[0].astype(jnp.float32) * dy), y[0]
-    (_, y), d = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(params, x)
+    if of_reference:
+        narrow = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, dtype), tree)
+        (_, y), d = _gradient(name, config)(*map(narrow, (nnx.to_pure_dict(params), x, dy)))
+    else:
+        (_, y), d = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(params, x)
+        d = (nnx.to_pure_dict(d[0]), d[1])
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), tree)
         reference = _gradient(name, dataclasses.replace(config, dtype="float32"))
         (_, want_y), want = reference(*map(wide, (nnx.to_pure_dict(params), x, dy)))
-    d = (nnx.to_pure_dict(d[0]), d[1])
     largest = max(np.abs(np.asarray(a)).max() for a in jax.tree.leaves(want))
 
     def relative(got, want, least):
