@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_compile.py --config configs/small.py [--gpus 8] [--top 12]
     python benchmarks/gpu_compile.py --config configs/small.py --operators
-    python benchmarks/gpu_compile.py --kernels [--tokens 4096] [--key_heads 16] [--value_heads 16] [--key 128] [--value 128]
+    python benchmarks/gpu_compile.py --kernels [--tokens 4096] [--key_heads 16] [--value_heads 16] [--key 128] [--value 128] [--pieces 0]
 
 XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment apart, since a process with the
 plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cuda-nvcc brings one):
@@ -129,21 +129,27 @@ def operators(config, place):
     }
 
 
-def kernel_counts(key_heads: int, value_heads: int, key: int, value: int):
+def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces: int):
     """{pass: (bytes a token that the kernels copy, all heads; products of 64 x 64 x 64 a chunk and value head)}, by hand from
     ops/delta_rule/pallas_gpu*.py, residuals saved. A copy that another block made before may come out of the L2 cache."""
     keys, values, share = key // 64, value // 64, value_heads // key_heads
     tile, rows, numbers = 64 * 64 * 2, 8 * 64 * 4, 6 * 64 * 4
     chunk = (2 * keys * tile) / share + rows + numbers + tile  # q and k; P
-    scan = values * (2 * keys * tile + 2 * tile + rows + numbers + 2 * tile)  # q, k, v or dO, P, the inverse
+    # q, k, P and the inverse once for two tiles of the value, then v or dO; the maps of pieces need neither q nor P
+    scan = -(-values // 2) * ((2 * keys + 3) * tile + rows + numbers) + values * tile
+    maps = lambda n: (pieces > 1) * (-(-n // 2) * ((keys + 2) * tile + rows + numbers) + n * tile)
     states = keys * values * tile
-    forward = chunk + 2 * tile + scan + values * tile + states
-    backward = chunk + scan + 2 * values * tile + states
-    gradients = (2 * keys + 2 * values + 2) * tile + rows + numbers + 2 * values * tile + 6 * states + 2 * keys * tile + 512
+    forward = chunk + 2 * tile + scan + values * tile + maps(keys + values)
+    backward = chunk + scan + 2 * values * tile + states + maps(keys) + (pieces > 1) * scan
+    reads = 2 if keys * values <= 4 else 6  # of the states and their gradients: they stay where there is place
+    gradients = (2 * keys + 2 * values + 2) * tile + rows + numbers + 2 * values * tile + reads * states + 2 * keys * tile + 512
     a_token = lambda x: x * value_heads / 64
-    return {"forward": (a_token(forward), 2 * keys + 30 + values * (4 * keys + 5)),
-            "backward": (a_token(backward + gradients), keys + values * (3 * keys + 4) + 5 * keys * values + 8 * values
-                         + 6 * keys + 2)}
+    ladder = 3 * 2 * (3 * 4 / 16 + 2 / 16 + 1 / 4)  # three passes each; 16 x 16 x 64 in 64 x 64 x 64 is a sixteenth
+    mapped = lambda n: (pieces > 1) * n * (3 * keys + 2)
+    computed = 2 * keys + ladder + values * (4 * keys + 4) + mapped(keys + values)
+    state_back = values * (3 * keys + 4) * (1 + (pieces > 1))
+    return {"forward": (a_token(forward + states), computed), "forward alone": (a_token(forward), computed),
+            "backward": (a_token(backward + gradients), keys + state_back + mapped(keys) + 5 * keys * values + 6 * values + 6 * keys + 2)}
 
 
 def show_kernels(options, place):
@@ -159,10 +165,13 @@ def show_kernels(options, place):
     keys, values, numbers = shaped(1, t, g, k), shaped(1, t, h, v), shaped(1, t, h, dtype=jnp.float32)
     x, state = Inputs(keys, keys, values, numbers, numbers, shaped(1, t, dtype=jnp.int32)), shaped(1, h, k, v, dtype=jnp.float32)
     settings = dict(size=64, normalize_qk=True, erase=True, interpret=False)
+    pieces = options.pieces or pallas_gpu.Problem.of(x, normalize=True, erase=True).pieces
+    settings |= dict(pieces=pieces)
     forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **settings)
     saved = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place) for y in jax.eval_shape(forward, x, state)[2:]]
     backward = functools.partial(pallas_gpu.backward, **settings)
-    counts = kernel_counts(g, h, k, v)
+    counts = kernel_counts(g, h, k, v, pieces)
+    print(f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {pieces} piece(s)")
     for name, function, shapes in (("forward", forward, (x, state)), ("backward", backward, (x, *saved, values, state))):
         lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
         begun, said = time.time(), tempfile.TemporaryFile(mode="w+")
@@ -175,9 +184,10 @@ def show_kernels(options, place):
             for stream, file in zip((1, 2), before):
                 os.dup2(file, stream)
         moved, products = counts[name]
+        alone = f" ({counts['forward alone'][0]:,.0f} where no gradient is asked for)" if name == "forward" else ""
         temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
         print(f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} MiB, "
-              f"{moved:,.0f} bytes a token, {products * 2 * 64**3 / 64:,.0f} FLOP a token and value head", flush=True)
+              f"{moved:,.0f} bytes a token{alone}, {products * 2 * 64**3 / 64:,.0f} FLOP a token and value head", flush=True)
         said.seek(0)
         text = said.read()
         account = r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill stores.*?Used (\d+) registers"
@@ -195,7 +205,7 @@ def main():
     parser.add_argument("--only", default="", help="of the operators, the one so named")
     parser.add_argument("--top", type=int, default=0)
     parser.add_argument("--kernels", action="store_true", help="the delta rule's kernels instead of the step, for a row of these sizes")
-    for name, size in (("tokens", 4096), ("key_heads", 16), ("value_heads", 16), ("key", 128), ("value", 128)):
+    for name, size in (("tokens", 4096), ("key_heads", 16), ("value_heads", 16), ("key", 128), ("value", 128), ("pieces", 0)):
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -7,6 +7,7 @@ Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is th
 import dataclasses
 import functools
 
+import attention_references
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -372,7 +373,7 @@ REFERENCES = dict(
     gated_deltanet=gated_deltanet, kda=kda, mamba2=mamba2, sliding_window=sliding_window, gla=gla, hgrn2=hgrn2, rwkv6=rwkv6, mla=mla,
     linear=linear, retnet=retnet, lightning=lightning, gated_retention=retnet, gated_rfa=gated_rfa, mlstm=mlstm, gsa=gsa, abc=abc, dfw=dfw,
     rwkv4=rwkv4, mamba=mamba, gdn2=gdn2, s4d=s4d, ttt=ttt, titans=titans, lstm=lstm, rnn=rnn,
-    hyena=hyena, bahdanau=bahdanau, luong=luong)
+    hyena=hyena, bahdanau=bahdanau, luong=luong) | attention_references.REFERENCES
 
 
 @functools.cache
