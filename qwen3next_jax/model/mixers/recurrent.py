@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
       [B, T, GK], [B, T, HV], where the mixer `flattens`.
     gate: [B, T, G, RV] or flat, of the output, or None.
     g, beta: float32 log decay ≤ 0, [B, T, H] or of every key channel [B, T, H, K] (None: nothing is forgotten), and write strength
-      [B, T, H] (None: 1).
+      [B, T, H] (None: 1), or with an axis more where the mixer's `recurrence` reads several numbers of a head.
     """
 
     mixed: jax.Array | list[jax.Array]
@@ -150,11 +150,10 @@ class Recurrent(Mixer):
             y_BTD = keeping_inputs(project, o_BTHV, self.norm[...], gate_BTGRV, self.out_proj[...])
         diagnostics = {}
         if context.diagnose:
-            diagnostics = {"beta": token_mean(beta_BTH, context.counted),
-                           "state_norm": jnp.mean(jnp.linalg.norm(states["state"], axis=(-2, -1)), axis=0)}
+            of_head = lambda x: token_mean(x if x.ndim == 3 else jnp.mean(x, axis=-1), context.counted)
+            diagnostics = {"beta": of_head(beta_BTH), "state_norm": jnp.mean(jnp.linalg.norm(states["state"], axis=(-2, -1)), axis=0)}
             if inputs.g is not None:
-                mean = token_mean(g_BTH if g_BTH.ndim == 3 else jnp.mean(g_BTH, axis=-1), context.counted)
-                diagnostics["half_life"] = -math.log(2) / jnp.minimum(mean, -1e-12)
+                diagnostics["half_life"] = -math.log(2) / jnp.minimum(of_head(g_BTH), -1e-12)
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
     def flattens(self) -> bool:
