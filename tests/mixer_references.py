@@ -7,6 +7,7 @@ Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is th
 import dataclasses
 import functools
 
+import attention_references
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -264,7 +265,7 @@ def mla(c, p, x):
 REFERENCES = dict(
     gated_deltanet=gated_deltanet, kda=kda, mamba2=mamba2, sliding_window=sliding_window, gla=gla, hgrn2=hgrn2, rwkv6=rwkv6, mla=mla,
     linear=linear, retnet=retnet, lightning=lightning, gated_retention=retnet, gated_rfa=gated_rfa, mlstm=mlstm, gsa=gsa, abc=abc, dfw=dfw,
-    rwkv4=rwkv4, mamba=mamba)
+    rwkv4=rwkv4, mamba=mamba) | attention_references.REFERENCES
 
 
 @functools.cache

@@ -69,11 +69,15 @@ def mixer(request):
 
 # Small enough that rows of T tokens meet them.
 SETTINGS = {"sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True), "mla": MixerConfig(latent_rank=8, query_rank=6),
-            "gsa": MixerConfig(slots=6), "abc": MixerConfig(slots=6)}
+            "gsa": MixerConfig(slots=6), "abc": MixerConfig(slots=6), "t5_bias": MixerConfig(buckets=8, max_distance=12),
+            "rerope": MixerConfig(window=5), "leaky_rerope": MixerConfig(window=5, stretch=3.0), "lambda_window": MixerConfig(
+            window=5, first_tokens=2), "parallel_windows": MixerConfig(window=4, contexts=3), "selected_tokens": MixerConfig(
+            window=5, first_tokens=2, selected=3)}
 
 
 def base(name):
-    return dataclasses.replace(BASE, mixer=SETTINGS.get(name, BASE.mixer))
+    beyond = {"max_position_embeddings": 8, "yarn_factor": 8.0, "partial_rotary_factor": 0.5} if name == "dynamic_ntk" else {}
+    return dataclasses.replace(BASE, mixer=SETTINGS.get(name, BASE.mixer), **beyond)
 
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, BASE.hidden_size)), jnp.float32)
@@ -138,7 +142,7 @@ def layers(name, **settings):
                                decay_init="log_uniform", mtp_depth=1, **settings)
 
 
-@pytest.mark.parametrize("name", [name for name in quick(REFERENCES) if name != "gated_deltanet"])  # that one: test_reference.py
+@pytest.mark.parametrize("name", [name for name in quick(REFERENCES) if name not in QUICK[:2]])  # test_reference.py has those two
 def test_a_layer_is_its_paper_s_recurrence_token_by_token(name):
     """Outputs and gradients of every parameter, in float32: rounding of some hundred sums, times what strong decay makes of it."""
     output, gradients = errors(name, dataclasses.replace(base(name), decay_init="log_uniform"), "float32", 40)
