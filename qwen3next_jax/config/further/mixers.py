@@ -25,6 +25,15 @@ FURTHER_MIXERS = {
     "dfw": "qwen3next_jax.model.mixers.dfw:DFW",
     "mamba": "qwen3next_jax.model.mixers.mamba:Mamba",
     "rwkv4": "qwen3next_jax.model.mixers.rwkv4:RWKV4",
+    "gdn2": "qwen3next_jax.model.mixers.gdn2:GDN2",
+    "s4d": "qwen3next_jax.model.mixers.s4d:S4D",
+    "ttt": "qwen3next_jax.model.mixers.ttt:TTT",
+    "titans": "qwen3next_jax.model.mixers.titans:Titans",
+    "lstm": "qwen3next_jax.model.mixers.lstm:LSTM",
+    "rnn": "qwen3next_jax.model.mixers.rnn:RNN",
+    "hyena": "qwen3next_jax.model.mixers.hyena:Hyena",
+    "bahdanau": "qwen3next_jax.model.mixers.bahdanau:Bahdanau",
+    "luong": "qwen3next_jax.model.mixers.luong:Luong",
     "nope_attention": "qwen3next_jax.model.mixers.nope_attention:NoPEAttention",
     "masked_attention": "qwen3next_jax.model.mixers.pairwise:Masked",
     "alibi": "qwen3next_jax.model.mixers.distance:ALiBi",
@@ -53,7 +62,8 @@ class MixerConfig:
     latent_rank: int = 512  # mla: numbers a token keeps of its keys and values
     query_rank: int = 0  # mla: of the queries' latent; 0: queries straight from the input
     slots: int = 64  # gsa: that keep keys and values
-    state_size: int = 16  # mamba: numbers that a channel keeps
+    state_size: int = 16  # mamba, s4d: numbers that a channel keeps
+    block: int = 16  # ttt, titans: tokens of a document whose gradients are taken at one state
     mask: Literal["causal", "prefix", "bidirectional"] = "causal"  # masked_attention, alibi, t5_bias
     prefix_tokens: int = 0  # of the mask "prefix": tokens at a document's start that see each other
     buckets: int = 32  # t5_bias: of distances
@@ -64,7 +74,7 @@ class MixerConfig:
 
     def __post_init__(self):
         check_bounds(self, "model.mixer", {
-            "at least 1": "window latent_rank slots state_size stretch contexts selected", "at least 4": "buckets",
+            "at least 1": "window latent_rank slots state_size block stretch contexts selected", "at least 4": "buckets",
             "0 or more": "first_tokens query_rank prefix_tokens"})
         require(self.max_distance > self.buckets // 2, f"model.mixer.max_distance = {self.max_distance}: expected more than half of "
                                                        f"model.mixer.buckets = {self.buckets}, which are exact")
