@@ -155,6 +155,9 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
     assert verdict("broken") == "failed where it was tried on this GPU (RuntimeError: no ptxas anywhere)"
     plant(monkeypatch)
     assert verdict("broken") == ""  # the next process tries again
+    (tmp_path / "right" / "avoid").touch()
+    assert verdict("right") == f"may take none, by {tmp_path}/right/avoid"
+    (tmp_path / "right" / "avoid").unlink()
 
     # Of two processes, what one of them refuses both refuse.
     said = types.SimpleNamespace(store={}, key_value_set=lambda key, text, allow_overwrite: said.store.update({key: text}),

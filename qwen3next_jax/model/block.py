@@ -19,6 +19,7 @@ from qwen3next_jax.model.layers import Context, rms_norm, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.parallel.rules import constrain
 
 
@@ -71,7 +72,7 @@ class Block(nnx.Module):
 
         mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
         mixed_BTD, diagnostics, cache = mix(whole(self.before(x_BTD, "mixer")), context, cache)
-        x_BTD = whole(self.after(x_BTD, mixed_BTD, "mixer"))
+        x_BTD = kept(whole(self.after(x_BTD, mixed_BTD, "mixer")))
         y_BTD, aux = self.mlp(whole(self.before(x_BTD, "mlp")), context)
         x_BTD = whole(self.after(x_BTD, y_BTD, "mlp"))
         if context.diagnose:

@@ -19,6 +19,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, rms_norm
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.parallel.rules import constrain
 
 
@@ -43,7 +44,7 @@ class MultiTokenPrediction(nnx.Module):
     def before_norm(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context, cache: dict | None = None):
         pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
                                 rms_norm(hidden_BTD, self.hidden_norm[...], self.config)), axis=-1)
-        x_BTD = constrain(pair @ self.fc[...].astype(hidden_BTD.dtype), context.mesh, "batch", context.time, None)
+        x_BTD = kept(constrain(pair @ self.fc[...].astype(hidden_BTD.dtype), context.mesh, "batch", context.time, None))
         return self.block(x_BTD, context, cache)
 
     @staticmethod

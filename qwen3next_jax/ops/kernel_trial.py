@@ -21,6 +21,7 @@ import numpy as np
 
 RIGHT, FAILED = "right", "failed where it was tried on this GPU"
 FOLDER = pathlib.Path(os.path.expanduser("~/.cache/qwen3next_jax/kernels"))
+AVOID = f"a file {FOLDER}/avoid avoids all such kernels"
 PATIENCE = 1800  # seconds for the other processes to come to their trial of the same kind, and to compile it
 _known: dict = {}
 
@@ -58,7 +59,7 @@ def hopper_refusal() -> str:
     platform = jax.default_backend()
     if platform not in ("gpu", "cpu"):
         return f"on {platform}: expected a GPU, or a CPU to interpret it"
-    chip = "9.0" if platform == "cpu" else jax.local_devices()[0].compute_capability
+    chip = "9.0" if platform == "cpu" else getattr(jax.local_devices()[0], "compute_capability", "unknown")
     return "" if chip == "9.0" else f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
 
 
@@ -102,6 +103,8 @@ def _agreed(key: str, found: str) -> str:
 
 
 def _remembered(device, trial: Trial, folder: pathlib.Path) -> str:
+    if (folder / "avoid").exists():
+        return f"may take none, by {folder}/avoid"
     sources = b"".join(pathlib.Path(module.__file__).read_bytes() for module in trial.modules)
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
     kind = device.device_kind, versions, hashlib.sha256(sources).hexdigest(), trial.name, trial.kind

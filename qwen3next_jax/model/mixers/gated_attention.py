@@ -15,6 +15,7 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm, rotate
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
 
 
@@ -31,6 +32,7 @@ class GatedAttention(Mixer):
 
     settings = ("attention_output_gate", "qk_norm", "mixer.qk_norm_over")
     cache_kind = "slots"
+    names_kept = True
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         self.config = c = config
@@ -49,10 +51,10 @@ class GatedAttention(Mixer):
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens' keys and values written)."""
         c, dtype = self.config, x_BTD.dtype
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
-        query_gate_BTNK2 = constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
+        query_gate_BTNK2 = kept(constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None))
         q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1) if c.attention_output_gate else (query_gate_BTNK2, None)
-        k_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
-        v_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
+        k_BTMK = kept(jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype)))
+        v_BTMK = kept(jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype)))
         if c.qk_norm:
             q_BTNK = self.normed(q_BTNK, self.q_norm[...])
             k_BTMK = self.normed(k_BTMK, self.k_norm[...])

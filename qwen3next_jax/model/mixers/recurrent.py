@@ -17,6 +17,7 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, 
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import causal_conv1d, channel_delta_rule, gated_delta_rule, linear_scan
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.pallas_gated_norm import gated_norm
 from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.parallel.rules import activation_spec, constrain, local
@@ -129,7 +130,7 @@ class Recurrent(Mixer):
     def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache after these tokens)."""
         c, dtype = self.config, x_BTD.dtype
-        mixed_BTGC, gate_BTGRV, g_BTH, beta_BTH = inputs = self.inputs(x_BTD, context)
+        mixed_BTGC, gate_BTGRV, g_BTH, beta_BTH = inputs = kept(self.inputs(x_BTD, context))
         shape = (*x_BTD.shape[:2], c.linear_num_value_heads)
         g_BTH = jnp.zeros(shape, jnp.float32) if g_BTH is None else g_BTH
         beta_BTH = jnp.ones(shape, jnp.float32) if beta_BTH is None else beta_BTH
