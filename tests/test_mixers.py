@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,7 +28,7 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import fft_convolution, gated_delta_rule, pallas_causal_conv1d, pallas_gated_norm
+from qwen3next_jax.ops import fft_convolution, gated_delta_rule, pallas_causal_conv1d, pallas_gated_norm, pallas_gpu_gated_norm
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
@@ -259,6 +260,13 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
+    """Two heads and two blocks of tokens; races are errors. No GPU has run them."""
+    with mock.patch.object(pallas_gpu_gated_norm, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
+        name, apart = pallas_gpu_gated_norm.worst(1e-6, 128, interpret=True)
+    assert apart < 1e-3, name
 
 
 def test_every_implementation_of_the_delta_rule_can_be_trained_with():
