@@ -22,8 +22,9 @@ class Mixer(nnx.Module):
 
     settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`) and of `MixerConfig` ("mixer.window"), which are
       refused where no layer reads them.
-    cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply written over; "state" where it
-      is as large after any number of tokens and has to be restored.
+    cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply written over: the mixer gets those of
+      all layers stacked with it, [layers, B, …], and writes into `context.layer`'s, as to cut them out would be a copy for every token;
+      "state" where it is as large after any number of tokens and has to be restored.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.hf_entries import Entry, one, vector
@@ -14,6 +16,7 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm, rotate
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
+from qwen3next_jax.ops.cached_attention import cached_attention, write
 from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
 
 
@@ -67,8 +70,7 @@ class GatedAttention(Mixer):
         """(o [B, T, N, K], the cache with these keys and values written)."""
         if cache is None:
             return attend(q_BTNK, k_BTMK, v_BTMK, context), None
-        cache = {"k": write(cache["k"], k_BTMK, context.positions), "v": write(cache["v"], v_BTMK, context.positions)}
-        return attend(q_BTNK, cache["k"], cache["v"], context, context.positions), cache
+        return attend_cached(q_BTNK, {"k": k_BTMK, "v": v_BTMK}, cache, context)
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
@@ -128,31 +130,45 @@ def attention_diagnostics(attend: Callable, q_BTNK, k_BTMK, gate_BTNK, context: 
                     "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 
 
-def attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Context,
-           q_positions_BT: jax.Array | None = None) -> jax.Array:
-    """Attention with the heads split over `tensor`; with `q_positions`, to the slots of a cache. Where there are fewer key/value
-    heads than shards, every shard holds all of them and takes the one that its query heads read."""
-    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
+def attend(q_BTNK: jax.Array, k_BTMK: jax.Array, v_BTMK: jax.Array, context: Context) -> jax.Array:
+    """Attention with the heads split over `tensor`. Where there are fewer key/value heads than shards, every shard holds all of
+    them and takes the one that its query heads read."""
+    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BTMK.shape[2])
     shared = m % shards(mesh, TENSOR) != 0
 
-    def run(q, k, v, segment_ids, q_positions):
+    def run(q, k, v, segment_ids):
         if shared:
-            head = jax.lax.axis_index(TENSOR) * q.shape[2] // (n // m)
-            k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
-        if q_positions is not None:
-            return attention(q, k, v, q_positions=q_positions)
+            k, v = (_own_head(x, q, n // m) for x in (k, v))
         return attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis)
 
     split, tokens = activation_spec("batch", context.time, "heads", None), activation_spec("batch", context.time)
     keys = activation_spec("batch", context.time, None, None) if shared else split
-    segment_ids = context.segment_ids if q_positions_BT is None else None
-    return local(run, mesh, (split, keys, keys, tokens, tokens), split)(q_BTNK, k_BSMK, v_BSMK, segment_ids, q_positions_BT)
+    return local(run, mesh, (split, keys, keys, tokens), split)(q_BTNK, k_BTMK, v_BTMK, context.segment_ids)
 
 
-def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-    """Writes each token into its slot. Padding after a row's end lands in slots that later tokens overwrite before
-    any query can see them; slots past the end are dropped."""
-    row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
-    written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(new_BTMK.astype(cache_BSMK.dtype), mode="drop")
-    # Without the barrier XLA on CPU repeats the write for each of its readers, with two copies of the cache each time.
-    return jax.lax.optimization_barrier(written_BSMK)
+def attend_cached(q_BTNK: jax.Array, new: dict, cache: dict, context: Context) -> tuple[jax.Array, dict]:
+    """Writes `new`, keys first and values last, each [B, T, M, K], into the layer's slots → (o [B, T, N, K], the cache)."""
+    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
+    shared = m % shards(mesh, TENSOR) != 0
+
+    def run(q, new, cache, positions, layer):
+        cache = {name: write(cache[name], x, layer, positions[:, 0]) for name, x in new.items()}
+        keys, *_, values = 2 * tuple(cache.values())  # of one array the same
+        if shared:
+            keys, values, layer = *(_own_head(x[layer], q, n // m)[None] for x in (keys, values)), 0
+        return cached_attention(q, keys, values, layer, positions), cache
+
+    split, whole = activation_spec("batch", None, "heads", None), activation_spec("batch", None, None, None)
+    tokens, slots = whole if shared else split, cache_spec(m, mesh)
+    return local(run, mesh, (split, tokens, slots, activation_spec("batch", None), P()), (split, slots))(
+        q_BTNK, new, cache, context.positions, context.layer)
+
+
+def cache_spec(heads: int, mesh: Mesh | None) -> P:
+    """Where a cache [layers, B, S, heads, K] lies."""
+    return activation_spec(None, "batch", None, None if heads % shards(mesh, TENSOR) else "heads", None)
+
+
+def _own_head(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
+    """Of all key/value heads, each read by so many query heads, the one that this shard's read."""
+    return jax.lax.dynamic_slice_in_dim(x_BSMK, jax.lax.axis_index(TENSOR) * q_BTNK.shape[2] // readers, 1, axis=2)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from qwen3next_jax.errors import require
 from qwen3next_jax.model.layers import rms_norm, rotate
 from qwen3next_jax.model.mixers.base import Mixer
-from qwen3next_jax.model.mixers.gated_attention import attend, attention_diagnostics, gated_projection, write
+from qwen3next_jax.model.mixers.gated_attention import attend, attend_cached, attention_diagnostics, gated_projection
 from qwen3next_jax.parallel.rules import constrain
 
 
@@ -54,21 +54,17 @@ class MLA(Mixer):
             if context.diagnose:
                 diagnostics = attention_diagnostics(lambda q, k, v: attend(q, k, v, context), q_BTNK, k_BTNK, gate, context)
         else:
-            cache = {"latent": write(cache["latent"], latent_BTL[:, :, None], context.positions),
-                     "rotated": write(cache["rotated"], k_BT1R, context.positions)}
             q_BTNL = jnp.einsum("btnp,lnp->btnl", q_BTNP, weight("k_up"))
             width = c.mixer.latent_rank + c.rotary_dim
             q = jnp.concatenate([q_BTNL, q_BTNR], axis=-1) * (width / c.head_dim) ** 0.5  # its scale is that of whole heads
-            keys = jnp.concatenate([cache["latent"], cache["rotated"]], axis=-1)
-            values = jnp.pad(cache["latent"], [(0, 0)] * 3 + [(0, c.rotary_dim)])
-            o_BTNL = attend(q.astype(dtype), keys, values, context, context.positions)[..., :c.mixer.latent_rank]
-            o_BTNP = jnp.einsum("btnl,lnp->btnp", o_BTNL, weight("v_up"))
+            new = {"latent": jnp.concatenate([latent_BTL[:, :, None], k_BT1R], axis=-1)}
+            o_BTNL, cache = attend_cached(q.astype(dtype), new, cache, context)
+            o_BTNP = jnp.einsum("btnl,lnp->btnp", o_BTNL[..., :c.mixer.latent_rank], weight("v_up"))
         return gated_projection(o_BTNP, gate, self.o_proj[...], context), diagnostics, cache
 
     @staticmethod
     def init_cache(config, batch, length):
-        empty = lambda width: jnp.zeros((batch, length, 1, width), config.dtype)
-        return {"latent": empty(config.mixer.latent_rank), "rotated": empty(config.rotary_dim)}
+        return {"latent": jnp.zeros((batch, length, 1, config.mixer.latent_rank + config.rotary_dim), config.dtype)}
 
     @staticmethod
     def forward_flops(config, length):

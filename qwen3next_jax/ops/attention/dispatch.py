@@ -18,8 +18,7 @@ class Options(NamedTuple):
 
 
 def forward(options: Options, *inputs):
-    """(o [B, T, N, D], logsumexp of each row's scores [B, N, T] in float32) from q, k, v, segment_ids, kv_segment_ids,
-    q_positions."""
+    """(o [B, T, N, D], logsumexp of each row's scores [B, N, T] in float32) from q, k, v, segment_ids, kv_segment_ids."""
     return _choose(options, inputs, xla.forward, splash.forward, *inputs)
 
 
@@ -34,7 +33,6 @@ def _choose(options, inputs, in_xla, in_splash, *args):
     interpreted, on_tpu = (functools.partial(in_splash, interpret=interpret, **settings) for interpret in (True, False))
     if options.implementation == "splash":
         return jax.lax.platform_dependent(*args, cpu=interpreted, default=on_tpu)
-    q, *_, q_positions = inputs
-    if options.implementation is None and q_positions is None and q.shape[1] >= splash.LANES:
+    if options.implementation is None and inputs[0].shape[1] >= splash.LANES:
         return jax.lax.platform_dependent(*args, cpu=on_cpu, tpu=on_tpu, default=elsewhere)
     return jax.lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
