@@ -173,7 +173,8 @@ class Programs:
         if self._mesh is None:
             return state
         of_row, of_layers_row = (NamedSharding(self._mesh, activation_spec(*names)) for names in (("batch",), (None, "batch")))
-        where = jax.tree.map(lambda _: of_row, state)._replace(cache=jax.tree.map(lambda _: of_layers_row, state.cache))
+        caches = {name: jax.tree.map(lambda _: of_layers_row, getattr(state, name)) for name in state._fields if "cache" in name}
+        where = jax.tree.map(lambda _: of_row, state)._replace(**caches)
         return jax.lax.with_sharding_constraint(state, where)
 
 

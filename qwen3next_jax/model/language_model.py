@@ -234,9 +234,15 @@ class Qwen3Next(nnx.Module):
         (x, slots[:single]), (per_layer, first) = run((x, slots[:single]), graphdefs[:single], (*first, 0))
         states[:single] = jax.tree.map(lambda leaf: leaf[None], first)
         if single < len(params):
-            inputs = list(params[single:]), states[single:], None if cache is None else jnp.arange(repeats)
-            (x, slots[single:]), (auxes, states[single:]) = jax.lax.scan(
-                lambda carry, inputs: run(carry, graphdefs[single:], inputs), (x, slots[single:]), inputs)
+            params, layers = list(params[single:]), None if cache is None else jnp.arange(repeats)
+            keep = lambda p: layers is not None and context.mesh is None and p.declared.experts > 1
+            by_param = functools.partial(jax.tree.map, is_leaf=lambda leaf: hasattr(leaf, "declared"))
+
+            def period(carry, inputs):  # decoding keeps experts whole: cut out, all of a layer's would be copied for the few in use
+                own, states, layer = inputs
+                return run(carry, graphdefs[single:], (by_param(lambda p, own: p if keep(p) else own, params, own), states, layer))
+            inputs = by_param(lambda p: p.replace(layers) if keep(p) else p, params), states[single:], layers
+            (x, slots[single:]), (auxes, states[single:]) = jax.lax.scan(period, (x, slots[single:]), inputs)
             per_layer += [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
         return x, per_layer, [slot or state for slot, state in zip(slots, states)]
 

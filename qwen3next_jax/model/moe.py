@@ -65,7 +65,8 @@ class SparseMoE(nnx.Module):
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
         weights = tuple((p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down))
         stored = (None,) * 3 if mesh is None else tuple(storage_spec(declared, shape, mesh) for declared, shape in weights)
-        routed = local(functools.partial(_routed, self.config, mesh, weights), mesh, (rows, *stored, tokens), (rows, P(), rows))
+        layer = (context.layer,) * (gate_up_ED2I.ndim - 4)  # decoding has those of all layers of the stack
+        routed = local(functools.partial(_routed, self.config, mesh, weights, layer), mesh, (rows, *stored, tokens), (rows, P(), rows))
         y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted)
         if self.config.shared_expert_intermediate_size:
             shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
@@ -99,9 +100,11 @@ def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
     yield one(f"{path}down", f"{name}.down_proj.weight", (1, 0), (d, i))
 
 
-def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
+def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
     dtype, by_token = x_BTD.dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
+    if layer and (by_token or x_BTD.shape[0] * x_BTD.shape[1] > FEW_TOKENS):
+        gate_up_ED2I, down_EID, layer = gate_up_ED2I[layer], down_EID[layer], ()
     if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
         gate_up_ED2I = gate_up_ED2I.reshape(*gate_up_ED2I.shape[:2], -1)
     if mesh is not None:
@@ -120,7 +123,7 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
     weight_RA = weight_RA.astype(dtype)
     if shards(mesh, EXPERTS) == 1:
         run = whole_experts if by_token else _run_experts
-        y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
+        y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, *layer)
     else:
         y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, EXPERTS, TOKENS)
     statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
@@ -136,9 +139,14 @@ def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Arr
     return hidden @ down_ID.astype(x.dtype)
 
 
-def _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
+def _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, *layer):
     if x_RD.shape[0] > FEW_TOKENS:
         return _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
+    if layer:
+        def of_layer(x_RD, weight_RA, expert_RA, gate_up, down, layer):
+            return _sorted_experts(x_RD, weight_RA, expert_RA, gate_up[layer], down[layer])
+        return jax.lax.platform_dependent(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, *layer, default=of_layer,
+                                          cpu=lambda *inputs: used_experts(*inputs[:-1], layer=inputs[-1:]))
     return jax.lax.platform_dependent(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, cpu=_few_tokens, default=_sorted_experts)
 
 
