@@ -231,9 +231,8 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, forward, prompt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 1, "tensor": 2}, {"data": 1, "tensor": 4}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 1, "tensor": 2}], ids=str)
 def test_drafting_on_a_mesh_is_drafting_on_one_device(axes, model, prompts, greedy):
-    """With whole key/value heads on each device, and with fewer than there are devices."""
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:max(axes.values())])
     graphdef, params = nnx.split(model)
     placed = jax.tree.map(lambda p: p.replace(jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))),
