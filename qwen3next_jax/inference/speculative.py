@@ -199,8 +199,10 @@ def _predictor(model: Qwen3Next, mesh):
     module = nnx.merge(graphdef, gather(params, mesh, model.config.dtype))
 
     def predict(hidden_BTD, tokens_BT, t_BT, cache):
+        in_place = mixer_class(model.config.full_mixer).in_place
+        cache = cache if in_place else jax.tree.map(lambda leaf: leaf[0], cache)
         hidden_BTD, _, cache = module(hidden_BTD, model.embed(tokens_BT, mesh, time=None), Context(t_BT, mesh=mesh, time=None), cache)
-        return hidden_BTD, cache
+        return hidden_BTD, cache if in_place else jax.tree.map(lambda leaf: leaf[None], cache)
     return predict
 
 

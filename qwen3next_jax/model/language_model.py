@@ -229,9 +229,9 @@ class Qwen3Next(nnx.Module):
             return (x, slots), (auxes, states)
 
         graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
-        kinds = [mixer_class(self.config.mixers[layers[0]]).cache_kind for layers in self.config.stacks]
-        slots, states = ([own if kind == wanted else None for kind, own in zip(kinds, cache or [None] * len(kinds))]
-                         for wanted in ("slots", "state"))
+        in_place = [mixer_class(self.config.mixers[layers[0]]).in_place for layers in self.config.stacks]
+        slots, states = ([own if has == wanted else None for has, own in zip(in_place, cache or [None] * len(in_place))]
+                         for wanted in (True, False))
         repeats = len(self.config.stacks[-1])
         single = sum(len(layers) == 1 for layers in self.config.stacks)
         first = jax.tree.map(lambda leaf: leaf[0], (list(params[:single]), states[:single]))

@@ -18,7 +18,8 @@ from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
 from qwen3next_jax.ops.blocks import kept
-from qwen3next_jax.ops.cached_attention import cached_attention, write
+from qwen3next_jax.ops.cached_attention import cached_attention
+from qwen3next_jax.ops.cached_attention import write as write_in_place
 from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
 
 
@@ -35,6 +36,7 @@ class GatedAttention(Mixer):
 
     settings = ("attention_output_gate", "qk_norm", "mixer.qk_norm_over")
     cache_kind = "slots"
+    in_place = True
     names_kept = True
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
@@ -151,20 +153,32 @@ def attention_diagnostics(attend: Callable, q_BTNK, k_BTMK, gate_BTNK, context: 
                     "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
 
 
-def attend(q_BTNK: jax.Array, k_BTMK: jax.Array, v_BTMK: jax.Array, context: Context) -> jax.Array:
-    """Attention with the heads split over `tensor`. Where there are fewer key/value heads than shards, every shard holds all of
-    them and takes the one that its query heads read."""
-    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BTMK.shape[2])
+def attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Context,
+           q_positions_BT: jax.Array | None = None) -> jax.Array:
+    """Attention with the heads split over `tensor`; with `q_positions`, to the slots of a cache. Where there are fewer key/value
+    heads than shards, every shard holds all of them and takes the one that its query heads read."""
+    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
     shared = m % shards(mesh, TENSOR) != 0
 
-    def run(q, k, v, segment_ids):
+    def run(q, k, v, segment_ids, q_positions):
         if shared:
             k, v = (_own_head(x, q, n // m) for x in (k, v))
+        if q_positions is not None:
+            return cached_attention(q, k[None], v[None], 0, q_positions)
         return attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis)
 
     split, tokens = activation_spec("batch", context.time, "heads", None), activation_spec("batch", context.time)
     keys = activation_spec("batch", context.time, None, None) if shared else split
-    return local(run, mesh, (split, keys, keys, tokens), split)(q_BTNK, k_BTMK, v_BTMK, context.segment_ids)
+    return local(run, mesh, (split, keys, keys, tokens, tokens), split)(q_BTNK, k_BSMK, v_BSMK, context.segment_ids, q_positions_BT)
+
+
+def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Writes each token into its slot, of a mixer that does not write in place. Padding after a row's end lands in slots that later
+    tokens overwrite before any query can see them; slots past the end are dropped."""
+    row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
+    written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(new_BTMK.astype(cache_BSMK.dtype), mode="drop")
+    # Without the barrier XLA on CPU repeats the write for each of its readers, with two copies of the cache each time.
+    return jax.lax.optimization_barrier(written_BSMK)
 
 
 def attend_cached(q_BTNK: jax.Array, new: dict, cache: dict, context: Context) -> tuple[jax.Array, dict]:
@@ -173,7 +187,7 @@ def attend_cached(q_BTNK: jax.Array, new: dict, cache: dict, context: Context) -
     shared = m % shards(mesh, TENSOR) != 0
 
     def run(q, new, cache, positions, layer):
-        cache = {name: write(cache[name], x, layer, positions[:, 0]) for name, x in new.items()}
+        cache = {name: write_in_place(cache[name], x, layer, positions[:, 0]) for name, x in new.items()}
         keys, *_, values = 2 * tuple(cache.values())  # of one array the same
         if shared:
             keys, values, layer = *(_own_head(x[layer], q, n // m)[None] for x in (keys, values)), 0

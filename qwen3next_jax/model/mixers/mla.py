@@ -24,6 +24,7 @@ class MLA(Mixer):
 
     settings = ("attention_output_gate", "mixer.latent_rank", "mixer.query_rank", "mixer.shared_key_width", "mixer.latent_norm_eps")
     cache_kind = "slots"
+    in_place = True
 
     def __init__(self, config, make, layers):
         self.config = c = config
