@@ -49,13 +49,13 @@ def largest_arrays(folder: str, top: int):
 
 def show(name: str, lowered, top: int):
     from qwen3next_jax.planner import compiled as programs
-    from qwen3next_jax.planner import hlo
+    from qwen3next_jax.planner import hlo, planning
 
     folder = os.environ["XLA_FLAGS"].rpartition("--xla_dump_to=")[2]
     for file in glob.glob(f"{folder}/*"):
         os.remove(file)
     begun = time.time()
-    compiled = lowered.compile()
+    compiled = lowered.compile(planning.ROUGH_CODE)
     seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
     program = hlo.parse(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]

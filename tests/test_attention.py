@@ -189,7 +189,11 @@ def v6e():
 
 
 def test_the_trial_on_a_gpu_refuses_attention_across_documents():
-    """The XLA form without the ids stands in for the kernels."""
+    """The XLA form without the ids stands in for the kernels, whose limits are those of the documents."""
+    ids = jnp.asarray([[1, 1, 3, 3, 3, 4, 0, 0], [2] * 8, [0] * 8, [1, 2, 3, 4, 5, 6, 7, 9]])
+    start, end = pallas_gpu._seen(ids[:, 2:], ids)
+    np.testing.assert_array_equal((start[:, 0, :, None] <= np.arange(8)) & (np.arange(8) < end[:, 0, :, None]),
+                                  ids[:, 2:, None] == ids[:, None])
     form = lambda run: lambda q, k, v, segments, kv_segments, *rest, **settings: run(q, k, v, None, None, *rest, block=128, **settings)
     assert pallas_gpu.worst(64, (form(xla.forward), form(xla.backward)))[1] > 2 * pallas_gpu.APART
 

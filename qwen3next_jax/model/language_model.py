@@ -108,8 +108,8 @@ class Qwen3Next(nnx.Module):
         else:
             context = Context(document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh)
         embedded = self.embed(tokens, mesh)
-        named = embedded.dtype.itemsize < 4 and all(mixer_class(name).names_kept for name in self.config.mixers)
-        remat = "kept" if remat == "none" and named else remat
+        named = all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers) and self.config.block.mlp == "swiglu"
+        remat = "kept" if remat == "none" and named and embedded.dtype.itemsize < 4 else remat
         x, per_layer, _ = self._run_layers(embedded, context, None, remat, capture)
         hidden = constrain(self._final(x), mesh, "batch", "time", None)
         mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(hidden, embedded, context, remat)

@@ -61,21 +61,17 @@ def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     if config.block.norm != "rms":
         return config.block.of("norm").apply(x, weight, config)
     scale = weight.astype(jnp.float32)
-    return _rms_normalise(x, config.rms_norm_eps, 1.0 + scale if config.zero_centered_norm else scale)
+    return rms_norm_plain(x, 1.0 + scale if config.zero_centered_norm else scale, config.rms_norm_eps)
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x̂ · weight: the form that the output norm of Gated DeltaNet alone uses."""
-    return _rms_normalise(x, eps, weight.astype(jnp.float32))
-
-
-def _rms_normalise(x: jax.Array, eps: float, scale: jax.Array) -> jax.Array:
     def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         return (x32 * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
 
-    return keeping_inputs(normalise, x, scale)
+    return keeping_inputs(normalise, x, weight.astype(jnp.float32))
 
 
 def document_positions(segment_ids: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ import numpy as np
 from qwen3next_jax.ops import kernel_trial
 
 TOKAMAX = "0.0.17"  # its kernels have no public name that says nothing of the device, so that no other release is taken
-AVOID = "without tokamax installed they are not taken"
 APART = 0.02  # relative L2, of two products of the same bfloat16 operands with float32 sums, rounded to bfloat16
 FEWEST = 128  # rows of a tile; fewer are not worth a kernel
 
@@ -69,7 +68,7 @@ def _config(**sizes):
 def trial() -> kernel_trial.Trial:
     names = "pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_common"
     modules = tuple(of_tokamax(f"ragged_dot.{name}") for name in names) if importlib.util.find_spec("tokamax") else ()
-    return kernel_trial.Trial("grouped products", AVOID, (TOKAMAX,), modules, worst, APART)
+    return kernel_trial.Trial("grouped products", kernel_trial.AVOID, (TOKAMAX,), modules, worst, APART)
 
 
 def worst(form=None) -> tuple[str, float]:

@@ -33,7 +33,7 @@ from qwen3next_jax.training.fingerprint import code_version
 from qwen3next_jax.training.step import abstract_train_state, batch_sharding, make_train_step
 
 # Of a GPU's program memory and network are read, which are settled before its code is made.
-_ROUGH_CODE = {"xla_gpu_disable_gpuasm_optimizations": True, "xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
+ROUGH_CODE = {"xla_gpu_disable_gpuasm_optimizations": True, "xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -177,7 +177,7 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "", 
     lowered_at, cpu_then = time.perf_counter(), cpu_seconds()
     options = {"optimization_level": optimization_level} if optimization_level else {}
     try:
-        compiled, failure = lowered.compile(options | ({} if topology.chip.torus else _ROUGH_CODE) or None), ""
+        compiled, failure = lowered.compile(options | ({} if topology.chip.torus else ROUGH_CODE) or None), ""
     except jax.errors.JaxRuntimeError as error:
         compiled, failure = None, str(error)
     plan = functools.partial(Plan, config, topology, mesh=dict(mesh.shape), compiler_options=compiler_options(config.parallel, mesh),

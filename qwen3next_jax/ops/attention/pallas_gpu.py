@@ -13,7 +13,7 @@ import numpy as np
 
 from qwen3next_jax.ops import kernel_trial
 from qwen3next_jax.ops.attention import xla
-from qwen3next_jax.ops.pallas_gpu_ragged import AVOID, TOKAMAX, of_tokamax, tokamax_refusal
+from qwen3next_jax.ops.pallas_gpu_ragged import TOKAMAX, of_tokamax, tokamax_refusal
 
 WIDTHS = (64, 128, 256)
 ROWS = 128  # of a tile
@@ -75,7 +75,7 @@ def _seen(segment_ids, kv_segment_ids):
 def trial(width: int) -> kernel_trial.Trial:
     names = "pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_vjp_kernel_sm90", "pallas_mosaic_gpu_common"
     modules = tuple(of_tokamax(f"attention.{name}") for name in names) if importlib.util.find_spec("tokamax") else ()
-    return kernel_trial.Trial("attention", AVOID, (TOKAMAX, width), modules, functools.partial(worst, width), APART)
+    return kernel_trial.Trial("attention", kernel_trial.AVOID, (TOKAMAX, width), modules, functools.partial(worst, width), APART)
 
 
 def worst(width: int, kernels=None) -> tuple[str, float]:
