@@ -128,11 +128,13 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces
 
 
 def show_kernels(options, place):
-    """Forward with residuals, and backward: the delta rule's, and tokamax's for attention with heads of `key` and for products of two
-    rows a token with the experts of configs/small.py."""
+    """Forward with residuals, and backward: the delta rule's, those of convolution, norm and gate beside it, and tokamax's for attention
+    with heads of `key` and for products of two rows a token with the experts of configs/small.py."""
     import jax
     import jax.numpy as jnp
 
+    from qwen3next_jax.ops import pallas_gpu_causal_conv1d as convolution
+    from qwen3next_jax.ops import pallas_gpu_gated_norm as norm
     from qwen3next_jax.ops import pallas_gpu_ragged as products
     from qwen3next_jax.ops.attention import pallas_gpu as attention
     from qwen3next_jax.ops.delta_rule import pallas_gpu
@@ -155,8 +157,15 @@ def show_kernels(options, place):
     inputs, of_scores = (queries, keys_values, keys_values, ids, ids, None), dict(scale=1.0, causal=True)
     sums = shaped(1, h, t, dtype=jnp.float32)
     of_experts = shaped(2 * t, 512), shaped(16, 512, 256), shaped(16, dtype=jnp.int32)
+    d = 2 * g * k + h * v
+    convolved = shaped(1, 3, d), shaped(1, t, d), shaped(4, d), shaped(1, t + 3, dtype=jnp.int32)
+    normed = shaped(1, t, h * v), shaped(1, t, h * v), shaped(v)
     for name, function, shapes in (
             ("forward", forward, (x, state)), ("backward", backward, (x, *saved, values, state)),
+            ("convolution, forward", functools.partial(convolution.forward, "silu"), convolved),
+            ("convolution, backward", functools.partial(convolution.backward, "silu"), (*convolved, convolved[1])),
+            ("norm and gate, forward", functools.partial(norm.forward, 1e-6), normed),
+            ("norm and gate, backward", functools.partial(norm.backward, 1e-6), (*normed, normed[0])),
             ("attention, forward", functools.partial(attention.forward, **of_scores), inputs),
             ("attention, backward", functools.partial(attention.backward, **of_scores), (*inputs, queries, sums, queries)),
             ("grouped products, forward", products.matmul, of_experts),

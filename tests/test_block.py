@@ -50,6 +50,7 @@ def block(c, p, x, alpha):
     return x
 
 
+# Every placement and every MLP once; "none" is none.
 KINDS = [dict(placement="sandwich", norm="layer", mlp="geglu", over="layer"), dict(placement="deep", norm="rms", mlp="relu2", over="head"),
          dict(placement="post", norm="layer", mlp="relu", over="head"), dict(placement="olmo2", norm="rms", mlp="gelu", over="layer"),
          dict(placement="pre", norm="layer", mlp="swiglu", over="layer", zero_centered_norm=False)]
@@ -59,7 +60,7 @@ KINDS = [dict(placement="sandwich", norm="layer", mlp="geglu", over="layer"), di
                          ids=lambda kind: "-".join(map(str, kind.values())))
 def test_a_block_is_its_formula(kind):
     """Output and gradients of every parameter, which every placement, norm and MLP of the tables is in; norms away from their start."""
-    assert {kind["placement"] for kind in KINDS} == set(PLACEMENTS) and {kind["mlp"] for kind in KINDS} == set(MLPS)
+    assert {kind["placement"] for kind in KINDS} == set(PLACEMENTS) and {*(kind["mlp"] for kind in KINDS), "none"} == set(MLPS)
     over, *rest = kind["over"], {name: x for name, x in kind.items() if name not in ("over", "zero_centered_norm")}
     c = dataclasses.replace(BASE, block=BlockConfig(**rest[0]), mixer=MixerConfig(qk_norm_over=over),
                             zero_centered_norm=kind.get("zero_centered_norm", True))

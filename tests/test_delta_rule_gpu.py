@@ -125,6 +125,20 @@ def test_what_has_no_kernel_is_refused(change, message):
         gated_delta_rule(q, q, q.astype(change.pop("v", q.dtype)), g=numbers, beta=numbers, implementation="pallas_gpu", **change)
 
 
+@pytest.mark.parametrize("chip", ["8.0", "10.0"])
+def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
+    kernel_trial.say.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)])
+    q, numbers = jnp.zeros((1, 64, 1, 64), jnp.bfloat16), jnp.zeros((1, 64, 1))
+    wrong = f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
+    with pytest.raises(NotImplementedError, match=f"^implementation='pallas_gpu' {re.escape(wrong)}; use 'chunked'$"):
+        gated_delta_rule(q, q, q, g=numbers, beta=numbers, implementation="pallas_gpu")
+    for _ in range(2):
+        jax.eval_shape(functools.partial(gated_delta_rule, g=numbers, beta=numbers), q, q, q)
+    assert capsys.readouterr().err == f"gated delta rule: XLA's form, no kernel: the call {wrong}\n"
+
+
 def plant(monkeypatch, spoiled=None, error=None):
     """The XLA form in the kernels' place, one of its gradients a tenth too large."""
     def forward(*arguments, interpret, pieces, **settings):
