@@ -70,8 +70,9 @@ def mixer(request):
 
 
 # Small enough that rows of T tokens meet them.
-SETTINGS = {"sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True), "mla": MixerConfig(latent_rank=8, query_rank=6),
-            "gsa": MixerConfig(slots=6), "abc": MixerConfig(slots=6), "ttt": MixerConfig(block=4), "titans": MixerConfig(block=4),
+SETTINGS = {"sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True), "gsa": MixerConfig(slots=6),
+            "mla": MixerConfig(latent_rank=8, query_rank=6, shared_key_width=4), "abc": MixerConfig(slots=6),
+            "ttt": MixerConfig(block=4), "titans": MixerConfig(block=4),
             "t5_bias": MixerConfig(buckets=8, max_distance=12),
             "rerope": MixerConfig(window=5), "leaky_rerope": MixerConfig(window=5, stretch=3.0), "lambda_window": MixerConfig(
             window=5, first_tokens=2), "parallel_windows": MixerConfig(window=4, contexts=3), "selected_tokens": MixerConfig(
