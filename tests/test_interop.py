@@ -359,7 +359,7 @@ DAMAGE = {
     "positions": (_later("kimi_linear_tiny", mla_use_nope=False), "mla_use_nope = False is not supported: expected True"),
     "wide values": (_later("kimi_linear_tiny", v_head_dim=8), "v_head_dim = 8 is not supported: expected 16, as qk_nope_head_dim"),
     "two names": (_later("kimi_linear_tiny", num_experts_per_tok=3), "num_experts_per_tok = 3, and 2 under its other name"),
-    "layers left out": (_later("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1]}), "expected each of the 5 layers"),
+    "layers left out": (_later("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1]}), "each of the 5 layers"),
     "rope parameters": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), "rope_type = 'linear'"),
     "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act = 'gelu'"),
     "bias": (lambda d: edit_config(d, attention_bias=True), "attention_bias = True"),
