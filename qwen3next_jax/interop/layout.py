@@ -68,7 +68,7 @@ def check_hf_form(config: ModelConfig) -> None:
                if mixer_class(name).hf_entries is None or (name in kimi.MIXERS.values()) != of_kimi]
     if without:
         raise UserError(f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected mixers that have one in "
-                        f"{config.hf_form} (kda and mla: in kimi_linear, --form)")
+                        f"{config.hf_form}{'' if of_kimi else ' (kda and mla: in kimi_linear, --form)'}")
     for name in (*(f"block.{setting}" for setting in BlockConfig.__dataclass_fields__), "mixer.qk_norm_over"):
         value, default = map(operator.attrgetter(name), (config, ModelConfig()))
         require(value == default, f"model.{name} = {value!r}: transformers' {'Kimi Linear' if of_kimi else 'Qwen3Next'} has {default!r} "
