@@ -154,7 +154,7 @@ def show_kernels(options, place):
         print(f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {pieces} piece(s)")
     counts = kernel_counts(g, h, k, v, pieces)
     queries, keys_values, ids = shaped(1, t, h, k), shaped(1, t, g, k), shaped(1, t, dtype=jnp.int32)
-    inputs, of_scores = (queries, keys_values, keys_values, ids, ids, None), dict(scale=1.0, causal=True)
+    inputs, of_scores = (queries, keys_values, keys_values, ids, ids), dict(scale=1.0, causal=True)
     sums = shaped(1, h, t, dtype=jnp.float32)
     of_experts = shaped(2 * t, 512), shaped(16, 512, 256), shaped(16, dtype=jnp.int32)
     d = 2 * g * k + h * v
