@@ -2,7 +2,7 @@
 
     none      everything it needs
     block     each block's input; the rest is computed again
-    dots      also the results of the projections and of dense MLPs; kernels and experts are computed again
+    dots      also what costs most for its bytes: results of projections, dense MLPs and attention, the router's logits and choices
     offload   each block's input, in the host's memory (on CPU, which is the host, that is only another address)
 """
 
@@ -15,16 +15,16 @@ _INPUT = "block_input"
 
 
 def rematerialized(block: Callable, policy: str) -> Callable:
-    """`block(params, x, …)` under the policy of that name.
-
-    Raises:
-      KeyError: no policy is called so.
-    """
+    """`block(params, x, …)` under the policy of that name; KeyError where there is none."""
     def named(params, x, *rest):  # inside: recomputation starts from what was offloaded, and the input itself is let go
         return block(params, checkpoint_name(x, _INPUT), *rest)
 
-    offloaded = jax.checkpoint_policies.save_and_offload_only_these_names(
+    def costly(primitive, *args, **params):
+        return primitive.name == "top_k" or products(primitive, *args, **params) or attention(primitive, *args, **params)
+
+    policies = jax.checkpoint_policies
+    products, attention = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention")
+    offloaded = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], offload_src="device", offload_dst="pinned_host")
-    return {"none": lambda: block, "block": lambda: jax.checkpoint(block),
-            "dots": lambda: jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    return {"none": lambda: block, "block": lambda: jax.checkpoint(block), "dots": lambda: jax.checkpoint(block, policy=costly),
             "offload": lambda: jax.checkpoint(named, policy=offloaded)}[policy]()

@@ -117,9 +117,14 @@ class Program:
     functions: dict[int, str] = dataclasses.field(default_factory=dict)  # of this package: the innermost of each stack frame
 
     def part(self, instruction: Instruction) -> str:
-        """Which function of this package asked for it, as "file function"."""
-        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        return self.functions.get(int(frame.group(1)), "?") if frame else "?"
+        """Which function of this package asked for it, as "file function"; of a fusion that does not say, for a product, or else for the
+        first inside that says. A kernel that nobody asked for by name has its own."""
+        inside = [i for name in instruction.called for i in self.computations[name].values()] if instruction.opcode == "fusion" else []
+        inside.sort(key=lambda i: i.opcode not in ("dot", "convolution"))
+        frames = (re.search(r"stack_frame_id=(\d+)", i.attributes) for i in (instruction, *inside))
+        found = (self.functions.get(int(frame.group(1)), "?") for frame in frames if frame)
+        own = re.sub(r"[.\d]+$", "", instruction.name) if instruction.opcode == "custom-call" else "?"
+        return next((name for name in found if name != "?"), own)
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; None where the program does not state it."""

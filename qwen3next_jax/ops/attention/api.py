@@ -6,6 +6,7 @@ Letters: B batch, T queries, S keys, N query heads, M key/value heads (query hea
 import functools
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.attention import dispatch, ring
@@ -93,7 +94,7 @@ def _operator(options, *inputs):
 
 
 def _operator_forward(options, *inputs):
-    o, logsumexp_BNT = dispatch.forward(options, *inputs)
+    o, logsumexp_BNT = (checkpoint_name(x, "attention") for x in dispatch.forward(options, *inputs))
     return o, (inputs, o, logsumexp_BNT)
 
 
