@@ -179,11 +179,11 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     x = jax.random.normal(jax.random.key(1), (5, 8))
 
     def loss(weights, policy):
-        block = rematerialized(lambda w, x: x + jnp.tanh(x @ w[0]) @ w[1], policy)
+        block = rematerialized(lambda w, x: x + jnp.tanh(x @ w[0]) @ w[1], policy, looped=policy != "offload")
         return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    np.testing.assert_allclose(gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=4e-6)  # 4 roundings of the largest, 16
     _, pullback = jax.vjp(lambda weights: loss(weights, policy), weights)
     kept = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)]
     default = jax.devices()[0].default_memory().kind

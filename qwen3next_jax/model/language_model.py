@@ -213,10 +213,10 @@ class Qwen3Next(nnx.Module):
             x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context, block_cache)
             return constrain(x, context.mesh, "batch", context.time, None), aux, block_cache
 
-        def run(x, graphdefs, params_and_cache):
+        def run(x, graphdefs, params_and_cache, looped=False):
             auxes, caches = [], []
             for graphdef, block_params, block_cache in zip(graphdefs, *params_and_cache):
-                block = rematerialized(functools.partial(apply, block_cache=block_cache, graphdef=graphdef), remat)
+                block = rematerialized(functools.partial(apply, block_cache=block_cache, graphdef=graphdef), remat, looped)
                 x, aux, block_cache = block(block_params, x)
                 if not capture:
                     aux.pop("router_logits", None)
@@ -233,7 +233,7 @@ class Qwen3Next(nnx.Module):
         per_layer, caches = auxes, [jax.tree.map(lambda leaf: leaf[None], c) for c in caches]
         if single < len(params):
             inputs = (list(params[single:]), caches_before[single:])
-            x, (auxes, scanned) = jax.lax.scan(lambda x, inputs: run(x, graphdefs[single:], inputs), x, inputs)
+            x, (auxes, scanned) = jax.lax.scan(lambda x, inputs: run(x, graphdefs[single:], inputs, looped=True), x, inputs)
             per_layer += [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
             caches += scanned
         return x, per_layer, caches

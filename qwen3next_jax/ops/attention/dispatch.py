@@ -18,8 +18,7 @@ class Options(NamedTuple):
 
 
 def forward(options: Options, *inputs):
-    """(o [B, T, N, D], logsumexp of each row's scores [B, N, T] in float32) from q, k, v, segment_ids, kv_segment_ids,
-    q_positions."""
+    """(o [B, T, N, D], logsumexp of each row's scores [B, N, T] in float32) from q, k, v, segment_ids, kv_segment_ids, q_positions."""
     return _choose(options, inputs, xla.forward, splash.forward, *inputs)
 
 
