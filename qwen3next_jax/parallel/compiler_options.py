@@ -18,11 +18,6 @@ _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",  # else the tensor cores do the gathers, with what fuses into them
     "xla_tpu_use_tc_device_shape_on_sc": "true",
-    # The scheduler takes what the sparse cores do for shorter than it is, and starts it when it is needed. Several at a time.
-    "xla_tpu_sparse_core_all_gather_latency_multiplier": "10",
-    "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "10",
-    "xla_max_concurrent_async_all_gathers": "4",
-    "xla_max_concurrent_async_reduce_scatters": "4",
 }
 # v4's compiler, and that of v5e, which has no sparse cores, take none of these.
 OF_CHIPS = {chip: _SPARSE_CORES for chip in ("v5p", "v6e", "tpu7x")}
