@@ -1,6 +1,7 @@
 """What the backward pass keeps of the forward pass, by the name of `train.remat`.
 
     none      everything it needs
+    kept      what products and operators made (`ops.blocks.kept`): "none" in bfloat16, where all mixers name what they keep
     block     each block's input; the rest is computed again
     dots      also what costs most for its bytes: results of projections, dense MLPs and attention, the router's logits and choices
     offload   each block's input, in the host's memory (on CPU, which is the host, that is only another address)
@@ -12,6 +13,8 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from qwen3next_jax.ops.blocks import KEPT
+
 _INPUT = "block_input"
 
 
@@ -20,12 +23,11 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
     def named(params, x, *rest):  # inside: recomputation starts from what was offloaded, and the input itself is let go
         return block(params, checkpoint_name(x, _INPUT), *rest)
 
-    def costly(primitive, *args, **params):
-        return primitive.name == "top_k" or products(primitive, *args, **params) or attention(primitive, *args, **params)
-
     checkpoint, policies = functools.partial(jax.checkpoint, prevent_cse=not looped), jax.checkpoint_policies
-    products, attention = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention")
+    top_k, both = lambda of, *_, **__: of is jax.lax.top_k_p, policies.save_from_both_policies
+    small = both(policies.save_only_these_names("attention"), top_k)
+    kept, dots = (both(small, more) for more in (policies.save_only_these_names(KEPT), policies.dots_with_no_batch_dims_saveable))
     offloaded = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], offload_src="device", offload_dst="pinned_host")
-    return {"none": lambda: block, "block": lambda: checkpoint(block), "dots": lambda: checkpoint(block, policy=costly),
-            "offload": lambda: checkpoint(named, policy=offloaded)}[policy]()
+    return {"none": lambda: block, "kept": lambda: checkpoint(block, policy=kept), "block": lambda: checkpoint(block),
+            "dots": lambda: checkpoint(block, policy=dots), "offload": lambda: checkpoint(named, policy=offloaded)}[policy]()
