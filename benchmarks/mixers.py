@@ -1,7 +1,7 @@
 """Every mixer of config/mixers.py: lines, errors against its paper's recurrence in float64, time of a training step of configs/tiny.py.
 
     python benchmarks/mixers.py                       # the errors, as rows of docs/mixers.md
-    python benchmarks/mixers.py --steps=8 [names …]   # also the time of a step, over that with Gated DeltaNet, in turns
+    python benchmarks/mixers.py --steps=8 [names …]   # instead: the time of a step, over that with Gated DeltaNet, in turns
     python benchmarks/mixers.py --layers              # instead: a layer of kda over one of Gated DeltaNet, forward and backward
 
 Errors: largest of the output's and of any gradient's, each over the largest number of its array, of a layer of `tests/test_mixers.py`'s
@@ -107,8 +107,14 @@ def main():
     cli.keep_freed_memory()
     if a.layers:
         return layers()
-    print("| mixer | lines | output float32 | gradients | output bfloat16 | gradients |" + " step | parameters |" * (a.steps > 0))
-    peer = Step("gated_deltanet") if a.steps else None
+    if a.steps:
+        print("| mixer | step | parameters |")
+        peer = Step("gated_deltanet")
+        for name in a.names or REFERENCES:
+            step = Step(name)
+            print(f"| `{name}` | {times_of(step, peer, a.steps):.2f} × | {step.parameters:,} |", flush=True)
+        return
+    print("| mixer | lines | output float32 | gradients | output bfloat16 | gradients |")
     for name in a.names or REFERENCES:
         module = MIXERS[name].split(":")[0].replace(".", "/") + ".py"
         row = [f"`{name}`", str(len((ROOT / module).read_text().splitlines()))]
@@ -119,9 +125,6 @@ def main():
         if max(jax.tree.leaves(gradients)) > 0.05:
             _, gradients = errors(name, config, dtype, 70, of_reference=True)
             row[-1] += f" (the recurrence itself in bfloat16: {max(jax.tree.leaves(gradients)):.1e})"
-        if a.steps:
-            step = Step(name)
-            row += [f"{times_of(step, peer, a.steps):.2f} ×", f"{step.parameters:,}"]
         print(f"| {' | '.join(row)} |", flush=True)
     for number in (0, 300) if not a.names or "mlstm" in a.names else ():
         output, gradients = errors("mlstm", base("mlstm"), "float32", 70, added={"input_bias": number})

@@ -1,4 +1,4 @@
-"""How far this implementation is from transformers' own Qwen3-Next and Qwen3.5, quantity by quantity, in float32.
+"""How far this implementation is from transformers' own Qwen3-Next, Qwen3.5 and Kimi Linear, quantity by quantity, in float32.
 
 A reference directory holds a small random-weight checkpoint and `cases.safetensors`, what transformers computed from
 it (of a wrapper, those of the same text model without one). With `--python` (an interpreter that has torch and transformers) the
@@ -29,7 +29,8 @@ from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCES = {  # checkpoint → the directory with its cases
     "qwen3_next_tiny": "qwen3_next_tiny", "qwen3_5_tiny": "qwen3_5_tiny", "qwen3_5_wrapper_tiny": "qwen3_5_tiny",
-    "qwen3_5_moe_tiny": "qwen3_5_moe_tiny", "qwen3_5_moe_wrapper_fused_mtp_tiny": "qwen3_5_moe_tiny"}
+    "qwen3_5_moe_tiny": "qwen3_5_moe_tiny", "qwen3_5_moe_wrapper_fused_mtp_tiny": "qwen3_5_moe_tiny",
+    "kimi_linear_tiny": "kimi_linear_tiny"}
 FIXTURES = ROOT / "tests" / "fixtures"
 
 
@@ -74,7 +75,7 @@ def measure(reference: str = "qwen3_next_tiny") -> list[Row]:
 
 def _text_form(config: ModelConfig) -> ModelConfig:
     """The form that the cases name gradients by. What is computed does not depend on it, so that forms share programs."""
-    return dataclasses.replace(config, hf_form="qwen3_next" if config.hf_form == "qwen3_next" else "qwen3_5_text", hf_fused_experts=())
+    return dataclasses.replace(config, hf_form="qwen3_5_text" if config.hf_form == "qwen3_5" else config.hf_form, hf_fused_experts=())
 
 
 class Programs(NamedTuple):
@@ -94,12 +95,14 @@ def _programs(config: ModelConfig) -> Programs:
 
     def losses(params, tokens):
         out = nnx.merge(graph, params)(tokens, output_hidden_states=True)
-        return (cross_entropy(out.logits[:, :-1], tokens[:, 1:]), cross_entropy(out.mtp_logits[0][:, :-1], tokens[:, 2:])), out
+        mtp = cross_entropy(out.mtp_logits[0][:, :-1], tokens[:, 2:]) if out.mtp_logits else jnp.zeros(())
+        return (cross_entropy(out.logits[:, :-1], tokens[:, 1:]), mtp), out
 
     def gradients(params, tokens):
         (main, mtp), pull, out = jax.vjp(lambda params: losses(params, tokens), params, has_aux=True)
         gradient, = pull((jnp.ones(()), jnp.zeros(())))
-        gradient["mtp"] = pull((jnp.zeros(()), jnp.ones(())))[0]["mtp"]
+        if config.mtp_depth:
+            gradient["mtp"] = pull((jnp.zeros(()), jnp.ones(())))[0]["mtp"]
         return {"cross_entropy": main, "mtp_cross_entropy": mtp, "balance_loss": out.balance_loss}, out, gradient
 
     return Programs(jax.jit(gradients), jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens).logits))
@@ -144,7 +147,7 @@ def transformers_rows(python: str, reference: str = "qwen3_next_tiny") -> list[R
     """The export, loaded by transformers in the interpreter `python`, against this implementation; with YaRN, too."""
     model = load_hf(FIXTURES / reference)
     tokens, rows = load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")["input_ids"], []
-    for factor in (1.0, 4.0):
+    for factor in (1.0, 4.0) if model.config.rotary_dim else (1.0,):
         model.config = dataclasses.replace(model.config, yarn_factor=factor)
         run = _programs(_text_form(model.config))
         ours = run.logits(nnx.state(model, nnx.Param), jnp.asarray(tokens))

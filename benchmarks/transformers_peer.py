@@ -2,6 +2,7 @@
 
     transformers_peer.py logits MODEL_DIR TOKENS.safetensors LOGITS.safetensors
     transformers_peer.py train MODEL_DIR TOKENS.safetensors      commands and answers as JSON lines
+    transformers_peer.py kimi_reference DIRECTORY                a tiny Kimi Linear and its cases, as tests/fixtures has them
     transformers_peer.py delta_rule INPUTS.safetensors RESULTS.safetensors      a line "runs" for each answer
 
 Imports nothing of this project: its interpreter need not have JAX, nor the same Python version.
@@ -12,6 +13,7 @@ import gc
 import json
 import pathlib
 import sys
+import tempfile
 import time
 
 import torch
@@ -43,6 +45,44 @@ def logits(directory, tokens_file, out_file):
         greedy = model.generate(tokens[:1], attention_mask=torch.ones_like(tokens[:1]), max_new_tokens=24, do_sample=False)
     save_file({"logits": out.contiguous(), "greedy": greedy.int()}, out_file)
     print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, "missing": missing}))
+
+
+def kimi_reference(directory):
+    """Writes a random Kimi Linear of 5 layers (KDA with a dense MLP, then KDA and MLA twice) and what it computes. Norm weights and the
+    router's biases are drawn, too, so that none is where it has no effect; of the router's groups there are 4, where the released model
+    has one. Gradients are those of the next token's cross-entropy, under the names of the checkpoint."""
+    torch.manual_seed(0)
+    linear, full = "linear_attention", "full_attention"
+    model = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=5, num_attention_heads=2,
+        num_key_value_heads=2, n_shared_experts=2, kv_lora_rank=24, qk_rope_head_dim=8, v_head_dim=16, qk_nope_head_dim=16, n_group=4,
+        topk_group=2, num_experts_per_tok=2, num_local_experts=8, max_position_embeddings=512, linear_head_dim=16, linear_num_heads=2,
+        layer_types=[linear, linear, full, linear, full], initializer_range=0.1, pad_token_id=None, bos_token_id=None, eos_token_id=None))
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor += torch.randn(tensor.shape) * (0.2 if "norm" in name else 0.05 if name.endswith("e_score_correction_bias") else 0)
+    tokens = torch.randint(256, (2, 100))
+    out = model(tokens, output_hidden_states=True, output_router_logits=True)
+    loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    greedy = model.generate(tokens[:1], attention_mask=torch.ones_like(tokens[:1]), max_new_tokens=24, do_sample=False)
+    cases = {"input_ids": tokens.int(), "logits": out.logits, "cross_entropy": loss[None], "greedy": greedy.int()}
+    cases |= {f"hidden_states.{i}": x for i, x in enumerate(out.hidden_states)}
+    cases |= {f"router_logits.{i}": x for i, x in enumerate(out.router_logits)}
+    model.save_pretrained(directory)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as gradients:  # saved as weights, whose names they then have
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+        model.save_pretrained(gradients)
+        cases |= {f"grad.{name}": x for name, x in released_names(gradients).items() if not name.endswith("e_score_correction_bias")}
+    save_file({name: x.detach().contiguous() for name, x in cases.items()}, f"{directory}/cases.safetensors")
+    save_file(released_names(directory), f"{directory}/model.safetensors", metadata={"format": "pt"})
+
+
+def released_names(directory):
+    """Its tensors; transformers 5.23 saves a dense layer's under the name of a mixture, which it reads as well as the released one."""
+    tensors = load_file(f"{directory}/model.safetensors")
+    return {name.replace("block_sparse_moe", "mlp") if ".layers.0." in name else name: x for name, x in tensors.items()}
 
 
 class Trainer:
@@ -143,4 +183,4 @@ def delta_rule(inputs_file, results_file):
 
 
 if __name__ == "__main__":
-    {"logits": logits, "train": train, "generate": generate, "delta_rule": delta_rule}[sys.argv[1]](*sys.argv[2:])
+    {command.__name__: command for command in (logits, kimi_reference, train, generate, delta_rule)}[sys.argv[1]](*sys.argv[2:])

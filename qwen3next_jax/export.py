@@ -54,7 +54,8 @@ def _interrupt(number: int, frame: object) -> None:
 _workdir = cli.define_workdir_flag(default_from_config=False)
 _out = flags.DEFINE_string("out", None, "new folder to write")
 get_loading = cli.define_loading_flags()
-_form = flags.DEFINE_enum("form", None, ["qwen3_next", "qwen3_5_text", "qwen3_5"], "what to write it as (default: as what it began)")
+_form = flags.DEFINE_enum("form", None, ["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"],
+                          "what to write it as (default: as what it began)")
 _source = flags.DEFINE_string("source", None, "the Hugging Face directory that it began with (default: where the run's configuration says)")
 _vision = flags.DEFINE_bool("vision", True, "whether that one's vision tower is taken over, where the form has one")
 

@@ -163,8 +163,8 @@ def show(plan, console: Console) -> None:
         console.print(table)
     if not plan.estimates:
         console.print(f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Products: "
-                      f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {plan.gpu_flops / 1e12:.4g} executed, in XLA's forms; "
-                      "no compiler says what a kernel of the library's costs, or how long a step lasts. Lowered in "
+                      f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {plan.gpu_flops / 1e12:.4g} executed. All in XLA's "
+                      "forms: kernels are tried on the GPU itself. Nothing says how long a step lasts. Lowered in "
                       f"{plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s", markup=False)
         return
     e = plan.estimate

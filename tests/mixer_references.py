@@ -356,15 +356,17 @@ def sliding_window(c, p, x):
 
 
 def mla(c, p, x):
-    r, plain = c.rotary_dim, c.head_dim - c.rotary_dim
+    shared = c.mixer.shared_key_width or c.rotary_dim
+    plain, rotated = c.head_dim - shared, lambda y: jnp.concatenate([partly_rotated(c, y[..., :c.rotary_dim], c.rotary_dim),
+                                                                     y[..., c.rotary_dim:]], axis=-1)
     y = rms(c, x @ p["q_down"]) * (1 + p["q_norm"]) if c.mixer.query_rank else x
     q = jnp.einsum("td,dnk->tnk", y, p["q_proj"])
     latent = rms(c, (x @ p["kv_down"])[:, :c.mixer.latent_rank]) * (1 + p["kv_norm"])
-    k, v = (jnp.einsum("tl,lnp->tnp", latent, p[name]) for name in ("k_up", "v_up"))
-    if r:
-        of_all = partly_rotated(c, (x @ p["kv_down"])[:, None, c.mixer.latent_rank:], r)
-        q = jnp.concatenate([q[..., :plain], partly_rotated(c, q[..., plain:], r)], axis=-1)
-        k = jnp.concatenate([k, jnp.broadcast_to(of_all, (*k.shape[:2], r))], axis=-1)
+    k, v = jnp.split(jnp.einsum("tl,lnp->tnp", latent, p["kv_up"]), 2, axis=-1)
+    if shared:
+        of_all = rotated((x @ p["kv_down"])[:, None, c.mixer.latent_rank:])
+        q = jnp.concatenate([q[..., :plain], rotated(q[..., plain:])], axis=-1)
+        k = jnp.concatenate([k, jnp.broadcast_to(of_all, (*k.shape[:2], shared))], axis=-1)
     o = softmax_attention(q, k, v, np.tril(np.ones((len(x), len(x)), bool)), c.head_dim ** -0.5)
     return jnp.einsum("tnp,npd->td", o * sigmoid(jnp.einsum("td,dnp->tnp", x, p["gate_proj"])), p["o_proj"])
 

@@ -12,6 +12,7 @@ import pytest
 from qwen3next_jax import digests
 from qwen3next_jax.config import (
     CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TelemetryConfig, TrainConfig)
+from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.parallel.mesh import one_device
@@ -26,7 +27,9 @@ STEPS, BRANCHED = 30, 10
 CONFIG = Config(
     model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=1,
                       num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=8,
-                      linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32"),
+                      linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+                      shared_expert_intermediate_size=8, mtp_depth=0, dtype="float32",
+                      moe=MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False)),
     data=DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)),
     train=TrainConfig(steps=STEPS, batch_size=4, sequence_length=32, log_every=1),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5), checkpoint=CheckpointConfig(every=BRANCHED),
@@ -66,6 +69,7 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     assert train(config, tmp_path / "branch") == 0
     assert losses(tmp_path / "branch") == {step: theirs[step] for step in range(BRANCHED + 1, STEPS + 1)}
     same(saved(tmp_path / "branch", STEPS), trained)
+    assert np.any(trained["params"]["layers"][0]["mlp"]["router_bias"])
     digest = digests.of_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
     record = read_run(tmp_path / "branch")["parent"]
     assert record == {"path": str(gone), "step": BRANCHED, "manifest": digest}
@@ -110,7 +114,7 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
     ("{}/nowhere@10", {}, "there is no folder .*nowhere"),
     ("{}/nowhere", {}, "it is no folder here: expected a run"),
     ("{}@15", {}, "it has no checkpoint of step 15; saved steps: 10, 20, 30"),
-    ("{}@20", {"model": {"intermediate_size": 24}}, "its intermediate_size is 16, model.intermediate_size = 24"),
+    ("{}@20", {"model": {"moe_intermediate_size": 24}}, "its moe_intermediate_size is 8, model.moe_intermediate_size = 24"),
     ("{}@20", {"optimizer": {"name": "muon"}}, "its optimizer.name is 'adamw', here it is 'muon'"),
     ("{}", {}, "train.steps = 30 is the total, of which 30 are taken")])
 def test_what_cannot_be_is_told_before_anything_is_read(parent, tmp_path, init_from, change, message):

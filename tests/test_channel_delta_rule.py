@@ -117,7 +117,7 @@ def errors(x, cotangents, dtype, segment_ids=None, want=None, **settings):
 
 
 def bars(name, dtype):
-    """With equal keys k·k is rounded alike in all pairs of a chunk, and (1 − 1.9 k·k)^n takes the rounding n times."""
+    """With equal keys the rows of a chunk, written together, do not take back what the one before rounded (docs/mixers.md)."""
     same = name.startswith("identical")
     narrow = {"identical 1": 4e-6, "identical 1.9": 1e-5}.get(name, 5e-7)
     return {jnp.float64: 1e-13, jnp.float32: narrow, jnp.bfloat16: 2e-2 if same else 5e-3}[dtype]

@@ -21,6 +21,8 @@ from safetensors.numpy import load_file, save_file
 from configs import qwen3_5_0p8b
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict
+from qwen3next_jax.config.further.mixers import MixerConfig
+from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.hf_config import read_hf_config
@@ -47,6 +49,12 @@ VARIANTS = {
     "deeper MTP, fused experts, other numbers": {
         "hf_form": "qwen3_5", "hf_fused_experts": ("trunk",), "mtp_depth": 3, "rope_theta": 5e5, "partial_rotary_factor": 0.5,
         "eos_token_id": 7},
+    "Kimi Linear": {
+        "hf_form": "kimi_linear", "num_hidden_layers": 2, "full_attention_interval": 2, "linear_mixer": "kda", "full_mixer": "mla",
+        "mtp_depth": 0, "zero_centered_norm": False, "attention_output_gate": False, "num_key_value_heads": 2, "decay_init": "log_uniform",
+        "partial_rotary_factor": 0.0, "linear_num_value_heads": 2, "linear_value_head_dim": 4, "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": (0,), "mixer": MixerConfig(latent_rank=6, query_rank=5, shared_key_width=2, latent_norm_eps=1e-6),
+        "moe": MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False, routed_scaling_factor=2.5)},
 }
 
 
@@ -348,6 +356,11 @@ DAMAGE = {
     "MTP embeddings": (_later("qwen3_5_tiny", mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings = True is not supported"),
     "not renormalised": (_later("qwen3_5_moe_tiny", norm_topk_prob=False), "norm_topk_prob = False is not supported"),
     "other family": (_later("qwen3_5_tiny", model_type="qwen3_5_moe_text"), "the weights lack"),
+    "positions": (_later("kimi_linear_tiny", mla_use_nope=False), "mla_use_nope = False is not supported: expected True"),
+    "wide values": (_later("kimi_linear_tiny", v_head_dim=8), "v_head_dim = 8 is not supported: expected 16, as qk_nope_head_dim"),
+    "two names": (_later("kimi_linear_tiny", num_experts_per_tok=3), "num_experts_per_tok = 3, and 2 under its other name"),
+    "layers left out": (_later("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1, 2], "full_attn_layers": [3]}),
+                        "linear_attn_config: expected each of the 5 layers, the first being 1, once in full_attn_layers or kda"),
     "rope parameters": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), "rope_type = 'linear'"),
     "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act = 'gelu'"),
     "bias": (lambda d: edit_config(d, attention_bias=True), "attention_bias = True"),

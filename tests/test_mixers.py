@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from mixer_references import REFERENCES, errors
 from page import example, line
 
@@ -27,7 +28,7 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import gated_delta_rule, pallas_causal_conv1d, pallas_gated_norm, pallas_gpu_gated_norm
+from qwen3next_jax.ops import fft_convolution, gated_delta_rule, pallas_causal_conv1d, pallas_gated_norm, pallas_gpu_gated_norm
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
@@ -52,8 +53,8 @@ def retention(tmp_path_factory):
     sys.modules.pop("my_mixer", None)
 
 
-# One of operator A, of attention and of operator B; all others are slow.
-QUICK = ("gated_deltanet", "gated_attention", "kda", "retention")
+# One of operator A, of attention, of operators B and N; all others are slow.
+QUICK = ("gated_deltanet", "gated_attention", "kda", "rnn", "retention")
 
 
 def quick(names):
@@ -69,8 +70,9 @@ def mixer(request):
 
 
 # Small enough that rows of T tokens meet them.
-SETTINGS = {"sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True), "mla": MixerConfig(latent_rank=8, query_rank=6),
-            "gsa": MixerConfig(slots=6), "abc": MixerConfig(slots=6), "ttt": MixerConfig(block=4), "titans": MixerConfig(block=4),
+SETTINGS = {"sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True), "gsa": MixerConfig(slots=6),
+            "mla": MixerConfig(latent_rank=8, query_rank=6, shared_key_width=4), "abc": MixerConfig(slots=6),
+            "ttt": MixerConfig(block=4), "titans": MixerConfig(block=4),
             "t5_bias": MixerConfig(buckets=8, max_distance=12),
             "rerope": MixerConfig(window=5), "leaky_rerope": MixerConfig(window=5, stretch=3.0), "lambda_window": MixerConfig(
             window=5, first_tokens=2), "parallel_windows": MixerConfig(window=4, contexts=3), "selected_tokens": MixerConfig(
@@ -149,6 +151,32 @@ def test_a_layer_is_its_paper_s_recurrence_token_by_token(name):
     """Outputs and gradients of every parameter, in float32: rounding of some hundred sums, times what strong decay makes of it."""
     output, gradients = errors(name, dataclasses.replace(base(name), decay_init="log_uniform"), "float32", 40)
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+
+
+def test_a_long_convolution_is_the_sum_in_each_document():
+    """Six channels over four shards, so that some are padding; every gradient; a document of one token, padding at the end."""
+    rng = np.random.default_rng(0)
+    x, dy, kernel = rng.normal(size=(2, 16, 3, 2)), rng.normal(size=(2, 16, 3, 2)), rng.normal(size=(20, 3, 2))
+    ids = np.array([[2] * 5 + [3] + [7] * 8 + [0] * 2, [1] * 16], np.int32)
+    distance = np.arange(16)[:, None] - np.arange(16)
+    same = (ids[:, :, None] == ids[:, None]) & (ids > 0)[:, None] & (distance >= 0)
+    mesh, row = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]), P(None, "context")
+
+    def of_shards(x, kernel):
+        run = lambda x, kernel, ids: fft_convolution(x, kernel, segment_ids=ids, axis_name="context")
+        return jax.shard_map(run, mesh=mesh, in_specs=(row, P(), row), out_specs=row, check_vma=False)(x, kernel, ids)
+
+    def both(f):
+        def run(x, kernel):
+            y, pullback = jax.vjp(f, x, kernel)
+            return y, *pullback(jnp.asarray(dy))
+        return jax.jit(run)(x, kernel)
+    with jax.enable_x64(True):
+        sums = both(lambda x, kernel: jnp.einsum("bts,tscd,bscd->btcd", same.astype(float), kernel[np.maximum(distance, 0)], x))
+        for f in (of_shards, lambda x, kernel: fft_convolution(x, kernel, segment_ids=ids)):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), both(f), sums)
+    with pytest.raises(ValueError, match="kernel has 15 rows: expected at least the 16 of x"):
+        fft_convolution(jnp.asarray(x), jnp.asarray(kernel[:15]))
 
 
 GAMMA = 0.9

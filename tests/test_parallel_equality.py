@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.parallel import experts as exchange
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
@@ -23,7 +24,8 @@ MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=8,
     num_key_value_heads=2, head_dim=8, linear_num_key_heads=8, linear_num_value_heads=16, linear_key_head_dim=8,
     linear_value_head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
-    shared_expert_intermediate_size=16, mtp_depth=2, decay_init="log_uniform", dtype="float32", initializer_range=0.05)
+    shared_expert_intermediate_size=16, mtp_depth=2, decay_init="log_uniform", dtype="float32", initializer_range=0.05,
+    moe=MoEConfig(router_bias=True))
 CONFIG = Config(
     model=MODEL, optimizer=OptimizerConfig(warmup_steps=5, learning_rate=1e-3, clip_norm=0.0),
     train=TrainConfig(batch_size=8, sequence_length=64, steps=20, balance_loss_weight=0.01, router_z_loss_weight=0.001))
@@ -49,32 +51,35 @@ def _on(axes: dict[str, int]):
 
 
 def _run(axes: dict[str, int], steps: int):
-    """(metrics of the first step, its gradient, total loss of each of the first `steps`)."""
+    """(metrics of the first step, its gradient, of each of the first `steps` its total loss, and after it the routers' biases)."""
     config, mesh = _on(axes)
     state, step = init_state(config, mesh), make_train_step(config, mesh)
-    losses = []
+    losses, biases = [], []
     for i in range(steps):
         state, metrics = step(state, jax.device_put(_batch(i), batch_sharding(mesh)))
         if i == 0:  # Adam's first moment is then (1 - beta1) times the gradient, which nothing has clipped
             adam = next(s for s in jax.tree.leaves(state["opt_state"], is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
             first = jax.device_get((metrics, adam.mu))
         losses.append(float(metrics["total_loss"]))
-    return *first, losses
+        biases.append([np.asarray(block["mlp"]["router_bias"]) for block in
+                       (*state["params"]["layers"].values(), state["params"]["mtp"]["block"])])
+    return *first, losses, biases
 
 
 @pytest.fixture(scope="module")
 def alone():
-    metrics, gradient, losses = _run({}, CONFIG.train.steps)
-    assert losses[-1] < losses[0] - 0.1
-    return metrics, gradient, losses
+    metrics, gradient, losses, biases = _run({}, CONFIG.train.steps)
+    assert losses[-1] < losses[0] - 0.1 and np.abs(biases[-1][0]).max() > 0.002
+    return metrics, gradient, losses, biases
 
 
 def _check(axes, alone, steps=CONFIG.train.steps):
-    metrics, gradient, losses = _run(axes, steps)
+    metrics, gradient, losses, biases = _run(axes, steps)
     for (path, expected), got in zip(jax.tree_util.tree_leaves_with_path(alone[:2]), jax.tree.leaves((metrics, gradient)), strict=True):
         error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
         assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
     np.testing.assert_allclose(losses, alone[2][:steps], rtol=0, atol=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, biases, alone[3][:steps])
 
 
 @pytest.mark.parametrize("axes", SUBSET, ids=str)

@@ -1,4 +1,4 @@
-"""The model against what transformers' own Qwen3-Next and Qwen3.5 compute from the same weights (tests/fixtures)."""
+"""The model against what transformers' own Qwen3-Next, Qwen3.5 and Kimi Linear compute from the same weights (tests/fixtures)."""
 
 import functools
 
@@ -13,8 +13,9 @@ GROUPS = {
     "qwen3_next_tiny": _MIXTURE | {"losses": 2, "gradients": 66},
     "qwen3_5_tiny": _DENSE | {"YaRN": 1}, "qwen3_5_wrapper_tiny": _DENSE,
     "qwen3_5_moe_tiny": _MIXTURE, "qwen3_5_moe_wrapper_fused_mtp_tiny": _MIXTURE,
+    "kimi_linear_tiny": {"logits": 1, "losses": 1, "hidden states": 6, "router logits": 4, "gradients": 183, "greedy": 1, "export": 1},
 }
-SLOW = ("qwen3_5_wrapper_tiny", "qwen3_5_moe_tiny")  # the other two are of the other form
+SLOW = ("qwen3_5_wrapper_tiny", "qwen3_5_moe_tiny", "kimi_linear_tiny")  # the first two: the other two are of the other form
 measured = functools.cache(measure)
 
 

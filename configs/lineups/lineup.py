@@ -6,7 +6,11 @@ from ml_collections import ConfigDict
 from qwen3next_jax.config import default_config
 
 
-def lineup(name: str, block: dict | None = None, mixer: dict | None = None, **model) -> ConfigDict:
+# Sigmoid scores and a bias that the load moves (DeepSeek-V3's router), a shared expert without a gate.
+LIKE_DEEPSEEK = {"scoring_func": "sigmoid", "router_bias": True, "shared_expert_gate": False}
+
+
+def lineup(name: str, block: dict | None = None, mixer: dict | None = None, moe: dict | None = None, **model) -> ConfigDict:
     """The default run of a model that differs from Qwen3-Next in these settings, and in what few others share with it."""
     config = ConfigDict(default_config())
     config.name = name
@@ -14,6 +18,7 @@ def lineup(name: str, block: dict | None = None, mixer: dict | None = None, **mo
     config.model.update(others | model)
     config.model.block.update(block or {})
     config.model.mixer.update(mixer or {})
+    config.model.moe.update(moe or {})
     config.train.sequence_length = 4096
     config.train.remat = "block"
     return config

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.mixers import MixerConfig
+from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
@@ -59,6 +60,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1  # layer i has experts iff (i + 1) % step == 0 and i is not in mlp_only_layers
     mlp_only_layers: tuple[int, ...] = ()
+    moe: MoEConfig = MoEConfig()  # another router than the released model's
     intermediate_size: int = 5120  # width of dense MLP layers
 
     mtp_depth: int = 1  # tokens predicted beyond the next one; 0: no multi-token prediction module
@@ -79,7 +81,7 @@ class ModelConfig:
     eos_token_id: int = -1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # matmul operands; norms, gates, router and states stay float32
     # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it. "qwen3_5": beside a vision tower.
-    hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5"] = "qwen3_next"
+    hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"] = "qwen3_next"
     hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()  # "trunk", "mtp": where a layer's experts are one tensor there
 
     def __post_init__(self):
@@ -99,8 +101,8 @@ class ModelConfig:
 
     def _check_layers(self):
         require(not self.layer_types or len(self.layer_types) == self.num_hidden_layers,
-                 f"model.layer_types names {len(self.layer_types)} layers, model.num_hidden_layers = "
-                 f"{self.num_hidden_layers}: expected as many; change one of the two")
+                f"model.layer_types names {len(self.layer_types)} layers, model.num_hidden_layers = {self.num_hidden_layers}: expected as "
+                "many; change one of the two")
         for setting in ("linear_mixer", "full_mixer"):
             check_name(MIXERS, getattr(self, setting), f"model.{setting}")
         for i, kind in enumerate(self.layer_types):
@@ -113,15 +115,15 @@ class ModelConfig:
         require(n % m == 0, f"model.num_attention_heads = {n} is not a multiple of model.num_key_value_heads = {m}")
         g, h = self.linear_num_key_heads, self.linear_num_value_heads
         require(h % g == 0, f"model.linear_num_value_heads = {h} is not a multiple of model.linear_num_key_heads = {g}")
-        require(self.rotary_dim % 2 == 0,
-                 f"model.head_dim × model.partial_rotary_factor = {self.head_dim} × {self.partial_rotary_factor} gives "
-                 f"{self.rotary_dim} rotated dimensions: expected an even number")
+        require(self.rotary_dim % 2 == 0, f"model.head_dim × model.partial_rotary_factor = {self.head_dim} × {self.partial_rotary_factor} "
+                                          f"gives {self.rotary_dim} rotated dimensions: expected an even number")
 
     def _check_mlps(self):
         k, e = self.num_experts_per_tok, self.num_experts
         require(1 <= k <= e or not self.has_experts, f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}")
         widths = "moe_intermediate_size " * self.has_experts + "intermediate_size" * self.has_dense_mlps
         check_bounds(self, "model", {"a positive number": widths})
+        self.moe.check(self)
 
     @property
     def ablated(self) -> tuple[str, ...]:

@@ -95,6 +95,7 @@ class TrainConfig:
     balance_loss_weight: float = 0.001  # perfect balance gives a loss of 1 before this weight
     mtp_loss_weight: float = 0.1  # on the mean over depths
     router_z_loss_weight: float = 0.0
+    router_bias_rate: float = 0.001  # of model.moe.router_bias, by which a step moves it
     log_every: int = 10
     step_timeout: float = 1800.0  # seconds; a run in which no step ends for so long dumps its stacks and exits; 0: never
     compile_timeout: float = 7200.0  # seconds for what may compile: the first step and evaluations
@@ -102,11 +103,10 @@ class TrainConfig:
     def __post_init__(self):
         check_bounds(self, "train", {
             "at least 1": "steps batch_size gradient_accumulation log_every", "at least 2": "sequence_length", "0 … 2^32 - 1": "seed",
-            "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight step_timeout compile_timeout"})
+            "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight router_bias_rate step_timeout compile_timeout"})
         require(self.init_state == "weights" or bool(self.init_from), "train.init_state = 'all': expected a run in train.init_from")
-        require(self.batch_size % self.gradient_accumulation == 0,
-                 f"train.batch_size = {self.batch_size} is not a multiple of train.gradient_accumulation = "
-                 f"{self.gradient_accumulation}")
+        require(self.batch_size % self.gradient_accumulation == 0, f"train.batch_size = {self.batch_size} is not a multiple of "
+                                                                   f"train.gradient_accumulation = {self.gradient_accumulation}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +144,8 @@ class OptimizerConfig:
         check_name(OPTIMIZERS, self.name, "optimizer.name")
         for field in dataclasses.fields(self):
             if field.name in OPTIMIZERS and field.name != self.name:
-                require(getattr(self, field.name) == field.default,
-                         f"optimizer.{field.name} is set, but optimizer.name = {self.name!r} does not read it: "
-                         f"set optimizer.name = {field.name!r}, or leave it out")
+                require(getattr(self, field.name) == field.default, f"optimizer.{field.name} is set, but optimizer.name = {self.name!r} "
+                        f"does not read it: set optimizer.name = {field.name!r}, or leave it out")
         check_bounds(self, "optimizer", {
             "a positive number": "learning_rate eps", "0 or more": "warmup_steps weight_decay clip_norm",
             "0 or more, less than 1": "beta1 beta2", "0 … 1": "decay_fraction final_fraction"})
@@ -288,8 +287,7 @@ class Config:
     def __post_init__(self):
         require(bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
                  f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir defaults to runs/<name>")
-        require(self.train.sequence_length <= self.model.context_length,
-                 f"train.sequence_length = {self.train.sequence_length}: expected at most "
-                 f"model.max_position_embeddings × model.yarn_factor = {self.model.context_length}")
+        require(self.train.sequence_length <= self.model.context_length, f"train.sequence_length = {self.train.sequence_length}: expected "
+                f"at most model.max_position_embeddings × model.yarn_factor = {self.model.context_length}")
         require(self.train.sequence_length > self.model.mtp_depth + 1,
                  f"train.sequence_length = {self.train.sequence_length}: expected more than model.mtp_depth + 1")

@@ -157,8 +157,7 @@ class TrainData(Data):
                 for i, p in enumerate(self._prepared)]  # shuffled anew every epoch
         self.streams = dict(zip(names, self._weights, strict=True))
         self._stream = mix_of(self._weights).map(lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)]))
-        parts = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
-        self.fingerprint = digests.of(json.dumps(parts))[:20]
+        self.fingerprint = digests.of(json.dumps([[p.fingerprint for p in self._prepared], self._weights, config.seed]))[:20]
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
@@ -230,7 +229,6 @@ def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
     parts, places = [], []
     for i, p in enumerate(prepared):
         n = len(p.rows[HELDOUT])
-        permutation = np.random.default_rng(_shuffle_seed(seed, i)).permutation(n)
-        parts.append(np.stack([np.full(n, i), permutation], axis=1))
+        parts.append(np.stack([np.full(n, i), np.random.default_rng(_shuffle_seed(seed, i)).permutation(n)], axis=1))
         places.append((np.arange(n) + 0.5) / n)
     return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]

@@ -94,14 +94,9 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
 
 def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
     """Digest (20 hexadecimal digits) of all that decides the rows: files and the digests of their `contents`, tokenizer, recipe, format."""
-    parts = {
-        "format": _FORMAT,
-        "files": [(file.label, file.size, digest) for file, digest in zip(source.files, contents, strict=True)],
-        "text_field": source.text_field,
-        **({} if source.on_bad_text == "stop" else {"on_bad_text": source.on_bad_text}),
-        "tokenizer": tokenizer.fingerprint,
-        **dataclasses.asdict(recipe),
-    }
+    parts = {"format": _FORMAT, "files": [(file.label, file.size, digest) for file, digest in zip(source.files, contents, strict=True)],
+             "text_field": source.text_field, **({} if source.on_bad_text == "stop" else {"on_bad_text": source.on_bad_text}),
+             "tokenizer": tokenizer.fingerprint, **dataclasses.asdict(recipe)}
     return digests.of(json.dumps(parts))[:20]
 
 
@@ -137,8 +132,7 @@ def _unit_hash(text: str) -> float:
 
 
 def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -> Iterator[tuple[str, Document]]:
-    size = len(document.text)
-    heldout = max(heldout, 1)
+    size, heldout = len(document.text), max(heldout, 1)
     if whole and heldout >= size:
         yield HELDOUT, document
         return
@@ -228,11 +222,8 @@ def _write_rows(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory:
         write(side, packer.finish())
         counts[side]["cut_documents"] = packer.cut_documents
     shards = {side: [dataclasses.asdict(shard) for shard in writer.close()] for side, writer in writers.items()}
-    return {
-        "format": _FORMAT, "source": source.name, "files": len(source.files), "dtype": dtype.name,
-        "tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
-        **dataclasses.asdict(recipe), "statistics": counts, "shards": shards,
-    }
+    return {"format": _FORMAT, "source": source.name, "files": len(source.files), "dtype": dtype.name, "tokenizer": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size, **dataclasses.asdict(recipe), "statistics": counts, "shards": shards}
 
 
 def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:

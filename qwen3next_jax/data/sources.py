@@ -129,8 +129,7 @@ def is_remote(path: str) -> bool:
 def _fixed_part(path: str) -> str:
     """The directory before the first wildcard."""
     wildcard = _WILDCARD.search(path)
-    head = path[:wildcard.start()] if wildcard else path
-    return head.rpartition("/")[0]
+    return (path[:wildcard.start()] if wildcard else path).rpartition("/")[0]
 
 
 def _local_files(path: str) -> list[SourceFile]:
@@ -189,13 +188,9 @@ def _remote_files(path: str) -> list[SourceFile]:
         filesystem, pattern = fsspec.core.url_to_fs(path)
         found = filesystem.glob(pattern, detail=True)
     root = filesystem._strip_protocol(_fixed_part(path)).strip("/") + "/"
-    files = []
-    for name, info in found.items():
-        if info["type"] == "file":
-            name = name.lstrip("/")
-            version = next((str(info[key]) for key in _REMOTE_VERSIONS if info.get(key)), "")
-            files.append(SourceFile(epath.Path(f"{scheme}://{name}"), name.removeprefix(root), info["size"], version))
-    return files
+    return [SourceFile(epath.Path(f"{scheme}://{name}"), name.removeprefix(root), info["size"],
+                       next((str(info[key]) for key in _REMOTE_VERSIONS if info.get(key)), ""))
+            for name, info in ((name.lstrip("/"), info) for name, info in found.items() if info["type"] == "file")]
 
 
 def _nearest_hint(path: str) -> str:
@@ -222,8 +217,7 @@ def _standard_library_files() -> tuple[SourceFile, ...]:
         files += [pathlib.Path(directory, name) for name in names if name.endswith(".py") and not _STDLIB_BUILD_SPECIFIC.fullmatch(name)]
     if not files:
         raise UserError(f"{root} holds no Python source to train on: give texts with data.path")
-    found = [_local_file(os.fspath(file), os.fspath(root)) for file in files]
-    return tuple(sorted(found, key=lambda file: file.label))
+    return tuple(sorted((_local_file(os.fspath(file), os.fspath(root)) for file in files), key=lambda file: file.label))
 
 
 # ---- reading files: each yields (record number, text, bytes of the file read so far); text that `bad` leaves out is ""

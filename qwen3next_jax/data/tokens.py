@@ -66,9 +66,8 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
     """
     tokenizer = ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise UserError(f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only {vocab_size}: "
-                        f"set model.vocab_size to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose "
-                        "another data.tokenizer")
+        raise UserError(f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only {vocab_size}: set model.vocab_size "
+                        f"to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose another data.tokenizer")
     return tokenizer
 
 

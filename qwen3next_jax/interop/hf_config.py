@@ -1,9 +1,10 @@
-"""config.json of the Qwen3-Next family ↔ `ModelConfig`.
+"""config.json of the families ↔ `ModelConfig`.
 
     model_type                           `ModelConfig.hf_form`   fields
     qwen3_next                           qwen3_next              flat
     qwen3_5_text, qwen3_5_moe_text       qwen3_5_text            flat
     qwen3_5, qwen3_5_moe                 qwen3_5                 those of the text model in `text_config`, beside a vision tower's
+    kimi_linear                          kimi_linear             others (`interop.kimi`)
 """
 
 import dataclasses
@@ -16,10 +17,11 @@ from typing import Any
 
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig, from_dict
 from qwen3next_jax.errors import UserError, did_you_mean, require, short, warn
+from qwen3next_jax.interop import kimi
 from qwen3next_jax.interop.weights import Weights, name_some, read_json
 
 FORMS = {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5", "qwen3_5_text": "qwen3_5_text",
-         "qwen3_5_moe_text": "qwen3_5_text"}
+         "qwen3_5_moe_text": "qwen3_5_text", "kimi_linear": "kimi_linear"}
 VISION = "model.visual."  # what the names of a vision tower's tensors begin with
 
 # Fields of the same name and meaning on both sides.
@@ -99,6 +101,8 @@ def text_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
     if model_type not in FORMS:
         raise UserError(f"{where}: model_type = {short(model_type)}: expected one of {', '.join(FORMS)}, the families that this project "
                         "reads" + (did_you_mean(model_type, FORMS) if isinstance(model_type, str) else ""))
+    if FORMS[model_type] == "kimi_linear":
+        return kimi.canonical(fields, where)
     if FORMS[model_type] != "qwen3_5":
         return fields
     text = fields.get("text_config")
@@ -130,18 +134,22 @@ def parse_hf_config(fields: dict[str, Any], names: Collection[str], where: str) 
       UserError: another model_type, or anything this implementation does not compute; `where` names the file.
     """
     form, kind = FORMS[fields["model_type"]], _kind(fields)
-    shared = _shared(kind)
-    only = _ONLY_NEXT if form == "qwen3_next" else _ONLY_LATER
+    of_kimi = form == "kimi_linear"
+    shared = () if of_kimi else _shared(kind)
+    only = kimi.ONLY if of_kimi else _ONLY_NEXT if form == "qwen3_next" else _ONLY_LATER
     _refuse_unsupported(fields, only, where)
-    known = {*shared, *only, *_ASIDE, *(_ASIDE_LATER if form != "qwen3_next" else ())}
+    known = {*shared, *only, *_ASIDE, *(kimi.KNOWN if of_kimi else () if form == "qwen3_next" else _ASIDE_LATER)}
     _name_unknown({name: value for name, value in fields.items() if name not in known}, where)
 
-    values = {"max_position_embeddings": 32_768, **_ABSENT[kind]} | {n: fields[n] for n in shared if fields.get(n) is not None}
-    values |= _rope(fields, values["max_position_embeddings"], where)
+    if of_kimi:
+        values = kimi.settings(fields, where)
+    else:
+        values = {"max_position_embeddings": 32_768, **_ABSENT[kind]} | {n: fields[n] for n in shared if fields.get(n) is not None}
+        values |= _rope(fields, values["max_position_embeddings"], where)
     dtype = fields.get("dtype") or fields.get("torch_dtype")
     values["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
     has_mtp = any(name.startswith("mtp.") for name in names)
-    values["mtp_depth"] = (fields.get("mtp_depth") or fields.get("mtp_num_hidden_layers") or 1) if has_mtp else 0
+    values["mtp_depth"] = (fields.get("mtp_depth") or fields.get("mtp_num_hidden_layers") or 1) if has_mtp and not of_kimi else 0
     for name in ("bos_token_id", "eos_token_id"):
         token = fields.get(name)
         if isinstance(token, list):  # several may end a text; the first is the one that training data ends with
@@ -184,7 +192,8 @@ def check_sizes(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], wher
     most = max(widest, 4096)
     for names in (("num_experts",), ("num_attention_heads", "head_dim"), ("num_key_value_heads", "head_dim"),
                   ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"),
-                  ("linear_conv_kernel_dim",), ("mtp_depth",), ("mtp_num_hidden_layers",)):
+                  ("linear_conv_kernel_dim",), ("mtp_depth",), ("mtp_num_hidden_layers",), ("linear_num_heads", "linear_head_dim"),
+                  ("kv_lora_rank",), ("q_lora_rank",), ("num_attention_heads", "qk_nope_head_dim"), ("qk_rope_head_dim",)):
         if math.prod(map(size, names)) > most:
             product = " × ".join(f"{name} = {short(size(name))}" for name in names)
             raise UserError(f"{where}: {product}: the widest of the weights has {widest}")
@@ -258,9 +267,17 @@ def format_hf_config(config: ModelConfig, dtype: str, source: dict[str, Any] | N
       source: the config.json of the checkpoint that the model came from, whose other fields are kept where it is of the same kind (those
         beside the text model where both are wrappers); None: none.
     """
-    kind = "qwen3_next" if config.hf_form == "qwen3_next" else "qwen3_5_moe_text" if config.num_experts else "qwen3_5_text"
+    of_kimi = config.hf_form == "kimi_linear"
+    kind = (config.hf_form if of_kimi or config.hf_form == "qwen3_next" else "qwen3_5_moe_text" if config.num_experts else "qwen3_5_text")
     source = source if source and _kind(source) == kind else {}  # `text_config` is at hand in a wrapper alone
     theirs = {name: value for name, value in source.get("text_config", source).items() if name not in _RENEWED}
+    tokens = {}
+    for name in ("bos_token_id", "eos_token_id"):
+        token, several = getattr(config, name), theirs.get(name)
+        tokens[name] = None if token < 0 else several if isinstance(several, list) and token in several else token
+    if of_kimi:
+        theirs = {"pad_token_id": None, "use_cache": True} | {name: value for name, value in theirs.items() if name not in kimi.WRITTEN}
+        return theirs | kimi.fields(config) | tokens | {"architectures": ["KimiLinearForCausalLM"], "model_type": kind, "dtype": dtype}
     fields = {name: getattr(config, name) for name in _shared(kind)}
     if kind == "qwen3_next":
         fields["mlp_only_layers"] = list(config.mlp_only_layers)
@@ -270,10 +287,8 @@ def format_hf_config(config: ModelConfig, dtype: str, source: dict[str, Any] | N
     if config.full_attention_interval == 0 or by_interval.mixers != config.mixers:
         del fields["full_attention_interval"]  # it would contradict the list, or (0) means "never" only here
     fields |= {"max_position_embeddings": config.context_length} | _format_rope(config, source.get("text_config", source))
-    for name in ("bos_token_id", "eos_token_id"):
-        token, several = getattr(config, name), theirs.get(name)
-        fields[name] = None if token < 0 else several if isinstance(several, list) and token in several else token
-    fields |= {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mtp_depth": config.mtp_depth, "dtype": dtype}
+    fields |= tokens | {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mtp_depth": config.mtp_depth,
+                        "dtype": dtype}
     if kind == "qwen3_next":
         fields["torch_dtype"] = dtype
     else:  # how many modules are stored: each depth applies the one

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.config.further.block import BlockConfig
+from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.errors import UserError, require
+from qwen3next_jax.interop import kimi
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import Block, mixer_class
 from qwen3next_jax.model.hf_entries import Entry
@@ -60,6 +62,20 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
 
 def check_hf_form(config: ModelConfig) -> None:
     """Raises UserError where transformers has no such model: an ablated part, or layers whose mixer it does not have (all named)."""
+    of_kimi = config.hf_form == "kimi_linear"
+    without = [f"{name} (layers {', '.join(str(i) for i, mixer in enumerate(config.mixers) if mixer == name) or 'of MTP'})"
+               for name in dict.fromkeys(kind for kind, _ in config.layer_kinds)
+               if mixer_class(name).hf_entries is None or (name in kimi.MIXERS.values()) != of_kimi]
+    if without:
+        raise UserError(f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected mixers that have one in "
+                        f"{config.hf_form} (kda and mla: in kimi_linear, --form)")
+    for name in (*(f"block.{setting}" for setting in BlockConfig.__dataclass_fields__), "mixer.qk_norm_over"):
+        value, default = map(operator.attrgetter(name), (config, ModelConfig()))
+        require(value == default, f"model.{name} = {value!r}: transformers' {'Kimi Linear' if of_kimi else 'Qwen3Next'} has {default!r} "
+                                  "alone, so this model has no Hugging Face form")
+    if of_kimi:
+        return kimi.check(config)
+    require(config.moe == MoEConfig(), f"model.moe: {config.hf_form} has no such router or shared expert: expected the defaults")
     if config.ablated:
         raise UserError(f"model.{config.ablated[0]} = False: transformers' Qwen3Next always has it, so this model has no "
                         "Hugging Face form")
@@ -70,12 +86,3 @@ def check_hf_form(config: ModelConfig) -> None:
     if config.mtp_depth and config.full_mixer != "gated_attention":
         raise UserError(f"model.full_mixer = {config.full_mixer!r}: the multi-token prediction module has a Hugging Face form with "
                         "gated_attention alone: expected that, or model.mtp_depth = 0")
-    without = [f"{name} (layers {', '.join(str(i) for i, mixer in enumerate(config.mixers) if mixer == name) or 'of MTP'})"
-               for name in dict.fromkeys(kind for kind, _ in config.layer_kinds) if mixer_class(name).hf_entries is None]
-    if without:
-        raise UserError(f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected mixers that "
-                        "have one (`hf_entries`)")
-    for name in (*(f"block.{setting}" for setting in BlockConfig.__dataclass_fields__), "mixer.qk_norm_over"):
-        value, default = map(operator.attrgetter(name), (config, ModelConfig()))
-        require(value == default, f"model.{name} = {value!r}: transformers' Qwen3Next has {default!r} alone, so this model has no Hugging "
-                                  "Face form")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from qwen3next_jax.errors import UserError, told
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# A dense layer of Kimi Linear, as transformers saves it; it reads the released name, `mlp`, as well.
+_DENSE_AS_MIXTURE = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
@@ -92,12 +95,12 @@ class Weights:
                             "incomplete checkpoint; copy or download them again")
         for file in files:
             tensors, self._marks[file] = _read_header(file)
-            for name, tensor in tensors.items():
+            for name, tensor in ((_DENSE_AS_MIXTURE.sub(r"\1.mlp.", name), tensor) for name, tensor in tensors.items()):
                 if name in self._stored:
                     raise UserError(f"{file}: tensor {name} is in another of the files as well: expected it once")
                 self._stored[name] = tensor
         if (directory / INDEX).is_file():
-            absent = [name for name in _weight_map(directory) if name not in self._stored]
+            absent = [name for name in _weight_map(directory) if _DENSE_AS_MIXTURE.sub(r"\1.mlp.", name) not in self._stored]
             if absent:
                 raise UserError(f"{directory}: {name_some(absent)} missing from the files that {INDEX} names; copy or "
                                 "download them again")

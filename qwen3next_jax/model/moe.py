@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.hf_entries import Entry, Slice, one
+from qwen3next_jax.model.further.routers import ranked, scored
+from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import expert_mlp
@@ -41,7 +42,7 @@ class DenseMLP(nnx.Module):
 
 
 class SparseMoE(nnx.Module):
-    """Σ over the top experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No token is ever dropped.
+    """Σ over the top experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No token is ever dropped. Other routers: `MoEConfig`.
 
     Auxiliary output, summed (not averaged) over the counted tokens so that micro-batches and devices add up exactly:
       load [E]: choices of each expert; probability [E]: router probability of each; z []: logsumexp(logits)²;
@@ -53,12 +54,15 @@ class SparseMoE(nnx.Module):
         self.config = c = config
         d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
         self.router = make.matrix((d, e), "embed -> router", kind="router", gathered="operator")
+        if c.moe.router_bias:
+            self.router_bias = make.parameter(jnp.zeros, (e,), ".", kind="balance")
         self.expert_gate_up = make.matrix((e, d, 2, i), "experts | embed -> * mlp", gathered="operator")
         self.expert_down = make.matrix((e, i, d), "experts | mlp -> embed", gathered="operator")
         if s:
             self.shared_gate_up = make.matrix((d, 2, s), "embed -> * mlp")
             self.shared_down = make.matrix((s, d), "mlp -> embed")
-            self.shared_gate = make.matrix((d,), ". ->", kind="vector")
+            if c.moe.shared_expert_gate:
+                self.shared_gate = make.matrix((d,), ". ->", kind="vector")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         dtype, mesh = x_BTD.dtype, context.mesh
@@ -66,29 +70,38 @@ class SparseMoE(nnx.Module):
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
         weights = tuple((p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down))
         stored = (None,) * 3 if mesh is None else tuple(storage_spec(declared, shape, mesh) for declared, shape in weights)
-        routed = local(functools.partial(_routed, self.config, mesh, weights), mesh, (rows, *stored, tokens), (rows, P(), rows))
-        y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted)
+        routed = local(functools.partial(_routed, self.config, mesh, weights), mesh, (rows, *stored, tokens, P()), (rows, P(), rows))
+        bias_E = self.router_bias[...] if self.config.moe.router_bias else None
+        y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted, bias_E)
         if self.config.shared_expert_intermediate_size:
             shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
-            openness_BT1 = jax.nn.sigmoid((x_BTD @ self.shared_gate[...].astype(dtype))[..., None].astype(jnp.float32))
-            y_BTD = y_BTD + openness_BT1.astype(dtype) * shared_BTD
+            if self.config.moe.shared_expert_gate:
+                openness_BT1 = jax.nn.sigmoid((x_BTD @ self.shared_gate[...].astype(dtype))[..., None].astype(jnp.float32))
+                shared_BTD = openness_BT1.astype(dtype) * shared_BTD
+            y_BTD = y_BTD + shared_BTD
         aux = statistics | {"router_logits": logits_BTE}
         if context.diagnose:
-            aux["diagnostics"] = _diagnostics(logits_BTE, context.counted)
+            aux["diagnostics"] = _diagnostics(self.config, logits_BTE, context.counted)
         return y_BTD, aux
 
     @staticmethod
     def hf_entries(config: ModelConfig) -> Iterator[Entry]:
-        c, experts = config, [(expert, f"mlp.experts.{expert}") for expert in range(config.num_experts)]
+        c, kimi = config, config.hf_form == "kimi_linear"
+        mlp, shared, halves, down = ("block_sparse_moe", "shared_experts", ((0, "w1"), (1, "w3")), "w2") if kimi else (
+            "mlp", "shared_expert", _HALVES, "down_proj")
+        experts = [(expert, f"{mlp}.experts.{expert}") for expert in range(c.num_experts)]
         d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
-        yield one("router", "mlp.gate.weight", (1, 0), (e, d))
+        yield one("router", f"{mlp}.gate.weight", (1, 0), (e, d))
+        if c.moe.router_bias:
+            yield vector("router_bias", f"{mlp}.gate.e_score_correction_bias", e)
         yield Entry("expert_gate_up", (0, 2, 3, 1),
-                    tuple(Slice((x, half), f"{name}.{projection}.weight", (i, d)) for x, name in experts for half, projection in _HALVES),
+                    tuple(Slice((x, half), f"{name}.{projection}.weight", (i, d)) for x, name in experts for half, projection in halves),
                     fused=Slice((), "mlp.experts.gate_up_proj", (e, 2 * i, d)))
-        yield Entry("expert_down", (0, 2, 1), tuple(Slice((x,), f"{name}.down_proj.weight", (d, i)) for x, name in experts),
+        yield Entry("expert_down", (0, 2, 1), tuple(Slice((x,), f"{name}.{down}.weight", (d, i)) for x, name in experts),
                     fused=Slice((), "mlp.experts.down_proj", (e, d, i)))
         if s:
-            yield from _swiglu_entries("shared_", "mlp.shared_expert", d, s)
+            yield from _swiglu_entries("shared_", f"{mlp}.{shared}", d, s)
+        if s and c.moe.shared_expert_gate:
             yield one("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
 
 
@@ -100,7 +113,7 @@ def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
     yield one(f"{path}down", f"{name}.down_proj.weight", (1, 0), (d, i))
 
 
-def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT):
+def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT, bias_E):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
     dtype, by_token = x_BTD.dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
     if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
@@ -113,22 +126,30 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
     precision = jax.lax.Precision.HIGH if tpu() and dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     logits_RE = kept(keeping_inputs(lambda x, w: jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=precision), x_RD,
                                     router_DE))
-    probability_RE = jax.nn.softmax(logits_RE, axis=-1)
-    weight_RA, expert_RA = jax.lax.top_k(probability_RE, config.num_experts_per_tok)
-    if config.norm_topk_prob:
-        weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
-
+    share_RE, weight_RA, expert_RA = choose(config, logits_RE, bias_E)
     weight_RA = weight_RA.astype(dtype)
     many = _sorted_experts if dtype.itemsize >= 4 else functools.partial(whole_experts, on_cpu=_sorted_experts)  # keeps its inputs alone
     run = whole_experts if by_token else _few_tokens if x_RD.shape[0] <= FEW_TOKENS else many
     if shards(mesh, EXPERTS) > 1:
         run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
     y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
-    statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
+    statistics = _router_statistics(logits_RE, share_RE, expert_RA, counted_BT)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard held a part of every expert's width
         statistics = jax.lax.psum(statistics, TOKENS)
     return y_RD.reshape(x_BTD.shape), statistics, logits_RE.reshape(*x_BTD.shape[:2], -1)
+
+
+def choose(config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(scores over their sum [R, E], weights and experts of every token's choices [R, A]); `bias_E`: of `MoEConfig.router_bias`."""
+    score_RE, share_RE = scored(config.moe, logits_RE)
+    rank_RE = ranked(config.moe, score_RE, bias_E)
+    weight_RA, expert_RA = jax.lax.top_k(rank_RE, config.num_experts_per_tok)
+    if rank_RE is not score_RE:
+        weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
+    if config.norm_topk_prob:
+        weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
+    return share_RE, weight_RA if config.moe.routed_scaling_factor == 1 else weight_RA * config.moe.routed_scaling_factor, expert_RA
 
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
@@ -175,8 +196,8 @@ def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
 _permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None))
 
 
-def _diagnostics(logits_BTE, counted_BT) -> dict[str, jax.Array]:
-    entropy_BT = -jnp.sum(jax.nn.softmax(logits_BTE) * jax.nn.log_softmax(logits_BTE), axis=-1)
+def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:
+    entropy_BT = jnp.sum(jax.scipy.special.entr(scored(config.moe, logits_BTE)[1]), axis=-1)
     z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
     return {"router_entropy": token_mean(entropy_BT, counted_BT) / math.log(max(logits_BTE.shape[-1], 2)),
             "router_z": token_mean(z_BT, counted_BT)}

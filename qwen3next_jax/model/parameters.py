@@ -22,7 +22,8 @@ from qwen3next_jax.parallel.rules import check_axes
 # embedding, head, router, convolution, vector      decay; AdamW's under Muon, too
 # norm         weight of a norm: decays where `optimizer.decay_norm_weights` says so
 # rate         of decays, and constants: starts from a distribution (or a value) that weight decay would erase, so it never decays
-Kind = Literal["matrix", "embedding", "head", "router", "convolution", "vector", "norm", "rate"]
+# balance      of a router: the experts' load moves it (`training.step`), no gradient and no decay does
+Kind = Literal["matrix", "embedding", "head", "router", "convolution", "vector", "norm", "rate", "balance"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Declared:
 
     def decays(self, norm_weights: bool) -> bool:
         """Whether weight decay acts on it. `norm_weights`: on those of norms, too."""
-        return self.kind != "rate" and (norm_weights or self.kind != "norm")
+        return self.kind not in ("rate", "balance") and (norm_weights or self.kind != "norm")
 
 
 class Make:
@@ -112,7 +113,7 @@ class Make:
             raise ValueError(f"parts {parts} of a parameter of shape {shape}: expected their widths to sum to {shape[-1]}")
         operand = kind in ("matrix", "convolution", "head", "vector") if operand is None else operand
         declared = Declared(kind, shape, self.stack, axes, letters, parts, operand, gathered)
-        dtype = jnp.float32 if kind == "rate" else self.dtype
+        dtype = jnp.float32 if kind in ("rate", "balance") else self.dtype
         return nnx.Param(start((*self.stack, *shape)).astype(dtype), declared=declared)
 
 

@@ -22,6 +22,7 @@ from qwen3next_jax.training.diagnostics import norms_by_layer
 from qwen3next_jax.training.guards import init_guards, judge, keep_if
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from qwen3next_jax.training.router_bias import balanced
 
 State = dict
 Batch = dict[str, jax.Array]
@@ -84,11 +85,10 @@ def make_train_step(config: Config, mesh: Mesh, begins: int = 0) -> Callable[[St
         grad_norm = optax.tree.norm(grads)
         skip, guards, judged = judge(config.guards, state["guards"], parts["total_loss"], grad_norm)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        params = balanced(config, optax.apply_updates(state["params"], updates), parts.get("expert_load"))
         # The optimizer has not seen the skipped steps, and so neither has its schedule.
-        rate = schedule(state["step"] - state["guards"]["skipped"])
-        metrics = parts | judged | {"grad_norm": grad_norm, "grad_norms": norms_by_layer(config.model, grads), "learning_rate": rate,
-                                    "tokens": tokens}
+        metrics = parts | judged | {"grad_norm": grad_norm, "grad_norms": norms_by_layer(config.model, grads), "tokens": tokens,
+                                    "learning_rate": schedule(state["step"] - state["guards"]["skipped"])}
         return {"params": keep_if(skip, state["params"], params), "opt_state": keep_if(skip, state["opt_state"], opt_state),
                 "step": state["step"] + 1, "guards": guards}, metrics
 

@@ -61,6 +61,8 @@ class MixerConfig:
     sink_logit: bool = False  # sliding_window: a learned score per head that takes weight and gives nothing
     latent_rank: int = 512  # mla: numbers a token keeps of its keys and values
     query_rank: int = 0  # mla: of the queries' latent; 0: queries straight from the input
+    shared_key_width: int = 0  # mla: numbers of each key that all heads share; 0: those that are rotated
+    latent_norm_eps: float = 0.0  # mla: of the latents' norms; 0: rms_norm_eps
     slots: int = 64  # gsa: that keep keys and values
     state_size: int = 16  # mamba, s4d: numbers that a channel keeps
     block: int = 16  # ttt, titans: tokens of a document whose gradients are taken at one state
@@ -75,6 +77,6 @@ class MixerConfig:
     def __post_init__(self):
         check_bounds(self, "model.mixer", {
             "at least 1": "window latent_rank slots state_size block stretch contexts selected", "at least 4": "buckets",
-            "0 or more": "first_tokens query_rank prefix_tokens"})
+            "0 or more": "first_tokens query_rank shared_key_width latent_norm_eps prefix_tokens"})
         require(self.max_distance > self.buckets // 2, f"model.mixer.max_distance = {self.max_distance}: expected more than half of "
                                                        f"model.mixer.buckets = {self.buckets}, which are exact")

@@ -6,14 +6,13 @@ import jax.numpy as jnp
 from qwen3next_jax.model.mixers.recurrent import ByChannel, Inputs, through
 from qwen3next_jax.ops import channel_delta_rule
 
-TEMPERATURE = 8  # of the forget gates, the paper's
-
 
 class GSA(ByChannel):
     """g = log σ(w x) / 8 per slot; Sₖ ← Sₖ e^g + k (1 − e^g)ᵀ, p = softmax(Sₖᵀq), Sᵥ ← e^g Sᵥ + (1 − e^g) vᵀ, o = SiLU(Sᵥᵀp), norm per
     head. Both states pass operator B, the first with its decay on the value side."""
 
     settings = ("mixer.slots",)
+    temperature = 8  # of the forget gates, the paper's
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -22,7 +21,7 @@ class GSA(ByChannel):
         self.make_output(make)
 
     def inputs(self, x_BTD, context) -> Inputs:
-        return Inputs(self.project(x_BTD, context)[0], g=jax.nn.log_sigmoid(through(x_BTD, self.forget_proj)) / TEMPERATURE)
+        return Inputs(self.project(x_BTD, context)[0], g=jax.nn.log_sigmoid(through(x_BTD, self.forget_proj)) / self.temperature)
 
     def recurrence(self, heads, state):
         q, k, v, *_, segment_ids, axis_name, _ = heads

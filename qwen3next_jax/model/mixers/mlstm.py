@@ -47,5 +47,4 @@ class MLSTM(Additive):
 
     @classmethod
     def init_cache(cls, config, batch, length):
-        largest = jnp.zeros((batch, config.linear_num_value_heads))  # any m serves an empty state
-        return super().init_cache(config, batch, length) | {"largest": largest}
+        return super().init_cache(config, batch, length) | {"largest": jnp.zeros((batch, config.linear_num_value_heads))}  # any m serves

@@ -95,9 +95,8 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
     if implementation == "pallas_tpu" and jax.default_backend() not in ("tpu", "cpu"):
-        raise NotImplementedError(
-            f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to interpret it; use 'chunked'"
-        )
+        raise NotImplementedError(f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to interpret it; use "
+                                  "'chunked'")
     if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
         raise NotImplementedError("implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'")
 

@@ -40,9 +40,6 @@ def unit_lower_inverse(l_CC, exact: Products):
             start = i * m
             corner = l_CC[..., start + m : start + 2 * m, start : start + m]
             corner = -exact.nn(bottom, exact.nn(corner, top))
-            merged.append(
-                jnp.concatenate([jnp.concatenate([top, jnp.zeros_like(top)], axis=-1), jnp.concatenate([corner, bottom], axis=-1)],
-                                axis=-2)
-            )
+            merged.append(jnp.block([[top, jnp.zeros_like(top)], [corner, bottom]]))
         inverses, m = merged, 2 * m
     return inverses[0]

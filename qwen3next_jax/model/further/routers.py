@@ -1,0 +1,29 @@
+"""Scores of a mixture's router, and the order in which they choose, where `MoEConfig` asks for another than the released model's.
+
+Letters: R tokens, E experts, G groups of them.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.config.further.moe import MoEConfig
+
+
+def scored(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scores, scores over their sum), each [..., E]; of a softmax one array."""
+    if config.scoring_func == "softmax":
+        return (jax.nn.softmax(logits, axis=-1),) * 2
+    scores = jax.nn.sigmoid(logits)
+    return scores, scores / jnp.sum(scores, axis=-1, keepdims=True)
+
+
+def ranked(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
+    """[R, E], by whose largest a token's experts are chosen: the scores themselves; with a bias score + bias, through which no gradient
+    passes; with groups −∞ outside of those whose two best sum to most (2412.19437, section 2.1.2)."""
+    rank_RE = score_RE if bias_E is None else jax.lax.stop_gradient(score_RE + bias_E)
+    if config.n_group == 1:
+        return rank_RE
+    rank_RGE = rank_RE.reshape(rank_RE.shape[0], config.n_group, -1)
+    _, group_RJ = jax.lax.top_k(jnp.sum(jax.lax.top_k(rank_RGE, 2)[0], axis=-1), config.topk_group)
+    open_RG = jnp.any(group_RJ[..., None] == jnp.arange(config.n_group), axis=1)
+    return jnp.where(open_RG[..., None], rank_RGE, -jnp.inf).reshape(rank_RE.shape)

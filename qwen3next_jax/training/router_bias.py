@@ -1,0 +1,31 @@
+"""The bias by which a router without balance loss chooses its experts (2408.15664): a parameter that the load moves, no gradient.
+
+Letters: L sparse layers, the multi-token prediction module's last; E experts.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.model import declared
+from qwen3next_jax.trees import path_string
+
+
+def balanced(config: Config, params: dict, load_LE: jax.Array | None) -> dict:
+    """`params` with the biases of all routers moved by `train.router_bias_rate`: up where an expert got less than its share of the choices
+    of the whole batch (`loss.expert_load`), down where it got more. As they are where the model has no such routers."""
+    model = config.model
+    if not model.moe.router_bias:
+        return params
+    sparse = [layer for layer, (_, experts) in enumerate(model.layer_kinds) if experts]
+    # Shares are sums of quotients: two that differ in the seventh digit are of the same counts.
+    less_LE = jnp.sign(jnp.round((jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE) * 1e6))
+
+    def moved(path, leaf):
+        group, place, *_ = (name := path_string(path)).split("/") + [""]
+        if declared(model)[name].kind != "balance":
+            return leaf
+        layers = (model.num_hidden_layers,) if group == "mtp" else model.stacks[int(place)]
+        rows = jnp.array([sparse.index(layer) for layer in layers])
+        return leaf + config.train.router_bias_rate * less_LE[rows].reshape(leaf.shape)
+    return jax.tree_util.tree_map_with_path(moved, params)
