@@ -147,7 +147,7 @@ def test_exact_in_float64(settings, implementation):
 def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 7)
     two = 2 * inputs["v"][:, :CHUNK].size
-    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=two, together=two))  # two pieces of two chunks, the last one padded
+    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=two * CHUNK, together=two))  # two pieces of two, the last padded
     ids = np.array([[1] * 60 + [2] * 68 + [3] * 7, [2] * 130 + [0] * 5])  # a document that starts with a piece, and one that goes on
     check(inputs, cotangents, "chunked", dtype, *BARS[dtype], segment_ids=ids, **settings)
 

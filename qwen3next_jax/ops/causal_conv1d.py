@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops import checks
+from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.pallas_causal_conv1d import kernels
 
 
@@ -140,18 +140,16 @@ def _gradients(activation, on_cpu, extended, kernel, ids, dy):
     time = dz.shape[1]
     # The barrier makes these arrays exist: fused into what follows, the padding turns every read into a branch and the
     # activation's gradient is computed once per tap. Where a pass over memory is what costs, x is not copied in float32.
-    margin = (width - 1, width - 1)
-    padded = jnp.pad(dz, ((0, 0), margin, (0, 0)))
-    if on_cpu:
-        x, padded, same = jax.lax.optimization_barrier((x, padded, same))
-    else:
-        padded, same = jax.lax.optimization_barrier((padded, same))
+    padded = jnp.pad(dz, ((0, 0), (width - 1, width - 1), (0, 0)))
+    padded, same = jax.lax.optimization_barrier((padded, same))
     dz = padded[:, width - 1 : width - 1 + time]
-    terms = _terms(_shifted(x, width), [dz] * width, same)
-    if on_cpu:
-        # One pass for all taps, over the batch first: six times faster than a sum per tap, which materialises its term.
-        add = lambda a, b: tuple(map(jnp.add, a, b))
-        terms = jax.lax.reduce(tuple(terms), (jnp.zeros((), wide),) * width, add, (0,))
+    terms_of = lambda x, dz, same: _terms(_shifted(x, width), [dz] * width, same)
+    terms = terms_of(x, dz, same)
+    if on_cpu:  # row by row, all taps in one pass: their sums stay in the caches
+        x = jax.lax.optimization_barrier(x)
+        rows = x[:, None], dz[:, None], None if same is None else same.swapaxes(0, 1)[:, :, None]
+        add = lambda sums, row: ([*map(jnp.add, sums, terms_of(*row))], None)
+        terms, _ = blocks.scan(add, [jnp.zeros_like(dz[:1])] * width, rows)
     dkernel = jnp.stack([jnp.sum(term, axis=range(term.ndim - 1)) for term in terms])
     # Input s meets output s - w through tap w.
     if same is not None:

@@ -147,7 +147,7 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
     numbers = size * x.v.shape[0] * x.v.shape[2] * max(x.q.shape[3], x.v.shape[3])
 
     def bound(limits):
-        count = -(-chunks // (1 if numbers >= limits.alone else max(1, limits.together // numbers)))
+        count = -(-chunks // (1 if numbers * size >= limits.alone else max(1, limits.together // numbers)))
         return functools.partial(pass_over, size=size, piece=-(-chunks // count), erase=options.erase, before=options.before)
     return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_PIECES), default=bound(PIECES))
 

@@ -22,17 +22,17 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Inputs, Pr
 
 
 class Pieces(typing.NamedTuple):
-    """How many chunks are worked at once: numbers in one [B, H, C, width] array from which a chunk is a piece of its own, whose
-    state pass is no loop; and numbers in the arrays of a piece of smaller chunks."""
+    """How many chunks are worked at once: multiply-adds of a product of [B, H, C, C] and [B, H, C, width] from which a chunk is a
+    piece of its own, whose state pass is no loop; and numbers in the [B, H, C, width] arrays of a piece of smaller chunks."""
 
     alone: int
     together: int
 
 
 # Pieces of 0.5 MB in float32, of which a core's caches hold a few: a piece has a cost of its own, too.
-CPU_PIECES = Pieces(1 << 15, 1 << 17)
+CPU_PIECES = Pieces(1 << 21, 1 << 17)
 # 64 MB in float32: thousands of chunks' products at once, while some thirty such arrays live.
-PIECES = Pieces(1 << 24, 1 << 24)
+PIECES = Pieces(1 << 30, 1 << 24)
 
 
 class Chunks(typing.NamedTuple):
@@ -229,7 +229,7 @@ def _chunks_of_a_piece(limits: Pieces, x: Inputs, size: int) -> int:
     """As many as make pieces of one length; the last may be padded."""
     batch, time, heads, value = x.v.shape
     chunks, numbers = -(-time // size), batch * size * heads * max(x.q.shape[3], value)
-    count = -(-chunks // (1 if numbers >= limits.alone else max(1, limits.together // numbers)))
+    count = -(-chunks // (1 if numbers * size >= limits.alone else max(1, limits.together // numbers)))
     return -(-chunks // count)
 
 
