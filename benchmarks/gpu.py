@@ -33,6 +33,8 @@ from jax.experimental.pallas import mosaic_gpu
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul, pallas_gpu_ragged
+from qwen3next_jax.ops import pallas_gpu_causal_conv1d as convolution
+from qwen3next_jax.ops import pallas_gpu_gated_norm as norm
 from qwen3next_jax.ops.attention import pallas_gpu as attention_gpu
 from qwen3next_jax.ops.delta_rule import pallas_gpu_trial
 from qwen3next_jax.parallel.mesh import one_device
@@ -89,6 +91,11 @@ def correctness(interpret: bool) -> tuple[list, bool]:
         found.append(dict(key=key, value=value, errors=line, wrong=bad))
         print(f"K {key:3} V {value:3}: {'WRONG ' + str(bad) if bad else 'right'}; against float64 o {line['o']:.2%}, worst gradient "
               f"{max(e for n, e in line.items() if n not in BARS):.2%}", flush=True)
+    for what, (name, apart), bar in (("convolution", convolution.worst("silu", "bfloat16", 4, interpret), convolution.APART),
+                                     ("norm and gate", norm.worst(1e-6, 128, interpret), norm.APART)):
+        right &= apart <= bar
+        found.append(dict(what=what, worst=name, apart=apart))
+        print(f"{what}: {'right' if apart <= bar else 'WRONG'}; {name} {apart:.2%} from XLA's", flush=True)
     return found, right
 
 

@@ -55,7 +55,13 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
                    temperature=_temperature.value, top_k=_top_k.value, top_p=_top_p.value, min_p=_min_p.value)
     try:
         if template is not None:
-            _talk(template, lambda text: _answer(model, tokenizer, text, request))
+            # Chats grow: each cache has room for four times what the one before had, so that little is compiled again.
+            rooms = [room for i in range(6, 12) if (room := 4**i) < model.config.context_length] + [model.config.context_length]
+
+            def answer(text: str) -> str:
+                needed = len(tokenizer.encode(text)) + _max_new_tokens.value
+                return _answer(model, tokenizer, text, request | {"room": next((room for room in rooms if room >= needed), needed)})
+            _talk(template, answer)
         elif _samples.value == 1:
             print(text, end="", flush=True)
             _answer(model, tokenizer, text, request)
@@ -127,11 +133,11 @@ class _Clock:
     def piece(self, tokens: int) -> None:
         self._pieces.append((time.perf_counter(), tokens))
 
-    def tell(self, model, prompts: list, stream) -> None:
+    def tell(self, model, prompts: list, stream, room: int = 0) -> None:
         from qwen3next_jax.inference import decode
         from qwen3next_jax.inference.cache import cache_bytes
 
-        size = cache_bytes(model.config, len(prompts), decode.cache_length(prompts, _max_new_tokens.value, _speculative.value))
+        size = cache_bytes(model.config, len(prompts), decode.cache_length(prompts, _max_new_tokens.value, _speculative.value, room))
         parts = [f"compiled or loaded in {self._compiled:.1f} s"] * self._told + [f"prompt of {len(prompts[0])} tokens"]
         if self._pieces:
             parts[-1] += f" and first new one in {self._pieces[0][0] - self._begun:.3f} s"
@@ -175,7 +181,7 @@ def _answer(model, tokenizer, text: str, request: dict) -> str:
         pass
     write(texts.end())
     print(flush=True)
-    clock.tell(model, [prompt], stream)
+    clock.tell(model, [prompt], stream, request.get("room", 0))
     return "".join(written)
 
 

@@ -12,7 +12,9 @@ import pytest
 from jax.experimental import topologies
 
 from qwen3next_jax.ops import attention
-from qwen3next_jax.ops.attention import pallas_gpu, xla
+from qwen3next_jax.ops import cached_attention as cached
+from qwen3next_jax.ops.attention import dispatch, pallas_gpu, xla
+from qwen3next_jax.ops.cached_attention import cached_attention, write
 
 EPSILON = 2.0**-24  # of float32
 RNG_SEED = 0
@@ -112,35 +114,59 @@ def test_padding_gives_nothing_to_other_rows():
         np.testing.assert_array_equal(a[:, :100], c[:, :100])
 
 
-@pytest.mark.parametrize("new", [1, 8, 9])
-def test_cached_decoding_equals_the_whole(new):
-    """Rows stand at different positions of a cache that is longer than what is filled."""
+@pytest.mark.parametrize("new, layers", [(1, 1), (8, 2), (9, 1)])
+def test_cached_decoding_equals_the_whole(new, layers, monkeypatch):
+    """Rows stand at different positions of a cache that is longer than what is filled, no multiple of the blocks, and not read further."""
+    for name in ("_BLOCK", "_BLOCK_OF_FEW"):
+        monkeypatch.setattr(cached, name, 32)
     t, capacity = 150, 200
     q, k, v, _ = inputs(2, t, 4, 2, 16)
     whole = attention(q, k, v)
-    garbage = ((0, 0), (0, capacity - t), (0, 0), (0, 0))
-    k, v = (jnp.pad(x, garbage, constant_values=1e4) for x in (k, v))
-    positions = np.stack([np.arange(140, 140 + new), np.arange(7, 7 + new)])
+    positions = jnp.stack([jnp.arange(140, 140 + new), jnp.arange(7, 7 + new)])
     rows = np.arange(2)[:, None]
-    got = jax.jit(lambda q, k, v: attention(q, k, v, q_positions=positions))(q[rows, positions], k, v)
+
+    @jax.jit
+    def run(q, new_k, new_v, k, v):
+        k, v = (write(x, new, layers - 1, positions[:, 0]) for x, new in ((k, new_k), (v, new_v)))
+        return cached_attention(q, k, v, layers - 1, positions)
+    filled = np.arange(capacity) < positions[:, :1]
+    stored = [np.where(filled[..., None, None], np.pad(x, ((0, 0), (0, capacity - t), (0, 0), (0, 0))), 1e4) for x in (k, v)]
+    caches = [jnp.stack([np.full_like(x, np.nan)] * (layers - 1) + [x]) for x in stored]
+    got = run(*(x[rows, positions] for x in (q, k, v)), *caches)
     np.testing.assert_allclose(got, whole[rows, positions], atol=4 * EPSILON * t**0.5 * 4)
 
 
-def test_decoding_one_token_does_not_copy_the_cache():
-    cache = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
-    step = jax.jit(lambda q, k, v: attention(q, k, v, q_positions=jnp.full((1, 1), 4000)))
-    memory = step.lower(jax.ShapeDtypeStruct((1, 1, 4, 64), jnp.float32), cache, cache).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < cache.size * 4 / 4  # the scores of 4 heads take a 32nd of it
+def test_tokens_before_the_first_slot_are_dropped():
+    new = jnp.arange(1.0, 5.0).reshape(1, 4, 1, 1)
+    written = write(jnp.zeros((1, 1, 6, 1, 1)), new, 0, jnp.array([-1]))
+    np.testing.assert_array_equal(written.ravel()[:3], [2, 3, 4])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_decoding_copies_no_cache(layers):
+    """Steps of a loop over equal layers: what the program needs beyond its donated caches is less than a layer's, of blocks alone."""
+    shape = (layers, 1, 16384, 2, 32)
+
+    def step(i, carry):
+        def layer(carry, r):
+            q, k, v = carry
+            k, v = (write(x, q[:, :, :2], r, jnp.full(1, i)) for x in (k, v))
+            return (cached_attention(q, k, v, r, jnp.full((1, 1), i)), k, v), None
+        return jax.lax.scan(layer, carry, jnp.arange(layers))[0]
+    run = jax.jit(lambda q, k, v: jax.lax.fori_loop(0, 9000, step, (q, k, v)), donate_argnums=(1, 2))
+    cache = jax.ShapeDtypeStruct(shape, jnp.float32)
+    memory = run.lower(jax.ShapeDtypeStruct((1, 1, 4, 32), jnp.float32), cache, cache).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < cache.size * 4 / layers / 2
 
 
 def test_a_query_without_any_key_gives_zeros_and_no_gradient():
     q, k, v, do = inputs(1, 3, 2, 1, 8, s=80)
     kv_segment_ids = np.repeat((1, 0), (70, 10))[None]
-    f = lambda *x: attention(*x, segment_ids=np.array([[1, 2, 2]]), kv_segment_ids=kv_segment_ids,
-                             q_positions=np.array([[60, 61, 62]]))
-    o, dq, dk, dv = output_and_gradients(f, q, k, v, do)
+    options, arrays = dispatch.Options(None, 8**-0.5, causal=False), (q, k, v, np.array([[1, 2, 2]]), kv_segment_ids)
+    o, logsumexp = dispatch.forward(options, *arrays)
+    dq, dk, dv = dispatch.backward(options, arrays, o, logsumexp, do)
     mask = np.zeros((1, 3, 80), bool)
-    mask[0, 0, :61] = True
+    mask[0, 0, :70] = True
     assert_near((o, dq, dk, dv), oracle_output_and_gradients(q, k, v, do, mask), tolerance(80))
     np.testing.assert_array_equal(o[:, 1:], 0)
 
@@ -207,11 +233,8 @@ def test_the_trial_on_a_gpu_refuses_attention_across_documents():
 
 @pytest.mark.parametrize("change, error, name", [
     (dict(implementation="flash"), ValueError, "implementation"),
-    (dict(implementation="splash", q_positions=np.zeros((1, 8), int)), NotImplementedError, "q_positions"),
     (dict(segment_ids=np.ones((1, 7), int)), ValueError, "segment_ids"),
-    (dict(kv_segment_ids=np.ones((1, 8), int)), ValueError, "kv_segment_ids"),
-    (dict(q_positions=np.zeros((1, 8))), ValueError, "q_positions"),
-    (dict(k=jnp.zeros((1, 9, 2, 4)), v=jnp.zeros((1, 9, 2, 4))), ValueError, "q_positions"),
+    (dict(k=jnp.zeros((1, 9, 2, 4)), v=jnp.zeros((1, 9, 2, 4))), ValueError, "k"),
     (dict(q=jnp.zeros((1, 8, 3, 4))), ValueError, "heads"),
 ])
 def test_errors_name_the_argument(change, error, name):

@@ -12,9 +12,10 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from qwen3next_jax import generate as generate_command
-from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference import complete, decode, generate, plain
@@ -26,6 +27,8 @@ from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.parallel.rules import storage_spec
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 
@@ -225,6 +228,18 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, forward, prompt
                 logits = mtp_logits[d][i, state.position[i] - 1]
                 assert logits[state.drafts[i, d]] >= np.max(logits) - 1e-3
     assert np.all(accepted > 0) and accepted[0] < 4 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 1, "tensor": 2}], ids=str)
+def test_drafting_on_a_mesh_is_drafting_on_one_device(axes, model, prompts, greedy):
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:max(axes.values())])
+    graphdef, params = nnx.split(model)
+    placed = jax.tree.map(lambda p: p.replace(jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))),
+                          params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
+    for drafts in (0, 2):
+        new = complete(nnx.merge(graphdef, placed), prompts, max_new_tokens=NEW, speculative=drafts, mesh=mesh)
+        jax.tree.map(np.testing.assert_array_equal, new, list(greedy[0]))
 
 
 def test_states_after_each_token(model):

@@ -376,6 +376,7 @@ DAMAGE = {
     "expert missing": (_drop("model.layers.1.mlp.experts.7.up_proj.weight"), "1 tensor: model.layers.1.mlp.experts.7.up"),
     "extra": (_put(model__layers__4__x=np.zeros(2, np.float32)), "hold 1 tensor: model.layers.4.x beyond"),
     "misshapen": (_put(lm_head__weight=np.zeros((64, 256), np.float32)), "has shape [64, 256]: expected [256, 64]"),
+    "not finite": (_put(lm_head__weight=np.full((256, 64), 1e200)), "lm_head.weight holds values that are not finite (NaN, infinity"),
     "integers": (_put(lm_head__weight=np.zeros((256, 64), np.int8)), "lm_head.weight is I8"),
     "untied head": (lambda d: edit_config(d, tie_word_embeddings=True), "lm_head.weight differs"),
     "escaping index": (_index(a="../model.safetensors"), "'../model.safetensors': expected"),

@@ -23,6 +23,7 @@ from qwen3next_jax.model.further.masks import check_prompts
 from qwen3next_jax.parallel.rules import ROWS, activation_spec, shards
 
 CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory
+_SMALL_CHUNK = 64  # of a conversation, whose prompts have two sizes of chunk alone
 LATE = 0.05  # seconds that one call may take: its first token is seen when it ends
 _TOGETHER = 8  # steps of one call at most where several processes decode: their clocks would choose different numbers
 
@@ -56,7 +57,7 @@ class Stream:
 
 def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens: int, temperature: float = 0.0, top_k: int = 0,
              top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop_ids: Sequence[int] = (), speculative: int = 0,
-             mesh: Mesh | None = None, on_compile: Callable[[], None] = lambda: None) -> Stream:
+             room: int = 0, mesh: Mesh | None = None, on_compile: Callable[[], None] = lambda: None) -> Stream:
     """Continues every prompt. What is not compiled yet is compiled before this returns.
 
     Args:
@@ -67,6 +68,7 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
       stop_ids: a row ends before the first of these tokens.
       speculative: tokens drafted per pass of the trunk, up to 4, by the multi-token prediction module; 0: none. Greedy tokens stay
         the same, samples keep their distribution.
+      room: of a conversation: slots of its cache, at least. Prompts of all lengths that fit share their programs.
       mesh: on which the model's parameters lie, as `Qwen3Next.features` takes it; None: one device. On a mesh of several
         processes all of them ask for the same, and get the same.
       on_compile: called before each program that has to be compiled.
@@ -87,12 +89,15 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
         prompts = prompts + [prompts[-1]] * (-wanted % shards(mesh, *ROWS))
     graphdef, params = nnx.split(model)
     run = programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)
-    state = run.start(model, cache_length(prompts, max_new_tokens, speculative), np.array([prompt[-1] for prompt in prompts], np.int32),
+    length = cache_length(prompts, max_new_tokens, speculative, room)
+    state = run.start(model, length, np.array([prompt[-1] for prompt in prompts], np.int32),
                       np.array([len(prompt) - 1 for prompt in prompts], np.int32), np.full(len(prompts), max_new_tokens, np.int32))
     numbers = Sampling(*map(np.float32, sampling))._replace(top_k=np.int32(top_k))
     arguments = stop_ids.astype(np.int32), numbers, np.uint32(seed)
-    chunks = [(params, state, tokens_BX, np.int32(begin)) for begin, tokens_BX in prompt_chunks(prompts, speculative)]
+    chunks = [(params, state, tokens_BX, np.int32(begin)) for begin, tokens_BX in prompt_chunks(prompts, speculative, even=bool(room))]
     prefills = [run.compiled("prefill", on_compile, *chunk) for chunk in chunks]
+    for size in (CHUNK, _SMALL_CHUNK) * bool(room):  # what later prompts take
+        run.compiled("prefill", on_compile, params, state, np.zeros((len(prompts), size + speculative), np.int32), np.int32(0))
     advance = run.compiled("advance", on_compile, params, state, np.int32(1), *arguments)
 
     def pieces(stream: Stream) -> Iterator[list[np.ndarray]]:
@@ -169,7 +174,8 @@ class Programs:
         if self._mesh is None:
             return state
         of_row, of_layers_row = (NamedSharding(self._mesh, activation_spec(*names)) for names in (("batch",), (None, "batch")))
-        where = jax.tree.map(lambda _: of_row, state)._replace(cache=jax.tree.map(lambda _: of_layers_row, state.cache))
+        caches = {name: jax.tree.map(lambda _: of_layers_row, getattr(state, name)) for name in state._fields if "cache" in name}
+        where = jax.tree.map(lambda _: of_row, state)._replace(**caches)
         return jax.lax.with_sharding_constraint(state, where)
 
 
@@ -179,9 +185,11 @@ def programs(graphdef: nnx.GraphDef, mesh: Mesh | None = None, greedy: bool = Tr
     return Programs(graphdef, mesh, greedy, filters, drafts)
 
 
-def cache_length(prompts: Sequence[np.ndarray], max_new_tokens: int, speculative: int = 0) -> int:
-    """Slots of the cache that `generate` uses."""
-    return rounded_length(max(map(len, prompts)) + max_new_tokens + speculative)
+def cache_length(prompts: Sequence[np.ndarray], max_new_tokens: int, speculative: int = 0, room: int = 0) -> int:
+    """Slots of the cache that `generate` uses: all tokens and a last chunk's padding have one."""
+    longest = max(map(len, prompts))
+    ends = (start + size for start, size in _chunks(longest - 1, even=bool(room)))
+    return rounded_length(max(longest + max_new_tokens + speculative, room, *ends))
 
 
 def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: float) -> list[np.ndarray]:
@@ -217,17 +225,22 @@ def _check_ids(config, ids: np.ndarray, name: str) -> None:
         raise UserError(f"{name} holds token {outside[0]}: expected 0 … {config.vocab_size - 1}, the model's vocabulary")
 
 
-def prompt_chunks(prompts: list[np.ndarray], ahead: int = 0, chunk: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-    """Cuts all but the last token of the right-padded prompts into (start, [B, T + ahead]), each with the `ahead` tokens that follow
-    it, and T a power of two up to `chunk`."""
-    chunk = chunk or CHUNK
-    total = max(map(len, prompts)) - 1
+def _chunks(total: int, chunk: int = CHUNK, even: bool = False) -> Iterator[tuple[int, int]]:
+    """(start, size) of the chunks of so many tokens: sizes are powers of two up to `chunk`, or of two `even` ones."""
     start = 0
     while start < total:
         size = min(chunk, max(16, 1 << (total - start - 1).bit_length()))
+        size = _SMALL_CHUNK if even and total - start < chunk else size
+        yield start, size
+        start += size
+
+
+def prompt_chunks(prompts: list[np.ndarray], ahead: int = 0, chunk: int = CHUNK, even: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+    """Cuts all but the last token of the right-padded prompts into (start, [B, T + ahead]), T as `_chunks` says, each with the `ahead`
+    tokens that follow it."""
+    for start, size in _chunks(max(map(len, prompts)) - 1, chunk, even):
         tokens_BX = np.zeros((len(prompts), size + ahead), np.int32)
         for row, prompt in zip(tokens_BX, prompts):
             part = prompt[start:start + size + ahead]
             row[:len(part)] = part
         yield start, tokens_BX
-        start += size

@@ -36,7 +36,6 @@ from qwen3next_jax.parallel.rules import gather
 
 MOST = 4  # drafts per round
 ROUNDS = 32  # of one call at most
-_OUTSIDE = 2**30  # slot of a position before the prompt: what is written there is dropped
 
 
 class Drafting(NamedTuple):
@@ -71,10 +70,10 @@ def check(config, drafts: int) -> None:
 
 def start(model: Qwen3Next, length: int, token_B, position_B, left_B, *, drafts: int, greedy: bool) -> Drafting:
     """Before the first token, with caches of `length` slots. The first round's drafts are made up: token 0, for sure."""
-    c, batch = model.config, len(token_B)
+    c, batch, of_depth = model.config, len(token_B), mixer_class(model.config.full_mixer).init_cache
     log_q_V = jnp.where(jnp.arange(0 if greedy else c.vocab_size) == 0, 0.0, -jnp.inf)
     return Drafting(model.init_cache(batch, length), token_B, position_B, left_B,
-                    [mixer_class(c.full_mixer).init_cache(c, batch, length) for _ in range(drafts)],
+                    [jax.tree.map(lambda leaf: leaf[None], of_depth(c, batch, length)) for _ in range(drafts)],
                     jnp.zeros((batch, drafts - 1, c.hidden_size), c.dtype), jnp.zeros((batch, drafts), jnp.int32),
                     jnp.tile(log_q_V, (batch, drafts, 1)))
 
@@ -172,7 +171,6 @@ def _draft(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting,
             hidden_BJD = jnp.concatenate((state.earlier[:, d - 1:d], hidden_BJD), axis=1)
         width = k + 1 + d
         t_BW = state.position[:, None] - d + jnp.arange(width, dtype=jnp.int32)
-        t_BW = jnp.where(t_BW < 0, _OUTSIDE, t_BW)
         last_B1 = (accepted_B + d)[:, None]
         before_BWD = hidden_BJD
         hidden_BJD, mtp_cache = predict(before_BWD, tokens_BW[:, :width], t_BW, mtp_cache)
@@ -201,8 +199,10 @@ def _predictor(model: Qwen3Next, mesh):
     module = nnx.merge(graphdef, gather(params, mesh, model.config.dtype))
 
     def predict(hidden_BTD, tokens_BT, t_BT, cache):
+        in_place = mixer_class(model.config.full_mixer).in_place
+        cache = cache if in_place else jax.tree.map(lambda leaf: leaf[0], cache)
         hidden_BTD, _, cache = module(hidden_BTD, model.embed(tokens_BT, mesh, time=None), Context(t_BT, mesh=mesh, time=None), cache)
-        return hidden_BTD, cache
+        return hidden_BTD, cache if in_place else jax.tree.map(lambda leaf: leaf[None], cache)
     return predict
 
 

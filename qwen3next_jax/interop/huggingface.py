@@ -147,10 +147,11 @@ def read_box(weights: Weights, parameter: Parameter, box: boxes.Box, dtype: np.d
             for run in boxes.runs(parameter, part, own):
                 rows = [weights.read(prefix + part.name, run.rows, side) for side in boxes.columns(parameter, part, own)]
                 rows = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
-                if not np.isfinite(rows).all():
-                    raise UserError(f"{weights.directory}: tensor {prefix + part.name} holds values that are not finite (NaN or "
-                                    "infinity): the model diverged or was damaged; take an earlier one")
-                boxes.copy(place := layer[run.place], rows.reshape(place.shape))
+                with np.errstate(over="ignore"):  # told below
+                    boxes.copy(place := layer[run.place], rows.reshape(place.shape))
+                if not np.isfinite(place).all():
+                    raise UserError(f"{weights.directory}: tensor {prefix + part.name} holds values that are not finite (NaN, infinity, or "
+                                    f"beyond {array.dtype}): the model diverged or was damaged; take an earlier one")
     return array
 
 

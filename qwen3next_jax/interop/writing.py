@@ -184,9 +184,12 @@ def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
 
 
 def require_new(out: pathlib.Path) -> None:
-    """Raises UserError unless `out` is missing or an empty directory."""
+    """Raises UserError unless `out` is missing or an empty directory, in a place that takes one."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out}: already there: expected a new or empty directory; choose another, or remove it first")
+    place = next(str(folder) for folder in out.absolute().parents if os.path.exists(folder))
+    require(os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK), f"{out}: cannot be written: {place} is "
+            f"{'read-only' if os.path.isdir(place) else 'a file'}; give another folder")
 
 
 def write_json(file: pathlib.Path, value: dict[str, Any]) -> None:

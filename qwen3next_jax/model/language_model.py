@@ -209,37 +209,46 @@ class Qwen3Next(nnx.Module):
         return rms_norm(x, self.final_norm[...], self.config)
 
     def _run_layers(self, x, context: Context, cache: list | None, remat: str, capture: bool):
-        """→ (x, per layer its auxiliary outputs, cache)."""
+        """→ (x, per layer its auxiliary outputs, cache). Slots are carried from layer to layer, each writing its own in place."""
         x = self.positions(x, context.positions)
-        def apply(block_params, x, block_cache, graphdef):
+
+        def apply(block_params, x, block_cache, graphdef, layer):
             block_params = gather(block_params, context.mesh, self.config.dtype)
-            x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context, block_cache)
+            x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context._replace(layer=layer), block_cache)
             return constrain(x, context.mesh, "batch", context.time, None), aux, block_cache
 
-        def run(x, graphdefs, params_and_cache, looped=False):
-            auxes, caches = [], []
-            for graphdef, block_params, block_cache in zip(graphdefs, *params_and_cache):
-                block = rematerialized(functools.partial(apply, block_cache=block_cache, graphdef=graphdef), remat, looped)
-                x, aux, block_cache = block(block_params, x)
+        def run(carry, graphdefs, inputs, looped=False):
+            (x, slots), (params, states, layer), auxes = carry, inputs, []
+            for i, (graphdef, block_params) in enumerate(zip(graphdefs, params)):
+                kept = states if slots[i] is None else slots
+                block = rematerialized(functools.partial(apply, block_cache=kept[i], graphdef=graphdef, layer=layer), remat, looped)
+                x, aux, kept[i] = block(block_params, x)
                 if not capture:
                     aux.pop("router_logits", None)
                 auxes.append(aux | ({"x": x} if capture else {}))
-                caches.append(block_cache)
-            return x, (auxes, caches)
+            return (x, slots), (auxes, states)
 
         graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
-        caches_before = cache if cache is not None else [None] * len(params)
+        in_place = [mixer_class(self.config.mixers[layers[0]]).in_place for layers in self.config.stacks]
+        slots, states = ([own if has == wanted else None for has, own in zip(in_place, cache or [None] * len(in_place))]
+                         for wanted in (True, False))
         repeats = len(self.config.stacks[-1])
         single = sum(len(layers) == 1 for layers in self.config.stacks)
-        inputs = jax.tree.map(lambda leaf: leaf[0], (list(params[:single]), caches_before[:single]))
-        x, (auxes, caches) = run(x, graphdefs[:single], inputs)
-        per_layer, caches = auxes, [jax.tree.map(lambda leaf: leaf[None], c) for c in caches]
+        first = jax.tree.map(lambda leaf: leaf[0], (list(params[:single]), states[:single]))
+        (x, slots[:single]), (per_layer, first) = run((x, slots[:single]), graphdefs[:single], (*first, 0))
+        states[:single] = jax.tree.map(lambda leaf: leaf[None], first)
         if single < len(params):
-            inputs = (list(params[single:]), caches_before[single:])
-            x, (auxes, scanned) = jax.lax.scan(lambda x, inputs: run(x, graphdefs[single:], inputs, looped=True), x, inputs)
+            params, layers = list(params[single:]), None if cache is None else jnp.arange(repeats)
+            keep = lambda p: layers is not None and context.mesh is None and p.declared.experts > 1
+            by_param = functools.partial(jax.tree.map, is_leaf=lambda leaf: hasattr(leaf, "declared"))
+
+            def period(carry, inputs):  # decoding keeps experts whole: cut out, all of a layer's would be copied for the few in use
+                own, states, layer = inputs
+                return run(carry, graphdefs[single:], (by_param(lambda p, own: p if keep(p) else own, params, own), states, layer), True)
+            inputs = by_param(lambda p: p.replace(layers) if keep(p) else p, params), states[single:], layers
+            (x, slots[single:]), (auxes, states[single:]) = jax.lax.scan(period, (x, slots[single:]), inputs)
             per_layer += [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
-            caches += scanned
-        return x, per_layer, caches
+        return x, per_layer, [slot or state for slot, state in zip(slots, states)]
 
     def _run_mtp(self, hidden, embedded, context: Context, remat: str):
         """→ (per depth the normed states, router statistics summed over depths, [diagnostics of depth 0] or [])."""

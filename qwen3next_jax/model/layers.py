@@ -26,6 +26,7 @@ class Context(NamedTuple):
     mesh: the devices that share the pass (see `parallel.rules`); None for one device.
     time: the logical name of the tokens of a row: "time", or None where every device has whole rows (decoding).
     each: of caches without slots, give the one after every token (see `Mixer.each_token`).
+    layer: which of a cache with slots, stacked over equal layers, is this layer's.
     """
 
     positions: jax.Array
@@ -35,6 +36,7 @@ class Context(NamedTuple):
     mesh: Mesh | None = None
     time: str | None = "time"
     each: bool = False
+    layer: jax.Array | int = 0
 
     @property
     def time_axis(self) -> str | None:

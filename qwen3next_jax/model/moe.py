@@ -70,7 +70,8 @@ class SparseMoE(nnx.Module):
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
         weights = tuple((p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down))
         stored = (None,) * 3 if mesh is None else tuple(storage_spec(declared, shape, mesh) for declared, shape in weights)
-        routed = local(functools.partial(_routed, self.config, mesh, weights), mesh, (rows, *stored, tokens, P()), (rows, P(), rows))
+        layer = (context.layer,) * (gate_up_ED2I.ndim - 4)  # decoding has those of all layers of the stack
+        routed = local(functools.partial(_routed, self.config, mesh, weights, layer), mesh, (rows, *stored, tokens, P()), (rows, P(), rows))
         bias_E = self.router_bias[...] if self.config.moe.router_bias else None
         y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted, bias_E)
         if self.config.shared_expert_intermediate_size:
@@ -113,9 +114,12 @@ def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
     yield one(f"{path}down", f"{name}.down_proj.weight", (1, 0), (d, i))
 
 
-def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT, bias_E):
+def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT,
+            bias_E):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
     dtype, by_token = x_BTD.dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
+    if layer and (by_token or x_BTD.shape[0] * x_BTD.shape[1] > FEW_TOKENS):
+        gate_up_ED2I, down_EID, layer = gate_up_ED2I[layer], down_EID[layer], ()
     if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
         gate_up_ED2I = gate_up_ED2I.reshape(*gate_up_ED2I.shape[:2], -1)
     if mesh is not None:
@@ -132,6 +136,8 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
     run = whole_experts if by_token else _few_tokens if x_RD.shape[0] <= FEW_TOKENS else many
     if shards(mesh, EXPERTS) > 1:
         run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
+    if layer:
+        run = functools.partial(_few_tokens_of_a_stack, layer[0])
     y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     statistics = _router_statistics(logits_RE, share_RE, expert_RA, counted_BT)
     if mesh is not None:
@@ -174,6 +180,13 @@ def _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
 
 def _few_tokens(*inputs):
     return jax.lax.platform_dependent(*inputs, cpu=_used_experts, default=_sorted_experts)
+
+
+def _few_tokens_of_a_stack(layer, *inputs):
+    """Of decoding alone, without a gradient: the experts of all layers of a stack, and which layer's."""
+    def sort(x, weight, expert, gate_up, down, layer):
+        return _sorted_experts(x, weight, expert, gate_up[layer], down[layer])
+    return jax.lax.platform_dependent(*inputs, layer, cpu=lambda *inputs: used_experts(*inputs[:-1], layer=inputs[-1:]), default=sort)
 
 
 _used_experts = jax.custom_vjp(used_experts)

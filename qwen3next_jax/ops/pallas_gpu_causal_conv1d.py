@@ -41,20 +41,20 @@ def trial(activation, x, kernel) -> kernel_trial.Trial:
 
 def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
     """Two rows of two blocks of tokens, with three documents and padding and as one document, against autodiff of the sum written out."""
-    rng = np.random.default_rng(0)
+    rng, size = np.random.default_rng(0), TOKENS[-1] if interpret else TOKENS[0]
     before, x, kernel, dy = (jnp.asarray(rng.normal(size=shape), dtype) for shape in (
-        (2, width - 1, 256), (2, 64, 256), (width, 256), (2, 64, 256)))
-    documents = jnp.asarray([[1] * 31 + [2] * 2 + [3] * 31, [4] * 40 + [0] * 24])
+        (2, width - 1, 256), (2, 2 * size, 256), (width, 256), (2, 2 * size, 256)))
+    documents = jnp.asarray([[1] * (size - 1) + [2] * 2 + [3] * (size - 1), [4] * (size + 8) + [0] * (size - 8)])
     documents = jnp.concatenate([jnp.repeat(documents[:, :1], width - 1, axis=1), documents], axis=1)
 
     def plain(ids, before, x, kernel):
         extended, age = jnp.concatenate([before, x], axis=1).astype(jnp.float32), ages(ids, width)
-        z = sum(kernel[w] * extended[:, w:w + 64] * (1.0 if ids is None else (age >= width - 1 - w)[..., None]) for w in range(width))
+        z = sum(kernel[w] * extended[:, w:w + 2 * size] * (1.0 if ids is None else (age >= width - 1 - w)[..., None]) for w in range(width))
         return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
 
     @jax.jit
     def got(ids):
-        settings = dict(interpret=interpret, tokens=32)
+        settings = dict(interpret=interpret, tokens=size)
         return (forward(activation, before, x, kernel, ids, **settings),
                 *backward(activation, before, x, kernel, ids, dy, **settings))
 

@@ -24,11 +24,14 @@ class Mixer(nnx.Module):
       refused where no layer reads them.
     cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply written over; "state" where it
       is as large after any number of tokens and has to be restored.
+    in_place: of slots: the mixer gets the caches of all layers that are stacked with it, [layers, B, …], and writes into `context.layer`'s,
+      as to cut it out and put it back is a copy for every token.
     names_kept: its products and operators name what the backward pass needs of them (`ops.blocks.kept`). Not inherited.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
     cache_kind: ClassVar[Literal["state", "slots"]] = "state"
+    in_place: ClassVar[bool] = False
     names_kept: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):

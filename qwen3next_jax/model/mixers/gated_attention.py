@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.errors import require
@@ -16,6 +18,8 @@ from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
 from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.ops.cached_attention import cached_attention
+from qwen3next_jax.ops.cached_attention import write as write_in_place
 from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
 
 
@@ -32,6 +36,7 @@ class GatedAttention(Mixer):
 
     settings = ("attention_output_gate", "qk_norm", "mixer.qk_norm_over")
     cache_kind = "slots"
+    in_place = True
     names_kept = True
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
@@ -83,8 +88,7 @@ class GatedAttention(Mixer):
         """(o [B, T, N, K], the cache with these keys and values written)."""
         if cache is None:
             return attend(q_BTNK, k_BTMK, v_BTMK, context), None
-        cache = {"k": write(cache["k"], k_BTMK, context.positions), "v": write(cache["v"], v_BTMK, context.positions)}
-        return attend(q_BTNK, cache["k"], cache["v"], context, context.positions), cache
+        return attend_cached(q_BTNK, {"k": k_BTMK, "v": v_BTMK}, cache, context)
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
@@ -158,22 +162,48 @@ def attend(q_BTNK: jax.Array, k_BSMK: jax.Array, v_BSMK: jax.Array, context: Con
 
     def run(q, k, v, segment_ids, q_positions):
         if shared:
-            head = jax.lax.axis_index(TENSOR) * q.shape[2] // (n // m)
-            k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
+            k, v = (_own_head(x, q, n // m) for x in (k, v))
         if q_positions is not None:
-            return attention(q, k, v, q_positions=q_positions)
+            return cached_attention(q, k[None], v[None], 0, q_positions)
         return attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis)
 
     split, tokens = activation_spec("batch", context.time, "heads", None), activation_spec("batch", context.time)
     keys = activation_spec("batch", context.time, None, None) if shared else split
-    segment_ids = context.segment_ids if q_positions_BT is None else None
-    return local(run, mesh, (split, keys, keys, tokens, tokens), split)(q_BTNK, k_BSMK, v_BSMK, segment_ids, q_positions_BT)
+    return local(run, mesh, (split, keys, keys, tokens, tokens), split)(q_BTNK, k_BSMK, v_BSMK, context.segment_ids, q_positions_BT)
 
 
 def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-    """Writes each token into its slot. Padding after a row's end lands in slots that later tokens overwrite before
-    any query can see them; slots past the end are dropped."""
+    """Writes each token into its slot, of a mixer that does not write in place. Padding after a row's end lands in slots that later
+    tokens overwrite before any query can see them; slots past the end are dropped."""
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
     written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(new_BTMK.astype(cache_BSMK.dtype), mode="drop")
     # Without the barrier XLA on CPU repeats the write for each of its readers, with two copies of the cache each time.
     return jax.lax.optimization_barrier(written_BSMK)
+
+
+def attend_cached(q_BTNK: jax.Array, new: dict, cache: dict, context: Context) -> tuple[jax.Array, dict]:
+    """Writes `new`, keys first and values last, each [B, T, M, K], into the layer's slots → (o [B, T, N, K], the cache)."""
+    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
+    shared = m % shards(mesh, TENSOR) != 0
+
+    def run(q, new, cache, positions, layer):
+        cache = {name: write_in_place(cache[name], x, layer, positions[:, 0]) for name, x in new.items()}
+        keys, *_, values = 2 * tuple(cache.values())  # of one array the same
+        if shared:
+            keys, values, layer = *(_own_head(x[layer], q, n // m)[None] for x in (keys, values)), 0
+        return cached_attention(q, keys, values, layer, positions), cache
+
+    split, whole = activation_spec("batch", None, "heads", None), activation_spec("batch", None, None, None)
+    tokens, slots = whole if shared else split, cache_spec(m, mesh)
+    return local(run, mesh, (split, tokens, slots, activation_spec("batch", None), P()), (split, slots))(
+        q_BTNK, new, cache, context.positions, context.layer)
+
+
+def cache_spec(heads: int, mesh: Mesh | None) -> P:
+    """Where a cache [layers, B, S, heads, K] lies."""
+    return activation_spec(None, "batch", None, None if heads % shards(mesh, TENSOR) else "heads", None)
+
+
+def _own_head(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
+    """Of all key/value heads, each read by so many query heads, the one that this shard's read."""
+    return jax.lax.dynamic_slice_in_dim(x_BSMK, jax.lax.axis_index(TENSOR) * q_BTNK.shape[2] // readers, 1, axis=2)

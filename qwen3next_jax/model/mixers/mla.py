@@ -11,7 +11,7 @@ from qwen3next_jax.errors import require
 from qwen3next_jax.model.hf_entries import one, vector
 from qwen3next_jax.model.layers import rms_norm, rotate
 from qwen3next_jax.model.mixers.base import Mixer
-from qwen3next_jax.model.mixers.gated_attention import attend, attention_diagnostics, gated_projection, write
+from qwen3next_jax.model.mixers.gated_attention import attend, attend_cached, attention_diagnostics, gated_projection
 from qwen3next_jax.parallel.rules import constrain
 
 
@@ -24,6 +24,7 @@ class MLA(Mixer):
 
     settings = ("attention_output_gate", "mixer.latent_rank", "mixer.query_rank", "mixer.shared_key_width", "mixer.latent_norm_eps")
     cache_kind = "slots"
+    in_place = True
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -59,22 +60,18 @@ class MLA(Mixer):
             if context.diagnose:
                 diagnostics = attention_diagnostics(lambda q, k, v: attend(q, k, v, context), q_BTNK, k_BTNK, gate, context)
         else:
-            cache = {"latent": write(cache["latent"], latent_BTL[:, :, None], context.positions),
-                     "rotated": write(cache["rotated"], k_BT1R, context.positions)}
             k_up_LNP, v_up_LNP = jnp.split(weight("kv_up"), 2, axis=-1)
             q_BTNL = jnp.einsum("btnp,lnp->btnl", q_BTNP, k_up_LNP)
             width = c.mixer.latent_rank + shared
             q = jnp.concatenate([q_BTNL, q_BTNR], axis=-1) * (width / c.head_dim) ** 0.5  # its scale is that of whole heads
-            keys = jnp.concatenate([cache["latent"], cache["rotated"]], axis=-1)
-            values = jnp.pad(cache["latent"], [(0, 0)] * 3 + [(0, shared)])
-            o_BTNL = attend(q.astype(dtype), keys, values, context, context.positions)[..., :c.mixer.latent_rank]
-            o_BTNP = jnp.einsum("btnl,lnp->btnp", o_BTNL, v_up_LNP)
+            new = {"latent": jnp.concatenate([latent_BTL[:, :, None], k_BT1R], axis=-1)}
+            o_BTNL, cache = attend_cached(q.astype(dtype), new, cache, context)
+            o_BTNP = jnp.einsum("btnl,lnp->btnp", o_BTNL[..., :c.mixer.latent_rank], v_up_LNP)
         return gated_projection(o_BTNP, gate, self.o_proj[...], context), diagnostics, cache
 
     @staticmethod
     def init_cache(config, batch, length):
-        empty = lambda width: jnp.zeros((batch, length, 1, width), config.dtype)
-        return {"latent": empty(config.mixer.latent_rank), "rotated": empty(_shared(config))}
+        return {"latent": jnp.zeros((batch, length, 1, config.mixer.latent_rank + _shared(config)), config.dtype)}
 
     @staticmethod
     def forward_flops(config, length):

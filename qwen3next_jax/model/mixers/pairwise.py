@@ -19,6 +19,7 @@ class Pairwise(GatedAttention):
     """A subclass says what its scores are made of (`queries`, `keys`: trees of arrays), the score of a pair, and which pairs are seen.
     The cache holds keys as they are, without their place."""
 
+    in_place = False
     settings = GatedAttention.settings
     hf_entries = None
     block = 64  # queries worked at once

@@ -18,7 +18,7 @@ class Options(NamedTuple):
 
 
 def forward(options: Options, *inputs):
-    """(o [B, T, N, D], logsumexp of each row's scores [B, N, T] in float32) from q, k, v, segment_ids, kv_segment_ids, q_positions."""
+    """(o [B, T, N, D], logsumexp of each row's scores [B, N, T] in float32) from q, k, v, segment_ids, kv_segment_ids."""
     return _choose(options, inputs, "forward", *inputs)
 
 
@@ -32,8 +32,7 @@ def _choose(options, inputs, name, *args):
     if options.implementation == "splash":
         return jax.lax.platform_dependent(*args, cpu=form(splash, interpret=True), default=form(splash, interpret=False))
     platforms = dict(cpu=form(xla, block=xla.CPU_BLOCK), default=form(xla, block=xla.GPU_BLOCK))
-    q, *_, q_positions = inputs
-    if options.implementation is None and q_positions is None and q.shape[1] >= splash.LANES:
+    if options.implementation is None and inputs[0].shape[1] >= splash.LANES:
         platforms["tpu"] = form(splash, interpret=False)
         if jax.default_backend() == "gpu":
             from qwen3next_jax.ops.attention import pallas_gpu  # a second to import

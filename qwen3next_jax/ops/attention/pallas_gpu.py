@@ -36,7 +36,7 @@ def takes(q, k, v) -> bool:
     return q.shape[1] >= ROWS and kernel_trial.takes(trial(q.shape[3]), refusal(q, k, v))
 
 
-def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, causal):
+def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal):
     sm90 = of_tokamax("attention.pallas_mosaic_gpu_kernel_sm90")
     config = sm90.Config(block_q=64, block_kv=64 if q.shape[3] == 256 else 128, num_stages=2)
     kernel = functools.partial(sm90.flash_attention_kernel, bias=None, mask=None, is_causal=causal, logits_soft_cap=None,
@@ -47,7 +47,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, causal)
     return o, jnp.where(total_BNT > 0, largest_BNT + jnp.log(total_BNT), xla.UNSEEN)
 
 
-def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, causal):
+def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal):
     sm90 = of_tokamax("attention.pallas_mosaic_gpu_vjp_kernel_sm90")
     # Two warpgroups that compute have 168 registers each, one has 255: with heads of 256 channels it spills less.
     config = sm90.Config(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_stages=2,
@@ -87,8 +87,8 @@ def worst(width: int, kernels=None) -> tuple[str, float]:
 
     def results(forward, backward, **settings):
         settings |= dict(scale=width**-0.5, causal=True)
-        o, logsumexp = forward(q, k, v, ids, ids, None, **settings)
-        return o, logsumexp, *backward(q, k, v, ids, ids, None, o, logsumexp, do, **settings)
+        o, logsumexp = forward(q, k, v, ids, ids, **settings)
+        return o, logsumexp, *backward(q, k, v, ids, ids, o, logsumexp, do, **settings)
 
     got = jax.jit(functools.partial(results, *(kernels or (forward, backward))))()
     want = jax.jit(functools.partial(results, xla.forward, xla.backward, block=ROWS))()

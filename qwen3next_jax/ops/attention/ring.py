@@ -67,13 +67,13 @@ def _ring(options, axis_name, q, k, v, segment_ids):
 
 
 def _ring_forward(options, axis_name, q, k, v, segment_ids):
-    o, logsumexp = dispatch.forward(options, q, k, v, segment_ids, segment_ids, None)
+    o, logsumexp = dispatch.forward(options, q, k, v, segment_ids, segment_ids)
     result = _blocks(o.astype(logsumexp.dtype), 1), _blocks(logsumexp, 2)
     mine, visiting = tuple(_blocks(x, 1) for x in (q, segment_ids)), tuple(_blocks(x, 1) for x in (k, v, segment_ids))
 
     def pair(queries, keys, done):
         (q, ids), (k, v, kv_ids) = queries, keys
-        return _combined(done, dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids, None))
+        return _combined(done, dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids))
 
     def step(earlier, visiting, result):
         for query, key in _pairs(earlier):
@@ -90,14 +90,14 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
 def _ring_backward(options, axis_name, residuals, do):
     q, k, v, segment_ids, o, logsumexp = residuals
     dq, *dkv = (x.astype(logsumexp.dtype) for x in dispatch.backward(
-        options, (q, k, v, segment_ids, segment_ids, None), o, logsumexp, do))
+        options, (q, k, v, segment_ids, segment_ids), o, logsumexp, do))
     mine = *(_blocks(x, 1) for x in (q, segment_ids, o, do)), _blocks(logsumexp, 2)
     visiting = tuple(_blocks(x, 1) for x in (k, v, segment_ids))
     dkv = tuple(_blocks(x, 1) for x in dkv)
 
     def pair(queries, keys, done):
         (q, ids, o, do, logsumexp), (k, v, kv_ids) = queries, keys
-        new = dispatch.backward(options._replace(causal=False), (q, k, v, ids, kv_ids, None), o, logsumexp, do)
+        new = dispatch.backward(options._replace(causal=False), (q, k, v, ids, kv_ids), o, logsumexp, do)
         return tuple(x + y for x, y in zip(done, new))
 
     def step(earlier, visiting, dq):

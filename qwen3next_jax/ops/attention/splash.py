@@ -62,7 +62,7 @@ def _named(causal: bool):
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
 
-def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, causal, interpret):
+def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
     t, n = q.shape[1:3]
     kernel = _kernel(n, _length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
@@ -88,7 +88,7 @@ def _backward_of_a_row(kernel):
     return backward
 
 
-def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, causal, interpret):
+def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret):
     (t, n), chip = q.shape[1:3], tpu()
     # The backward kernels run on one core of a chip, but for dimensions that vmap gives them, which its cores share out: part of the heads.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])

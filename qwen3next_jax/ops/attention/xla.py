@@ -1,4 +1,4 @@
-"""Attention in XLA alone: few queries at once, else blockwise with online softmax, https://arxiv.org/abs/2205.14135.
+"""Attention in XLA alone, blockwise with online softmax, https://arxiv.org/abs/2205.14135.
 
 Letters: B batch, T queries, S keys, N query heads, M key/value heads (query head n reads head n // (N // M)), H = N // M
 query heads of a group, D head width, C queries or keys of a block, L = H · C rows of a query block.
@@ -11,19 +11,17 @@ from qwen3next_jax.ops import blocks
 
 CPU_BLOCK = 64  # of queries and of keys: the scores of a block stay in cache; measured with benchmarks/attention.py
 GPU_BLOCK = 512
-_FEW_QUERIES = 8  # of cached decoding: their scores fit in memory whole
 _HIDDEN = -1e30  # score of a pair that does not attend; finite, so that a row without keys stays finite
 UNSEEN = -_HIDDEN  # logsumexp of a row that sees no key: its weights are 0 in the backward pass
 
 
-def _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions):
+def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
     """Block sizes (queries, keys) and the padded positions and segments of both axes."""
     (b, t), s = q.shape[:2], k.shape[1]
     size_q, size_k = min(t, block), min(s, block)
-    if q_positions is None:
-        positions = jnp.arange(t, dtype=jnp.int32) if causal else jnp.full((t,), s - 1, jnp.int32)
-        q_positions = jnp.broadcast_to(positions, (b, t))
-    return size_q, size_k, *blocks.cut((q_positions, segment_ids), 1, size_q), blocks.cut(kv_segment_ids, 1, size_k)
+    positions = jnp.arange(t, dtype=jnp.int32) if causal else jnp.full((t,), s - 1, jnp.int32)
+    positions = jnp.broadcast_to(positions, (b, t))
+    return size_q, size_k, *blocks.cut((positions, segment_ids), 1, size_q), blocks.cut(kv_segment_ids, 1, size_k)
 
 
 def _query_blocks(q_BTND, groups, size):
@@ -83,30 +81,8 @@ def _finish(o, largest, total):
     return jnp.where(seen[..., None], o / total[..., None], 0), jnp.where(seen, largest + jnp.log(total), UNSEEN)
 
 
-def _few_queries_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions):
-    """Reads the cache once, as it lies: a query is spread over the width of all key heads, zero outside its own (X = M · D),
-    as a batch over heads would copy the whole cache with heads first."""
-    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
-    own_M1M1 = jnp.eye(m, dtype=q.dtype)[:, None, :, None]
-    q_BLX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t * n, m * d)
-    s_BLS = jnp.einsum("blx,bsx->bls", q_BLX, k.reshape(b, s, m * d), preferred_element_type=wide_dtype(q)) * scale
-    mask_BTS = jnp.arange(s, dtype=jnp.int32) <= q_positions[..., None]
-    if segment_ids is not None:
-        mask_BTS &= segment_ids[..., None] == kv_segment_ids[:, None]
-    s_BTNS = jnp.where(mask_BTS[:, :, None], s_BLS.reshape(b, t, n, s), _HIDDEN)
-    largest_BTN = jnp.max(s_BTNS, axis=-1)
-    p_BTNS = jnp.exp(s_BTNS - largest_BTN[..., None])
-    o_BLX = jnp.einsum("bls,bsx->blx", p_BTNS.astype(v.dtype).reshape(b, t * n, s), v.reshape(b, s, m * d),
-                       preferred_element_type=wide_dtype(q))
-    o_BTND = jnp.sum(o_BLX.reshape(b, t, m, n // m, m, d) * own_M1M1, axis=-2).reshape(q.shape)
-    o_BTND, logsumexp_BTN = _finish(o_BTND, largest_BTN, jnp.sum(p_BTNS, axis=-1))
-    return o_BTND.astype(q.dtype), logsumexp_BTN.swapaxes(1, 2)
-
-
-def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, block, causal):
-    if q_positions is not None and q.shape[1] <= _FEW_QUERIES:
-        return _few_queries_forward(scale, q, k, v, segment_ids, kv_segment_ids, q_positions)
-    size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions)
+def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
+    size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids)
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
     wide = wide_dtype(q)
@@ -139,8 +115,8 @@ def forward(q, k, v, segment_ids, kv_segment_ids, q_positions, *, scale, block, 
     return _from_query_blocks(o, t, n), logsumexp_BTN.swapaxes(1, 2)
 
 
-def backward(q, k, v, segment_ids, kv_segment_ids, q_positions, o, logsumexp_BNT, do, *, scale, block, causal):
-    size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids, q_positions)
+def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, block, causal):
+    size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids)
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
     wide = wide_dtype(q)
