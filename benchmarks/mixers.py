@@ -2,7 +2,7 @@
 
     python benchmarks/mixers.py                       # the errors, as rows of docs/mixers.md
     python benchmarks/mixers.py --steps=8 [names …]   # instead: the time of a step, over that with Gated DeltaNet, in turns
-    python benchmarks/mixers.py --layers              # instead: a layer of kda over one of Gated DeltaNet, forward and backward
+    python benchmarks/mixers.py --layers [names …]    # instead: a layer (of kda) over one of Gated DeltaNet, forward and backward
 
 Errors: largest of the output's and of any gradient's, each over the largest number of its array, of a layer of `tests/test_mixers.py`'s
 sizes on 70 tokens; in bfloat16 the recurrence gets the rounded numbers. A gradient far below the others counts as one thousandth of the
@@ -33,6 +33,7 @@ from test_mixers import base  # noqa: E402
 
 from qwen3next_jax import cli  # noqa: E402
 from qwen3next_jax.config import Config, ModelConfig, from_dict  # noqa: E402
+from qwen3next_jax.config.further.mixers import MixerConfig  # noqa: E402
 from qwen3next_jax.config.mixers import MIXERS  # noqa: E402
 from qwen3next_jax.config_files import load_config_file  # noqa: E402
 from qwen3next_jax.model.block import mixer_class  # noqa: E402
@@ -78,7 +79,9 @@ def times_of(step: Step, peer: Step, steps: int) -> float:
 def layer(name: str, batch: int, length: int, heads: int, width: int):
     """Forward and backward of one float32 layer, key heads half as many as value heads; → a call that runs it."""
     config = ModelConfig(hidden_size=heads * width, linear_num_key_heads=heads // 2, linear_num_value_heads=heads, dtype="float32",
-                         linear_key_head_dim=width, linear_value_head_dim=width, decay_init="log_uniform")
+                         linear_key_head_dim=width, linear_value_head_dim=width, num_attention_heads=heads, num_key_value_heads=heads // 2,
+                         head_dim=width, max_position_embeddings=8192, decay_init="log_uniform",
+                         mixer=MixerConfig(**SETTINGS.get(name, {})))
     graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
     x, dy = (jax.random.normal(jax.random.key(i), (batch, length, config.hidden_size)) for i in range(2))
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
@@ -86,27 +89,29 @@ def layer(name: str, batch: int, length: int, heads: int, width: int):
     return lambda: jax.block_until_ready(run(params, x))
 
 
-def layers():
-    for shape in ((8, 256, 4, 32), (1, 1024, 8, 64)):
-        calls, seconds = [layer(name, *shape) for name in ("kda", "gated_deltanet")], ([], [])
+def layers(names):
+    """Of kda in two shapes, of others in the first, which is that of configs/tiny.py."""
+    for name, shape in [(name, (8, 256, 4, 32)) for name in names or ("kda",)] + [("kda", (1, 1024, 8, 64))] * (not names):
+        calls, seconds = [layer(mixer, *shape) for mixer in (name, "gated_deltanet")], ([], [])
         for _ in range(22):
             for call, times in zip(calls, seconds):
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
         of, one = (1e3 * statistics.median(times[2:]) for times in seconds)
-        print("{} × {} tokens, {} value heads of {}: kda {:.1f} ms, Gated DeltaNet {:.1f} ms, {:.2f} ×".format(*shape, of, one, of / one))
+        sizes = "{} × {} tokens, {} value heads of {}".format(*shape)
+        print(f"{sizes}: {name} {of:.1f} ms, Gated DeltaNet {one:.1f} ms, {of / one:.2f} ×", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of config/mixers.py; all")
     parser.add_argument("--steps", type=int, default=0, help="steps that are timed")
-    parser.add_argument("--layers", action="store_true", help="time a layer of kda")
+    parser.add_argument("--layers", action="store_true", help="time layers")
     a = parser.parse_args()
     cli.keep_freed_memory()
     if a.layers:
-        return layers()
+        return layers(a.names)
     if a.steps:
         print("| mixer | step | parameters |")
         peer = Step("gated_deltanet")

@@ -36,7 +36,7 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
         must name the same architecture, and may name other data; of a run, also another way to read the same parameters
         (`config.further.kin`) and another context.
       path: the folder of a run, or a Hugging Face directory.
-      json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case.
+      json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case, but not where it is read in another way.
       step, mesh, dtype: see `load_model`. Several processes call this together, and the first of them writes.
 
     Raises:
@@ -53,22 +53,22 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     if is_run:
         config = part_at(config, step).config  # of the stage that was trained last
     graphdef, params = nnx.split(model, nnx.Param)
-    if is_run and config.model.differs(model.config):  # read in another way
-        graphdef, _ = abstract_model(config)
     described = config.model if is_run else model.config
+    if other := described.differs(model.config):  # the run's parameters, read in another way
+        graphdef, _ = abstract_model(config)
     subject = evaluation.Subject(described, graphdef, tokenizer, functools.cache(
         lambda: leader_first(lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths)))), options, places)
     evaluations = evaluation.make(names, subject, "--suite")
 
     results = {}
-    title = f"{path} after step {step}" if step is not None else str(path)
+    title = (f"{path} after step {step}" if step is not None else str(path)) + f" read with another {', '.join(other)}" * bool(other)
     for name, one in evaluations.items():
         values = one.run(nnx.to_pure_dict(params))
         _print(f"{name} · {title}", named(values, one.figures))
         results[name] = {"step": step} | values
-        if is_run:
+        if is_run and not other:
             _write(path / "eval" / f"{name}.json", results[name])
-    if is_run:
+    if is_run and not other:
         print(f"The same as JSON: {path / 'eval'}")
     if json_path:
         _write(pathlib.Path(json_path), results)
@@ -79,8 +79,9 @@ def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
     trained = read_config(workdir)
     different = () if config is None else set(weights_differ(config.model, trained.model)) - {"max_position_embeddings", "yarn_factor"}
     for name in sorted(different)[:1]:
-        raise UserError(f"{workdir} holds a run whose model differs from --config (model.{name} = {getattr(trained.model, name)!r} "
-                        f"there, {getattr(config.model, name)!r} in --config): give the config it was trained with")
+        theirs, ours = (c.mixers if name == "layer_types" else getattr(c, name) for c in (trained.model, config.model))
+        raise UserError(f"{workdir} holds a run whose model differs from --config (model.{name} = {theirs!r} there, {ours!r} in --config): "
+                        "give the config it was trained with")
     return config or trained
 
 
