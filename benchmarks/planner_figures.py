@@ -15,19 +15,21 @@ import sys
 from qwen3next_jax.parallel.mesh import mesh_text
 
 BATCH, LENGTH, QUICK = "--config.train.batch_size=", "--config.train.sequence_length=", "--quick"
+DOTS = "--config.train.remat=dots"
 # Gated DeltaNet layers only: one kind to compile.
 EIGHT_LAYERS = ("--config.model.num_hidden_layers=8", "--config.model.full_attention_interval=16", "--config.model.mtp_depth=0",
                 BATCH + "8")
 REMAT = ("none", "dots", "block", "offload")
 # name: (slice, mesh, flags beside --config=configs/qwen3_next_80b_a3b.py)
 POINTS = {
-    "v5p_8x8x8": ("v5p:8x8x8", "data=64,expert=8", (QUICK,)),
-    "v5p_8x8x8_none": ("v5p:8x8x8", "data=64,expert=8", (QUICK, "--config.train.remat=none")),
-    "v5p_8x8x8_16k": ("v5p:8x8x8", "data=64,expert=8", (QUICK, BATCH + "2048")),
+    "v5p_8x8x8": ("v5p:8x8x8", "data=64,expert=8", (QUICK, DOTS)),
+    "v5p_8x8x8_16k": ("v5p:8x8x8", "data=64,expert=8", (QUICK, DOTS, BATCH + "2048")),
     "v6e_16x16": ("v6e:16x16", "data=32,expert=8", (QUICK,)),
+    "v6e_16x16_16k": ("v6e:16x16", "data=32,expert=8", (QUICK, BATCH + "1024")),
+    "small_v6e_2x2": ("v6e:2x2", "data=4", (QUICK, "--config=configs/small.py")),
     "tpu7x_4x4x4": ("tpu7x:4x4x4", "data=16,expert=8", (QUICK, BATCH + "128")),
     "v5e_16x16": ("v5e:16x16", "data=32,expert=8", (QUICK, BATCH + "256", "--config.train.remat=offload")),
-    "v5p_8x8x8_long": ("v5p:8x8x8", "data=2,expert=8,context=32", (QUICK, BATCH + "16", LENGTH + "262144")),
+    "v5p_8x8x8_long": ("v5p:8x8x8", "data=2,expert=8,context=32", (QUICK, DOTS, BATCH + "16", LENGTH + "262144")),
     "v5p_4x4x4": ("v5p:4x4x4", "data=8,expert=8", (QUICK, BATCH + "64")),
     "v5p_4x4x8": ("v5p:4x4x8", "data=16,expert=8", (QUICK, BATCH + "128")),
     "v5p_4x8x8": ("v5p:4x8x8", "data=32,expert=8", (QUICK, BATCH + "256")),

@@ -1,11 +1,11 @@
 """Will it fit, and how fast should it run? Compiles the real train step for a TPU slice, on a machine without one.
 
     python -m qwen3next_jax.plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8 --mesh=data=64,expert=8
-        [--search] [--quick] [--rules=new|today] [--json=plan.json]
+        [--search [--rows=512,1024]] [--quick] [--rules=new|today] [--json=plan.json]
     uv run --extra gpu python -m qwen3next_jax.plan --config=configs/small.py --topology=h100:1x8 --mesh=data=8
 
-`--search` ranks meshes, remat policies and micro-batches by arithmetic and compiles the best five; axes that `--mesh` names stay
-as they are. `--json` also draws the memory by part beside the file. How to read the figures, and what they leave out: docs/planner.md.
+`--search` ranks meshes, rows a step, remat policies and micro-batches by arithmetic and compiles the best five; axes that `--mesh` names
+stay as they are. `--json` also draws the memory by part beside the file. How to read the figures, and what they leave out: docs/planner.md.
 Of GPUs (hosts x GPUs of a host) there are memory, products and what is sent, and no times.
 """
 
@@ -35,6 +35,8 @@ def main() -> int:
     config = part.config
     if _mesh.value is not None:
         config = with_mesh(config, named)
+    if _rows.value and not _search.value:
+        raise UserError(f"--rows={','.join(_rows.value)}: is for --search; without it: --config.train.batch_size=ROWS")
     if not _topology.value:
         raise UserError("--topology is missing: expected a slice such as --topology=v5p:8x8x8")
     out = pathlib.Path(_json.value) if _json.value else None
@@ -57,7 +59,7 @@ def main() -> int:
     if _search.value and not topology.chip.torus:
         raise UserError(f"--search: nothing says how long a step lasts on {topology.name}: expected a TPU slice, or one --mesh")
     if _search.value:
-        plans = search(config, topology, level, console, {axis: size for axis, size in named.items() if size != -1})
+        plans = search(config, topology, level, console, {axis: size for axis, size in named.items() if size != -1}, _read_rows())
     else:
         plans = [by_rules(make_plan_apart(config, topology, level))]
         show(plans[0], console)
@@ -90,13 +92,23 @@ def with_mesh(config: Config, sizes: dict[str, int]) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(**sizes)))
 
 
-def search(config: Config, topology, level: str, console: Console, fixed: dict[str, int]) -> list:
+def _read_rows() -> tuple[int, ...]:
+    try:
+        rows = tuple(int(n) for n in _rows.value)
+    except ValueError:
+        rows = (0,)
+    if any(n < 1 for n in rows):
+        raise UserError(f"--rows={','.join(_rows.value)}: expected numbers of rows a step, such as --rows=512,1024")
+    return rows
+
+
+def search(config: Config, topology, level: str, console: Console, fixed: dict[str, int], rows: tuple[int, ...] = ()) -> list:
     """Compiles what the arithmetic ranks highest, fastest first in the result, and shows why the others are out."""
     from qwen3next_jax.parallel.mesh import mesh_text
     from qwen3next_jax.planner.process import make_plan_apart
     from qwen3next_jax.planner.search import candidates
 
-    ranked = candidates(config, topology, fixed)
+    ranked = candidates(config, topology, fixed, rows)
     chosen = [c for c in ranked if not c.reason][:COMPILED] or [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
         wanted = " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
@@ -106,10 +118,10 @@ def search(config: Config, topology, level: str, console: Console, fixed: dict[s
     for number, candidate in enumerate(chosen, 1):
         console.print(f"compiling {number} of {len(chosen)}: {candidate.label} (by arithmetic {candidate.seconds:.3g} s)", markup=False)
         plans.append(by_rules(make_plan_apart(candidate.config, topology, level)))
-    plans.sort(key=lambda p: (not p.fits, p.failed, p.estimate.seconds if p.fits else p.needs))
-    table = Table("mesh", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU", "bound by", title=_title(plans[0]))
+    plans.sort(key=lambda p: (not p.fits, p.failed, -p.tokens_per_second if p.fits else p.needs))
+    table = Table("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU", "bound by", title=_title(plans[0]))
     for p in plans:
-        row = [mesh_text(p.mesh), p.config.train.remat, str(p.config.train.gradient_accumulation)]
+        row = [mesh_text(p.mesh), f"{p.config.train.batch_size:,}", p.config.train.remat, str(p.config.train.gradient_accumulation)]
         figures = ([f"{p.needs / 2**30:.1f}", f"{p.estimate.seconds:.4g}", f"{p.tokens_per_second:,.0f}", percent(p.mfu), p.binding]
                    if p.fits else [p.reason, "", "", "", p.verdict])
         table.add_row(*row, *figures)
@@ -224,6 +236,7 @@ _config = cli.define_config_flag()
 _topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8, or hosts x GPUs: h100:16x8")
 _mesh = cli.define_mesh_flag()
 _search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
+_rows = flags.DEFINE_list("rows", [], "rows a step among which --search chooses the fastest for each token; none: the configuration's")
 _quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1, in less time: for memory and network; times differ from "
                            "those of training's level")
 _rules = flags.DEFINE_enum("rules", "new", ("new", "today"), "where the compiler's schedule counts: in every instruction, or "

@@ -136,7 +136,7 @@ def _routed(split, x, weight, expert, gate_up, down):
 def test_split_experts_are_exact_at_any_imbalance(shards, monkeypatch):
     """Balanced; every choice on one shard, which overflows what there is room for; a shard and an expert with nothing."""
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", shards)
-    monkeypatch.setattr(exchange, "CHUNK_CHOICES", 64)  # two chunks of 32 tokens
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 4096)  # two chunks of 32 tokens
     monkeypatch.setattr(exchange, "_room", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)
     x, gate_up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16)))
@@ -180,11 +180,11 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     x = jax.random.normal(jax.random.key(1), (5, 8))
 
     def loss(weights, policy):
-        block = rematerialized(lambda w, x: x + jnp.tanh(kept(x @ w[0])) @ w[1], policy)
+        block = rematerialized(lambda w, x: x + jnp.tanh(kept(x @ w[0])) @ w[1], policy, looped=policy != "offload")
         return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    np.testing.assert_allclose(gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=4e-6)  # 4 roundings of the largest, 16
     _, pullback = jax.vjp(lambda weights: loss(weights, policy), weights)
     saved = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)]
     default = jax.devices()[0].default_memory().kind

@@ -97,5 +97,5 @@ def test_the_run_on_every_mesh(axes, alone):
 @pytest.mark.parametrize("axes", [{"expert": 2}, {"expert": 4}, {"expert": 8}, *(p for p in PRODUCTS if "expert" in p)], ids=str)
 def test_the_run_with_choices_exchanged(axes, alone, monkeypatch):
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", 1)
-    monkeypatch.setattr(exchange, "CHUNK_CHOICES", 64)
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 8192)
     _check(axes, alone)

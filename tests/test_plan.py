@@ -318,9 +318,12 @@ def test_a_planner_killed_early_leaves_no_compiler():
 
 @needs_compiler
 def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
-    found = candidates(Config(train=TrainConfig(batch_size=256, sequence_length=4096)), topology.describe("v6e:16x16"))
+    found = candidates(Config(train=TrainConfig(batch_size=7, sequence_length=4096)), topology.describe("v6e:16x16"), rows=(256, 512))
     fitting = [c for c in found if not c.reason]
-    assert fitting and found[:len(fitting)] == fitting and [c.seconds for c in fitting] == sorted(c.seconds for c in fitting)
+    assert fitting and found[:len(fitting)] == fitting
+    per_token = [c.seconds / c.tokens for c in fitting]
+    assert per_token == sorted(per_token) and {c.config.train.batch_size for c in fitting} == {256, 512}
+    assert len({(c.config.parallel.mesh, c.config.train.batch_size) for c in fitting}) == len(fitting)  # the fastest remat of each
     assert all(np.prod(list(c.sizes.values())) == 256 for c in found)
     assert any("GiB of 31 GiB" in c.reason for c in found) and any("does not divide" in c.reason for c in found)
     assert set(RECOMPUTED) == set(typing.get_args(typing.get_type_hints(TrainConfig)["remat"]))

@@ -217,11 +217,11 @@ class Qwen3Next(nnx.Module):
             x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context._replace(layer=layer), block_cache)
             return constrain(x, context.mesh, "batch", context.time, None), aux, block_cache
 
-        def run(carry, graphdefs, inputs):
+        def run(carry, graphdefs, inputs, looped=False):
             (x, slots), (params, states, layer), auxes = carry, inputs, []
             for i, (graphdef, block_params) in enumerate(zip(graphdefs, params)):
                 kept = states if slots[i] is None else slots
-                block = rematerialized(functools.partial(apply, block_cache=kept[i], graphdef=graphdef, layer=layer), remat)
+                block = rematerialized(functools.partial(apply, block_cache=kept[i], graphdef=graphdef, layer=layer), remat, looped)
                 x, aux, kept[i] = block(block_params, x)
                 if not capture:
                     aux.pop("router_logits", None)
@@ -244,7 +244,7 @@ class Qwen3Next(nnx.Module):
 
             def period(carry, inputs):  # decoding keeps experts whole: cut out, all of a layer's would be copied for the few in use
                 own, states, layer = inputs
-                return run(carry, graphdefs[single:], (by_param(lambda p, own: p if keep(p) else own, params, own), states, layer))
+                return run(carry, graphdefs[single:], (by_param(lambda p, own: p if keep(p) else own, params, own), states, layer), True)
             inputs = by_param(lambda p: p.replace(layers) if keep(p) else p, params), states[single:], layers
             (x, slots[single:]), (auxes, states[single:]) = jax.lax.scan(period, (x, slots[single:]), inputs)
             per_layer += [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]

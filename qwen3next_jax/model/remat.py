@@ -3,10 +3,11 @@
     none      everything it needs
     kept      what products and operators made (`ops.blocks.kept`): "none" in bfloat16, where all mixers name what they keep
     block     each block's input; the rest is computed again
-    dots      also the results of the projections and of dense MLPs; kernels and experts are computed again
+    dots      also what costs most for its bytes: results of projections, dense MLPs and attention, the router's logits and choices
     offload   each block's input, in the host's memory (on CPU, which is the host, that is only another address)
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -17,19 +18,16 @@ from qwen3next_jax.ops.blocks import KEPT
 _INPUT = "block_input"
 
 
-def rematerialized(block: Callable, policy: str) -> Callable:
-    """`block(params, x, …)` under the policy of that name.
-
-    Raises:
-      KeyError: no policy is called so.
-    """
+def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callable:
+    """`block(params, x, …)` under the policy of that name (or KeyError). `looped`: in a scan's body, where nothing needs a barrier."""
     def named(params, x, *rest):  # inside: recomputation starts from what was offloaded, and the input itself is let go
         return block(params, checkpoint_name(x, _INPUT), *rest)
 
-    policies = jax.checkpoint_policies
-    made = policies.save_from_both_policies(policies.save_only_these_names(KEPT), lambda of, *_, **__: of is jax.lax.top_k_p)
+    checkpoint, policies = functools.partial(jax.checkpoint, prevent_cse=not looped), jax.checkpoint_policies
+    top_k, both = lambda of, *_, **__: of is jax.lax.top_k_p, policies.save_from_both_policies
+    small = both(policies.save_only_these_names("attention"), top_k)
+    kept, dots = (both(small, more) for more in (policies.save_only_these_names(KEPT), policies.dots_with_no_batch_dims_saveable))
     offloaded = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], offload_src="device", offload_dst="pinned_host")
-    return {"none": lambda: block, "kept": lambda: jax.checkpoint(block, policy=made), "block": lambda: jax.checkpoint(block),
-            "dots": lambda: jax.checkpoint(block, policy=policies.dots_with_no_batch_dims_saveable),
-            "offload": lambda: jax.checkpoint(named, policy=offloaded)}[policy]()
+    return {"none": lambda: block, "kept": lambda: checkpoint(block, policy=kept), "block": lambda: checkpoint(block),
+            "dots": lambda: checkpoint(block, policy=dots), "offload": lambda: checkpoint(named, policy=offloaded)}[policy]()

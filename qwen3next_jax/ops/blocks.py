@@ -7,9 +7,9 @@ from jax.ad_checkpoint import checkpoint_name
 KEPT = "kept"
 
 
-def kept(tree):
+def kept(tree, name: str = KEPT):
     """Arrays that took an operator to make: named, so that the backward pass may keep them and compute cheaper things again."""
-    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), tree)
+    return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
 
 def cut(tree, axis: int, size: int, mode: str = "constant"):

@@ -30,14 +30,15 @@ from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_grad
 from qwen3next_jax.ops.tpu import tpu
 
 GATHERED_SHARDS = 8
-CHUNK_CHOICES = 2**17  # choices of this shard's tokens in one chunk: 512 MiB of bfloat16 rows of width 2048
+CHUNK_BYTES = 2**29  # rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of its memory if more:
+CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
 OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's
 ROOM = 1.125  # rows that there is room for, as a multiple of what a shard receives under perfect balance
 
 
 def whole_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, on_cpu: Callable | None = None):
     """`split_experts` where this device holds all experts, without a mesh axis. on_cpu: the form for a CPU, of the same arguments."""
-    options = _Options(_Whole, "", (), _chunk(expert_RA), on_cpu)
+    options = _Options(_Whole, "", (), _chunk(x_RD, expert_RA), on_cpu)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
@@ -54,7 +55,7 @@ def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str,
       [R, D] in x's dtype.
     """
     form = _Gathered if jax.lax.axis_size(axis) <= GATHERED_SHARDS else _Exchanged
-    return _experts(_Options(form, axis, axes, _chunk(expert_RA)), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
+    return _experts(_Options(form, axis, axes, _chunk(x_RD, expert_RA)), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
 
 
 class _Options(NamedTuple):
@@ -65,11 +66,12 @@ class _Options(NamedTuple):
     on_cpu: Callable | None = None
 
 
-def _chunk(expert_RA) -> int:
-    """Tokens of a chunk: the largest divisor of all that keeps within CHUNK_CHOICES."""
-    tokens, choices = expert_RA.shape
-    return next(tokens // parts for parts in range(1, tokens + 1) if tokens % parts == 0 and tokens // parts * choices <= CHUNK_CHOICES
-                or parts == tokens)
+def _chunk(x_RD, expert_RA) -> int:
+    """Tokens of a chunk: the largest divisor of all whose rows have room."""
+    (tokens, choices), chip = expert_RA.shape, tpu()
+    room = max(CHUNK_BYTES, chip.hbm_capacity_bytes * chip.num_cores // CHUNK_PART if chip else 0)
+    most = max(room // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
+    return next(tokens // parts for parts in range(1, tokens + 1) if tokens % parts == 0 and tokens // parts <= most)
 
 
 # ---- one custom gradient around chunks ---------------------------------------------------------------------------

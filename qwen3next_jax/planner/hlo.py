@@ -117,9 +117,22 @@ class Program:
     functions: dict[int, str] = dataclasses.field(default_factory=dict)  # of this package: the innermost of each stack frame
 
     def part(self, instruction: Instruction) -> str:
-        """Which function of this package asked for it, as "file function"."""
-        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        return self.functions.get(int(frame.group(1)), "?") if frame else "?"
+        """Which function of this package asked for it, as "file function"; of a fusion that does not say, for a product, or else for the
+        first inside that says. A kernel or a collective that nobody asked for has its own name; anything else belongs to its first operand.
+        """
+        inside = [i for name in instruction.called for i in self.computations[name].values()] if instruction.opcode == "fusion" else []
+        inside.sort(key=lambda i: i.opcode not in ("dot", "convolution"))
+        frames = (re.search(r"stack_frame_id=(\d+)", i.attributes) for i in (instruction, *inside))
+        found = next((name for f in frames if f and (name := self.functions.get(int(f.group(1)), "?")) != "?"), "?")
+        if found == "?" and instruction.opcode in ("custom-call", "call-start"):
+            return re.sub(r"\.(cloned|call-start|\d+)", "", instruction.name)
+        if found == "?" and instruction.operands and instruction.operands[0] in self._by_name:
+            return self.part(self._by_name[instruction.operands[0]])
+        return found
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Instruction]:
+        return {name: i for computation in self.computations.values() for name, i in computation.items()}
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; None where the program does not state it."""

@@ -1,4 +1,4 @@
-"""Which meshes, remat policies and micro-batches to try on a slice: ranked by arithmetic, before anything is compiled.
+"""Which meshes, batches, remat policies and micro-batches to try on a slice: ranked by arithmetic, before anything is compiled.
 
 The arithmetic is rough (it leaves out what the compiler adds or saves) and only decides what is worth a compile.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
@@ -16,17 +16,19 @@ from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
 from qwen3next_jax.parallel.mesh import check_divides, mesh_text
-from qwen3next_jax.planner.ideal import layer_bytes
+from qwen3next_jax.planner.ideal import DENSE, GROUPED, layer_bytes
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.planner.planning import check_exchange
 
 MICRO_BATCHES = (1, 2, 4, 8)
 LONG_ROWS = 32_768  # tokens a device; rows are split over `context` where they are longer than this, or fewer than devices
-# `train.remat` → share of the forward pass that the backward computes again.
-RECOMPUTED = {"none": 0.0, "dots": 0.6, "block": 1.0, "offload": 1.0}
-_counts = functools.cache(parameter_counts)  # of one model for hundreds of candidates
+# `train.remat` → share of the forward pass, without experts and heads, that the backward computes again.
+RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "offload": 1.0}
+HIDDEN = 0.5  # of the network, beside compute (docs/pod_step.md)
+STACKED = 4  # times that HBM moves what a layer scan keeps: out of its place into the stack, and back
+_counts, _flops = functools.cache(parameter_counts), functools.cache(forward_flops_per_token)  # of one model for hundreds of candidates
 
 
 class Candidate(NamedTuple):
@@ -42,26 +44,36 @@ class Candidate(NamedTuple):
         return dataclasses.asdict(self.config.parallel.mesh)
 
     @property
+    def tokens(self) -> int:
+        return self.config.train.batch_size * self.config.train.sequence_length
+
+    @property
     def label(self) -> str:
-        k = self.config.train.gradient_accumulation
-        return f"{mesh_text(self.sizes)}, remat {self.config.train.remat}, {k} micro-batch{'es' if k > 1 else ''}"
+        t = self.config.train
+        k = t.gradient_accumulation
+        return f"{mesh_text(self.sizes)}, {t.batch_size:,} rows, remat {t.remat}, {k} micro-batch{'es' if k > 1 else ''}"
 
 
-def candidates(config: Config, topology: Topology, fixed: Mapping[str, int] | None = None) -> list[Candidate]:
-    """Every mesh × remat policy × micro-batches: those that should fit first, fastest first, then the others, smallest first.
+def candidates(config: Config, topology: Topology, fixed: Mapping[str, int] | None = None, rows: Sequence[int] = ()) -> list[Candidate]:
+    """Every mesh × rows a step × remat policy × micro-batches: those that should fit first, fastest for each token first, then the others,
+    smallest first. Of those that should fit each mesh and number of rows has its fastest alone: compiles take minutes.
 
     Args:
       fixed: sizes of the axes that every mesh has alike. What `config` says of mesh, remat and micro-batches does not count.
+      rows: to choose among; () leaves the configuration's.
     """
     found = []
-    for mesh in _meshes(config, len(topology.devices), fixed or {}):
-        for remat, k in itertools.product(RECOMPUTED, MICRO_BATCHES):
-            if config.train.batch_size % k:
-                continue
-            train = dataclasses.replace(config.train, remat=remat, gradient_accumulation=k)
-            tried = dataclasses.replace(config, train=train, parallel=dataclasses.replace(config.parallel, mesh=mesh))
-            found.append(_judge(tried, topology))
-    return sorted(found, key=lambda c: (bool(c.reason), c.seconds if not c.reason else c.bytes))
+    for batch in rows or (config.train.batch_size,):
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1))
+        for mesh in _meshes(config, len(topology.devices), fixed or {}):
+            tried = []
+            for remat, k in itertools.product(RECOMPUTED, MICRO_BATCHES):
+                if batch % k == 0:
+                    train = dataclasses.replace(config.train, remat=remat, gradient_accumulation=k)
+                    parallel = dataclasses.replace(config.parallel, mesh=mesh)
+                    tried.append(_judge(dataclasses.replace(config, train=train, parallel=parallel), topology))
+            found += sorted((c for c in tried if not c.reason), key=lambda c: c.seconds)[:1] + [c for c in tried if c.reason]
+    return sorted(found, key=lambda c: (bool(c.reason), c.seconds / c.tokens if not c.reason else c.bytes))
 
 
 def _meshes(config: Config, devices: int, fixed: Mapping[str, int]) -> list[MeshConfig]:
@@ -95,24 +107,38 @@ def estimated_bytes(config: Config) -> float:
     # Float32: parameter, two moments, gradient; a second one where micro-batches add up.
     state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
     ends = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)  # float32, split over `tensor`; bfloat16, whole
-    per_layer = {"none": layer_bytes(m), "dots": layer_bytes(m, experts=False), "block": 2 * m.hidden_size, "offload": 0}
-    saved = per_layer[train.remat] * m.num_hidden_layers * tokens
+    saved = 0.0 if train.remat == "offload" else _kept(config)
     weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
     return state + saved + ends + 3 * weights + 2 * layer_bytes(m) * tokens
 
 
+def _kept(config: Config) -> float:
+    """Bytes that the layers keep for the backward pass, wherever they lie."""
+    m, remat = config.model, config.train.remat
+    operands = layer_bytes(m, experts=False)  # the experts keep their input alone
+    per_token = {"none": operands, "dots": operands / 2, "block": 2 * m.hidden_size, "offload": 2 * m.hidden_size}[remat]
+    weights = 2 * _gathered(m, config.parallel.mesh) if remat == "none" and _devices(config.parallel.mesh) > 1 else 0
+    return per_token * m.num_hidden_layers * _micro_batch_tokens(config) + weights
+
+
 def estimated_seconds(config: Config, topology: Topology) -> float:
-    """The longer of arithmetic at the peak and of the network with one torus dimension an axis; nothing overlaps there."""
+    """Products at realistic rates, what is kept there and back, and the part of the network that is not hidden, with one torus dimension
+    an axis."""
     m, train, mesh, chip = config.model, config.train, config.parallel.mesh, topology.chip
     devices, tokens, k = _devices(mesh), _micro_batch_tokens(config), train.gradient_accumulation
-    passes = 3 + RECOMPUTED[train.remat] + (k > 1)  # of three: recomputation; the load that is counted first
-    compute = flops_per_token(m, train.sequence_length) * tokens * k * passes / 3 / chip.device_flops
-    weights = k * 8 * _gathered(m, mesh)  # gathered twice in bfloat16, gradients once in float32
+    parts = _flops(m, train.sequence_length)
+    grouped, heads = parts.get("experts", 0.0), parts["head"]
+    dense = sum(parts.values()) - grouped
+    passes = 3 + (k > 1)  # the load is counted first
+    products = (dense * passes + RECOMPUTED[train.remat] * (dense - heads)) / DENSE + grouped * passes / GROUPED
+    compute = products * tokens * k / mesh.tensor / chip.device_flops
+    moved = k * STACKED * _kept(config) / (chip.hbm_bandwidth / chip.devices_per_chip)
+    weights = k * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)  # gathered for each pass, gradients once, in bfloat16
     layers, residual = m.num_hidden_layers, 2 * m.hidden_size * tokens * k
-    experts = 8 * layers * residual * (mesh.expert - 1) if m.has_experts else 0
-    heads = 8 * layers * residual * (mesh.tensor - 1) / mesh.tensor
-    network = (weights + experts + heads) / (2 * chip.link_bandwidth / chip.devices_per_chip) if devices > 1 else 0.0
-    return max(compute, network)
+    experts = 5 * layers * residual * (mesh.expert - 1) if m.has_experts else 0
+    split = 8 * layers * residual * (mesh.tensor - 1) / mesh.tensor
+    network = (weights + experts + split) / (2 * chip.link_bandwidth / chip.devices_per_chip) if devices > 1 else 0.0
+    return max(compute + moved + (1 - HIDDEN) * network, network)
 
 
 def _devices(mesh: MeshConfig) -> int:

@@ -68,7 +68,7 @@ def _operator(options, *inputs):
 
 
 def _operator_forward(options, *inputs):
-    o, logsumexp_BNT = blocks.kept(dispatch.forward(options, *inputs))
+    o, logsumexp_BNT = blocks.kept(dispatch.forward(options, *inputs), "attention")
     return o, (inputs, o, logsumexp_BNT)
 
 

@@ -4,11 +4,13 @@ Letters: B batch, T queries, N query heads, D head width.
 """
 
 import inspect
+import math
 
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.attention.xla import wide_dtype
+from qwen3next_jax.ops.tpu import tpu
 
 LANES = 128
 BLOCK = 512
@@ -87,13 +89,16 @@ def _backward_of_a_row(kernel):
 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret):
-    t, n = q.shape[1:3]
+    (t, n), chip = q.shape[1:3], tpu()
+    # The backward kernels run on one core of a chip, but for dimensions that vmap gives them, which its cores share out: part of the heads.
+    parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
     length = _length(t)
-    row = _backward_of_a_row(_kernel(n, length, causal, interpret, save_residuals=False))
+    row = _backward_of_a_row(_kernel(n // parts, length, causal, interpret, save_residuals=False))
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
+    arrays = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v), _to_splash(o), logsumexp, _to_splash(do)
+    q_, k_, v_, o_, logsumexp, do_ = (x.reshape(x.shape[0], parts, -1, *x.shape[2:]) for x in arrays)
     with _named(causal):
-        dq, dk, dv = jax.vmap(row)(_to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v),
-                                   _segments(q, segment_ids, kv_segment_ids, causal), _to_splash(o), logsumexp, _to_splash(do))
+        grads = jax.vmap(jax.vmap(row, in_axes=(0, 0, 0, None, 0, 0, 0)))(
+            q_, k_, v_, _segments(q, segment_ids, kv_segment_ids, causal), o_, logsumexp, do_)
+    dq, dk, dv = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in grads)
     return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)
-
-
