@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.model.moe import _run_experts
+from qwen3next_jax.model.moe import _sorted_experts
 from qwen3next_jax.ops.routed_experts import pallas_tpu, tiling as routed_experts
 
 NAMES = ("y", "dx", "dweight", "dgate_up", "ddown")
@@ -51,7 +51,7 @@ def exact(x, weight, expert, gate_up, down, dy):
 
 
 def a_row_a_choice(x, weight, expert, gate_up, down, dy):
-    y, pullback = jax.vjp(lambda x, w, g, d: _run_experts(x, w, expert, g, d), x, weight, gate_up, down)
+    y, pullback = jax.vjp(lambda x, w, g, d: _sorted_experts(x, w, expert, g, d), x, weight, gate_up, down)
     return y, *pullback(dy)
 
 
@@ -69,9 +69,9 @@ def by_token(x, weight, expert, gate_up, down, dy, shards=1, room=None):
 
 def interpreted():
     """A context in which the TPU's kernels stand in for products and sums."""
-    def sums(rows, token, tokens):
-        token, order = jax.lax.sort((token, jnp.arange(token.shape[0], dtype=jnp.int32)), num_keys=1)
-        return pallas_tpu.sum_rows(rows[order], token, tokens, interpret=True)
+    def sums(rows, choice, shape):
+        token, order = jax.lax.sort((choice // shape[1], jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1)
+        return pallas_tpu.sum_rows(rows[order], token, shape[0], interpret=True)
 
     return mock.patch.multiple(
         routed_experts, sum_by_token=sums,

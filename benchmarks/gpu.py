@@ -1,4 +1,4 @@
-"""For whoever has an H100 or H200: are the delta rule's kernels right there, how fast are they, and how fast is a training step?
+"""For whoever has an H100 or H200: are the kernels right there, how fast are they, and how fast is a training step?
 
     uv run --extra gpu python benchmarks/gpu.py [--config configs/small.py] [--json gpu.json]
     python benchmarks/gpu.py --interpret          the same code on a CPU, tiny and interpreted: its times say nothing
@@ -6,7 +6,8 @@
 Nothing here has ever run on a GPU. First every kind of call against the float64 recurrence (on the CPU) and against the XLA form (on
 the device): after a wrong one nothing is timed. Then forward, and forward and backward, at 1 x 32,768 and 4 x 8,192 tokens, 16 key and
 32 value heads of 128, bfloat16, in turns: the kernels, the XLA form, flash-linear-attention's (`fla`, torch) where it can be imported,
-and beside them the least time that the bytes and products leave (docs/gpu.md). Then the config's training step with either form:
+and beside them the least time that the bytes and products leave (docs/gpu.md). tokamax's kernels are tried against the XLA form, too, and
+timed beside it at the sizes of configs/small.py. Then the config's training step with either form of the delta rule:
 tokens/s, MFU against 989 TFLOP/s. Everything also goes to the JSON file: please send it to the authors.
 """
 
@@ -27,10 +28,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs m
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu
 
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.ops import gated_delta_rule
+from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul, pallas_gpu_ragged
+from qwen3next_jax.ops.attention import pallas_gpu as attention_gpu
 from qwen3next_jax.ops.delta_rule import pallas_gpu_trial
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.training.step import init_state, make_train_step
@@ -79,7 +82,7 @@ def correctness(interpret: bool) -> tuple[list, bool]:
         line = errors((1, 130, 1, 2, key, value))
         bad = {n: e for n, e in line.items() if not e <= BARS.get(n, 0.03)}
         for normalize, erase in ((True, True),) if interpret else ((True, True), (False, True), (True, False)):
-            name, apart = pallas_gpu_trial.worst(key, value, normalize, erase, interpret)
+            name, apart = pallas_gpu_trial.worst(key, value, normalize, erase, normalize and erase, interpret)
             if not apart <= pallas_gpu_trial.APART:
                 bad[f"{name} against XLA, normalize {normalize}, erase {erase}"] = apart
         right &= not bad
@@ -146,6 +149,51 @@ def operator(interpret: bool, rounds: int) -> list:
     return found
 
 
+def library(interpret: bool) -> tuple[list, bool]:
+    """tokamax's kernels against the XLA forms; interpreted, the product of rows alone: the others use what the interpreter lacks."""
+    if why := pallas_gpu_ragged.tokamax_refusal():
+        print(f"tokamax's kernels: not tried: {why}")
+        return [], True
+    product = pallas_gpu_ragged.matmul
+
+    def gradients(x, w, sizes, dy):
+        _, pullback = jax.vjp(lambda w: grouped_matmul(x, w, sizes), w)
+        return product(dy, w.swapaxes(1, 2), sizes), *pullback(dy)
+
+    if interpret:
+        with mosaic_gpu.force_gpu_interpret_mode():
+            found = [dict(what="product of rows", apart=pallas_gpu_ragged.worst((product, gradients)), most=pallas_gpu_ragged.APART)]
+    else:
+        found = [dict(what="products", apart=pallas_gpu_ragged.worst(), most=pallas_gpu_ragged.APART)]
+        found += [dict(what=f"attention, heads of {width}", apart=attention_gpu.worst(width), most=attention_gpu.APART)
+                  for width in attention_gpu.WIDTHS]
+    for line in found:
+        line["right"] = line["apart"][1] <= line["most"]
+        print(f"tokamax, {line['what']}: {'right' if line['right'] else 'WRONG'}; {line['apart'][0]} {line['apart'][1]:.2%} from XLA's")
+    return found, all(line["right"] for line in found)
+
+
+def library_times(interpret: bool, rounds: int) -> list:
+    """Forward and backward at the sizes of configs/small.py: what `None` takes, and the XLA form by name."""
+    rng, found, (rows, t) = np.random.default_rng(0), [], (1, 128) if interpret else (32, 2048)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    ids = jnp.asarray(np.repeat([[1] * (t // 4) + [2] * (t - t // 4)], rows, axis=0))
+    sizes = jnp.full((16,), rows * t // 8, jnp.int32)
+    cases = {"attention": (lambda form, *x: attention(*x, segment_ids=ids, implementation=form), "xla",
+                           (make(rows, t, 8, 128), make(rows, t, 2, 128), make(rows, t, 2, 128))),
+             "products": (lambda form, *x: grouped_matmul(*x, sizes, implementation=form), "blocked",
+                          (make(2 * rows * t, 512), make(16, 512, 256)))}
+    for what, (f, xla, arguments) in cases.items():
+        def both(form, *x, f=f):
+            y, pullback = jax.vjp(functools.partial(f, form), *x)
+            return y, pullback(y)
+        functions = {str(form): functools.partial(jax.jit(functools.partial(both, form)), *arguments) for form in (None, xla)}
+        milliseconds = {form: 1e3 * s for form, s in in_turns(functions, rounds).items()}
+        found.append(dict(what=what, milliseconds=milliseconds))
+        print(f"{what}, forward + backward", *(f"{form} {ms:.3f} ms" for form, ms in milliseconds.items()), sep="  ", flush=True)
+    return found
+
+
 def training(path: str, interpret: bool, rounds: int) -> list:
     found, config = [], from_dict(Config, runpy.run_path(path)["get_config"]().to_dict())
     if interpret:
@@ -191,9 +239,11 @@ def main() -> int:
     about = dict(device=device.device_kind, jax=jax.__version__, python=platform.python_version(), interpreted=args.interpret)
     print(*(f"{name} {value}" for name, value in about.items()), sep=", ", flush=True)
     checked, right = correctness(args.interpret)
-    results = about | dict(correctness=checked)
+    of_library, library_right = library(args.interpret)
+    results, right = about | dict(correctness=checked, library=of_library), right and library_right
     if right:
-        results |= dict(operator=operator(args.interpret, rounds), training=training(config, args.interpret, rounds))
+        results |= dict(library_times=library_times(args.interpret, rounds), operator=operator(args.interpret, rounds),
+                        training=training(config, args.interpret, rounds))
     pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
     print(f"written to {args.json}" if right else f"wrong: nothing was timed; see {args.json}; {pallas_gpu_trial.AVOID}")
     return 0 if right else 1

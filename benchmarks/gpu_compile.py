@@ -1,19 +1,21 @@
-"""The train step of a config, or its operators one by one, compiled for H100s with no GPU: what fits, and what is computed.
+r"""The train step of a config, or its operators one by one, compiled for H100s with no GPU: what fits, and what is computed.
 
     python benchmarks/gpu_compile.py --config configs/small.py [--gpus 8] [--top 12]
     python benchmarks/gpu_compile.py --config configs/small.py --operators
-    python benchmarks/gpu_compile.py --kernels [--tokens 4096] [--key_heads 16] [--value_heads 16] [--key 128] [--value 128]
+    python benchmarks/gpu_compile.py --kernels [--only attention] [--tokens 4096] [--key_heads 16] [--value_heads 16]
+        [--key 128] [--value 128] [--pieces 0]
 
 XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment apart, since a process with the
 plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cuda-nvcc brings one):
 
     uv venv .gpu -p 3.12
-    uv pip install --python .gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1
+    uv pip install --python .gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1 \
+        tokamax==0.0.17
     .gpu/bin/python benchmarks/gpu_compile.py
 
 Printed: seconds to compile, memory of the arguments (the state) and of everything else (temporaries), FLOPs of all products, a
 loop of unstated length counted once, the largest array, the collectives, and with --top what shares the temporaries' memory at its
-fullest, by shape. With --kernels, of the delta rule's kernels: what ptxas says of registers and spills, and by count of the kernels'
+fullest, by shape. With --kernels, of all kernels: what ptxas says of registers and spills, and by count of the delta rule's
 copies and products, bytes between memory and chip and FLOPs. What no compiler says is a time.
 """
 
@@ -28,34 +30,7 @@ import runpy
 import tempfile
 import time
 
-H100 = """gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584
-  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(?:-start)?\(")
-
-
-def product_flops(program) -> float:
-    """2 × multiply-adds of every product as often as it runs; a loop whose trips the program does not state counts once."""
-    from qwen3next_jax.planner import hlo
-
-    total = 0.0
-    for computation, instruction, times in program.walk():
-        total += times * hlo.product_flops(computation, instruction)
-        contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
-        if instruction.opcode == "custom-call" and "matmul" in instruction.attribute("custom_call_target") and contracted:
-            left = computation[instruction.operands[0]].shapes[0].dims
-            total += times * 2.0 * instruction.shapes[0].elements * left[int(contracted[1])]
-    return total
 
 
 def largest_arrays(folder: str, top: int):
@@ -73,19 +48,19 @@ def largest_arrays(folder: str, top: int):
 
 
 def show(name: str, lowered, top: int):
-
-    from qwen3next_jax.planner import hlo
+    from qwen3next_jax.planner import compiled as programs
+    from qwen3next_jax.planner import hlo, planning
 
     folder = os.environ["XLA_FLAGS"].rpartition("--xla_dump_to=")[2]
     for file in glob.glob(f"{folder}/*"):
         os.remove(file)
     begun = time.time()
-    compiled = lowered.compile()
+    compiled = lowered.compile(planning.ROUGH_CODE)
     seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
     program = hlo.parse(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
     print(f"{name}: compiled in {seconds:.0f} s, arguments {memory.argument_size_in_bytes / 2**30:.2f} GiB, "
-          f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products {product_flops(program) / 1e12:.2f} TFLOP, "
+          f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products {programs.gpu_flops(program) / 1e12:.2f} TFLOP, "
           f"largest array {max(sizes) / 2**30:.2f} GiB, collectives {dict(collections.Counter(COLLECTIVES.findall(text)))}", flush=True)
     for gib, places, shape in largest_arrays(folder, top):
         print(f"  {gib:6.2f} GiB in {places:2} places  {shape}")
@@ -129,28 +104,39 @@ def operators(config, place):
     }
 
 
-def kernel_counts(key_heads: int, value_heads: int, key: int, value: int):
+def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces: int):
     """{pass: (bytes a token that the kernels copy, all heads; products of 64 x 64 x 64 a chunk and value head)}, by hand from
     ops/delta_rule/pallas_gpu*.py, residuals saved. A copy that another block made before may come out of the L2 cache."""
     keys, values, share = key // 64, value // 64, value_heads // key_heads
     tile, rows, numbers = 64 * 64 * 2, 8 * 64 * 4, 6 * 64 * 4
     chunk = (2 * keys * tile) / share + rows + numbers + tile  # q and k; P
-    scan = values * (2 * keys * tile + 2 * tile + rows + numbers + 2 * tile)  # q, k, v or dO, P, the inverse
+    # q, k, P and the inverse once for two tiles of the value, then v or dO; the maps of pieces need neither q nor P
+    scan = -(-values // 2) * ((2 * keys + 3) * tile + rows + numbers) + values * tile
+    maps = lambda n: (pieces > 1) * (-(-n // 2) * ((keys + 2) * tile + rows + numbers) + n * tile)
     states = keys * values * tile
-    forward = chunk + 2 * tile + scan + values * tile + states
-    backward = chunk + scan + 2 * values * tile + states
-    gradients = (2 * keys + 2 * values + 2) * tile + rows + numbers + 2 * values * tile + 6 * states + 2 * keys * tile + 512
+    forward = chunk + 2 * tile + scan + values * tile + maps(keys + values)
+    backward = chunk + scan + 2 * values * tile + states + maps(keys) + (pieces > 1) * scan
+    reads = 2 if keys * values <= 4 else 6  # of the states and their gradients: they stay where there is place
+    gradients = (2 * keys + 2 * values + 2) * tile + rows + numbers + 2 * values * tile + reads * states + 2 * keys * tile + 512
     a_token = lambda x: x * value_heads / 64
-    return {"forward": (a_token(forward), 2 * keys + 30 + values * (4 * keys + 5)),
-            "backward": (a_token(backward + gradients), keys + values * (3 * keys + 4) + 5 * keys * values + 8 * values
-                         + 6 * keys + 2)}
+    ladder = 3 * 2 * (3 * 4 / 16 + 2 / 16 + 1 / 4)  # three passes each; 16 x 16 x 64 in 64 x 64 x 64 is a sixteenth
+    mapped = lambda n: (pieces > 1) * n * (3 * keys + 2)
+    computed = 2 * keys + ladder + values * (4 * keys + 4) + mapped(keys + values)
+    state_back = values * (3 * keys + 4) * (1 + (pieces > 1))
+    return {"forward": (a_token(forward + states), computed), "forward alone": (a_token(forward), computed),
+            "backward": (a_token(backward + gradients), keys + state_back + mapped(keys) + 5 * keys * values + 6 * values + 6 * keys + 2)}
 
 
 def show_kernels(options, place):
-    """Forward with residuals, and backward."""
+    """Forward with residuals, and backward: the delta rule's, those of convolution, norm and gate beside it, and tokamax's for attention
+    with heads of `key` and for products of two rows a token with the experts of configs/small.py."""
     import jax
     import jax.numpy as jnp
 
+    from qwen3next_jax.ops import pallas_gpu_causal_conv1d as convolution
+    from qwen3next_jax.ops import pallas_gpu_gated_norm as norm
+    from qwen3next_jax.ops import pallas_gpu_ragged as products
+    from qwen3next_jax.ops.attention import pallas_gpu as attention
     from qwen3next_jax.ops.delta_rule import pallas_gpu
     from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 
@@ -159,11 +145,33 @@ def show_kernels(options, place):
     keys, values, numbers = shaped(1, t, g, k), shaped(1, t, h, v), shaped(1, t, h, dtype=jnp.float32)
     x, state = Inputs(keys, keys, values, numbers, numbers, shaped(1, t, dtype=jnp.int32)), shaped(1, h, k, v, dtype=jnp.float32)
     settings = dict(size=64, normalize_qk=True, erase=True, interpret=False)
+    pieces = options.pieces or pallas_gpu.Problem.of(x, normalize=True, erase=True).pieces
+    settings |= dict(pieces=pieces)
     forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **settings)
     saved = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place) for y in jax.eval_shape(forward, x, state)[2:]]
     backward = functools.partial(pallas_gpu.backward, **settings)
-    counts = kernel_counts(g, h, k, v)
-    for name, function, shapes in (("forward", forward, (x, state)), ("backward", backward, (x, *saved, values, state))):
+    if options.only in "delta rule":
+        print(f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {pieces} piece(s)")
+    counts = kernel_counts(g, h, k, v, pieces)
+    queries, keys_values, ids = shaped(1, t, h, k), shaped(1, t, g, k), shaped(1, t, dtype=jnp.int32)
+    inputs, of_scores = (queries, keys_values, keys_values, ids, ids, None), dict(scale=1.0, causal=True)
+    sums = shaped(1, h, t, dtype=jnp.float32)
+    of_experts = shaped(2 * t, 512), shaped(16, 512, 256), shaped(16, dtype=jnp.int32)
+    d = 2 * g * k + h * v
+    convolved = shaped(1, 3, d), shaped(1, t, d), shaped(4, d), shaped(1, t + 3, dtype=jnp.int32)
+    normed = shaped(1, t, h * v), shaped(1, t, h * v), shaped(v)
+    for name, function, shapes in (
+            ("forward", forward, (x, state)), ("backward", backward, (x, *saved, values, state)),
+            ("convolution, forward", functools.partial(convolution.forward, "silu"), convolved),
+            ("convolution, backward", functools.partial(convolution.backward, "silu"), (*convolved, convolved[1])),
+            ("norm and gate, forward", functools.partial(norm.forward, 1e-6), normed),
+            ("norm and gate, backward", functools.partial(norm.backward, 1e-6), (*normed, normed[0])),
+            ("attention, forward", functools.partial(attention.forward, **of_scores), inputs),
+            ("attention, backward", functools.partial(attention.backward, **of_scores), (*inputs, queries, sums, queries)),
+            ("grouped products, forward", products.matmul, of_experts),
+            ("grouped products, backward", products.gradients, (*of_experts, shaped(2 * t, 256)))):
+        if options.only not in (f"delta rule, {name}" if name in counts else name):
+            continue
         lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
         begun, said = time.time(), tempfile.TemporaryFile(mode="w+")
         before = [os.dup(1), os.dup(2)]
@@ -174,10 +182,12 @@ def show_kernels(options, place):
         finally:
             for stream, file in zip((1, 2), before):
                 os.dup2(file, stream)
-        moved, products = counts[name]
-        temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
-        print(f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} MiB, "
-              f"{moved:,.0f} bytes a token, {products * 2 * 64**3 / 64:,.0f} FLOP a token and value head", flush=True)
+        temporaries, count = compiled.memory_analysis().temp_size_in_bytes / 2**20, ""
+        if name in counts:
+            moved, multiplied = counts[name]
+            alone = f" ({counts['forward alone'][0]:,.0f} where no gradient is asked for)" if name == "forward" else ""
+            count = f", {moved:,.0f} bytes a token{alone}, {multiplied * 2 * 64**3 / 64:,.0f} FLOP a token and value head"
+        print(f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} MiB{count}", flush=True)
         said.seek(0)
         text = said.read()
         account = r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill stores.*?Used (\d+) registers"
@@ -188,14 +198,14 @@ def show_kernels(options, place):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/small.py")
-    parser.add_argument("--gpus", type=int, default=1, help="H100s, all along the mesh's `data` axis")
+    parser.add_argument("--gpus", type=int, default=1, help="H100s of one host, all along the mesh's `data` axis")
     parser.add_argument("--remat", default="", help="instead of the config's train.remat")
-    parser.add_argument("--with_kernels", action="store_true", help="as where the delta rule's kernels were right when first tried")
+    parser.add_argument("--with_kernels", action="store_true", help="as where all kernels were right when first tried")
     parser.add_argument("--operators", action="store_true", help="one layer's operators instead of the whole step")
-    parser.add_argument("--only", default="", help="of the operators, the one so named")
+    parser.add_argument("--only", default="", help="of the operators or kernels, those so named")
     parser.add_argument("--top", type=int, default=0)
-    parser.add_argument("--kernels", action="store_true", help="the delta rule's kernels instead of the step, for a row of these sizes")
-    for name, size in (("tokens", 4096), ("key_heads", 16), ("value_heads", 16), ("key", 128), ("value", 128)):
+    parser.add_argument("--kernels", action="store_true", help="the kernels instead of the step, for a row of these sizes")
+    for name, size in (("tokens", 4096), ("key_heads", 16), ("value_heads", 16), ("key", 128), ("value", 128), ("pieces", 0)):
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -208,22 +218,22 @@ def compile_all(options):
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from jax.experimental import topologies
-
     from qwen3next_jax.config import Config, MeshConfig, from_dict
-    from qwen3next_jax.ops.delta_rule import pallas_gpu_trial
+    from qwen3next_jax.ops import kernel_trial
     from qwen3next_jax.parallel.mesh import make_mesh
     from qwen3next_jax.planner.planning import abstract_batch
+    from qwen3next_jax.planner.topology import describe
     from qwen3next_jax.training.step import abstract_train_state, make_train_step
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{options.gpus}")
+    topology = describe(f"h100:1x{options.gpus}")
     config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(data=options.gpus)))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat=options.remat or config.train.remat))
     mesh = make_mesh(config.parallel, topology.devices)
     if options.with_kernels:
-        jax.default_backend = lambda: "gpu"  # what the operator asks
-        pallas_gpu_trial.takes = lambda *_, **__: True
+        jax.default_backend = lambda: "gpu"  # what operators ask
+        kernel_trial.hopper_refusal = lambda: ""
+        kernel_trial.takes = lambda trial, refusal="": kernel_trial.say(f"{trial.name}: {refusal or 'kernels'}") or not refusal
     if options.kernels:
         return show_kernels(options, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     if options.operators:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from qwen3next_jax.config import Config, DataConfig, MeshConfig
 from qwen3next_jax.config.evaluations import EVALUATIONS
+from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer
@@ -22,6 +23,7 @@ from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.training.display import PreparationProgress
 from qwen3next_jax.training.fingerprint import read_config
 from qwen3next_jax.training.stages import part_at
+from qwen3next_jax.training.step import abstract_model
 
 
 def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] = ("heldout",),
@@ -31,7 +33,8 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
 
     Args:
       config: what rows are read; None is the run's own, and for a Hugging Face directory the default corpus. One that is given
-        must name the same architecture, and may name other data.
+        must name the same architecture, and may name other data; of a run, also another way to read the same parameters
+        (`config.further.kin`) and another context.
       path: the folder of a run, or a Hugging Face directory.
       json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case.
       step, mesh, dtype: see `load_model`. Several processes call this together, and the first of them writes.
@@ -50,7 +53,10 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
     if is_run:
         config = part_at(config, step).config  # of the stage that was trained last
     graphdef, params = nnx.split(model, nnx.Param)
-    subject = evaluation.Subject(model.config, graphdef, tokenizer, functools.cache(
+    if is_run and config.model.differs(model.config):  # read in another way
+        graphdef, _ = abstract_model(config)
+    described = config.model if is_run else model.config
+    subject = evaluation.Subject(described, graphdef, tokenizer, functools.cache(
         lambda: leader_first(lambda: _open(config, path, tokenizer, model.config.vocab_size, max(options.lengths)))), options, places)
     evaluations = evaluation.make(names, subject, "--suite")
 
@@ -71,7 +77,8 @@ def evaluate(config: Config | None, path: pathlib.Path, names: tuple[str, ...] =
 
 def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
     trained = read_config(workdir)
-    for name in () if config is None else config.model.differs(trained.model)[:1]:
+    different = () if config is None else set(weights_differ(config.model, trained.model)) - {"max_position_embeddings", "yarn_factor"}
+    for name in sorted(different)[:1]:
         raise UserError(f"{workdir} holds a run whose model differs from --config (model.{name} = {getattr(trained.model, name)!r} "
                         f"there, {getattr(config.model, name)!r} in --config): give the config it was trained with")
     return config or trained

@@ -2,9 +2,11 @@
 
     python -m qwen3next_jax.plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8 --mesh=data=64,expert=8
         [--search] [--quick] [--rules=new|today] [--json=plan.json]
+    uv run --extra gpu python -m qwen3next_jax.plan --config=configs/small.py --topology=h100:1x8 --mesh=data=8
 
 `--search` ranks meshes, remat policies and micro-batches by arithmetic and compiles the best five; axes that `--mesh` names stay
 as they are. `--json` also draws the memory by part beside the file. How to read the figures, and what they leave out: docs/planner.md.
+Of GPUs (hosts x GPUs of a host) there are memory, products and what is sent, and no times.
 """
 
 import dataclasses
@@ -52,6 +54,8 @@ def main() -> int:
     topology, console = describe(_topology.value), Console(highlight=False)
     if out:
         _check_writable(out)
+    if _search.value and not topology.chip.torus:
+        raise UserError(f"--search: nothing says how long a step lasts on {topology.name}: expected a TPU slice, or one --mesh")
     if _search.value:
         plans = search(config, topology, level, console, {axis: size for axis, size in named.items() if size != -1})
     else:
@@ -134,7 +138,7 @@ def show(plan, console: Console) -> None:
         console.print(f"{_title(plan)}\n{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile {plan.compile_seconds:.0f} s)",
                       markup=False)
         return
-    e, usable = plan.estimate, plan.usable_hbm
+    usable = plan.usable_hbm
     console.print(_title(plan), markup=False)
     table = Table(f"HBM per {per}", "GiB")
     for name, size in plan.memory._asdict().items():
@@ -145,6 +149,13 @@ def show(plan, console: Console) -> None:
         for (axes, kind), (size, count) in traffic(plan.collectives).items():
             table.add_row("+".join(axes), kind, f"{count:,.0f}", f"{size / 1e9:.4g}")
         console.print(table)
+    if not plan.estimates:
+        console.print(f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} GiB. Products: "
+                      f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {plan.gpu_flops / 1e12:.4g} executed, in XLA's forms; "
+                      "no compiler says what a kernel of the library's costs, or how long a step lasts. Lowered in "
+                      f"{plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s", markup=False)
+        return
+    e = plan.estimate
     table = Table("waiting for", "s", "share")
     for name, seconds in e.bound.items():
         table.add_row(name, f"{seconds:.4g}", f"{seconds / e.seconds:.0%}")
@@ -210,7 +221,7 @@ def _title(plan) -> str:
 
 
 _config = cli.define_config_flag()
-_topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8")
+_topology = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:8x8x8, or hosts x GPUs: h100:16x8")
 _mesh = cli.define_mesh_flag()
 _search = flags.DEFINE_bool("search", False, "rank meshes, remat policies and micro-batches, compile the best five")
 _quick = flags.DEFINE_bool("quick", False, "compile at optimization level O1, in less time: for memory and network; times differ from "

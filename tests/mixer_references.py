@@ -7,6 +7,7 @@ Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is th
 import dataclasses
 import functools
 
+import attention_references
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,21 +18,21 @@ from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 
 
-def outer(q, k, v, g, beta=None, *, erase=False, bonus=None, normaliser=False):
+def outer(q, k, v, g, beta=None, *, erase=False, bonus=None, normaliser=False, erase_key=None):
     """S ← e^g S, S ← S + β k (v − Sᵀk)ᵀ (or + β k vᵀ), o = Sᵀq; with a bonus o = Sᵀq + (Σ q u k) v of the state before. q, k [T, H, K],
-    v [T, H, V], g [T, H] or [T, H, K]. With `normaliser` also zᵀq, z ← e^g z + β k."""
+    v [T, H, V], g [T, H] or [T, H, K]. With `normaliser` also zᵀq, z ← e^g z + β k. `erase_key`: Sᵀe for Sᵀk."""
     beta = jnp.ones(v.shape[:2]) if beta is None else beta
     g = jnp.broadcast_to(g[..., None] if g.ndim == 2 else g, k.shape)
     v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1))], axis=-1) if normaliser else v
 
     def step(s, token):
-        q, k, v, g, beta = token
+        q, k, v, g, beta, e = token
         read = lambda s: jnp.einsum("hkv,hk->hv", s, q)
         o = None if bonus is None else read(s) + jnp.sum(q * bonus * k, axis=-1, keepdims=True) * v
         s = jnp.exp(g)[..., None] * s
-        s = s + beta[:, None, None] * k[..., None] * (v - jnp.einsum("hkv,hk->hv", s, k) if erase else v)[:, None]
+        s = s + beta[:, None, None] * k[..., None] * (v - jnp.einsum("hkv,hk->hv", s, e) if erase else v)[:, None]
         return s, read(s) if bonus is None else o
-    _, o = jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1])), (q, k, v, g, beta))
+    _, o = jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1])), (q, k, v, g, beta, k if erase_key is None else erase_key))
     return (o[..., :-1], o[..., -1:]) if normaliser else o
 
 
@@ -221,6 +222,113 @@ def mamba(c, p, x):
     return out(p, y * silu(z))
 
 
+def gdn2(c, p, x):
+    q, k, v, _ = slab(c, p, x, convolved=True)
+    low = lambda name: jnp.einsum("tr,rhk->thk", x @ p[f"{name}_down"], p[f"{name}_up"])
+    g = -jnp.exp(p["a_log"])[:, None] * softplus(low("decay") + p["dt_bias"])
+    gates = sigmoid(jnp.einsum("td,dhc->thc", x, p["beta_proj"]))
+    b, w = gates[..., :k.shape[-1]], gates[..., k.shape[-1]:]
+    o = outer(unit(q) * q.shape[-1] ** -0.5, unit(k), w * v, g, erase=True, erase_key=b * unit(k))
+    return out(p, rms(c, o) * p["norm"] * sigmoid(low("gate")))
+
+
+def s4d(c, p, x):
+    """As a convolution: y_t = Σ_l κ_l x_{t−l} + D x_t, κ_l = 2 Re Σ_n C B̄ e^{l Δ A}."""
+    x = jnp.einsum("td,dhv->thv", x, p["in_proj"])
+    a = jax.lax.complex(-jnp.exp(p["a_log"]), p["a_imag"])
+    step = jnp.exp(p["log_step"])[..., None]
+    weight = jax.lax.complex(p["read"][..., 0], p["read"][..., 1]) * (jnp.exp(step * a) - 1) / a
+    kernel = 2 * jnp.einsum("hvn,lhvn->lhv", weight, jnp.exp(jnp.arange(len(x))[:, None, None, None] * step * a)).real
+    y = jnp.stack([jnp.einsum("lhv,lhv->hv", kernel[:t + 1], x[t::-1]) for t in range(len(x))]) + p["skip"] * x
+    value, gate = jnp.moveaxis(jnp.einsum("thv,hvpd->tpd", jax.nn.gelu(y), p["out_proj"]), 1, 0)
+    return value * sigmoid(gate)
+
+
+def ttt(c, p, x):
+    """Every token's gradient by autodiff, at the state of the start of its block."""
+    q, k, v, _ = slab(c, p, x)
+
+    def f(w, x):
+        y = jnp.einsum("hkv,hk->hv", w, x)
+        y = y - y.mean(axis=-1, keepdims=True)
+        return x + p["scale"] * y / jnp.sqrt((y * y).mean(axis=-1, keepdims=True) + c.rms_norm_eps) + p["shift"]
+    def step(carry, token):
+        (w, start), (t, q, k, v, rate) = carry, token
+        start = jnp.where(t % c.mixer.block == 0, w, start)
+        w = w - rate[:, None, None] * jax.grad(lambda w: jnp.sum((f(w, k) - v) ** 2) / 2)(start)
+        return (w, start), f(w, q)
+    tokens = jnp.arange(len(x)), q, k, v, sigmoid(x @ p["rate_proj"]) / k.shape[-1]
+    return out(p, rms(c, jax.lax.scan(step, (p["start"], p["start"]), tokens)[1]) * p["norm"])
+
+
+def titans(c, p, x):
+    q, k, v, _ = slab(c, p, x, convolved=True)
+    q, k = unit(q), unit(k)
+    gates = sigmoid(jnp.einsum("td,dhg->thg", x, p["gates_proj"]) + p["gates_bias"])
+
+    def step(carry, token):
+        (m, start, past), (t, q, k, v, gates) = carry, token
+        kept, momentum, rate = jnp.moveaxis(gates, -1, 0)[..., None, None]
+        start = jnp.where(t % c.mixer.block == 0, m, start)
+        surprise = jax.grad(lambda m: jnp.sum((jnp.einsum("hkv,hk->hv", m, k) - v) ** 2) / 2)(start)
+        past = momentum * past - rate / c.mixer.block * surprise
+        m = kept * m + past
+        return (m, start, past), jnp.einsum("hkv,hk->hv", m, q)
+    empty = jnp.zeros((*k.shape[1:], v.shape[-1]))
+    return out(p, rms(c, jax.lax.scan(step, (empty,) * 3, (jnp.arange(len(x)), q, k, v, gates))[1]) * p["norm"])
+
+
+def rnn(c, p, x):
+    def step(h, row):
+        h = jnp.tanh(row + jnp.einsum("hv,hvc->hc", h, p["recurrent"]))
+        return h, h
+    x = jnp.einsum("td,dhc->thc", x, p["in_proj"]) + p["bias"]
+    return out(p, jax.lax.scan(step, jnp.zeros(p["out_proj"].shape[:2]), x)[1])
+
+
+def lstm(c, p, x):
+    def step(carry, row):
+        h, memory = carry
+        take, forget, new, give = jnp.split(row + jnp.einsum("hv,hvc->hc", h, p["recurrent"]), 4, axis=-1)
+        memory = sigmoid(forget) * memory + sigmoid(take) * jnp.tanh(new)
+        h = sigmoid(give) * jnp.tanh(memory)
+        return (h, memory), h
+    x = jnp.einsum("td,dhc->thc", x, p["in_proj"]) + p["bias"]
+    return out(p, jax.lax.scan(step, (jnp.zeros(p["out_proj"].shape[:2]),) * 2, x)[1])
+
+
+def hyena(c, p, x):
+    """With the sums of both convolutions written out."""
+    n, lag = len(x), jnp.arange(len(x))[:, None] / c.max_position_embeddings
+    u = jnp.pad(jnp.einsum("td,dhc->thc", x, p["in_proj"]), ((len(p["conv_kernel"]) - 1, 0), (0, 0), (0, 0)))
+    z, *gates = jnp.split(sum(u[w:w + n] * kernel for w, kernel in enumerate(p["conv_kernel"])), 3, axis=-1)
+    bands = len(p["filter_in"]) // 2
+    features = jnp.concatenate([lag, *(wave(2 * jnp.pi * lag * jnp.arange(bands)) for wave in (jnp.cos, jnp.sin))], axis=-1)
+    for weight in (p["filter_in"], p["filter_hidden"]):
+        features = jnp.sin(10 * features @ weight)
+    window = jnp.exp(-lag[..., None] * p["window"]) + 0.05
+    for i, gate in enumerate(gates):
+        kernel = jnp.einsum("lw,whv->lhv", features, p["filter_out"][:, i]) * window
+        z = gate * (jnp.stack([jnp.sum(kernel[:t + 1] * z[t::-1], axis=0) for t in range(n)]) + p["bias"][i] * z)
+    return out(p, z)
+
+
+def scored_attention(c, p, x, scores):
+    """Softmax of the scores [N, T, T] of queries and keys [T, N, K] over the tokens up to each."""
+    wide = lambda y: jnp.repeat(y, c.num_attention_heads // y.shape[1], axis=1)
+    q, k, v = (wide(jnp.einsum("td,dnk->tnk", x, p[f"{name}_proj"])) for name in "qkv")
+    weights = jax.nn.softmax(jnp.where(np.tril(np.ones((len(x), len(x)), bool)), scores(q, k), -jnp.inf), axis=-1)
+    return jnp.einsum("tnk,nkd->td", jnp.einsum("nij,jnk->ink", weights, v), p["o_proj"])
+
+
+def bahdanau(c, p, x):
+    return scored_attention(c, p, x, lambda q, k: jnp.einsum("ijnk,nk->nij", jnp.tanh(q[:, None] + k[None]), p["score"]))
+
+
+def luong(c, p, x):
+    return scored_attention(c, p, x, lambda q, k: jnp.einsum("ina,nab,jnb->nij", q, p["score"], k))
+
+
 def softmax_attention(q, k, v, seen, scale, sink=None):
     """q, k, v [T, N, ·], seen [T, T]; sink [N]: a logit that takes weight and gives nothing."""
     s = jnp.where(seen, jnp.einsum("inc,jnc->nij", q, k) * scale, -jnp.inf)
@@ -264,7 +372,8 @@ def mla(c, p, x):
 REFERENCES = dict(
     gated_deltanet=gated_deltanet, kda=kda, mamba2=mamba2, sliding_window=sliding_window, gla=gla, hgrn2=hgrn2, rwkv6=rwkv6, mla=mla,
     linear=linear, retnet=retnet, lightning=lightning, gated_retention=retnet, gated_rfa=gated_rfa, mlstm=mlstm, gsa=gsa, abc=abc, dfw=dfw,
-    rwkv4=rwkv4, mamba=mamba)
+    rwkv4=rwkv4, mamba=mamba, gdn2=gdn2, s4d=s4d, ttt=ttt, titans=titans, lstm=lstm, rnn=rnn,
+    hyena=hyena, bahdanau=bahdanau, luong=luong) | attention_references.REFERENCES
 
 
 @functools.cache
@@ -275,11 +384,11 @@ def _gradient(name, config):
     return jax.jit(jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True))
 
 
-def errors(name, config, dtype, length, seed=0, added=None):
+def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     """Largest relative error of (output, any gradient) of a layer in `dtype` against its reference in float64, given the same numbers.
 
     An error is of the largest number of the array; of gradients that are all but zero, of the largest gradient of a parameter.
-    added: {parameter: a number that is added to all of it}.
+    added: {parameter: a number that is added to all of it}. of_reference: instead of the reference itself, computed in `dtype`.
     """
     config = dataclasses.replace(config, dtype=dtype)
     graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(seed)), (0,)))
@@ -296,12 +405,16 @@ def errors(name, config, dtype, length, seed=0, added=None):
     def ours(params, x):
         y, _, _ = nnx.merge(graph, params)(x[None].astype(dtype), Context(positions))
         return jnp.sum(y[0].astype(jnp.float32) * dy), y[0]
-    (_, y), d = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(params, x)
+    if of_reference:
+        narrow = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, dtype), tree)
+        (_, y), d = _gradient(name, config)(*map(narrow, (nnx.to_pure_dict(params), x, dy)))
+    else:
+        (_, y), d = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(params, x)
+        d = (nnx.to_pure_dict(d[0]), d[1])
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), tree)
         reference = _gradient(name, dataclasses.replace(config, dtype="float32"))
         (_, want_y), want = reference(*map(wide, (nnx.to_pure_dict(params), x, dy)))
-    d = (nnx.to_pure_dict(d[0]), d[1])
     largest = max(np.abs(np.asarray(a)).max() for a in jax.tree.leaves(want))
 
     def relative(got, want, least):

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import topologies
 
 from qwen3next_jax.ops import attention
+from qwen3next_jax.ops.attention import pallas_gpu, xla
 
 EPSILON = 2.0**-24  # of float32
 RNG_SEED = 0
@@ -187,14 +188,22 @@ def v6e():
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
+def test_the_trial_on_a_gpu_refuses_attention_across_documents():
+    """The XLA form without the ids stands in for the kernels, whose limits are those of the documents."""
+    ids = jnp.asarray([[1, 1, 3, 3, 3, 4, 0, 0], [2] * 8, [0] * 8, [1, 2, 3, 4, 5, 6, 7, 9]])
+    start, end = pallas_gpu._seen(ids[:, 2:], ids)
+    np.testing.assert_array_equal((start[:, 0, :, None] <= np.arange(8)) & (np.arange(8) < end[:, 0, :, None]),
+                                  ids[:, 2:, None] == ids[:, None])
+    form = lambda run: lambda q, k, v, segments, kv_segments, *rest, **settings: run(q, k, v, None, None, *rest, block=128, **settings)
+    assert pallas_gpu.worst(64, (form(xla.forward), form(xla.backward)))[1] > 2 * pallas_gpu.APART
+
+
 # ---- what cannot be -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change, error, name", [
     (dict(implementation="flash"), ValueError, "implementation"),
     (dict(implementation="splash", q_positions=np.zeros((1, 8), int)), NotImplementedError, "q_positions"),
-    (dict(implementation="cudnn", segment_ids=np.ones((1, 8), int)), NotImplementedError, "segment_ids"),
-    (dict(implementation="cudnn"), NotImplementedError, "cudnn"),
     (dict(segment_ids=np.ones((1, 7), int)), ValueError, "segment_ids"),
     (dict(kv_segment_ids=np.ones((1, 8), int)), ValueError, "kv_segment_ids"),
     (dict(q_positions=np.zeros((1, 8))), ValueError, "q_positions"),

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops import causal_conv1d, pallas_causal_conv1d
+from qwen3next_jax.ops import causal_conv1d, pallas_causal_conv1d, pallas_gpu_causal_conv1d
 
 module = sys.modules["qwen3next_jax.ops.causal_conv1d"]  # its name in the package is that of the function
 B, T, D = 3, 11, 5
@@ -109,6 +110,14 @@ def test_the_kernels_interpreted_match_the_products(width, activation, time, doc
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("activation, dtype, width", [("silu", "bfloat16", 4), pytest.param(None, "float32", 2, marks=pytest.mark.slow)])
+def test_kernels_for_hopper_interpreted(activation, dtype, width):
+    """With documents and as one, with the inputs before the first and all gradients; races are errors. No GPU has run them."""
+    with mock.patch.object(pallas_gpu_causal_conv1d, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
+        name, apart = pallas_gpu_causal_conv1d.worst(activation, dtype, width, interpret=True)
+    assert apart < 1e-3, name
 
 
 def test_two_halves_chained_by_the_state_are_the_whole():

@@ -42,15 +42,17 @@ def problem(name="mild", time=T, key=K, value=K, heads=2, groups=1, seed=0):
 
 def recurrence(x, erase=True, read="after"):
     """The rule as printed (2510.26692, equation 1), with the gradient of a step by hand: o, S and, of cotangents, all gradients."""
-    q, k, v, g, beta, s, bonus, gv = (x.get(n) for n in ("q", "k", "v", "g", "beta", "initial_state", "bonus", "value_decay"))
+    names = ("q", "k", "v", "g", "beta", "initial_state", "bonus", "value_decay", "erase_key")
+    q, k, v, g, beta, s, bonus, gv, erased = map(x.get, names)
     (t_max, h), states, o = (v.shape[1], v.shape[2]), [s[0]], np.zeros(v.shape)
     repeat = lambda y: np.repeat(y[0], h // y.shape[2], axis=1)
     q, k, v, g, beta = repeat(q), repeat(k), v[0], g[0], beta[0]
     gv = np.zeros(v.shape) if gv is None else gv[0]
+    erased = k if erased is None else erased[0]
     seen = []
     for t in range(t_max):
         decayed = np.exp(g[t])[:, :, None] * states[-1] * np.exp(gv[t])[:, None]
-        e = v[t] - np.einsum("hkv,hk->hv", decayed, k[t]) if erase else v[t]
+        e = v[t] - np.einsum("hkv,hk->hv", decayed, erased[t]) if erase else v[t]
         after = decayed + beta[t][:, None, None] * k[t][:, :, None] * e[:, None]
         o[0, t] = np.einsum("hkv,hk->hv", states[-1] if read == "before" else after, q[t])
         if bonus is not None:
@@ -59,7 +61,8 @@ def recurrence(x, erase=True, read="after"):
         states.append(after)
 
     def pullback(do, ds):
-        ds, do, d = ds[0].copy(), do[0], {n: np.zeros(y.shape) for n, y in dict(q=q, k=k, v=v, g=g, beta=beta, value_decay=gv).items()}
+        ds, do, d = ds[0].copy(), do[0], {n: np.zeros(y.shape) for n, y in dict(q=q, k=k, v=v, g=g, beta=beta, value_decay=gv,
+                                                                                      erase_key=k).items()}
         d["bonus"] = np.zeros(k.shape[1:])
         for t in reversed(range(t_max)):
             decayed, e = seen[t]
@@ -72,8 +75,8 @@ def recurrence(x, erase=True, read="after"):
             de = beta[t][:, None] * np.einsum("hkv,hk->hv", ds, k[t])
             d["v"][t] = de
             if erase:
-                d["k"][t] -= np.einsum("hkv,hv->hk", decayed, de)
-                ds = ds - np.einsum("hk,hv->hkv", k[t], de)
+                d["erase_key" if "erase_key" in x else "k"][t] -= np.einsum("hkv,hv->hk", decayed, de)
+                ds = ds - np.einsum("hk,hv->hkv", erased[t], de)
             d["g"][t], d["value_decay"][t] = np.sum(ds * decayed, axis=2), np.sum(ds * decayed, axis=1)
             ds = np.exp(g[t])[:, :, None] * ds * np.exp(gv[t])[:, None] + (into if read == "before" else 0)
             if bonus is not None:
@@ -128,7 +131,7 @@ def test_nine_hard_cases(dtype):
 
 
 FORMS = {"erase": {}, "add": dict(erase=False), "rwkv": dict(erase=False, read="before"), "two-sided": dict(erase=False),
-         "two-sided before": dict(erase=False, read="before"), "before": dict(read="before")}
+         "two-sided before": dict(erase=False, read="before"), "before": dict(read="before"), "erase key": {}}
 # Documents of many lengths, one that ends with a chunk, one of a single token; padding at the end.
 ENDS = (3, 4, 64, 90, 133)
 
@@ -140,6 +143,8 @@ def form(name, **sizes):
         x["bonus"] = rng.normal(size=(2, 8))
     if name.startswith("two-sided"):
         x["value_decay"] = -np.exp(2 * rng.normal(size=x["v"].shape) - 1)
+    if name == "erase key":
+        x["erase_key"] = rng.uniform(size=x["g"].shape) * np.repeat(x["k"], 2, axis=2)
     return x, cotangents
 
 
@@ -204,6 +209,7 @@ def test_arguments_that_do_not_fit():
     x = {n: jnp.asarray(y, jnp.float32) for n, y in x.items()}
     for change, message in [(dict(), "bonus with read='after'"), (dict(bonus=None, read="later"), "read='later': expected"),
                             (dict(bonus=None, value_decay=x["v"]), "value_decay with erase=True"),
+                            (dict(bonus=None, erase_key=x["g"], erase=False), "erase_key with erase=False: expected erase=True"),
                             (dict(bonus=None, g=x["beta"]), r"g has shape \(1, 4, 2\): expected \[B = 1, T = 4, H = 2, K = 8\]"),
                             (dict(bonus=None, implementation="triton"), "implementation='triton': expected one of recurrent, chunked")]:
         with pytest.raises(ValueError, match=message):

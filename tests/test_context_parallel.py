@@ -117,7 +117,6 @@ def test_attention_by_splash_kernels(packed):
 
 @pytest.mark.parametrize("change, error, name", [
     (dict(q_positions=jnp.zeros((1, 5), int)), NotImplementedError, "q_positions"),
-    (dict(implementation="cudnn"), NotImplementedError, "cudnn"),
     (dict(), ValueError, "an even number"),
 ])
 def test_attention_errors_name_the_argument(change, error, name):

@@ -9,15 +9,17 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import distributed
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, errors, outputs_and_gradients, problem
 
-from qwen3next_jax.ops import gated_delta_rule
+from qwen3next_jax.ops import gated_delta_rule, kernel_trial
 from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
 
 
@@ -41,13 +43,25 @@ def test_hard_inputs(name):
     BFLOAT16(inputs, cotangents, bar=bar, gradient_bar=gradient_bar, segment_ids=one_document)
 
 
-def test_documents_and_padding():
-    """A document that starts inside a chunk, one that ends with it, one of a token; padding has no gradient; two heads share their keys."""
+def test_documents_and_padding(monkeypatch):
+    """A document that starts inside a chunk, one that ends with it, one of a token; padding has no gradient; two heads share their keys.
+    The same with each chunk a piece of the row by itself."""
     inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
     ids = np.array([[1] * 20 + [3] + [4] * 43 + [6] * 50 + [0] * 14])
     BFLOAT16(inputs, cotangents, bar=5e-3, gradient_bar=2e-2, segment_ids=ids)
     found = outputs_and_gradients(inputs, cotangents, jnp.bfloat16, ids, implementation="pallas_gpu")
     assert not any(found[name][0, -14:].any() for name in ("o", "dq", "dk", "dv", "dg", "dbeta"))
+    ids = np.where(np.arange(2 * CHUNK) < CHUNK + 16, 1, 2)[None]  # the first document goes on where the second piece starts
+    monkeypatch.setattr(pallas_gpu.Problem, "best_pieces", lambda p: p.chunks)
+    _run.clear_cache()
+    BFLOAT16(inputs, cotangents, bar=5e-3, gradient_bar=2e-2, segment_ids=ids)
+    _run.clear_cache()
+
+
+@pytest.mark.parametrize("batch, tokens, heads, pieces", [(1, 32_768, 4, 32), (1, 32_768, 16, 8), (1, 32_768, 32, 1), (4, 8_192, 32, 1),
+                                                          (1, 4_096, 4, 1), (1, 32_768 + 64, 4, 1)])
+def test_long_rows_of_few_heads_go_in_pieces(batch, tokens, heads, pieces):
+    assert pallas_gpu.Problem(batch, tokens // CHUNK, heads, heads, 128, 128, True, True).best_pieces() == pieces
 
 
 @pytest.mark.slow
@@ -111,13 +125,27 @@ def test_what_has_no_kernel_is_refused(change, message):
         gated_delta_rule(q, q, q.astype(change.pop("v", q.dtype)), g=numbers, beta=numbers, implementation="pallas_gpu", **change)
 
 
+@pytest.mark.parametrize("chip", ["8.0", "10.0"])
+def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
+    kernel_trial.say.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)])
+    q, numbers = jnp.zeros((1, 64, 1, 64), jnp.bfloat16), jnp.zeros((1, 64, 1))
+    wrong = f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
+    with pytest.raises(NotImplementedError, match=f"^implementation='pallas_gpu' {re.escape(wrong)}; use 'chunked'$"):
+        gated_delta_rule(q, q, q, g=numbers, beta=numbers, implementation="pallas_gpu")
+    for _ in range(2):
+        jax.eval_shape(functools.partial(gated_delta_rule, g=numbers, beta=numbers), q, q, q)
+    assert capsys.readouterr().err == f"gated delta rule: XLA's form, no kernel: the call {wrong}\n"
+
+
 def plant(monkeypatch, spoiled=None, error=None):
     """The XLA form in the kernels' place, one of its gradients a tenth too large."""
-    def forward(*arguments, interpret, **settings):
+    def forward(*arguments, interpret, pieces, **settings):
         if error is not None:
             raise error
         return chunked.forward(*arguments, parallel=False, **settings)
-    def backward(*arguments, interpret, **settings):
+    def backward(*arguments, interpret, pieces, **settings):
         gradients = chunked.backward(*arguments, parallel=False, **settings)
         return tuple(x * 1.1 if i == spoiled else x for i, x in enumerate(gradients))
     monkeypatch.setattr(pallas_gpu, "forward", forward)
@@ -127,9 +155,9 @@ def plant(monkeypatch, spoiled=None, error=None):
 def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monkeypatch, tmp_path):
     """In the middle of a trace, as a training step asks."""
     def verdict(folder):
-        found = []
-        jax.eval_shape(lambda x: found.append(pallas_gpu_trial.verdict(jax.devices()[0], 64, 64, True, True, tmp_path / folder)) or x, 0)
-        pallas_gpu_trial.verdict.cache_clear()
+        found, trial = [], pallas_gpu_trial.trial(64, 64, True, True, split=False)
+        jax.eval_shape(lambda x: found.append(kernel_trial.verdict(jax.devices()[0], trial, tmp_path / folder)) or x, 0)
+        kernel_trial._known.clear()
         return found[0]
     plant(monkeypatch)
     assert verdict("right") == ""
@@ -141,18 +169,30 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
     assert verdict("broken") == "failed where it was tried on this GPU (RuntimeError: no ptxas anywhere)"
     plant(monkeypatch)
     assert verdict("broken") == ""  # the next process tries again
+    (tmp_path / "right" / "avoid").touch()
+    assert verdict("right") == f"may take none, by {tmp_path}/right/avoid"
+    (tmp_path / "right" / "avoid").unlink()
+
+    # Of two processes, what one of them refuses both refuse.
+    said = types.SimpleNamespace(store={}, key_value_set=lambda key, text, allow_overwrite: said.store.update({key: text}),
+                                 blocking_key_value_get=lambda key, _: said.store.get(key, said.other))
+    monkeypatch.setattr(distributed.global_state, "client", said)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for said.other, right, wrong in (("right", "", "gave another dk"), ("gave another o", "gave another o (process 1)", "gave another dk")):
+        assert verdict("right") == right and list(said.store.values()) == ["right"]
+        assert verdict("wrong").startswith(wrong) and list(said.store.values())[0].startswith("gave another dk")
 
 
 def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
     """Two forward, three backward, of one shape and dtype with the XLA form's results."""
-    pallas_gpu_trial.say.cache_clear()
+    kernel_trial.say.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu, "refusal", lambda q, k, v: "")
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))
     numbers, ids = jax.ShapeDtypeStruct((1, 64, 3), jnp.float32), jax.ShapeDtypeStruct((1, 64), jnp.int32)
 
     def kernels(verdict, transformed, **named):
-        monkeypatch.setattr(pallas_gpu_trial, "verdict", lambda *_: verdict)
+        monkeypatch.setattr(kernel_trial, "verdict", lambda *_: verdict)
         def f(q, v, g, ids):
             o, _ = gated_delta_rule(q, q, v, g=g, beta=-g, segment_ids=ids, **named)
             return jnp.sum(o.astype(jnp.float32))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen3next_jax.ops import expert_mlp, grouped_matmul
+from qwen3next_jax.ops import expert_mlp, grouped_matmul, kernel_trial, pallas_gpu_ragged
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
 EPSILON = {jnp.float32: 2.0**-24, jnp.bfloat16: 2.0**-9}
@@ -127,6 +127,27 @@ def test_each_row_is_computed_once(platform):
     # On CUDA it is one operation, whose price appears when XLA expands it.
     assert "ragged_dot" not in lowered(None).as_text()
     assert platform == "cuda" or lowered("ragged_dot").cost_analysis()["flops"] > 16 * useful
+
+
+def test_the_trial_refuses_wrong_kernels_and_a_gpu_takes_right_ones(monkeypatch, capsys):
+    """XLA's products stand in for the kernels: as they are, and with groups that begin a row too early."""
+    def products(slip):
+        product = lambda x, w, sizes: grouped_matmul(x, w, sizes.at[0].add(-slip))
+        return product, lambda x, w, sizes, dy: jax.vjp(lambda x, w: product(x, w, sizes), x, w)[1](dy)
+    name, apart = pallas_gpu_ragged.worst(products(0))
+    assert apart <= pallas_gpu_ragged.APART / 2, (name, apart)
+    assert pallas_gpu_ragged.worst(products(1))[1] > 2 * pallas_gpu_ragged.APART
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 64), (4, 64, 128))]
+    lowered = lambda: jax.jit(lambda *a: grouped_matmul(*a)).trace(*shapes, jax.ShapeDtypeStruct((4,), jnp.int32)).lower(
+        lowering_platforms=("cuda",)).as_text()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(pallas_gpu_ragged, "matmul", lambda x, w, sizes: jnp.cbrt(x @ w[0]))
+    monkeypatch.setattr(pallas_gpu_ragged, "tokamax_refusal", lambda: "without it")
+    assert "cbrt" not in lowered() and "grouped products: XLA's form, no kernel: the call without it" in capsys.readouterr().err
+    monkeypatch.setattr(pallas_gpu_ragged, "tokamax_refusal", lambda: "")
+    monkeypatch.setattr(kernel_trial, "verdict", lambda *_: "")
+    assert "cbrt" in lowered() and "never run on hardware: a file " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change, name", [

@@ -17,6 +17,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import moe
 from qwen3next_jax.parallel import experts as exchange
 from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.parallel.mesh import check_divides, make_mesh
@@ -123,7 +124,7 @@ def test_slices_lie_along_data():
 
 
 def _routed(split, x, weight, expert, gate_up, down):
-    f = functools.partial(exchange.split_experts, axis="expert", axes=("data", "expert")) if split else moe._run_experts
+    f = functools.partial(exchange.split_experts, axis="expert", axes=("data", "expert")) if split else moe._sorted_experts
     if split:
         rows, experts = P(("data", "expert")), P("expert")
         f = local(f, split, (rows, rows, rows, experts, experts), rows)
@@ -172,19 +173,19 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
 # ---- remat -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["block", "dots", "offload"])
+@pytest.mark.parametrize("policy", ["block", "dots", "kept", "offload"])
 def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     """A block of two matmuls, a scan over three: the residuals by shape and place, and the gradient."""
     weights = jax.random.normal(jax.random.key(0), (3, 2, 8, 8)) / 3
     x = jax.random.normal(jax.random.key(1), (5, 8))
 
     def loss(weights, policy):
-        block = rematerialized(lambda w, x: x + jnp.tanh(x @ w[0]) @ w[1], policy)
+        block = rematerialized(lambda w, x: x + jnp.tanh(kept(x @ w[0])) @ w[1], policy)
         return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     np.testing.assert_allclose(gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=1e-6)
     _, pullback = jax.vjp(lambda weights: loss(weights, policy), weights)
-    kept = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)]
+    saved = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)]
     default = jax.devices()[0].default_memory().kind
-    assert kept == {"block": [default], "dots": [default] * 2, "offload": ["pinned_host"]}[policy]
+    assert saved == {"block": [default], "dots": [default] * 2, "kept": [default] * 2, "offload": ["pinned_host"]}[policy]

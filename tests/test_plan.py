@@ -65,10 +65,16 @@ def test_a_figure_that_does_not_exist():
     assert done.returncode == 2 and "no point typo; known: all, v5p_8x8x8" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["v9:2x2x1", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb", "v5p:0x2x2"])
+@pytest.mark.parametrize("name", ["v9:2x2x1", "h100:16x9", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb", "v5p:0x2x2"])
 def test_unknown_topology_lists_the_known(name):
-    with pytest.raises(UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x"):
+    with pytest.raises(UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x.*h100, h200: HOSTSxGPUS"):
         topology.describe(name)
+
+
+def test_gpus_need_their_compiler(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="--topology=h100:16x8: .*uv run --extra gpu"):
+        topology.describe("h100:16x8")
 
 
 @pytest.mark.parametrize("name, chips", [("v6e:32x32", "1,024"), ("v5e:32x16", "512"), ("v4:16x16x32", "8,192")])

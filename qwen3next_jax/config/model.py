@@ -7,6 +7,7 @@ import functools
 from typing import Any, Literal
 
 from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.tables import check_name
@@ -30,6 +31,7 @@ class ModelConfig:
     linear_mixer: str = "gated_deltanet"  # what "linear_attention" stands for, and the interval's other layers
     full_mixer: str = "gated_attention"  # what "full_attention" stands for; the multi-token prediction module's, too
     mixer: MixerConfig = MixerConfig()  # settings of mixers beside these two
+    block: BlockConfig = BlockConfig()  # what else a block may be made of
 
     num_attention_heads: int = 16
     num_key_value_heads: int = 2
@@ -37,7 +39,7 @@ class ModelConfig:
     partial_rotary_factor: float = 0.25
     rope_theta: float = 10_000_000.0
     max_position_embeddings: int = 262_144
-    yarn_factor: float = 1.0  # YaRN (2309.00071): texts so many times as long as max_position_embeddings; 1: off
+    yarn_factor: float = 1.0  # texts so many times as long, by YaRN (2309.00071; `block.rope_scaling`: others); 1: off
 
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
@@ -93,6 +95,7 @@ class ModelConfig:
         self._check_layers()
         self._check_heads()
         self._check_mlps()
+        self.block.check(self)
 
     def _check_layers(self):
         require(not self.layer_types or len(self.layer_types) == self.num_hidden_layers,
@@ -103,8 +106,7 @@ class ModelConfig:
         for i, kind in enumerate(self.layer_types):
             check_name((LINEAR, FULL, *MIXERS), kind, f"model.layer_types[{i}]")
         for i in self.mlp_only_layers:
-            require(0 <= i < self.num_hidden_layers,
-                     f"model.mlp_only_layers names layer {i}: expected 0 … {self.num_hidden_layers - 1}")
+            require(0 <= i < self.num_hidden_layers, f"model.mlp_only_layers names layer {i}: expected 0 … {self.num_hidden_layers - 1}")
 
     def _check_heads(self):
         n, m = self.num_attention_heads, self.num_key_value_heads
@@ -153,8 +155,7 @@ class ModelConfig:
 
     def is_sparse(self, layer: int) -> bool:
         """Whether 0-based `layer` has experts (else one dense MLP)."""
-        return (self.num_experts > 0 and layer not in self.mlp_only_layers
-                and (layer + 1) % self.decoder_sparse_step == 0)
+        return self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:

@@ -13,8 +13,8 @@ from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
 
 MESH_AXES = ("data", "expert", "context", "tensor")
-# Kept for the backward: "none" everything; "block" each block's input; "dots" also what its projections gave; "offload"
-# each block's input, in host memory. The rest is computed again.
+# Kept for the backward: "none" everything, in bfloat16 what took work; "block" each block's input; "dots" also what its projections
+# gave; "offload" each block's input, in host memory. The rest is computed again.
 Remat = Literal["none", "block", "dots", "offload"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 

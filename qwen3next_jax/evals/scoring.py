@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from qwen3next_jax.errors import require
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.parallel.distributed import BatchShare
 from qwen3next_jax.parallel.rules import CONTEXT, ROWS, activation_spec, shards
@@ -25,6 +26,9 @@ def make_score_step(graphdef: nnx.GraphDef, mesh: Mesh | None = None) -> Callabl
     """→ jitted `step(params, tokens, segment_ids)` → (nll [B, T], guess [B, T]); the last position means nothing."""
     def step(params, tokens_BT, segment_ids_BT):
         model: Qwen3Next = nnx.merge(graphdef, params)
+        mask = model.config.mixer.mask
+        require(mask == "causal", f"model.mixer.mask = {mask!r}: a token that is scored may have been seen: expected 'causal', or the "
+                                  "evaluation heldout, which leaves the prefix out")
         hidden_BTD = model.features(tokens_BT, segment_ids_BT, mesh=mesh).hidden
         weights_BT = jnp.ones(tokens_BT.shape, jnp.float32)
         _, _, guess_BT, nll_BT = model.cross_entropy(hidden_BTD, jnp.roll(tokens_BT, -1, axis=1), weights_BT, mesh)

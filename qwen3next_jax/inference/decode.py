@@ -19,6 +19,7 @@ from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.inference.cache import rounded_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.further.masks import check_prompts
 from qwen3next_jax.parallel.rules import ROWS, activation_spec, shards
 
 CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory
@@ -204,6 +205,7 @@ def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: f
         stretched = "" if config.yarn_factor > 1 else "; YaRN reaches further: model.yarn_factor, rope_scaling in config.json"
         raise UserError(f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}: expected at most "
                         f"max_position_embeddings{' × yarn_factor' * (not stretched)} = {config.context_length}{stretched}")
+    check_prompts(config, prompts, CHUNK)
     return [prompt.astype(np.int32) for prompt in prompts]
 
 

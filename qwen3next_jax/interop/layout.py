@@ -5,10 +5,12 @@ one slice of that, flattened to its own shape, its rows perhaps in another order
 functions that might disagree.
 """
 
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import Block, mixer_class
@@ -73,3 +75,7 @@ def check_hf_form(config: ModelConfig) -> None:
     if without:
         raise UserError(f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected mixers that "
                         "have one (`hf_entries`)")
+    for name in (*(f"block.{setting}" for setting in BlockConfig.__dataclass_fields__), "mixer.qk_norm_over"):
+        value, default = map(operator.attrgetter(name), (config, ModelConfig()))
+        require(value == default, f"model.{name} = {value!r}: transformers' Qwen3Next has {default!r} alone, so this model has no Hugging "
+                                  "Face form")

@@ -19,6 +19,7 @@ from qwen3next_jax.model.layers import Context, rms_norm, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.parallel.rules import constrain
 
 
@@ -43,9 +44,7 @@ def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
     """What the layers' mixers ask of a mesh (see `parallel.mesh.check_divides`): the settings that `tensor` must divide, and the
     tokens read of a neighbour."""
     mixers = [mixer_class(name) for name in dict.fromkeys(name for name, _ in config.layer_kinds)]
-    splits: dict[str, int] = {}
-    for mixer in mixers:
-        splits |= mixer.splits(config)
+    splits = {setting: size for mixer in mixers for setting, size in mixer.splits(config).items()}
     return splits, max(mixer.halo(config) for mixer in mixers)
 
 
@@ -59,7 +58,7 @@ class Block(nnx.Module):
         self.mixer_norm = make.norm(config.hidden_size)
         self.mixer = mixer_class(mixer)(config, make, layers)
         self.mlp_norm = make.norm(config.hidden_size)
-        self.mlp = (SparseMoE if sparse else DenseMLP)(config, make)
+        self.mlp = (SparseMoE if sparse else config.block.of("mlp"))(config, make)
 
     def __call__(self, x_BTD: jax.Array, context: Context,
                  cache: dict | None = None) -> tuple[jax.Array, dict[str, Any], dict | None]:
@@ -71,15 +70,21 @@ class Block(nnx.Module):
         def whole(x_BTD):  # over `tensor`; else the partitioner may split time over it between the matmuls
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
-        normed_BTD = whole(rms_norm(x_BTD, self.mixer_norm[...], self.config))
         mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
-        mixed_BTD, diagnostics, cache = mix(normed_BTD, context, cache)
-        x_BTD = whole(x_BTD + mixed_BTD)
-        y_BTD, aux = self.mlp(whole(rms_norm(x_BTD, self.mlp_norm[...], self.config)), context)
-        x_BTD = whole(x_BTD + y_BTD)
+        mixed_BTD, diagnostics, cache = mix(whole(self.before(x_BTD, "mixer")), context, cache)
+        x_BTD = kept(whole(self.after(x_BTD, mixed_BTD, "mixer")))
+        y_BTD, aux = self.mlp(whole(self.before(x_BTD, "mlp")), context)
+        x_BTD = whole(self.after(x_BTD, y_BTD, "mlp"))
         if context.diagnose:
             aux["diagnostics"] = diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
         return x_BTD, aux, cache
+
+    def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
+        """What `part`, "mixer" or "mlp", reads; `after`: what goes on behind it, of its input and its output."""
+        return rms_norm(x_BTD, getattr(self, f"{part}_norm")[...], self.config)
+
+    def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:
+        return x_BTD + y_BTD
 
     @staticmethod
     def hf_entries(config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
@@ -92,8 +97,6 @@ class Block(nnx.Module):
 
 def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:
     size_BTD = jnp.abs(x_BTD.astype(jnp.float32))
-    largest_BT = jnp.max(size_BTD, axis=-1)
-    if counted_BT is not None:
-        largest_BT = jnp.where(counted_BT, largest_BT, 0.0)
+    largest = jnp.max(jnp.max(size_BTD, axis=-1), where=counted_BT, initial=0.0)
     # The median of each token's own features: a median over all tokens would be a sort across devices.
-    return {"activation_max": jnp.max(largest_BT), "activation_median": token_mean(jnp.median(size_BTD, axis=-1), counted_BT)}
+    return {"activation_max": largest, "activation_median": token_mean(jnp.median(size_BTD, axis=-1), counted_BT)}

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import Block, check_mixers, mixer_class
+from qwen3next_jax.model.block import check_mixers, mixer_class
 from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
@@ -74,7 +74,9 @@ class Qwen3Next(nnx.Module):
         self.config = c = config
         make = Make(c, rngs, dtype=dtype)
         self.embedding = make.matrix((c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator")
-        self.layers = nnx.List([Block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers) for layers in c.stacks])
+        self.positions = c.block.of("positions")(c, make)
+        block = c.block.of("placement")
+        self.layers = nnx.List([block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers) for layers in c.stacks])
         self.final_norm = make.norm(c.hidden_size)
         if not c.tie_word_embeddings:
             self.head = make.matrix((c.hidden_size, c.vocab_size), "embed -> vocab", kind="head", gathered="operator")
@@ -102,19 +104,19 @@ class Qwen3Next(nnx.Module):
         `mesh`: the devices that share it, parameters lying as `parallel.rules` says; None for one device."""
         b, t = tokens.shape
         if segment_ids is None:
-            context = Context(jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)), mesh=mesh)
+            context = Context(jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)), diagnose=diagnose, mesh=mesh)
         else:
-            context = Context(document_positions(segment_ids), segment_ids, counted=segment_ids > 0, mesh=mesh)
-        context = context._replace(diagnose=diagnose)
+            context = Context(document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh)
         embedded = self.embed(tokens, mesh)
+        named = all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers) and self.config.block.mlp == "swiglu"
+        remat = "kept" if remat == "none" and named and embedded.dtype.itemsize < 4 else remat
         x, per_layer, _ = self._run_layers(embedded, context, None, remat, capture)
         hidden = constrain(self._final(x), mesh, "batch", "time", None)
         mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(hidden, embedded, context, remat)
 
         hidden_states = (embedded, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
         router_logits = tuple(layer["router_logits"] for layer in per_layer if "router_logits" in layer) if capture else None
-        statistics = [{name: layer[name] for name in ("load", "probability", "z", "tokens")}
-                      for layer in per_layer if "load" in layer]
+        statistics = [{name: layer[name] for name in ("load", "probability", "z", "tokens")} for layer in per_layer if "load" in layer]
         router = jax.tree.map(lambda *s: jnp.stack(s), *statistics) if statistics else {}
         diagnostics = (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
         return Features(hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics)
@@ -208,6 +210,7 @@ class Qwen3Next(nnx.Module):
 
     def _run_layers(self, x, context: Context, cache: list | None, remat: str, capture: bool):
         """→ (x, per layer its auxiliary outputs, cache)."""
+        x = self.positions(x, context.positions)
         def apply(block_params, x, block_cache, graphdef):
             block_params = gather(block_params, context.mesh, self.config.dtype)
             x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context, block_cache)

@@ -57,24 +57,21 @@ def keeping_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted); dtype of `x`."""
-    if not config.zero_centered_norm:
-        return rms_norm_plain(x, weight, config.rms_norm_eps)
-    return _rms_normalise(x, config.rms_norm_eps, 1.0 + weight.astype(jnp.float32))
+    """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted; `block.norm`: others); dtype of `x`."""
+    if config.block.norm != "rms":
+        return config.block.of("norm").apply(x, weight, config)
+    scale = weight.astype(jnp.float32)
+    return rms_norm_plain(x, 1.0 + scale if config.zero_centered_norm else scale, config.rms_norm_eps)
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x̂ · weight: the form that the output norm of Gated DeltaNet alone uses."""
-    return _rms_normalise(x, eps, weight.astype(jnp.float32))
-
-
-def _rms_normalise(x: jax.Array, eps: float, scale: jax.Array) -> jax.Array:
     def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         return (x32 * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
 
-    return keeping_inputs(normalise, x, scale)
+    return keeping_inputs(normalise, x, weight.astype(jnp.float32))
 
 
 def document_positions(segment_ids: jax.Array) -> jax.Array:
@@ -92,7 +89,7 @@ def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> j
     if config.rotary_dim == 0:
         return x_BTND
     half, theta = config.rotary_dim // 2, config.rope_theta
-    slowdown, gain = _yarn(half, theta, config.yarn_factor, config.max_position_embeddings)
+    slowdown, gain = config.block.of("rope_scaling")(half, theta, config.yarn_factor, config.max_position_embeddings)
     frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle) * gain, jnp.sin(angle) * gain
@@ -101,7 +98,7 @@ def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> j
     return rotated.astype(x_BTND.dtype)
 
 
-def _yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
     """YaRN (2309.00071, section 3.2) → ([half], what multiplies each frequency; what multiplies cos and sin). Those that turn 32 times
     within the trained context stay, those that do not turn once are divided by the factor, those between are mixed by their place."""
     low, high = (half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1))

@@ -18,6 +18,7 @@ from qwen3next_jax.model.hf_entries import Entry, Slice, one
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import expert_mlp
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.ops.used_experts import FEW_TOKENS, used_experts
 from qwen3next_jax.parallel.experts import split_experts, whole_experts
@@ -110,19 +111,19 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
     x_RD = x_BTD.reshape(-1, config.hidden_size)
     # Float32 throughout: a bfloat16 router flips choices near ties (and TPUs multiply float32 in bfloat16 passes
     # unless told otherwise).
-    logits_RE = keeping_inputs(lambda x, w: jnp.einsum("rd,de->re", x.astype(jnp.float32), w.astype(jnp.float32),
-                                                       precision=jax.lax.Precision.HIGHEST), x_RD, router_DE)
+    logits_RE = kept(keeping_inputs(lambda x, w: jnp.einsum("rd,de->re", x.astype(jnp.float32), w.astype(jnp.float32),
+                                                            precision=jax.lax.Precision.HIGHEST), x_RD, router_DE))
     probability_RE = jax.nn.softmax(logits_RE, axis=-1)
     weight_RA, expert_RA = jax.lax.top_k(probability_RE, config.num_experts_per_tok)
     if config.norm_topk_prob:
         weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
 
     weight_RA = weight_RA.astype(dtype)
-    if shards(mesh, EXPERTS) == 1:
-        run = whole_experts if by_token else _run_experts
-        y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
-    else:
-        y_RD = split_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, EXPERTS, TOKENS)
+    many = _sorted_experts if dtype.itemsize >= 4 else functools.partial(whole_experts, on_cpu=_sorted_experts)  # keeps its inputs alone
+    run = whole_experts if by_token else _few_tokens if x_RD.shape[0] <= FEW_TOKENS else many
+    if shards(mesh, EXPERTS) > 1:
+        run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
+    y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     statistics = _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard held a part of every expert's width
@@ -131,15 +132,9 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, x_BTD, route
 
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
-    gate_up = jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype))
+    gate_up = kept(jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype)))
     hidden = keeping_inputs(lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up)
     return hidden @ down_ID.astype(x.dtype)
-
-
-def _run_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
-    if x_RD.shape[0] > FEW_TOKENS:
-        return _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
-    return jax.lax.platform_dependent(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, cpu=_few_tokens, default=_sorted_experts)
 
 
 def _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
@@ -156,8 +151,12 @@ def _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
     return jnp.einsum("rad,ra->rd", y_RAD, weight_RA)
 
 
-_few_tokens = jax.custom_vjp(used_experts)
-_few_tokens.defvjp(lambda *inputs: jax.vjp(_sorted_experts, *inputs), lambda pullback, dy: pullback(dy))
+def _few_tokens(*inputs):
+    return jax.lax.platform_dependent(*inputs, cpu=_used_experts, default=_sorted_experts)
+
+
+_used_experts = jax.custom_vjp(used_experts)
+_used_experts.defvjp(lambda *inputs: jax.vjp(_sorted_experts, *inputs), lambda pullback, dy: pullback(dy))
 
 
 def _counts(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:

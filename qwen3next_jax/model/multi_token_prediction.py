@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, rms_norm
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.parallel.rules import constrain
 
 
@@ -32,7 +32,7 @@ class MultiTokenPrediction(nnx.Module):
         self.embedding_norm = make.norm(d)
         self.hidden_norm = make.norm(d)
         self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
-        self.block = Block(config, *config.layer_kinds[-1], make, (config.num_hidden_layers,))
+        self.block = config.block.of("placement")(config, *config.layer_kinds[-1], make, (config.num_hidden_layers,))
         self.norm = make.norm(d)
 
     def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context,
@@ -44,7 +44,7 @@ class MultiTokenPrediction(nnx.Module):
     def before_norm(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context, cache: dict | None = None):
         pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
                                 rms_norm(hidden_BTD, self.hidden_norm[...], self.config)), axis=-1)
-        x_BTD = constrain(pair @ self.fc[...].astype(hidden_BTD.dtype), context.mesh, "batch", context.time, None)
+        x_BTD = kept(constrain(pair @ self.fc[...].astype(hidden_BTD.dtype), context.mesh, "batch", context.time, None))
         return self.block(x_BTD, context, cache)
 
     @staticmethod

@@ -80,6 +80,8 @@ class Make:
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
         """Weight of `layers.rms_norm`; `plain`: of `layers.rms_norm_plain`, which starts at 1 in every model."""
+        if self.config.block.norm != "rms" and not plain:
+            return self.config.block.of("norm").weight(self, width)
         start = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
         return self.parameter(start, (width,), ".", kind="norm")
 

@@ -1,7 +1,15 @@
-"""An axis cut into blocks, so that what is made of it lives for one block at a time."""
+"""An axis cut into blocks, so that what is made of it lives for one block at a time; and what lives until the backward pass."""
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+KEPT = "kept"
+
+
+def kept(tree):
+    """Arrays that took an operator to make: named, so that the backward pass may keep them and compute cheaper things again."""
+    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), tree)
 
 
 def cut(tree, axis: int, size: int, mode: str = "constant"):

@@ -42,8 +42,7 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
         raise ValueError(f"x has {x.shape[1]} tokens a shard of axis {axis_name!r}: expected at least the {kernel.shape[0] - 1} "
                          f"that a kernel of width {kernel.shape[0]} reads of the shard before")
     batch, time, channels = x.shape[0], x.shape[1], x.shape[2:]
-    width = kernel.shape[0]
-    size = math.prod(channels)
+    width, size = kernel.shape[0], math.prod(channels)
     x_BTD, kernel_WD = x.reshape(batch, time, size), kernel.reshape(width, size)
     if initial_state is None:
         before = jnp.zeros((batch, width - 1, size), x.dtype)

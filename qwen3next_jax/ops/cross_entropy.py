@@ -85,8 +85,7 @@ def _forward(chunk, x, w, targets, weights):
 def _backward(chunk, residuals, cotangents):
     dx, dw, nll, w_empty, weights_empty = residuals
     scale = cotangents[0]
-    return ((scale * dx).astype(dx.dtype), (scale * dw).astype(w_empty.dtype), None,
-            (scale * nll).astype(weights_empty.dtype))
+    return (scale * dx).astype(dx.dtype), (scale * dw).astype(w_empty.dtype), None, (scale * nll).astype(weights_empty.dtype)
 
 
 _operator.defvjp(_forward, _backward)

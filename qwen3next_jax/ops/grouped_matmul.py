@@ -45,7 +45,8 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implem
       x: [R, D] rows sorted by group.
       w: [E, D, F].
       group_sizes: [E] integers, rows of each group; their sum may be below R, the rows beyond give zeros.
-      implementation: "blocked", "ragged_dot", or None for the platform's best ("ragged_dot" on TPU, "blocked" elsewhere).
+      implementation: "blocked", "ragged_dot", or None for the platform's best: "ragged_dot" on TPU, on an H100 tokamax's kernels
+        where they were right when first tried, else "blocked".
 
     Returns:
       y [R, F] in x's dtype, accumulated in float32; differentiable in x and w.
@@ -87,38 +88,38 @@ def _check(group_sizes, implementation, **arrays):
 
 
 def _choose(implementation, blocked, ragged, *args):
+    """`ragged` gets the products of XLA, or of a kernel, as (product, its gradients)."""
+    in_xla = functools.partial(ragged, _ragged, _ragged_gradients)
     if implementation == "ragged_dot":
-        return ragged(*args)
-    on_tpu = {"tpu": ragged} if implementation is None else {}
+        return in_xla(*args)
     cpu, elsewhere = (functools.partial(blocked, tiles) for tiles in (_CPU, _GPU))
-    return jax.lax.platform_dependent(*args, cpu=cpu, default=elsewhere, **on_tpu)
+    further = {"tpu": in_xla} if implementation is None else {}
+    if implementation is None and jax.default_backend() == "gpu":
+        from qwen3next_jax.ops import pallas_gpu_ragged  # a second to import
+        further |= pallas_gpu_ragged.platforms(ragged, *args)
+    return jax.lax.platform_dependent(*args, cpu=cpu, default=elsewhere, **further)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(implementation, x, w, group_sizes):
-    return _choose(implementation, _blocked, _ragged, x, w, group_sizes)
-
-
-def _matmul_forward(implementation, x, w, group_sizes):
-    return _matmul(implementation, x, w, group_sizes), (x, w, group_sizes)
+    return _choose(implementation, _blocked, lambda product, _, *args: product(*args), x, w, group_sizes)
 
 
 def _matmul_backward(implementation, residuals, dy):
-    dx, dw = _choose(implementation, _blocked_gradients, _ragged_gradients, *residuals, dy)
-    return dx, dw, None
+    return *_choose(implementation, _blocked_gradients, lambda _, gradients, *args: gradients(*args), *residuals, dy), None
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul.defvjp(lambda implementation, *inputs: (_matmul(implementation, *inputs), inputs), _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(implementation, x, gate_up, down, group_sizes):
-    return _mlp_forward(implementation, x, gate_up, down, group_sizes)[0]
+def _mlp(implementation, *inputs):
+    return _mlp_forward(implementation, *inputs)[0]
 
 
-def _mlp_forward(implementation, x, gate_up, down, group_sizes):
-    y, hidden = _choose(implementation, _blocked_mlp, _ragged_mlp, x, gate_up, down, group_sizes)
-    return y, (x, gate_up, down, group_sizes, hidden)
+def _mlp_forward(implementation, *inputs):
+    y, hidden = _choose(implementation, _blocked_mlp, _ragged_mlp, *inputs)
+    return y, (*inputs, hidden)
 
 
 def _mlp_backward(implementation, residuals, dy):
@@ -150,15 +151,15 @@ def _ragged_gradients(x, w, group_sizes, dy):
     return pullback(dy)
 
 
-def _ragged_mlp(x, gate_up, down, group_sizes):
-    hidden = _ragged(x, gate_up, group_sizes)
-    return _ragged(_swiglu(hidden), down, group_sizes), hidden
+def _ragged_mlp(product, _, x, gate_up, down, group_sizes):
+    hidden = product(x, gate_up, group_sizes)
+    return product(_swiglu(hidden), down, group_sizes), hidden
 
 
-def _ragged_mlp_gradients(x, gate_up, down, group_sizes, hidden, dy):
+def _ragged_mlp_gradients(_, gradients, x, gate_up, down, group_sizes, hidden, dy):
     activation, pullback = jax.vjp(_swiglu, hidden)
-    da, ddown = _ragged_gradients(activation, down, group_sizes, dy)
-    dx, dgate_up = _ragged_gradients(x, gate_up, group_sizes, *pullback(da))
+    da, ddown = gradients(activation, down, group_sizes, dy)
+    dx, dgate_up = gradients(x, gate_up, group_sizes, *pullback(da))
     return dx, dgate_up, ddown
 
 

@@ -21,7 +21,11 @@ _EDGE = 16  # rows of a neighbour: a tile of bfloat16
 
 
 def kernels(name: str, activation: str | None, x, kernel) -> dict:
-    """{"tpu": `forward` or `backward`} of that activation where it takes inputs [B, T, D] on the chip compiled for, else nothing."""
+    """{"tpu": `forward` or `backward`} of that activation where it takes inputs [B, T, D] on the chip compiled for, on a GPU that of
+    `pallas_gpu_causal_conv1d.py` where it may; else nothing."""
+    if jax.default_backend() == "gpu":
+        from qwen3next_jax.ops import pallas_gpu_causal_conv1d  # which imports this
+        return pallas_gpu_causal_conv1d.platforms(name, activation, x, kernel)
     fits = tpu() and x.dtype in (jnp.bfloat16, jnp.float32) and takes(x, kernel)
     return {"tpu": functools.partial(globals()[name], activation)} if fits else {}
 
@@ -37,14 +41,14 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
       before: [B, W - 1, D], the inputs before the first. x: [B, T, D]. kernel: [W, D].
       ids: [B, W - 1 + T] documents of all inputs, 0 for padding at the end; None: they are one.
     """
-    call = _Call(x, kernel, _age(ids, kernel.shape[0]), interpret)
+    call = _Call(x, kernel, ages(ids, kernel.shape[0]), interpret)
     return call(functools.partial(_forward, activation), call.rows_before(before, x), call.edges, (call.block,),
                 (jax.ShapeDtypeStruct(x.shape, x.dtype),), copied=2 * x.size)[0]
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Gradients of `forward`: of before, x and kernel."""
-    age, (width, d) = _age(ids, kernel.shape[0]), kernel.shape
+    age, (width, d) = ages(ids, kernel.shape[0]), kernel.shape
     call = _Call(x, kernel, age, interpret, backwards=True)
     dx, dkernel = call(
         functools.partial(_backward, activation), (*call.rows_before(before, x), dy), (*call.edges, call.block),
@@ -52,16 +56,23 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
         (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((8 * width, d), jnp.float32)),
         (pltpu.VMEM((width - 1, 8, call.channels), jnp.float32),), copied=3 * x.size)
 
-    def first(before):  # the inputs before the first meet these outputs only
+    return (gradient_before(activation, before, x, kernel, age, dy), dx,
+            jnp.sum(dkernel.reshape(width, 8, d), axis=1).astype(kernel.dtype))
+
+
+def gradient_before(activation, before, x, kernel, age, dy):
+    """Of the inputs before the first."""
+    width = kernel.shape[0]
+
+    def first(before):  # they meet these outputs only
         extended = jnp.concatenate([before, x[:, :width - 1]], axis=1).astype(jnp.float32)
         z = sum(kernel[w].astype(jnp.float32) * extended[:, w:w + width - 1]
                 * (1.0 if age is None else (age[:, :width - 1, None] >= width - 1 - w)) for w in range(width))
         return (jax.nn.silu(z) if activation == "silu" else z).astype(dy.dtype)
-    (dbefore,) = jax.vjp(first, before)[1](dy[:, :width - 1])
-    return dbefore, dx, jnp.sum(dkernel.reshape(width, 8, d), axis=1).astype(kernel.dtype)
+    return jax.vjp(first, before)[1](dy[:, :width - 1])[0]
 
 
-def _age(ids, width: int):
+def ages(ids, width: int):
     """[B, T] how many of the W - 1 inputs before a token are of its document, -1 where it is padding; None without documents."""
     if ids is None:
         return None

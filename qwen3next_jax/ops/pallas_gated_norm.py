@@ -1,4 +1,4 @@
-"""RMS norm of each head times a SiLU gate, in one pass over memory each way where a TPU is compiled for.
+"""RMS norm of each head times a SiLU gate, in one pass over memory each way where a TPU or a Hopper GPU is compiled for.
 
 B batch, T time in blocks of R rows, C = H · V channels of H heads, in blocks of whole heads.
 """
@@ -27,19 +27,19 @@ def gated_norm(o, gate, weight, eps: float):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _operator(eps, o, gate, weight):
-    return jax.lax.platform_dependent(o, gate, weight, **{"default": functools.partial(_whole, eps)} | kernels("forward", eps, o, weight))
+    return jax.lax.platform_dependent(o, gate, weight, **{"default": functools.partial(whole, eps)} | kernels("forward", eps, o, weight))
 
 
 def _backward(eps, inputs, dy):
     def products(o, gate, weight, dy):
-        return jax.vjp(functools.partial(_whole, eps), o, gate, weight)[1](dy)
+        return jax.vjp(functools.partial(whole, eps), o, gate, weight)[1](dy)
     return jax.lax.platform_dependent(*inputs, dy, **{"default": products} | kernels("backward", eps, inputs[0], inputs[2]))
 
 
 _operator.defvjp(lambda eps, *inputs: (_operator(eps, *inputs), inputs), _backward)
 
 
-def _whole(eps, o, gate, weight):
+def whole(eps, o, gate, weight):
     wide = jnp.promote_types(jnp.float32, o.dtype)
     heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
     normed = heads * jax.lax.rsqrt(jnp.mean(jnp.square(heads), axis=-1, keepdims=True) + eps) * weight.astype(wide)
@@ -47,7 +47,11 @@ def _whole(eps, o, gate, weight):
 
 
 def kernels(name: str, eps: float, o, weight) -> dict:
-    """{"tpu": `forward` or `backward`} where it takes such inputs on the chip compiled for, else nothing."""
+    """{"tpu": `forward` or `backward`} where it takes such inputs on the chip compiled for, on a GPU that of `pallas_gpu_gated_norm.py`
+    where it may; else nothing."""
+    if jax.default_backend() == "gpu":
+        from qwen3next_jax.ops import pallas_gpu_gated_norm  # which imports this
+        return pallas_gpu_gated_norm.platforms(name, eps, o, weight)
     fits = tpu() and o.dtype in (jnp.bfloat16, jnp.float32) and weight.shape == (_LANES,) and o.shape[1] % 16 == 0
     return {"tpu": functools.partial(globals()[name], eps)} if fits else {}
 

@@ -23,7 +23,7 @@ class Chip:
     link_bandwidth: bytes in one direction over one link. A torus has two links per dimension and chip; a switch one.
     clock: of the matrix unit, where static schedules are turned into time. die_bandwidth: between the two devices of a
       chip. largest_slice: chips of the largest slice that is lent. usable_hbm: what the TPU compiler (libtpu 0.0.50) lets one
-      device's program take. 0: not needed or not known.
+      device's program take; of a GPU what its driver shows. 0: not needed or not known.
     """
 
     name: str
@@ -57,8 +57,10 @@ CHIPS = {chip.name: chip for chip in (
     Chip("tpu7x", ("TPU7x",), 2307 * TERA, 7380 * GB, torus=3, link_bandwidth=100 * GB, devices_per_chip=2,
          clock=2.2e9, die_bandwidth=600 * GB, usable_hbm=94.74 * GIB, largest_slice=9216),
     Chip("A100", ("NVIDIA A100-SXM4-80GB",), 312 * TERA, 2039 * GB, torus=0, link_bandwidth=300 * GB),
-    Chip("H100", ("NVIDIA H100 80GB HBM3",), 989.4 * TERA, 3350 * GB, torus=0, link_bandwidth=450 * GB),
-    Chip("H200", ("NVIDIA H200",), 989.4 * TERA, 4800 * GB, torus=0, link_bandwidth=450 * GB),
+    Chip("H100", ("NVIDIA H100 80GB HBM3",), 989.4 * TERA, 3350 * GB, torus=0, link_bandwidth=450 * GB,
+         usable_hbm=84_929_347_584),
+    Chip("H200", ("NVIDIA H200",), 989.4 * TERA, 4800 * GB, torus=0, link_bandwidth=450 * GB,
+         usable_hbm=139 * GIB),
     Chip("B200", ("NVIDIA B200",), 2250 * TERA, 8000 * GB, torus=0, link_bandwidth=900 * GB),
 )}
 

@@ -19,6 +19,7 @@ a round, E experts, L experts of this shard, S shards.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -34,9 +35,10 @@ OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth o
 ROOM = 1.125  # rows that there is room for, as a multiple of what a shard receives under perfect balance
 
 
-def whole_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
-    """`split_experts` where this device holds all experts, without a mesh axis."""
-    return _experts(_Options(_Whole, "", (), _chunk(expert_RA)), x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
+def whole_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, on_cpu: Callable | None = None):
+    """`split_experts` where this device holds all experts, without a mesh axis. on_cpu: the form for a CPU, of the same arguments."""
+    options = _Options(_Whole, "", (), _chunk(expert_RA), on_cpu)
+    return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
 def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str, axes: tuple[str, ...]):
@@ -60,6 +62,7 @@ class _Options(NamedTuple):
     axis: str
     axes: tuple[str, ...]
     chunk: int
+    on_cpu: Callable | None = None
 
 
 def _chunk(expert_RA) -> int:
@@ -127,13 +130,21 @@ def _room(balanced: int) -> int:
 
 class _Whole:
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.expert = expert_RA
+        self.expert, self.on_cpu = expert_RA, options.on_cpu
 
     def forward(self, x, weight, gate_up, down):
-        return routed_experts(x, weight, self.expert, gate_up, down, room=self.expert.size)
+        return self._run(routed_experts, self.on_cpu, x, weight, self.expert, gate_up, down)
 
     def backward(self, x, weight, gate_up, down, dy):
-        return routed_experts_gradients(x, weight, self.expert, gate_up, down, dy, room=self.expert.size)
+        def gradients(x, weight, expert, gate_up, down, dy):
+            _, pullback = jax.vjp(lambda x, weight, *w: self.on_cpu(x, weight, expert, *w), x, weight, gate_up, down)
+            dx, dweight, *dw = pullback(dy)
+            return dx, dweight.astype(jnp.promote_types(jnp.float32, dweight.dtype)), *dw
+        return self._run(routed_experts_gradients, self.on_cpu and gradients, x, weight, self.expert, gate_up, down, dy)
+
+    def _run(self, by_token, on_cpu, *arguments):
+        by_token = functools.partial(by_token, room=self.expert.size)
+        return jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=by_token) if on_cpu else by_token(*arguments)
 
 
 # ---- all tokens to all shards ------------------------------------------------------------------------------------
@@ -238,7 +249,7 @@ class _Exchanged:
         return read_SS, rows_SS, land_SS
 
     def _collect(self, rows_QD):
-        return sum_by_token(rows_QD, self.token_Q, self.shape[0])
+        return sum_by_token(rows_QD, self.order_Q, self.shape)
 
 
 def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):

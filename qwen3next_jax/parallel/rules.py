@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.errors import did_you_mean
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.trees import path_string
 
 ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"  # what is split over which mesh axes; rows: of a batch
@@ -118,7 +119,7 @@ def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
         if declared.gathered == "operator":
             return variable.replace(leaf.astype(to))
         specs = _stages(storage_spec(declared, leaf.shape, mesh), use_spec(declared, leaf.shape, mesh))
-        return variable.replace(_gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype))
+        return variable.replace(kept(_gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype)))
     return jax.tree.map(one, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
 
 
@@ -129,7 +130,7 @@ def gather_local(x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh:
     for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
         for axis in reversed(axes):
             x = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
-    return x
+    return kept(x)
 
 
 def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:

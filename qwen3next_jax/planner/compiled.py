@@ -211,6 +211,24 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None  # integers, as of ragged_dot's offsets
 
 
+def gpu_flops(program: Program) -> float:
+    """2 × multiply-adds of every product of a program for a GPU as often as it runs: XLA's own, cuBLAS', and tokamax's of grouped rows, as
+    if no tile were padded. A loop of unstated length counts once."""
+    total = 0.0
+    for computation, instruction, times in program.walk():
+        flops, target = product_flops(computation, instruction), instruction.attribute("custom_call_target")
+        contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
+        dims = [computation[name].shapes[0].dims for name in instruction.operands if computation[name].shapes]
+        if instruction.opcode == "custom-call" and "matmul" in target and contracted:
+            flops = 2.0 * instruction.shapes[0].elements * dims[0][int(contracted[1])]
+        elif instruction.opcode == "custom-call" and "/ragged_dot_sm90/" in instruction.op_name:  # [R, D] by [E, D, F]
+            flops = 2.0 * instruction.shapes[0].elements * dims[0][1]
+        elif instruction.opcode == "custom-call" and "/ragged_contracting_dim_dot_sm90/" in instruction.op_name:  # .., .., [D, R], [R, F]
+            flops = 2.0 * math.prod(dims[2]) * dims[3][1]
+        total += times * flops
+    return total
+
+
 def is_kernel(instruction: Instruction) -> bool:
     """Whether it is a kernel (Mosaic), not a program of XLA's own."""
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'

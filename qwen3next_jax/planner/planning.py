@@ -1,4 +1,6 @@
-"""Compiles the real train step for a described TPU slice and says what each chip would hold, send and take.
+"""Compiles the real train step for a described TPU slice, or GPUs, and says what each chip would hold, send and take.
+
+A compiler for GPUs leaves no schedule: there, nothing says how long a step lasts.
 
 Nothing here touches a device: the model is shapes, the slice a description, the compiler the real one.
 """
@@ -17,10 +19,11 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel.chips import Chip
 from qwen3next_jax.parallel.experts import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.compiled import Collective, Memory, collectives, memory, unknown_kernels
+from qwen3next_jax.planner.compiled import Collective, Memory, collectives, gpu_flops, memory, unknown_kernels
 from qwen3next_jax.parallel.mesh import EXPERT, make_mesh
 from qwen3next_jax.parallel.compiler_options import compiler_options
 from qwen3next_jax.planner.ideal import Ideal, ideal
@@ -29,6 +32,8 @@ from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.training.fingerprint import code_version
 from qwen3next_jax.training.step import abstract_train_state, batch_sharding, make_train_step
 
+# Of a GPU's program memory and network are read, which are settled before its code is made.
+ROUGH_CODE = {"xla_gpu_disable_gpuasm_optimizations": True, "xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -56,6 +61,7 @@ class Plan:
     usable_hbm: float = 0.0
     memory: Memory | None = None
     estimates: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
+    gpu_flops: float = 0.0  # of a GPU's program, which has no estimates
     rules: str = RULES[0]
     ideal: Ideal | None = None
     collectives: tuple[Collective, ...] = ()
@@ -100,21 +106,21 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready. Of what does not fit, the predictions are null."""
-        train, fitting = self.config.train, self.fits
+        train, fitting = self.config.train, self.fits and bool(self.estimates)
         return {
             "topology": self.topology.name, "chips": self.topology.chips, "devices": len(self.topology.devices), "mesh": self.mesh,
             "config": self.config.name, "batch_size": train.batch_size, "sequence_length": train.sequence_length,
             "remat": train.remat, "gradient_accumulation": train.gradient_accumulation, "tokens_per_step": self.tokens,
-            "fits": fitting, "failed": self.failed, "reason": self.reason,
+            "fits": self.fits, "failed": self.failed, "reason": self.reason,
             "peak_hbm_bytes": self.needs or None, "usable_hbm_bytes": self.usable_hbm or None,
-            "memory_bytes": self.memory._asdict() if fitting else None,
+            "memory_bytes": self.memory._asdict() if self.fits else None,
             "step_seconds": self.estimate.seconds if fitting else None,
             "tokens_per_second": self.tokens_per_second if fitting else None, "mfu": self.mfu if fitting else None,
             "mfu_today": self.mfu_in(self.estimates["today"].seconds) if fitting else None, "rules": self.rules,
             "ideal": self.ideal._asdict() if fitting else None,
             "parts": {name: part._asdict() for name, part in self.estimate.parts.items()} if fitting else None,
             "bound_seconds": self.estimate.bound if fitting else None, "binding": self.binding if fitting else None,
-            "model_flops": self.model_flops, "executed_flops": self.estimate.flops if fitting else None,
+            "model_flops": self.model_flops, "executed_flops": self.estimate.flops if fitting else self.gpu_flops or None,
             "hbm_bytes": self.estimate.hbm_bytes if fitting else None,
             "network": [{"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                         for (axes, kind), (size, count) in traffic(self.collectives).items()],
@@ -123,7 +129,7 @@ class Plan:
             "lower_seconds": round(self.lower_seconds, 1),
             "compile_seconds": round(self.compile_seconds, 1), "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
             "compile_memory_bytes": self.compile_bytes or None,
-            "versions": {"jax": jax.__version__, "libtpu": _libtpu_version(), "code": code_version()},
+            "versions": {"jax": jax.__version__, **_compiler_version(self.topology.chip), "code": code_version()},
         }
 
 
@@ -166,10 +172,12 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "", 
     state, batch = abstract_train_state(config, mesh), abstract_batch(config, mesh)
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask the described chip for its memory
-        lowered = make_train_step(config, mesh).lower(state, batch)
+        platforms = None if topology.chip.torus else ("cuda",)
+        lowered = make_train_step(config, mesh).trace(state, batch).lower(lowering_platforms=platforms)
     lowered_at, cpu_then = time.perf_counter(), cpu_seconds()
+    options = {"optimization_level": optimization_level} if optimization_level else {}
     try:
-        compiled, failure = lowered.compile({"optimization_level": optimization_level} if optimization_level else None), ""
+        compiled, failure = lowered.compile(options | ({} if topology.chip.torus else ROUGH_CODE) or None), ""
     except jax.errors.JaxRuntimeError as error:
         compiled, failure = None, str(error)
     plan = functools.partial(Plan, config, topology, mesh=dict(mesh.shape), compiler_options=compiler_options(config.parallel, mesh),
@@ -187,10 +195,13 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "", 
     parts = memory(compiled, program, state["params"], state["opt_state"])
     usable = topology.chip.usable_hbm
     fits = parts.peak <= usable  # at O1 the compiler does not refuse what exceeds it
-    return plan(fits=fits, reason="" if fits else _too_much(parts.peak, usable), needs=parts.peak, usable_hbm=usable, memory=parts,
-                estimates={rules: estimate(program, mesh, topology.chip, topology.shape, schedules, rules) for rules in RULES},
-                ideal=ideal(config, topology, mesh), collectives=tuple(collectives(program, mesh)),
-                unstated_loops=tuple(program.unstated_loops()), unknown_kernels=tuple(unknown_kernels(program, schedules)))
+    plan = functools.partial(plan, fits=fits, reason="" if fits else _too_much(parts.peak, usable), needs=parts.peak, usable_hbm=usable,
+                             memory=parts, collectives=tuple(collectives(program, mesh)),
+                             unstated_loops=tuple(program.unstated_loops()))
+    if not topology.chip.torus:
+        return plan(gpu_flops=gpu_flops(program))
+    return plan(estimates={rules: estimate(program, mesh, topology.chip, topology.shape, schedules, rules) for rules in RULES},
+                ideal=ideal(config, topology, mesh), unknown_kernels=tuple(unknown_kernels(program, schedules)))
 
 
 def _too_much(needs: float, usable: float) -> str:
@@ -213,7 +224,8 @@ def out_of_memory(message: str) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _libtpu_version() -> str:
+def _compiler_version(chip: Chip) -> dict[str, str]:
     import importlib.metadata
 
-    return importlib.metadata.version("libtpu")
+    name = "libtpu" if chip.torus else "jax-cuda13-plugin"
+    return {name: importlib.metadata.version(name)}

@@ -77,9 +77,7 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
         mtp_loss, mtp_top1 = cross_entropy(hidden_BTD, 2 + d, counts.mtp_targets[d])
         mtp_losses.append(mtp_loss)
         parts |= {f"mtp_loss/{d}": mtp_loss, f"mtp_top1/{d}": mtp_top1}
-    total = loss
-    if mtp_losses:
-        total = total + train.mtp_loss_weight * sum(mtp_losses) / len(mtp_losses)
+    total = loss + train.mtp_loss_weight * sum(mtp_losses) / max(len(mtp_losses), 1)
     if features.router or features.mtp_router:
         own_load = expert_load(features, config, counts)
         load = own_load if load is None else load

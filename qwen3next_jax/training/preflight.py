@@ -9,6 +9,7 @@ from typing import Any
 
 from qwen3next_jax import digests
 from qwen3next_jax.config import Config
+from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.interop.hf_config import read_hf_config
@@ -97,7 +98,7 @@ def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
 def check_structure(config: Config, parent: Parent | None = None) -> None:
     """Raises UserError unless the model of `parent`, or the one in the directory `train.init_from`, is that of the configuration."""
     found_config = read_config(pathlib.Path(parent["path"])).model if parent else read_hf_config(config.train.init_from)
-    for name in config.model.differs(found_config):
+    for name in weights_differ(config.model, found_config):
         if name not in NOT_STRUCTURE and (name != "intermediate_size" or config.model.has_dense_mlps) and (
                 name not in OF_EXPERTS or config.model.has_experts):
             wanted, found = (c.mixers if name == "layer_types" else getattr(c, name) for c in (config.model, found_config))

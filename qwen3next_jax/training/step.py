@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import split_sizes
+from qwen3next_jax.model.further.masks import predicted
 from qwen3next_jax.parallel.compiler_options import compiler_options
 from qwen3next_jax.parallel.mesh import check_divides
 from qwen3next_jax.parallel.rules import activation_spec, constrain, shardings
@@ -113,6 +114,7 @@ def make_gradients(config: Config, mesh: Mesh) -> Callable[[dict, Batch], tuple[
         return grads, parts
 
     def gradients(params: dict, batch: Batch):
+        batch = predicted(config.model, batch)
         counts = count_targets(batch, config.model.mtp_depth)
         if config.train.gradient_accumulation == 1:
             grads, parts = of(params, batch, counts)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.errors import require
 
 FURTHER_MIXERS = {
     "kda": "qwen3next_jax.model.mixers.kda:KDA",
@@ -24,6 +25,25 @@ FURTHER_MIXERS = {
     "dfw": "qwen3next_jax.model.mixers.dfw:DFW",
     "mamba": "qwen3next_jax.model.mixers.mamba:Mamba",
     "rwkv4": "qwen3next_jax.model.mixers.rwkv4:RWKV4",
+    "gdn2": "qwen3next_jax.model.mixers.gdn2:GDN2",
+    "s4d": "qwen3next_jax.model.mixers.s4d:S4D",
+    "ttt": "qwen3next_jax.model.mixers.ttt:TTT",
+    "titans": "qwen3next_jax.model.mixers.titans:Titans",
+    "lstm": "qwen3next_jax.model.mixers.lstm:LSTM",
+    "rnn": "qwen3next_jax.model.mixers.rnn:RNN",
+    "hyena": "qwen3next_jax.model.mixers.hyena:Hyena",
+    "bahdanau": "qwen3next_jax.model.mixers.bahdanau:Bahdanau",
+    "luong": "qwen3next_jax.model.mixers.luong:Luong",
+    "nope_attention": "qwen3next_jax.model.mixers.nope_attention:NoPEAttention",
+    "masked_attention": "qwen3next_jax.model.mixers.pairwise:Masked",
+    "alibi": "qwen3next_jax.model.mixers.distance:ALiBi",
+    "t5_bias": "qwen3next_jax.model.mixers.distance:T5Bias",
+    "rerope": "qwen3next_jax.model.mixers.beyond:ReRoPE",
+    "leaky_rerope": "qwen3next_jax.model.mixers.beyond:LeakyReRoPE",
+    "dynamic_ntk": "qwen3next_jax.model.mixers.beyond:DynamicNTK",
+    "lambda_window": "qwen3next_jax.model.mixers.beyond:LambdaWindow",
+    "parallel_windows": "qwen3next_jax.model.mixers.beyond:ParallelWindows",
+    "selected_tokens": "qwen3next_jax.model.mixers.beyond:SelectedTokens",
 }
 
 
@@ -33,13 +53,28 @@ class MixerConfig:
 
     feature_map: Literal["elu", "identity"] = "elu"  # linear: of queries and keys; elu(x) + 1, the paper's
     normaliser: bool = True  # linear: divides by the sum of the weights; needs positive features
-    window: int = 1024  # sliding_window: keys that a query sees, its own among them
-    first_tokens: int = 0  # sliding_window: keys at the start of a document that stay visible beyond the window
+    qk_norm_over: Literal["head", "layer"] = "head"  # attention: each head's queries and keys, or those of all heads together
+    # sliding_window, lambda_window, selected_tokens: keys that a query sees, its own among them; rerope, leaky_rerope: distances that are
+    # the true ones; parallel_windows: tokens of each
+    window: int = 1024
+    first_tokens: int = 0  # of those three: keys at the start of a document that stay visible beyond the window
     sink_logit: bool = False  # sliding_window: a learned score per head that takes weight and gives nothing
     latent_rank: int = 512  # mla: numbers a token keeps of its keys and values
     query_rank: int = 0  # mla: of the queries' latent; 0: queries straight from the input
     slots: int = 64  # gsa: that keep keys and values
-    state_size: int = 16  # mamba: numbers that a channel keeps
+    state_size: int = 16  # mamba, s4d: numbers that a channel keeps
+    block: int = 16  # ttt, titans: tokens of a document whose gradients are taken at one state
+    mask: Literal["causal", "prefix", "bidirectional"] = "causal"  # masked_attention, alibi, t5_bias
+    prefix_tokens: int = 0  # of the mask "prefix": tokens at a document's start that see each other
+    buckets: int = 32  # t5_bias: of distances
+    max_distance: int = 128  # t5_bias: from which on all fall into the last one
+    stretch: float = 16.0  # leaky_rerope: how much slower distances grow beyond the window
+    contexts: int = 1  # parallel_windows: how many
+    selected: int = 64  # selected_tokens: keys beyond the window, for each query and head
 
     def __post_init__(self):
-        check_bounds(self, "model.mixer", {"at least 1": "window latent_rank slots state_size", "0 or more": "first_tokens query_rank"})
+        check_bounds(self, "model.mixer", {
+            "at least 1": "window latent_rank slots state_size block stretch contexts selected", "at least 4": "buckets",
+            "0 or more": "first_tokens query_rank prefix_tokens"})
+        require(self.max_distance > self.buckets // 2, f"model.mixer.max_distance = {self.max_distance}: expected more than half of "
+                                                       f"model.mixer.buckets = {self.buckets}, which are exact")

@@ -24,10 +24,12 @@ class Mixer(nnx.Module):
       refused where no layer reads them.
     cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply written over; "state" where it
       is as large after any number of tokens and has to be restored.
+    names_kept: its products and operators name what the backward pass needs of them (`ops.blocks.kept`). Not inherited.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
     cache_kind: ClassVar[Literal["state", "slots"]] = "state"
+    names_kept: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them."""

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.errors import require
 from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm, rotate, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
 
 
@@ -28,8 +30,9 @@ class GatedAttention(Mixer):
     there is a gate); logit_max [N]: the largest scaled score of a query and a key that it sees.
     """
 
-    settings = ("attention_output_gate", "qk_norm")
+    settings = ("attention_output_gate", "qk_norm", "mixer.qk_norm_over")
     cache_kind = "slots"
+    names_kept = True
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         self.config = c = config
@@ -40,27 +43,40 @@ class GatedAttention(Mixer):
         self.v_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
         self.o_proj = make.matrix((n, k, d), "query_heads head_width -> embed")
         if c.qk_norm:
-            self.q_norm = make.norm(k)
-            self.k_norm = make.norm(k)
+            layer = c.mixer.qk_norm_over == "layer"
+            self.q_norm = make.norm(n * k if layer else k)
+            self.k_norm = make.norm(m * k if layer else k)
 
     def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens' keys and values written)."""
         c, dtype = self.config, x_BTD.dtype
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
-        query_gate_BTNK2 = constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
+        query_gate_BTNK2 = kept(constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None))
         q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1) if c.attention_output_gate else (query_gate_BTNK2, None)
-        k_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
-        v_BTMK = jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
+        k_BTMK = kept(jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype)))
+        v_BTMK = kept(jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype)))
         if c.qk_norm:
-            q_BTNK = rms_norm(q_BTNK, self.q_norm[...], c)
-            k_BTMK = rms_norm(k_BTMK, self.k_norm[...], c)
-        q_BTNK, k_BTMK = (rotate(x, context.positions, c) for x in (q_BTNK, k_BTMK))
+            q_BTNK = self.normed(q_BTNK, self.q_norm[...])
+            k_BTMK = self.normed(k_BTMK, self.k_norm[...])
+        q_BTNK, k_BTMK = (self.placed(x, context.positions) for x in (q_BTNK, k_BTMK))
 
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}
         if context.diagnose and cache is None:
-            diagnostics = attention_diagnostics(lambda q, k, v: self.attend(q, k, v, context)[0], q_BTNK, k_BTMK, gate_BTNK, context)
+            diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
+
+    def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
+        if self.config.mixer.qk_norm_over == "head":
+            return rms_norm(x_BTNK, weight, self.config)
+        return rms_norm(x_BTNK.reshape(*x_BTNK.shape[:2], -1), weight, self.config).reshape(x_BTNK.shape)
+
+    def placed(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Queries or keys with what says where they stand."""
+        return rotate(x_BTNK, positions_BT, self.config)
+
+    def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
+        return attention_diagnostics(lambda q, k, v: self.attend(q, k, v, context)[0], q_BTNK, k_BTMK, gate_BTNK, context)
 
     def attend(self, q_BTNK: jax.Array, k_BTMK: jax.Array, v_BTMK: jax.Array, context: Context,
                cache: dict | None = None) -> tuple[jax.Array, dict | None]:
@@ -80,6 +96,11 @@ class GatedAttention(Mixer):
     def forward_flops(config: ModelConfig, length: int) -> float:
         """Scores and values: a causal query reads (length + 1) / 2 keys on average."""
         return 2 * (length + 1) * config.num_attention_heads * config.head_dim
+
+    @staticmethod
+    def check(config: ModelConfig) -> None:
+        over = config.mixer.qk_norm_over
+        require(config.qk_norm or over == "head", f"model.mixer.qk_norm_over = {over!r} with model.qk_norm = False: nothing is normed")
 
     @staticmethod
     def splits(config: ModelConfig) -> dict[str, int]:

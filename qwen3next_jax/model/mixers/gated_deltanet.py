@@ -25,6 +25,7 @@ class GatedDeltaNet(Recurrent):
     sharding G keeps every value head beside its key head. An ablated part (see `ModelConfig`) has no parameters.
     """
 
+    names_kept = True
     settings = (*Recurrent.settings, "decay_gate", "erase", "beta_gate", "linear_output_gate")
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):

@@ -17,6 +17,7 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, 
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import causal_conv1d, channel_delta_rule, gated_delta_rule, linear_scan
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.pallas_gated_norm import gated_norm
 from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.parallel.rules import activation_spec, constrain, local
@@ -32,7 +33,7 @@ class Inputs(NamedTuple):
       [B, T, GK], [B, T, HV], where the mixer `flattens`.
     gate: [B, T, G, RV] or flat, of the output, or None.
     g, beta: float32 log decay ≤ 0, [B, T, H] or of every key channel [B, T, H, K] (None: nothing is forgotten), and write strength
-      [B, T, H] (None: 1).
+      [B, T, H] (None: 1), or with an axis more where the mixer's `recurrence` reads several numbers of a head.
     """
 
     mixed: jax.Array | list[jax.Array]
@@ -129,7 +130,7 @@ class Recurrent(Mixer):
     def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache after these tokens)."""
         c, dtype = self.config, x_BTD.dtype
-        mixed_BTGC, gate_BTGRV, g_BTH, beta_BTH = inputs = self.inputs(x_BTD, context)
+        mixed_BTGC, gate_BTGRV, g_BTH, beta_BTH = inputs = kept(self.inputs(x_BTD, context))
         shape = (*x_BTD.shape[:2], c.linear_num_value_heads)
         g_BTH = jnp.zeros(shape, jnp.float32) if g_BTH is None else g_BTH
         beta_BTH = jnp.ones(shape, jnp.float32) if beta_BTH is None else beta_BTH
@@ -149,11 +150,10 @@ class Recurrent(Mixer):
             y_BTD = keeping_inputs(project, o_BTHV, self.norm[...], gate_BTGRV, self.out_proj[...])
         diagnostics = {}
         if context.diagnose:
-            diagnostics = {"beta": token_mean(beta_BTH, context.counted),
-                           "state_norm": jnp.mean(jnp.linalg.norm(states["state"], axis=(-2, -1)), axis=0)}
+            of_head = lambda x: token_mean(x if x.ndim == 3 else jnp.mean(x, axis=-1), context.counted)
+            diagnostics = {"beta": of_head(beta_BTH), "state_norm": jnp.mean(jnp.linalg.norm(states["state"], axis=(-2, -1)), axis=0)}
             if inputs.g is not None:
-                mean = token_mean(g_BTH if g_BTH.ndim == 3 else jnp.mean(g_BTH, axis=-1), context.counted)
-                diagnostics["half_life"] = -math.log(2) / jnp.minimum(mean, -1e-12)
+                diagnostics["half_life"] = -math.log(2) / jnp.minimum(of_head(g_BTH), -1e-12)
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
     def flattens(self) -> bool:

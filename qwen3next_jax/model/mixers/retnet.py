@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from qwen3next_jax.errors import require
-from qwen3next_jax.model.mixers.recurrent import Additive, Inputs
+from qwen3next_jax.model.mixers.recurrent import Additive, Inputs, Recurrent
 
 THETA = 10_000.0
 
@@ -26,8 +26,7 @@ class RetNet(Additive):
         heads = self.config.linear_num_value_heads
         return jnp.broadcast_to(jnp.log1p(-(2.0 ** (-5 - jnp.arange(heads)))), (*x_BTD.shape[:2], heads))
 
-    def recurrence(self, heads, state):
-        return super().recurrence(heads._replace(k=heads.k * heads.k.shape[-1] ** -0.5), state)
+    recurrence = Recurrent.recurrence  # the operator's own scale is the paper's: none is multiplied in, and rounded
 
     @classmethod
     def check(cls, config):

@@ -7,11 +7,10 @@ import functools
 
 import jax
 
-from qwen3next_jax.ops import checks
+from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.attention import dispatch, ring
 
-IMPLEMENTATIONS = ("xla", "splash", "cudnn")
-_CUDNN_LIMIT = 2**31  # elements; above it cuDNN's gradients are silently wrong
+IMPLEMENTATIONS = ("xla", "splash")
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Array | None = None,
@@ -28,11 +27,11 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
       q_positions: [B, T] index of each query on the key axis (cached decoding); None means 0 … T−1.
       scale: of the scores; None means D^-1/2.
       implementation: "xla" (blockwise, or at once for few `q_positions`), "splash" (TPU; on CPU it runs interpreted; no
-        `q_positions`), "cudnn" (GPU; no `q_positions`, no segments; chosen only by name), or None: "splash" on TPU where
-        it applies, "xla" elsewhere.
+        `q_positions`), or None: "splash" on TPU, tokamax's kernels on an H100 where they were right when first tried, "xla"
+        elsewhere and where those do not apply.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; every array is then this shard's part, the
         segment ids are those of the whole row, and T must be even. Causal self-attention over the whole row: no
-        `q_positions`, no `kv_segment_ids`, no "cudnn".
+        `q_positions`, no `kv_segment_ids`.
 
     Returns:
       o: [B, T, N, D] in q's dtype. Padding rows hold something finite and give no gradient to other rows.
@@ -43,14 +42,11 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
     """
     _check(q, k, v, segment_ids, kv_segment_ids, q_positions, implementation)
     if axis_name is not None:
-        _check_split(axis_name, q, kv_segment_ids, q_positions, implementation)
-    if kv_segment_ids is None:
-        kv_segment_ids = segment_ids
+        _check_split(axis_name, q, kv_segment_ids, q_positions)
+    kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if implementation in ("splash", "cudnn") and q_positions is not None:
+    if implementation == "splash" and q_positions is not None:
         raise NotImplementedError(f"q_positions with implementation={implementation!r}: use \"xla\" for cached decoding")
-    if implementation == "cudnn":
-        return _cudnn(q, k, v, segment_ids, scale)
     options = dispatch.Options(implementation, scale)
     if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
         return ring.attention(options, axis_name, q, k, v, segment_ids)
@@ -73,12 +69,10 @@ def _check(q, k, v, segment_ids, kv_segment_ids, q_positions, implementation):
         raise ValueError("kv_segment_ids given: expected segment_ids beside it")
 
 
-def _check_split(axis_name, q, kv_segment_ids, q_positions, implementation):
+def _check_split(axis_name, q, kv_segment_ids, q_positions):
     for name, x in (("q_positions", q_positions), ("kv_segment_ids", kv_segment_ids)):
         if x is not None:
             raise NotImplementedError(f"{name} with axis_name={axis_name!r}: expected causal self-attention over the whole row")
-    if implementation == "cudnn":
-        raise NotImplementedError(f'implementation="cudnn" with axis_name={axis_name!r}: use "xla" or None')
     if q.shape[1] % 2 and jax.lax.axis_size(axis_name) > 1:
         raise ValueError(f"q has {q.shape[1]} tokens a shard of axis {axis_name!r}: expected an even number, as each shard works "
                          "on two blocks of the row; the row's length must be a multiple of twice the axis' size")
@@ -93,7 +87,7 @@ def _operator(options, *inputs):
 
 
 def _operator_forward(options, *inputs):
-    o, logsumexp_BNT = dispatch.forward(options, *inputs)
+    o, logsumexp_BNT = blocks.kept(dispatch.forward(options, *inputs))
     return o, (inputs, o, logsumexp_BNT)
 
 
@@ -102,17 +96,3 @@ def _operator_backward(options, residuals, do):
 
 
 _operator.defvjp(_operator_forward, _operator_backward)
-
-
-# ---- cuDNN --------------------------------------------------------------------------------------------------------
-
-
-def _cudnn(q, k, v, segment_ids, scale):
-    if segment_ids is not None:
-        raise NotImplementedError('segment_ids with implementation="cudnn" need a [T, T] mask: use "xla"')
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f'implementation="cudnn" needs a GPU, the default backend is {jax.default_backend()!r}')
-    if max(q.size, k.size) > _CUDNN_LIMIT:
-        raise NotImplementedError(f'implementation="cudnn" with {max(q.size, k.size)} elements in q or k: gradients of '
-                                  f'cuDNN attention are silently wrong above {_CUDNN_LIMIT}; use "xla"')
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")

@@ -20,21 +20,23 @@ class Options(NamedTuple):
 def forward(options: Options, *inputs):
     """(o [B, T, N, D], logsumexp of each row's scores [B, N, T] in float32) from q, k, v, segment_ids, kv_segment_ids,
     q_positions."""
-    return _choose(options, inputs, xla.forward, splash.forward, *inputs)
+    return _choose(options, inputs, "forward", *inputs)
 
 
 def backward(options: Options, inputs, o, logsumexp_BNT, do):
     """(dq, dk, dv). With the o and logsumexp of a softmax over more keys than these: their part of its gradients."""
-    return _choose(options, inputs, xla.backward, splash.backward, *inputs, o, logsumexp_BNT, do)
+    return _choose(options, inputs, "backward", *inputs, o, logsumexp_BNT, do)
 
 
-def _choose(options, inputs, in_xla, in_splash, *args):
-    settings = dict(scale=options.scale, causal=options.causal)
-    on_cpu, elsewhere = (functools.partial(in_xla, block=block, **settings) for block in (xla.CPU_BLOCK, xla.GPU_BLOCK))
-    interpreted, on_tpu = (functools.partial(in_splash, interpret=interpret, **settings) for interpret in (True, False))
+def _choose(options, inputs, name, *args):
+    form = lambda module, **more: functools.partial(getattr(module, name), scale=options.scale, causal=options.causal, **more)
     if options.implementation == "splash":
-        return jax.lax.platform_dependent(*args, cpu=interpreted, default=on_tpu)
+        return jax.lax.platform_dependent(*args, cpu=form(splash, interpret=True), default=form(splash, interpret=False))
+    platforms = dict(cpu=form(xla, block=xla.CPU_BLOCK), default=form(xla, block=xla.GPU_BLOCK))
     q, *_, q_positions = inputs
     if options.implementation is None and q_positions is None and q.shape[1] >= splash.LANES:
-        return jax.lax.platform_dependent(*args, cpu=on_cpu, tpu=on_tpu, default=elsewhere)
-    return jax.lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
+        platforms["tpu"] = form(splash, interpret=False)
+        if jax.default_backend() == "gpu":
+            from qwen3next_jax.ops.attention import pallas_gpu  # a second to import
+            platforms |= {"cuda": form(pallas_gpu)} if pallas_gpu.takes(*inputs[:3]) else {}
+    return jax.lax.platform_dependent(*args, **platforms)

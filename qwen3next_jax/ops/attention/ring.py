@@ -19,6 +19,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.attention import dispatch, xla
 
 
@@ -82,7 +83,7 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
         return (), result
 
     _, (o, logsumexp) = _around(axis_name, visiting, (), result, step)
-    o, logsumexp = _joined(o, 1).astype(q.dtype), _joined(logsumexp, 2)
+    o, logsumexp = blocks.kept((_joined(o, 1).astype(q.dtype), _joined(logsumexp, 2)))
     return o, (q, k, v, segment_ids, o, logsumexp)
 
 

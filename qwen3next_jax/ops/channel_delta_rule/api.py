@@ -26,8 +26,9 @@ class Options(typing.NamedTuple):
     before: bool
 
 
-def channel_delta_rule(q, k, v, *, g, beta=None, erase: bool = True, read: str = "after", bonus=None, value_decay=None,
-                       initial_state=None, segment_ids=None, implementation: str | None = None, axis_name: str | None = None):
+def channel_delta_rule(q, k, v, *, g, beta=None, erase: bool = True, erase_key=None, read: str = "after", bonus=None,
+                       value_decay=None, initial_state=None, segment_ids=None, implementation: str | None = None,
+                       axis_name: str | None = None):
     """The delta rule with a decay per key channel (Kimi Delta Attention, https://arxiv.org/abs/2510.26692) over whole sequences.
 
     Per head, with S the state [K, V], decay first, then the write, then the read:
@@ -42,6 +43,8 @@ def channel_delta_rule(q, k, v, *, g, beta=None, erase: bool = True, read: str =
       g: [B, T, H, K] log decay, <= 0; -inf forgets the channel exactly. No decay costs accuracy, however strong.
       beta: [B, T, H] write strength; None for 1.
       erase: False drops the delta term -S^T k_t, which leaves gated linear attention (GLA, https://arxiv.org/abs/2312.06635).
+      erase_key: [B, T, H, K] or None for k: e_t in S + beta_t k_t (v_t - S^T e_t)^T, what is erased by another key than what is written
+        (Gated DeltaNet-2, https://arxiv.org/abs/2605.22791).
       read: "after" decay and write, or "before" both (RWKV): then o_t = S^T q_t of the state before the token.
       bonus: [H, K] or None, with read="before": o_t += (sum_c q_c bonus_c k_c) v_t, what the token reads of itself.
       value_decay: [B, T, H, V] or None, log decay <= 0 of the state's other axis: S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
@@ -64,7 +67,7 @@ def channel_delta_rule(q, k, v, *, g, beta=None, erase: bool = True, read: str =
     Where this is traced under `jax.debug_nans(True)`, a g that is positive or NaN ends the program with a ValueError.
     """
     q, k, v, g = map(jnp.asarray, (q, k, v, g))
-    _check(q, k, v, g, beta, erase, read, bonus, value_decay, initial_state, segment_ids, implementation)
+    _check(q, k, v, g, beta, erase, erase_key, read, bonus, value_decay, initial_state, segment_ids, implementation)
     wide = jnp.promote_types(jnp.float32, jnp.result_type(q, k, v))
     batch, time, heads, value = v.shape
     beta = jnp.ones(v.shape[:3], wide) if beta is None else jnp.asarray(beta)
@@ -83,7 +86,7 @@ def channel_delta_rule(q, k, v, *, g, beta=None, erase: bool = True, read: str =
         own = q
         q = jnp.where(over(new, q), 0, q) if before else q  # what it would read is the document before
     run = functools.partial(_run, Options(implementation, erase, before))
-    x = Inputs(q, k, v, g, beta, value_decay)
+    x = Inputs(q, k, v, g, beta, value_decay, erase_key)
     if axis_name is None:
         o, final = run(x, state)
     elif value_decay is None:
@@ -96,10 +99,11 @@ def channel_delta_rule(q, k, v, *, g, beta=None, erase: bool = True, read: str =
     return o.astype(v.dtype), final
 
 
-def _check(q, k, v, g, beta, erase, read, bonus, value_decay, initial_state, segment_ids, implementation):
+def _check(q, k, v, g, beta, erase, erase_key, read, bonus, value_decay, initial_state, segment_ids, implementation):
     checks.implementation(implementation, IMPLEMENTATIONS)
     checks.shapes(q=(q, "BTGK"), k=(k, "BTGK"), v=(v, "BTHV"), g=(g, "BTHK"), beta=(beta, "BTH"), bonus=(bonus, "HK"),
-                  value_decay=(value_decay, "BTHV"), initial_state=(initial_state, "BHKV"), segment_ids=(segment_ids, "BT"))
+                  value_decay=(value_decay, "BTHV"), erase_key=(erase_key, "BTHK"), initial_state=(initial_state, "BHKV"),
+                  segment_ids=(segment_ids, "BT"))
     checks.integers(segment_ids=segment_ids)
     if v.shape[2] % q.shape[2]:
         raise ValueError(f"v has {v.shape[2]} heads and q {q.shape[2]}: expected heads to be a multiple of key heads")
@@ -110,6 +114,8 @@ def _check(q, k, v, g, beta, erase, read, bonus, value_decay, initial_state, seg
         raise ValueError(f"read={read!r}: expected 'after' or 'before'")
     if bonus is not None and read == "after":
         raise ValueError("bonus with read='after': a token that reads after its write reads itself already; expected read='before'")
+    if erase_key is not None and not erase:
+        raise ValueError("erase_key with erase=False: expected erase=True")
     if value_decay is not None and erase:
         raise ValueError("value_decay with erase=True: expected erase=False")
     if jax.config.jax_debug_nans:
@@ -159,7 +165,8 @@ def _operator_forward(options, x, initial_state):
 def _operator_backward(options, residuals, cotangents):
     x, saved = residuals
     *gradients, dinitial = _on_platform(options, chunked.backward, x, *saved, *cotangents)
-    return x._make((*(dx.astype(array.dtype) for dx, array in zip(gradients, x)), None)), dinitial
+    gradients = (None if array is None else dx.astype(array.dtype) for dx, array in zip(gradients, x))
+    return Inputs(*gradients), dinitial
 
 
 _operator.defvjp(_operator_forward, _operator_backward)

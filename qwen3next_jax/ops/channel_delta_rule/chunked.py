@@ -2,20 +2,22 @@
 
 In a chunk of C rows, with γ = decay from its start to each row, ρ from each row to its end (both [C, K], see `ladder`),
 
-    KK_ij, P_ij = Σ_c k_ic, q_ic k_jc e^{Σ_{j<t≤i} g_tc}       L = strictly lower(β KK)       A = (I + L)^{-1}
-    W = A β (V − (K γ) S)       O = (Q γ) S + P W       S' = e^{total} S + (K ρ)ᵀ W          (no erasing: W = β V)
+    EK_ij, P_ij = Σ_c e_ic, q_ic k_jc e^{Σ_{j<t≤i} g_tc}       L = strictly lower(β EK)       A = (I + L)^{-1}
+    W = A β (V − (E γ) S)       O = (Q γ) S + P W       S' = e^{total} S + (K ρ)ᵀ W          (no erasing: W = β V)
+
+E, what is read of the state to be taken out, is K where no other key is given.
 
 Backward, given dO and dS', explicit:
 
     dW = Pᵀ dO + (K ρ) dS'    dR = Aᵀ dW    dV = β dR    dL = −strictly lower(dR Wᵀ)    N = β dL    D = lower(dO Wᵀ)
-    dS = e^{total} dS' + (Q γ)ᵀ dO − (K γ)ᵀ dV    dβ = Σ dR (V − (K γ) S) + rowsum(dL KK)
-    read = γ (dO Sᵀ)    seen = −γ (dV Sᵀ)    left = ρ (W dS'ᵀ)    dQ = read + …    dK = seen + left + …     and of D and N level by level
+    dS = e^{total} dS' + (Q γ)ᵀ dO − (E γ)ᵀ dV    dβ = Σ dR (V − (E γ) S) + rowsum(dL EK)
+    read = γ (dO Sᵀ)    seen = −γ (dV Sᵀ)    left = ρ (W dS'ᵀ)    dQ = read + …    dK = left + …    dE = seen + …    and D, N level by level
 
 The gradient of every exponent is a row's number times its own gradient; dg is the transpose of the sums that made the exponents.
 Residuals: the inputs, the state entering each chunk, the chunks' inverses. Documents have become g = −∞ (see `api`), so no pass knows them.
 
 In bfloat16 the decay stands inside each channel, so that a norm outside the product would not help; what cancels with repeated keys
-(KK, K S, (K ρ)ᵀ W, and W in P W) goes in two parts.
+(EK, E S, (K ρ)ᵀ W, and W in P W) goes in two parts.
 
 N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
 """
@@ -40,6 +42,7 @@ class Inputs(typing.NamedTuple):
     g: jax.Array  # [B, T, H, K]
     beta: jax.Array  # [B, T, H]
     value_decay: jax.Array | None = None  # [B, T, H, V]
+    erase_key: jax.Array | None = None  # [B, T, H, K]; None: k
 
     def wide(self) -> "Inputs":
         """q and k repeated for the heads that read them."""
@@ -56,12 +59,14 @@ class Chunks(typing.NamedTuple):
     beta: jax.Array  # [N, B, H, C, 1]
     reads: tuple  # q as it enters the products of each level, [N, B, H, C, K]
     keys: tuple  # k likewise
+    erased: tuple  # E likewise, what is read of the state to be taken out; `keys` where that is k
     decays: ladder.Exponents  # of them e^
-    k_enter: jax.Array  # K γ
+    e: jax.Array  # E, [N, B, H, C, K]
+    e_enter: jax.Array  # E γ
     q_enter: jax.Array  # Q γ
     k_leave: jax.Array  # K ρ
     carry: jax.Array  # e^total, [N, B, H, K, 1]
-    kk: jax.Array | None  # [N, B, H, C, C]
+    ek: jax.Array | None  # [N, B, H, C, C]
     p: jax.Array  # [N, B, H, C, C]
     inverse: jax.Array | None  # A
 
@@ -79,31 +84,33 @@ def _cut(x, size: int):
 def _chunks(x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtype) -> tuple[Chunks, Products, Products]:
     dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
     q, k, v, g, beta = (_cut(array.astype(dtype), size) for array in x.wide()[:5])
+    e = k if x.erase_key is None else _cut(x.erase_key.astype(dtype), size)
     beta = beta[..., None]
     decays = jax.tree.map(jnp.exp, ladder.exponents(g, before))
     keys = tuple(k * decay for decay in decays.levels)
+    erased = keys if x.erase_key is None else tuple(e * decay for decay in decays.levels)
     reads = tuple(q * decay for decay in decays.reads)
-    p, kk, a = ladder.pairs(reads, keys, dots.nt), None, known_inverse
+    p, ek, a = ladder.pairs(reads, keys, dots.nt), None, known_inverse
     if not before:
         p = p + jnp.eye(size, dtype=dtype) * rows_dot(q, k)
     if erase:
-        kk = ladder.pairs(keys, keys, lambda x, y: dots.nt(x, y, fine=True))
-        a = inverse.unit_lower_inverse(beta * kk, exact) if a is None else a
-    return Chunks(q, k, v, beta, reads, keys, decays, k * decays.enter, q * decays.reads_enter, k * decays.leave,
-                  jnp.swapaxes(decays.total, -1, -2), kk, p, a), dots, exact
+        ek = ladder.pairs(erased, keys, lambda x, y: dots.nt(x, y, fine=True))
+        a = inverse.unit_lower_inverse(beta * ek, exact) if a is None else a
+    return Chunks(q, k, v, beta, reads, keys, erased, decays, e, e * decays.enter, q * decays.reads_enter, k * decays.leave,
+                  jnp.swapaxes(decays.total, -1, -2), ek, p, a), dots, exact
 
 
 def _written(c: Chunks, state, dots: Products, exact: Products):
-    """W, and V − (K γ) S, or V where nothing is erased."""
+    """W, and V − (E γ) S, or V where nothing is erased."""
     if c.inverse is None:
         return c.beta * c.v, c.v
-    unseen = c.v - both(dots.nn, c.k_enter, state, dots, -1, -2)
+    unseen = c.v - both(dots.nn, c.e_enter, state, dots, -1, -2)
     return exact.nn(c.inverse, c.beta * unseen), unseen
 
 
 def _needed(c: Chunks) -> Chunks:
     """Without what the pass of the state does not read."""
-    return c._replace(q=None, k=None, reads=None, keys=None, decays=None, kk=None, p=None)
+    return c._replace(q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, ek=None, p=None)
 
 
 def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, before: bool):
@@ -130,7 +137,7 @@ def _joined(x, time: int):
 
 
 def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool):
-    """Gradients of q, k, v, g and β and of the initial state, from those of o and the final state."""
+    """Gradients of q, k, v, g, β, None and E (None where it is k), and of the initial state, from those of o and the final state."""
     def one(dstate, inputs):
         x, states, inverses, do = inputs
         c, dots, exact = _chunks(x, inverses, size, erase, before, dstate.dtype)
@@ -144,12 +151,12 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, 
             dr = exact.tn(chunk.inverse, dwritten) if erase else dwritten
             entering = chunk.carry * dstate + qo
             if erase:
-                entering = entering - both(dots.tn, chunk.k_enter, chunk.beta * dr, dots, -2, -2)
+                entering = entering - both(dots.tn, chunk.e_enter, chunk.beta * dr, dots, -2, -2)
             return entering, (dstate, dr)
 
         entering, (dstates, dr) = _reverse_scan(step, dstate, (_needed(c), po, qo))
-        gradients = _gradients(c, states, dstates, written, unseen, dr, do, before, dots)
-        return entering, tuple(_joined(array, x.v.shape[1]) for array in gradients)
+        gradients = _gradients(c, states, dstates, written, unseen, dr, do, before, dots, x.erase_key is None)
+        return entering, jax.tree.map(lambda array: _joined(array, x.v.shape[1]), gradients)
 
     saved, rows = blocks.cut((states, inverses), 0, piece), blocks.cut((x, do.astype(dfinal.dtype)), 1, piece * size)
     dinitial, gradients = _reverse_scan(one, dfinal, (rows[0], *saved, rows[1]))
@@ -164,8 +171,9 @@ def _reverse_scan(step, carry, xs):
     return blocks.scan(step, carry, xs)
 
 
-def _gradients(c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products):
-    """dq, dk, dv, dg and dβ by chunk, from W, dR and the states entering and leaving with their gradients."""
+def _gradients(c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products, by_key: bool):
+    """dq, dk, dv, dg, dβ, None and dE by chunk (`by_key`: E is k, and dE in dk), from W, dR and the states entering and leaving with
+    their gradients."""
     dv = c.beta * dr
     dbeta = jnp.sum(dr * unseen, axis=-1)
     d = dots.nt(do, written, fine=True)
@@ -174,23 +182,25 @@ def _gradients(c: Chunks, states, dstates, written, unseen, dr, do, before: bool
     seen = n = None
     if c.inverse is not None:
         dl = jnp.where(lower_mask(d.shape[-1], strict=True), -dots.nt(dr, written, fine=True), 0)
-        dbeta += jnp.sum(dl * c.kk, axis=-1)
+        dbeta += jnp.sum(dl * c.ek, axis=-1)
         n, seen = c.beta * dl, -c.decays.enter * dots.nt(dv, states, fine=True)
-    dq, dk = read, left if seen is None else left + seen
+    dq, dk, de = read, left if seen is None or not by_key else left + seen, seen
     if not before:
         diagonal = jnp.diagonal(d, axis1=-2, axis2=-1)[..., None]
         dq, dk = dq + diagonal * c.k, dk + diagonal * c.q
     by_level, by_read = [], []
-    for level, (q, k) in enumerate(zip(c.reads, c.keys)):
+    for level, (q, k, e) in enumerate(zip(c.reads, c.keys, c.erased)):
         dq_scaled, dk_scaled = ladder.pairs_backward(d, q, k, level, dots.nn, dots.tn)
         if n is not None:
-            first, second = ladder.pairs_backward(n, k, k, level, dots.nn, dots.tn)
-            dk_scaled = dk_scaled + first + second
+            de_scaled, of_written = ladder.pairs_backward(n, e, k, level, dots.nn, dots.tn)
+            dk_scaled = dk_scaled + de_scaled + of_written if by_key else dk_scaled + of_written
         dq, dk = dq + c.decays.reads[level] * dq_scaled, dk + c.decays.levels[level] * dk_scaled
         by_level.append(k * dk_scaled)
+        if not by_key:
+            de, by_level[-1] = de + c.decays.levels[level] * de_scaled, by_level[-1] + e * de_scaled
         by_read.append(q * dq_scaled)
     total = jnp.swapaxes(c.carry * jnp.sum(dstates * states, axis=-1, keepdims=True), -1, -2)
-    enter = jnp.zeros_like(c.k) if seen is None else c.k * seen
+    enter = jnp.zeros_like(c.k) if seen is None else c.e * seen
     of_sums = ladder.Exponents(tuple(by_level), tuple(by_read), enter, c.q * read, c.k * left, total)
     dg, = jax.vjp(lambda g: ladder.exponents(g, before), jnp.zeros_like(c.k))[1](of_sums)
-    return dq, dk, dv, dg, dbeta
+    return dq, dk, dv, dg, dbeta, None, None if by_key else de

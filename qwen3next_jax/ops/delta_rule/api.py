@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, reference
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu")
@@ -119,7 +120,7 @@ def _operator(options: dispatch.Options, x: chunk_math.Inputs, initial_state):
 
 
 def _operator_forward(options, x, initial_state):
-    o, final, *saved = dispatch.forward(options, x, initial_state, inverses=None, save=True)
+    o, final, *saved = kept(dispatch.forward(options, x, initial_state, inverses=None, save=True))
     return (o, final), (x, initial_state[:0], saved)
 
 

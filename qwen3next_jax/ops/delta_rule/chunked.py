@@ -182,9 +182,7 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     else:
         needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
         dinitial, (dstates, dr, dread) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
-    d = chunk_math.chunk_gradients(
-        c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, dread, states, dstates, do, erase, dots
-    )
+    d = chunk_math.chunk_gradients(c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, dread, states, dstates, do, erase, dots)
     dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :]))
     if segments is not None:
         dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)

@@ -20,6 +20,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule import associative, chunked, dispatch, reference
 from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, Products
 
@@ -89,7 +90,7 @@ def _operator(options, axis_name, *arguments):
 
 
 def _operator_forward(options, axis_name, *arguments):
-    return _forward(options, axis_name, True, *arguments)
+    return blocks.kept(_forward(options, axis_name, True, *arguments))
 
 
 def _forward(options, axis_name, save: bool, x: Inputs, initial_state, continues):

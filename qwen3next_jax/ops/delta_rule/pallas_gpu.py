@@ -10,13 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule import chunk_math, pallas_gpu_gradients
+from qwen3next_jax.ops import kernel_trial
+from qwen3next_jax.ops.delta_rule import associative, chunk_math, pallas_gpu_gradients
 from qwen3next_jax.ops.delta_rule import pallas_gpu_kernels as kernels
 from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import C, rows, tiles
 
 WIDTHS = (64, 128, 256)
+PROCESSORS = 132  # of an H100 or H200; a block of a pass of the state takes one, by its shared memory
+COMPOSING = 64  # chunks that a pass of the state does while XLA composes the maps of pieces: a guess, nobody timed it
 INTERPRETER = plgpu.InterpretGPUParams()
+EXACT = chunk_math.Products(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Problem:
     normalize: bool
     erase: bool
     save: bool = False
+    pieces: int = 1  # of every row, in the passes of the state
+    map_tiles: tuple[int, int] | None = None  # of a pass that makes maps: their blocks of 64 channels, the value's and the key's
 
     @property
     def share(self) -> int:
@@ -54,10 +60,35 @@ class Problem:
         """Chunks in shared memory at a time, in the passes of the state."""
         return 1 if self.key == max(WIDTHS) else 2
 
+    @property
+    def warpgroups(self) -> int:
+        """Of a block in the passes of the state: each has 64 channels of the value, all share what is read of q and k."""
+        return 1 if self.columns % 2 else 2
+
+    @property
+    def maps(self) -> bool:
+        return self.map_tiles is not None
+
+    @property
+    def columns(self) -> int:
+        """Blocks of 64 channels of what is passed from chunk to chunk."""
+        return sum(self.map_tiles) if self.maps else self.value_tiles
+
     @classmethod
-    def of(cls, x: Inputs, **settings):
+    def of(cls, x: Inputs, pieces: int | None = None, **settings):
         batch, time, key_heads, key = x.q.shape
-        return cls(batch, -(-time // C), key_heads, x.v.shape[2], key, x.v.shape[3], **settings)
+        p = cls(batch, -(-time // C), key_heads, x.v.shape[2], key, x.v.shape[3], **settings)
+        return dataclasses.replace(p, pieces=pieces or p.best_pieces())
+
+    def best_pieces(self) -> int:
+        """Into how many pieces a row goes, for all processors to have work: maps are a pass more, and some time to compose them. One where
+        more do not save a fifth."""
+        def chunks_in_turn(pieces: int) -> int:
+            passes = [self.value_tiles] + [self.value_tiles + self.key_tiles] * (pieces > 1)
+            blocks = (self.batch * self.value_heads * pieces * -(-tiles // 2) for tiles in passes)
+            return self.chunks // pieces * sum(-(-n // PROCESSORS) for n in blocks) + COMPOSING * (pieces > 1)
+        best = min((n for n in (1, 2, 4, 8, 16, 32) if self.chunks % n == 0), key=chunks_in_turn)
+        return best if chunks_in_turn(best) <= 0.8 * chunks_in_turn(1) else 1
 
     def pad(self, x_BT, mode: str = "constant"):
         """T to whole chunks."""
@@ -88,26 +119,44 @@ class Problem:
         x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.share, self.key)
         return x[:, :, :, 0] if self.share == 1 else jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
-    def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool):
+    def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool, **threads):
         """`body` over the grid: arrays in, named arrays out."""
         with jax.enable_x64(False):
             out = plgpu.kernel(
                 functools.partial(body, self), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
                 grid_names=tuple(grid), kernel_name=f"gated_delta_rule_{name}",
-                interpret=INTERPRETER if interpret else None,
+                interpret=INTERPRETER if interpret else None, **threads,
             )(*inputs)
         return dict(zip(outputs, out))
 
     def over_chunks(self, body, name: str, outputs: dict, scratch: list, inputs: list, interpret: bool):
-        """The same for a pass of the state: a block for every 64 channels of every value head."""
-        arrived = plgpu.Barrier(num_arrivals=2 * self.key_tiles + 4 + 2 * self.erase, num_barriers=self.stages)
-        grid = dict(value_tiles=self.value_tiles, heads=self.value_heads, batch=self.batch)
-        return self.call(body, name, grid, outputs, [*scratch, arrived], inputs, interpret)
+        """The same for a pass of the state: a block for every 128 channels of every value head."""
+        maps_forward = self.maps and body is kernels.forward_kernel
+        copies = 2 * self.key_tiles + self.warpgroups + 3 + 2 * self.erase - maps_forward * (self.key_tiles + 1)
+        barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, self.warpgroups)]
+        grid = dict(value_tiles=self.columns // self.warpgroups, heads=self.value_heads, batch=self.pieces * self.batch)
+        return self.call(body, name, grid, outputs, [*scratch, *barriers], inputs, interpret,
+                         num_threads=self.warpgroups, thread_name="warpgroups")
+
+    def piecewise(self, x):
+        """[pieces · B, …] as [pieces, B, …]."""
+        return x.reshape(self.pieces, self.batch, *x.shape[1:])
+
+    def maps_of_pieces(self, values: int, inputs: list, interpret: bool):
+        """What each piece does to the state S that enters, M S + U: U and M, [pieces, B, H, K, …] float32, U of so many of the value's
+        blocks."""
+        p = dataclasses.replace(self, save=False, map_tiles=(values, self.key_tiles))
+        outputs = dict(maps=p.shaped(p.pieces * p.batch, p.value_heads, p.key, p.columns * C, dtype=jnp.float32))
+        maps = p.over_chunks(kernels.forward_kernel, "maps", outputs, p.forward_scratch(), inputs, interpret)["maps"]
+        return jnp.split(p.piecewise(maps), [values * C], axis=-1)
+
+    def forward_scratch(self) -> list:
+        return self.state_scratch() + [tiles(self.warpgroups, self.key_tiles), tiles(self.warpgroups, 2)]
 
     def state_scratch(self) -> list:
         """For q, k, v or dO, P, the inverse and the numbers of a chunk, as often as chunks are there at a time."""
         n, keys = self.stages, tiles(self.stages, self.key_tiles)
-        return [keys, keys, tiles(n), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8)]
+        return [keys, keys, tiles(n, self.warpgroups), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8)]
 
     def shaped(self, *shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -118,7 +167,8 @@ class Problem:
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
         if inverses:
             outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
-        scratch = [tiles(self.key_tiles), tiles(self.key_tiles), tiles(2), tiles(2), tiles(2), rows(8), rows(6),
+        narrow = tiles(2, columns=kernels.NARROW)
+        scratch = [tiles(self.key_tiles), tiles(self.key_tiles), narrow, narrow, narrow, rows(8), rows(6),
                    plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier()]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
         return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token], interpret)
@@ -143,50 +193,59 @@ def refusal(q, k, v) -> str:
         return f"has q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: expected bfloat16"
     if q.shape[3] not in WIDTHS or v.shape[3] not in WIDTHS:
         return f"has heads of {q.shape[3]} and {v.shape[3]} channels: expected {', '.join(map(str, WIDTHS))}"
-    platform = jax.default_backend()
-    if platform not in ("gpu", "cpu"):
-        return f"on {platform}: expected a GPU, or a CPU to interpret it"
-    chip = "9.0" if platform == "cpu" else jax.local_devices()[0].compute_capability
-    return "" if chip == "9.0" else f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
+    return kernel_trial.hopper_refusal()
 
 
-def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, interpret: bool):
-    """As `chunked.forward`, in chunks of 64 for any `size`. The inverses are those of I + M beta, in `to_residual`'s form."""
-    p = Problem.of(x, normalize=normalize_qk, erase=erase, save=save)
+def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, interpret: bool,
+            pieces: int | None = None):
+    """As `chunked.forward`, in chunks of 64 for any `size`. The inverses are those of I + M beta, in `to_residual`'s form. `pieces`: of
+    a row, at the same time; None for as many as are worth it."""
+    p = Problem.of(x, pieces, normalize=normalize_qk, erase=erase, save=save)
     q, k, v = (p.pad(y) for y in x[:3])
     by_token = p.rows(x)
     made = p.by_chunk(q, k, by_token, erase and inverses is None, interpret)
-    inputs = [q, k, v, made["numbers"], by_token, made["p"]]
+    inputs, initial = [q, k, v, made["numbers"], by_token, made["p"]], initial_state.astype(jnp.float32)
     if erase:
         inverses = made["inverses"] if inverses is None else from_residual(inverses, p.value_heads)
         inputs.append(inverses)
-    outputs = dict(o=p.shaped(*v.shape), final=p.shaped(*p.state_shape, dtype=jnp.float32))
+    if p.pieces > 1:
+        u, m = p.maps_of_pieces(p.value_tiles, inputs, interpret)
+        initial = associative.states((m, u), initial, EXACT, reverse=False)[0].reshape(-1, *p.state_shape[1:])
+    outputs = dict(final=p.shaped(p.pieces * p.batch, *p.state_shape[1:], dtype=jnp.float32), o=p.shaped(*v.shape))
     if save:
         outputs["states"] = p.shaped(p.chunks, *p.state_shape)
-    scratch = p.state_scratch() + [tiles(p.key_tiles), tiles(2), tiles()]
-    out = p.over_chunks(kernels.forward_kernel, "forward", outputs, scratch, [*inputs, initial_state.astype(jnp.float32)], interpret)
-    o = out["o"][:, : x.v.shape[1]]
-    return (o, out["final"], out["states"], to_residual(inverses) if erase else None) if save else (o, out["final"], None, None)
+    out = p.over_chunks(kernels.forward_kernel, "forward", outputs, p.forward_scratch(), [*inputs, initial], interpret)
+    o, final = out["o"][:, : x.v.shape[1]], p.piecewise(out["final"])[-1]
+    return (o, final, out["states"], to_residual(inverses) if erase else None) if save else (o, final, None, None)
 
 
-def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
-    """As `chunked.backward`."""
-    p = Problem.of(x, normalize=normalize_qk, erase=erase)
+def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool,
+             pieces: int | None = None):
+    """As `chunked.backward`; `pieces` as in `forward`."""
+    p = Problem.of(x, pieces, normalize=normalize_qk, erase=erase)
     time = x.v.shape[1]
     q, k, v, do = (p.pad(y) for y in (*x[:3], do.astype(x.v.dtype)))
     by_token = p.rows(x)
     made = p.by_chunk(q, k, by_token, False, interpret)
     known = [from_residual(inverses, p.value_heads)] if erase else []
-    outputs = dict(dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape),
-                   dinitial=p.shaped(*p.state_shape, dtype=jnp.float32))
-    inputs = [q, k, do, made["numbers"], by_token, made["p"], *known, dfinal.astype(jnp.float32)]
-    scratch = p.state_scratch() + [tiles(p.key_tiles), tiles(2), tiles(2)]
-    out = p.over_chunks(kernels.backward_kernel, "backward", outputs, scratch, inputs, interpret)
+    numbers, dlast = [made["numbers"], by_token, made["p"], *known], dfinal.astype(jnp.float32)
+    dfirst = dict(dinitial=p.shaped(p.pieces * p.batch, *p.state_shape[1:], dtype=jnp.float32))
+    if p.pieces > 1:
+        _, m = p.maps_of_pieces(0, [q, k, v, *numbers], interpret)
+        of_map = dataclasses.replace(p, map_tiles=(p.value_tiles, 0))
+        d = of_map.over_chunks(kernels.backward_kernel, "map_backward", dfirst, p.forward_scratch(), [q, k, do, *numbers], interpret)
+        maps = jnp.swapaxes(m, -1, -2), p.piecewise(d["dinitial"])
+        dlast = associative.states(maps, dlast, EXACT, reverse=True)[0].reshape(-1, *p.state_shape[1:])
+    outputs = dfirst | dict(dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape))
+    out = p.over_chunks(kernels.backward_kernel, "backward", outputs, p.forward_scratch(), [q, k, do, *numbers, dlast], interpret)
+    dinitial = p.piecewise(out["dinitial"])[0]
 
     by_head = p.shaped(*v.shape[:3], p.key)
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
     inputs = [q, k, v, do, out["dv"], out["dv_low"], states, out["dstates"], made["numbers"], by_token, *known]
-    keys, values, streamed = tiles(p.key_tiles), tiles(p.value_tiles), 2 if p.key_tiles + p.value_tiles == 8 else 4
+    keys, values = tiles(p.key_tiles), tiles(p.value_tiles)
+    pairs = p.key_tiles * p.value_tiles
+    streamed = 2 * pairs if pairs <= 4 else 2 if pairs == 16 else 4
     scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(streamed), rows(6), rows(8), rows(2),
                plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
                plgpu.Barrier(num_barriers=streamed)]
@@ -194,4 +253,4 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, scratch, inputs, interpret)
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
     dg, dbeta = (p.by_token(found["sums"][:, :, :, i])[:, :time] for i in range(2))
-    return dq, dk, out["dv"][:, :time], dg, dbeta, out["dinitial"]
+    return dq, dk, out["dv"][:, :time], dg, dbeta, dinitial

@@ -33,33 +33,49 @@ def load_tile(ref):
 
 class Stream:
     """Tiles of a chunk's state and of its gradient, one after the other, a few on their way at a time: for every block of the value's
-    channels those of the state, then those of the gradient; then twice both together, in the order of the key's channels."""
+    channels those of the state, then those of the gradient; then twice both together, in the order of the key's channels. Where there
+    is place for all of them, they stay, and are copied once."""
 
     def __init__(self, p, copy, refs, arrived):
         self.p, self.copy, self.refs, self.arrived = p, copy, refs, arrived
         self.slots, self.pairs = refs.shape[0], p.key_tiles * p.value_tiles
+        self.stay = self.slots == 2 * self.pairs
         for i in range(self.slots):
             self._start(i)
 
-    def _start(self, i):
+    def _tile(self, i):
+        """Its channels of the key and of the value, and whether it is the gradient's."""
         keys, values = self.p.key_tiles, self.p.value_tiles
+        if isinstance(i, int) and i < 2 * self.pairs:
+            return i % keys, i // (2 * keys), i // keys % 2
         first, pair = i < 2 * self.pairs, jax.lax.rem(jax.lax.div(i, 2), self.pairs)
-        t = jnp.where(first, jax.lax.rem(i, keys), jax.lax.div(pair, values))
-        c = jnp.where(first, jax.lax.div(i, 2 * keys), jax.lax.rem(pair, values))
-        gradient = jnp.where(first, jax.lax.rem(jax.lax.div(i, keys), 2), jax.lax.rem(i, 2))
-        slot = jax.lax.rem(i, self.slots)
+        return (jnp.where(first, jax.lax.rem(i, keys), jax.lax.div(pair, values)),
+                jnp.where(first, jax.lax.div(i, 2 * keys), jax.lax.rem(pair, values)),
+                jnp.where(first, jax.lax.rem(jax.lax.div(i, keys), 2), jax.lax.rem(i, 2)))
+
+    def _slot(self, i):
+        if self.stay:
+            t, c, gradient = self._tile(i)
+            i = (2 * c + gradient) * self.p.key_tiles + t
+        return jax.lax.rem(i, self.slots)
+
+    def _start(self, i):
+        t, c, gradient = self._tile(i)
+        slot = self._slot(i)
         self.copy(gradient, t, c, self.refs.at[slot], self.arrived.at[slot])
 
     def __call__(self, i, count: int, use):
-        """`use` of the tiles i … i + count - 1, and what it returns."""
-        slots = [jax.lax.rem(i + n, self.slots) for n in range(count)]
-        for slot in slots:
-            plgpu.barrier_wait(self.arrived.at[slot])
+        """`use` of the tiles i … i + count - 1, and what it returns. They come one by one the first time."""
+        slots = [self._slot(i + n) for n in range(count)]
+        if not self.stay or count == 1:
+            for slot in slots:
+                plgpu.barrier_wait(self.arrived.at[slot])
         result = use(*(self.refs.at[slot] for slot in slots))
         plgpu.wgmma_wait(0)
-        plgpu.commit_smem()  # what was read of the slots, before copies write there
-        for n in range(count):
-            pl.when(i + n + self.slots < 6 * self.pairs)(functools.partial(self._start, i + n + self.slots))
+        if not self.stay:
+            plgpu.commit_smem()  # what was read of the slots, before copies write there
+            for n in range(count):
+                pl.when(i + n + self.slots < 6 * self.pairs)(functools.partial(self._start, i + n + self.slots))
         return result
 
 
@@ -100,6 +116,9 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             copy(inverses_gmem.at[n, b, h, part], a.at[part])
 
     def copy_state(gradient, t, c, ref, barrier):
+        if isinstance(gradient, int):
+            source = (states_gmem, dstates_gmem)[gradient]
+            return plgpu.copy_gmem_to_smem(source.at[n, b, h, channels(t), channels(c)], ref, barrier)
         for i, gmem in enumerate((states_gmem, dstates_gmem)):
             start = functools.partial(plgpu.copy_gmem_to_smem, gmem.at[n, b, h, channels(t), channels(c)], ref, barrier)
             pl.when(gradient == i)(start)
@@ -127,16 +146,16 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             plgpu.barrier_wait(values_here)
             if p.erase:
                 enter = enter - row_sums(ks, load_tile(dv.at[c])) - row_sums(ks, load_tile(dv_low))
-                e[c], low[...] = halves(load_tile(low) - ks)
+                e[c] = (load_tile(low) - ks).astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                errors = product((a.at[0], e.at[c]), (a.at[1], e.at[c]), (a.at[0], low))
+                errors = product((a.at[0], e.at[c]), (a.at[1], e.at[c]))
             else:
                 errors = load_tile(low)
             e[c], low[...] = halves(errors)
             plgpu.commit_smem()
             written = written + row_sums(read(1), errors)
             high, rest = transposed(e.at[c]), transposed(low)
-            multiply(ov, (do.at[c], high), (do.at[c], rest))
+            multiply(ov, (do.at[c], high))
             if p.erase:
                 multiply(rv, (dv.at[c], high), (dv_low, high), (dv.at[c], rest))
             plgpu.wgmma_wait(0)
@@ -149,7 +168,7 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
 
     # pairs of rows
     i, j = indices()
-    column = pair_decay(rows_ref) * across(numbers, K_NORM_J)
+    column = pair_decay(rows_ref, i, j) * across(numbers, K_NORM_J)
     ov = ov * down(numbers, Q_NORM) * column
     a[0] = (ov * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
     if p.erase:

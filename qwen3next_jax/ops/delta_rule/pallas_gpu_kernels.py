@@ -20,25 +20,31 @@ C = 64  # tokens of a chunk, and the side of every tile
 TOTAL, DOCUMENT, BETA, GAMMA, RHO, TOTAL_J, DOCUMENT_J, BETA_J = range(8)
 K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-def tiles(*count):
-    """Shared memory for so many bfloat16 tiles."""
-    return plgpu.SMEM((*count, C, C), jnp.bfloat16, transforms=TRANSFORMS)
+def tiles(*count, columns: int = C):
+    """Shared memory for so many bfloat16 tiles, of which products take so many columns at a time."""
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+    return plgpu.SMEM((*count, C, C), jnp.bfloat16, transforms=transforms)
 
 
 def rows(*count):
     return plgpu.SMEM((*count, C), jnp.float32)
 
 
+def products(*sums):
+    """[C, columns] float32 each: for every list of pairs the sum of a @ b."""
+    def accumulate(*sum_refs):
+        for sum_ref, pairs in zip(sum_refs, sums):
+            for a, b in pairs:
+                plgpu.wgmma(sum_ref, a, b)
+        return [plgpu.layout_cast(sum_ref[...], plgpu.Layout.WGMMA) for sum_ref in sum_refs]
+    return pl.run_scoped(accumulate, *[plgpu.ACC((C, pairs[0][1].shape[1])) for pairs in sums])
+
+
 def product(*pairs):
     """[C, C] float32: the sum of a @ b."""
-    def accumulate(sum_ref):
-        for a, b in pairs:
-            plgpu.wgmma(sum_ref, a, b)
-        return plgpu.layout_cast(sum_ref[...], plgpu.Layout.WGMMA)
-    return pl.run_scoped(accumulate, plgpu.ACC((C, C)))
+    return products(pairs)[0]
 
 
 def transposed(tile):
@@ -58,10 +64,7 @@ def put(tile_refs, *arrays):
     plgpu.commit_smem()
 
 
-def exact(a_refs, b_refs, transpose: bool = False):
-    """a @ b (a^T @ b) of halves: all products but low with low."""
-    turn = transposed if transpose else lambda x: x
-    return product(*((turn(a_refs.at[x]), b_refs.at[y]) for x, y in ((0, 0), (1, 0), (0, 1))))
+PARTS = (0, 0), (1, 0), (0, 1)  # of two operands in halves: all but low with low
 
 
 def down(ref, row: int):
@@ -89,9 +92,8 @@ def tokens(n):
 # ---- a chunk by itself ----------------------------------------------------------------------------------------------
 
 
-def pair_decay(rows_ref):
+def pair_decay(rows_ref, i, j):
     """Gamma: the exponent is masked, never the result."""
-    i, j = indices()
     document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
     mask = (i >= j) & (document[0] == document[1])
     return jnp.exp(jnp.where(mask, down(rows_ref, TOTAL) - across(rows_ref, TOTAL_J), -jnp.inf))
@@ -106,18 +108,30 @@ def inverse_norms(tile_refs):
     return jax.lax.rsqrt(squares + chunk_math.NORM_EPSILON)
 
 
-def unit_lower_inverse(l, l_refs, x_refs, y_refs):
-    """(I + L)^{-1} by the ladder of `inverse.py`, X <- X - X L X in the lower left quarter of each 2m diagonal block. There L may
-    be whole: X is zero outside blocks of m, so that the quarter takes nothing else of it."""
-    i, j = indices()
-    put(l_refs, *halves(l))
-    x = jnp.where(i == j, 1.0, jnp.where(i >> 1 == j >> 1, -l, 0.0))
-    for m in range(1, 6):  # blocks of 2^m
-        put(x_refs, *halves(x))
-        put(y_refs, *halves(exact(l_refs, x_refs)))
-        quarter = (i >> (m + 1) == j >> (m + 1)) & (i >> m > j >> m)
-        x = x - jnp.where(quarter, exact(x_refs, y_refs), 0.0)
-    return x
+NARROW = 16  # columns of the smallest product, which are those that an operand of 32 swizzled bytes has
+
+
+def unit_lower_inverse(l, i, j, l_refs, x_refs, y_refs):
+    """(I + L)^{-1} into x_refs, by the ladder of `inverse.py`: X <- X - X L X in the lower left quarter of each 2m diagonal block.
+    Products are of the blocks alone, of 16 at least, where L X is cut to the quarters; with that the rest of X L X is zero, since X is
+    zero outside blocks of m. -L stands in l_refs: jax 0.11.2 was seen to give zeros for minus a fresh sum of products on sm_90."""
+    put(l_refs, *halves(-l))
+    put(x_refs, *halves(jnp.where(i == j, 1.0, jnp.where(i >> 1 == j >> 1, -l, 0.0))))
+    for m in (2, 4, 8, 16, 32):
+        width, starts = max(m, NARROW), range(0, C, max(2 * m, NARROW))
+        cuts = [pl.ds(start, width) for start in starts]
+        below = [pl.ds(start + m * (m >= NARROW), width) for start in starts]  # the quarters' rows
+        lx = products(*([(l_refs.at[a, :, cut], x_refs.at[b, cut, cut]) for a, b in PARTS] for cut in cuts))
+        if m < NARROW:
+            i, j = (plgpu.broadcasted_iota(jnp.int32, (C, width), axis, layout=plgpu.Layout.WGMMA) % NARROW for axis in (0, 1))
+            quarter = (i // (2 * m) == j // (2 * m)) & (i // m > j // m)
+            lx = [jnp.where(quarter, x, 0.0) for x in lx]
+        for cut, x in zip(cuts, lx):
+            put(y_refs.at[:, :, cut], *halves(x))
+        found = products(*([(x_refs.at[a, :, rows], y_refs.at[b, rows, cut]) for a, b in PARTS] for rows, cut in zip(below, cuts)))
+        for cut, x in zip(cuts, found):
+            known = (plgpu.load(x_refs.at[part, :, cut], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in range(2))
+            put(x_refs.at[:, :, cut], *(half.astype(jnp.float32) + before for half, before in zip(halves(x), known)))
 
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
@@ -130,30 +144,28 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
     plgpu.barrier_wait(keys_here)
     against_keys = lambda rows: product(*((rows.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
 
+    norms = inverse_norms if p.normalize else lambda rows: plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
+    k_norm, q_length = norms(k), norms(q) * p.key**-0.5
+
     @pl.loop(0, p.share)
     def _(head):
         h = g * p.share + head
         plgpu.copy_gmem_to_smem(rows_gmem.at[b, h, n], rows_ref, rows_here)
         plgpu.barrier_wait(rows_here)
         row = lambda i: plgpu.load(rows_ref.at[i], layout=ROW)
-        ones = jnp.ones((C,), jnp.float32)
-        k_norm = inverse_norms(k) if p.normalize else plgpu.layout_cast(ones, ROW)
-        q_norm = (inverse_norms(q) if p.normalize else plgpu.layout_cast(ones, ROW)) * p.key**-0.5
-        q_norm = jnp.where(row(DOCUMENT) >= 0, q_norm, 0.0)
+        q_norm = jnp.where(row(DOCUMENT) >= 0, q_length, 0.0)
         numbers[K_NORM], numbers[K_NORM_J], numbers[Q_NORM] = k_norm, k_norm, q_norm
         numbers[K_GAMMA], numbers[Q_GAMMA] = row(GAMMA) * k_norm, row(GAMMA) * q_norm
         numbers[K_RHO] = row(RHO) * row(BETA) * k_norm
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(numbers, numbers_gmem.at[b, h, n])
-        column = pair_decay(rows_ref) * across(numbers, K_NORM_J) * across(rows_ref, BETA_J)
-        if inverses_gmem:
-            i, j = indices()
-            l = jnp.where(i > j, against_keys(k) * down(numbers, K_NORM) * column, 0.0)
+        i, j = indices()
+        column = pair_decay(rows_ref, i, j) * across(numbers, K_NORM_J) * across(rows_ref, BETA_J)
         put(y, against_keys(q) * down(numbers, Q_NORM) * column)
         plgpu.copy_smem_to_gmem(y.at[0], p_gmem.at[b, h, n])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if inverses_gmem:
-            put(x, *halves(unit_lower_inverse(l, ls, x, y)))
+            unit_lower_inverse(jnp.where(i > j, against_keys(k) * down(numbers, K_NORM) * column, 0.0), i, j, ls, x, y)
             for part in range(2):
                 plgpu.copy_smem_to_gmem(x.at[part], inverses_gmem[0].at[n, b, h, part])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -162,49 +174,77 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
 # ---- the state, chunk after chunk -----------------------------------------------------------------------------------
 
 
-def each_chunk(p, loads, arrived, first_to_last: bool, body, carry):
-    """`body(n, slot, carry)` for every chunk; `loads(n, slot, barrier)` copies what it needs of it, some chunks ahead."""
-    chunk = lambda i: i if first_to_last else p.chunks - 1 - i
-    for i in range(min(p.stages, p.chunks)):
-        loads(chunk(i), i, arrived.at[i])
+def each_chunk(p, loads, arrived, read, first_to_last: bool, body, carry):
+    """`body(n, slot, carry)` for every chunk of the piece, in every warpgroup; the first one has `loads(n, slot, barrier)` copy what it
+    needs of it, some chunks ahead, once all have `read` what was there."""
+    length = p.chunks // p.pieces
+    first = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
+    chunk = lambda i: first + (i if first_to_last else length - 1 - i)
+    copies = jax.lax.axis_index("warpgroups") == 0
+
+    @pl.when(copies)
+    def _():
+        for i in range(min(p.stages, length)):
+            loads(chunk(i), i, arrived.at[i])
 
     def step(i, carry):
         slot = jax.lax.rem(i, p.stages)
         plgpu.barrier_wait(arrived.at[slot])
         carry = body(chunk(i), slot, carry)
         plgpu.commit_smem()  # what was read of the slot, before a copy writes there
+        plgpu.barrier_arrive(read.at[slot])
 
-        @pl.when(i + p.stages < p.chunks)
+        @pl.when(copies & (i + p.stages < length))
         def _():
+            plgpu.barrier_wait(read.at[slot])
             loads(chunk(i + p.stages), slot, arrived.at[slot])
 
         return carry
 
-    return jax.lax.fori_loop(0, p.chunks, step, carry)
+    return jax.lax.fori_loop(0, length, step, carry)
 
 
-def load_state(p, gmem, b, h, c):
-    """Tiles of a float32 state: its channels of the key by the block c of the value's."""
-    return tuple(plgpu.load(gmem.at[b, h, channels(t), channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
+def load_state(p, gmem, h, c):
+    """Tiles of the piece's float32 state: its channels of the key by the block c of the value's."""
+    at = jax.lax.axis_index("batch")
+    return tuple(plgpu.load(gmem.at[at, h, channels(t), channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
                  for t in range(p.key_tiles))
 
 
-def store_state(p, gmem, b, h, c, state):
+def store_state(p, gmem, h, c, state):
     for t in range(p.key_tiles):
-        plgpu.store(gmem.at[b, h, channels(t), channels(c)], state[t], optimized=False)
+        plgpu.store(gmem.at[jax.lax.axis_index("batch"), h, channels(t), channels(c)], state[t], optimized=False)
 
 
-def loads_of(p, b, h, c, sources, targets):
-    """What copies chunk n of a value head and its value tile c, with what its key head and the chunk's numbers are, into a slot."""
+def first_of_map(p, c):
+    """Zeros for the value's blocks, the columns of one for the key's behind them."""
+    i, j = indices()
+    one = lambda t: (c - p.map_tiles[0] == t).astype(jnp.float32)
+    return tuple(jnp.where(i == j, 1.0, 0.0) * one(t) for t in range(p.key_tiles))
+
+
+def place(p):
+    """(batch, value head, the warpgroup and its value tile)."""
+    b, h, c, w = (jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles", "warpgroups"))
+    return jax.lax.rem(b, p.batch), h, w, c * p.warpgroups + w
+
+
+def loads_of(p, b, h, sources, targets):
+    """What copies chunk n of a value head, the value tiles of all warpgroups, with what its key head and the chunk's numbers are, into
+    a slot; not what has no source."""
     def loads(n, slot, barrier):
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
         *keys, values, products, numbers, rows, inverses = zip(sources, targets, strict=True)
         for t in range(p.key_tiles):
             for source, target in keys:
-                copy(source.at[b, tokens(n), jax.lax.div(h, p.share), channels(t)], target.at[slot, t])
-        copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot])
+                if source is not None:
+                    copy(source.at[b, tokens(n), jax.lax.div(h, p.share), channels(t)], target.at[slot, t])
+        for w in range(p.warpgroups):
+            c = jnp.minimum(jax.lax.axis_index("value_tiles") * p.warpgroups + w, p.value_tiles - 1)
+            copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot, w])
         for source, target in (products, numbers, rows):
-            copy(source.at[b, h, n], target.at[slot])
+            if source is not None:
+                copy(source.at[b, h, n], target.at[slot])
         if p.erase:
             for part in range(2):
                 copy(inverses[0].at[n, b, h, part], inverses[1].at[slot, part])
@@ -212,76 +252,94 @@ def loads_of(p, b, h, c, sources, targets):
 
 
 def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
-    """The state of a value head, 64 of its value channels, over all chunks; o beside it."""
+    """The state of a value head, 64 of its value channels in a warpgroup, over all chunks of a piece; o beside it. For a map the state
+    alone, which has blocks of channels behind the value's: without values, from one."""
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
-    initial_gmem, o_gmem, final_gmem = refs[:3]
-    states_gmem = refs[3] if p.save else None
-    q, k, v, p_ref, a, numbers, rows_ref, s, e, o, arrived = refs[3 + p.save :]
-    b, h, c = (jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles"))
-    loads = loads_of(p, b, h, c, (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
+    initial_gmem = None if p.maps else refs.pop(0)
+    final_gmem = refs.pop(0)
+    o_gmem = None if p.maps else refs.pop(0)
+    states_gmem = refs.pop(0) if p.save else None
+    b, h, w, c = place(p)
+    q, k, v, p_ref, a, numbers, rows_ref, s, e, arrived, read_all = refs
+    s, e = s.at[w], e.at[w]
+    if p.maps:
+        q_gmem = p_gmem = None
+    loads = loads_of(p, b, h, (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, v, p_ref, numbers, rows_ref, a))
 
     def chunk(n, slot, state):
         here = numbers.at[slot]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         put(s, *state)
         if p.save:
             for t in range(p.key_tiles):
                 plgpu.copy_smem_to_gmem(s.at[t], states_gmem.at[n, b, h, channels(t), channels(c)])
         read = lambda rows: product(*((rows.at[slot, t], s.at[t]) for t in range(p.key_tiles)))
-        errors = plgpu.load(v.at[slot], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        errors = plgpu.load(v.at[slot, w], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        if p.maps:
+            errors = errors * (c < p.map_tiles[0]).astype(jnp.float32)
         if p.erase:
-            put(e, *halves(errors - down(here, K_GAMMA) * read(k)))
-            errors = exact(a.at[slot], e)
-        put(e, *halves(errors))
-        out = down(here, Q_GAMMA) * read(q) + product((p_ref.at[slot], e.at[0]), (p_ref.at[slot], e.at[1]))
-        o[...] = out.astype(jnp.bfloat16)
+            put(e, errors - down(here, K_GAMMA) * read(k))
+            errors = product((a.at[slot, 0], e.at[0]), (a.at[slot, 1], e.at[0]))
+        if not p.maps:
+            put(e, *halves(errors))
+            o = down(here, Q_GAMMA) * read(q) + product((p_ref.at[slot], e.at[0]), (p_ref.at[slot], e.at[1]))
+            v[slot, w] = o.astype(jnp.bfloat16)
         put(e, *halves(down(here, K_RHO) * errors))
-        plgpu.copy_smem_to_gmem(o, o_gmem.at[b, tokens(n), h, channels(c)])
+        if not p.maps:
+            plgpu.copy_smem_to_gmem(v.at[slot, w], o_gmem.at[b, tokens(n), h, channels(c)])
         carry = rows_ref[slot, GAMMA, C - 1]
         write = lambda t: product(*((transposed(k.at[slot, t]), e.at[part]) for part in range(2)))
-        return tuple(carry * state[t] + write(t) for t in range(p.key_tiles))
+        state = tuple(carry * state[t] + write(t) for t in range(p.key_tiles))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return state
 
-    state = each_chunk(p, loads, arrived, True, chunk, load_state(p, initial_gmem, b, h, c))
-    store_state(p, final_gmem, b, h, c, state)
+    first = first_of_map(p, c) if p.maps else load_state(p, initial_gmem, h, c)
+    store_state(p, final_gmem, h, c, each_chunk(p, loads, arrived, read_all, True, chunk, first))
     plgpu.wait_smem_to_gmem(0)
 
 
 def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
-    """The gradient of the state of a value head, 64 of its value channels, over all chunks from the last; dV beside it, in halves."""
+    """The gradient of the state of a value head, 64 of its value channels in a warpgroup, over all chunks of a piece from the last; dV
+    beside it, in halves. For a map the gradient alone, from zero."""
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
-    dfinal_gmem, dv_gmem, dv_low_gmem, dstates_gmem, dinitial_gmem = refs[:5]
-    q, k, do, p_ref, a, numbers, rows_ref, ds, dv, reads, arrived = refs[5:]
-    b, h, c = (jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles"))
-    loads = loads_of(p, b, h, c, (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
+    dfinal_gmem = None if p.maps else refs.pop(0)
+    dinitial_gmem = refs.pop(0)
+    dv_gmem, dv_low_gmem, dstates_gmem = [None] * 3 if p.maps else (refs.pop(0) for _ in range(3))
+    b, h, w, c = place(p)
+    q, k, do, p_ref, a, numbers, rows_ref, ds, dv, arrived, read_all = refs
+    ds, dv = ds.at[w], dv.at[w]
+    loads = loads_of(p, b, h, (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, do, p_ref, numbers, rows_ref, a))
 
     def chunk(n, slot, dstate):
         here = numbers.at[slot]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         put(ds, *dstate)
-        for t in range(p.key_tiles):
+        for t in range(0 if p.maps else p.key_tiles):
             plgpu.copy_smem_to_gmem(ds.at[t], dstates_gmem.at[n, b, h, channels(t), channels(c)])
         dvalues = down(here, K_RHO) * product(*((k.at[slot, t], ds.at[t]) for t in range(p.key_tiles)))
-        dvalues = dvalues + product((transposed(p_ref.at[slot]), do.at[slot]))
+        dvalues = dvalues + product((transposed(p_ref.at[slot]), do.at[slot, w]))
         if p.erase:
-            put(reads, *halves(dvalues))
-            dvalues = exact(a.at[slot], reads, transpose=True)
-        put(dv, *halves(dvalues))
-        plgpu.copy_smem_to_gmem(dv.at[0], dv_gmem.at[b, tokens(n), h, channels(c)])
-        plgpu.copy_smem_to_gmem(dv.at[1], dv_low_gmem.at[b, tokens(n), h, channels(c)])
-        put(reads, down(here, Q_GAMMA) * plgpu.load(do.at[slot], layout=plgpu.Layout.WGMMA).astype(jnp.float32),
-            -down(here, K_GAMMA) * dvalues)
+            put(dv, *halves(dvalues))
+            dvalues = product(*((transposed(a.at[slot, x]), dv.at[y]) for x, y in PARTS))
+        if not p.maps:
+            put(dv, *halves(dvalues))
+            plgpu.copy_smem_to_gmem(dv.at[0], dv_gmem.at[b, tokens(n), h, channels(c)])
+            plgpu.copy_smem_to_gmem(dv.at[1], dv_low_gmem.at[b, tokens(n), h, channels(c)])
+        reads = down(here, Q_GAMMA) * plgpu.load(do.at[slot, w], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        do[slot, w] = reads.astype(jnp.bfloat16)
+        plgpu.wait_smem_to_gmem(2, wait_read_only=True)  # of ds, whose first tile has another use now
+        put(ds, -down(here, K_GAMMA) * dvalues)
         carry = rows_ref[slot, GAMMA, C - 1]
 
         def read(t):
-            pairs = ((transposed(q.at[slot, t]), reads.at[0]), (transposed(k.at[slot, t]), reads.at[1]))
+            pairs = ((transposed(q.at[slot, t]), do.at[slot, w]), (transposed(k.at[slot, t]), ds.at[0]))
             return product(*pairs[: 1 + p.erase])
 
         return tuple(carry * dstate[t] + read(t) for t in range(p.key_tiles))
 
-    dstate = each_chunk(p, loads, arrived, False, chunk, load_state(p, dfinal_gmem, b, h, c))
-    store_state(p, dinitial_gmem, b, h, c, dstate)
+    last = first_of_map(p, c) if p.maps else load_state(p, dfinal_gmem, h, c)
+    store_state(p, dinitial_gmem, h, c, each_chunk(p, loads, arrived, read_all, False, chunk, last))
     plgpu.wait_smem_to_gmem(0)

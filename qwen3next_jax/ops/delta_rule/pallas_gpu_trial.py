@@ -1,28 +1,16 @@
-"""May the default take the kernels for Hopper GPUs on this process's GPU?
-
-They were written without one. So before the first use each kind of call is tried once on the user's own device, on a tiny
-input, against the form in XLA alone; what came out is remembered by chip, JAX and the kernels' sources. That it failed is not:
-the GPU may have been full.
-"""
+"""May the default take the kernels for Hopper GPUs on this process's GPU? `kernel_trial.py` says how that is found out."""
 
 import functools
-import hashlib
-import importlib.metadata
-import os
-import pathlib
-import sys
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen3next_jax.ops import kernel_trial
 from qwen3next_jax.ops.delta_rule import chunk_math, chunked, pallas_gpu, pallas_gpu_gradients, pallas_gpu_kernels
 
 AVOID = "--config.model.delta_rule=chunked avoids it"
 APART = 0.03  # of two results of bfloat16 operands, relative L2; both are within 0.5 % (outputs) and 2 % (gradients) of float64's
-RIGHT, FAILED = "right", "failed where it was tried on this GPU"
-FOLDER = pathlib.Path(os.path.expanduser("~/.cache/qwen3next_jax/kernels"))
 
 
 def takes(x: chunk_math.Inputs, normalize: bool, erase: bool, axis_name: str | None, named: bool) -> bool:
@@ -37,55 +25,19 @@ def takes(x: chunk_math.Inputs, normalize: bool, erase: bool, axis_name: str | N
         return True
     if x.q.shape[1] <= pallas_gpu.C // 2:  # the XLA form cuts shorter rows into shorter chunks
         return False
-    why = why or verdict(jax.local_devices()[0], x.q.shape[3], x.v.shape[3], normalize, erase)
-    say(f"gated delta rule: XLA's form, no kernel: the call {why}" if why else
-        f"gated delta rule: the kernels for Hopper GPUs. They were never run on hardware: {AVOID}")
-    return not why
+    split = pallas_gpu.Problem.of(x, normalize=normalize, erase=erase).pieces > 1
+    return kernel_trial.takes(trial(x.q.shape[3], x.v.shape[3], normalize, erase, split), why)
 
 
-@functools.cache
-def say(line: str):
-    print(line, file=sys.stderr, flush=True)
+def trial(key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool = False) -> kernel_trial.Trial:
+    kind = key, value, normalize, erase, split
+    return kernel_trial.Trial("gated delta rule", AVOID, kind, (pallas_gpu, pallas_gpu_kernels, pallas_gpu_gradients),
+                              functools.partial(worst, *kind, interpret), APART)
 
 
-@functools.cache
-def verdict(device, key: int, value: int, normalize: bool, erase: bool, folder: pathlib.Path = FOLDER) -> str:
-    """Empty where the kernels gave what the XLA form gives, else what they did."""
-    sources = b"".join(pathlib.Path(module.__file__).read_bytes() for module in (pallas_gpu, pallas_gpu_kernels, pallas_gpu_gradients))
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
-    kind = (device.device_kind, versions, hashlib.sha256(sources).hexdigest(), key, value, normalize, erase)
-    file = folder / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")
-    try:
-        if found := file.read_text():  # empty: another process is writing it
-            return found.removeprefix(RIGHT)
-    except OSError:
-        pass
-    found = []
-    thread = threading.Thread(target=lambda: found.append(_try(device, key, value, normalize, erase)))  # the caller may be tracing
-    thread.start()
-    thread.join()
-    if found[0].startswith(FAILED):
-        return found[0]
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(found[0] or RIGHT)
-    except OSError:  # then the next process tries again
-        pass
-    return found[0]
-
-
-def _try(device, key: int, value: int, normalize: bool, erase: bool) -> str:
-    try:
-        with jax.default_device(device):
-            name, apart = worst(key, value, normalize, erase, interpret=False)
-    except Exception as error:
-        return f"{FAILED} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    return "" if apart <= APART else f"gave another {name} than XLA where it was tried on this GPU ({apart:.2g} apart, at most {APART})"
-
-
-def worst(key: int, value: int, normalize: bool, erase: bool, interpret: bool) -> tuple[str, float]:
-    """The output or gradient in which the two forms differ most, and its relative L2 difference: three chunks, two documents and
-    padding, two value heads a key head."""
+def worst(key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool) -> tuple[str, float]:
+    """The output or gradient in which the two forms differ most, and its relative L2 difference: three chunks, each a piece or all one,
+    two documents and padding, two value heads a key head."""
     rng = np.random.default_rng(0)
     time, heads = 2 * pallas_gpu.C + 6, 2
     array = lambda *shape, dtype=jnp.bfloat16: jnp.asarray(rng.normal(size=shape), dtype)
@@ -102,11 +54,6 @@ def worst(key: int, value: int, normalize: bool, erase: bool, interpret: bool) -
         o, final, *saved = form.forward(x, initial, None, save=True, **settings)
         return o, final, *form.backward(x, *saved, do, dfinal, **settings)
 
-    got = jax.jit(functools.partial(results, pallas_gpu, interpret=interpret))()
+    got = jax.jit(functools.partial(results, pallas_gpu, interpret=interpret, pieces=3 if split else 1))()
     want = jax.jit(functools.partial(results, chunked, parallel=False))()
-    apart = {}
-    for name, a, b in zip(("o", "final state", "dq", "dk", "dv", "dg", "dbeta", "gradient of the initial state"), got, want):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32).reshape(a.shape)
-        difference = float(np.linalg.norm(a - b) / np.linalg.norm(b))
-        apart[name] = difference if np.isfinite(difference) else np.inf
-    return max(apart.items(), key=lambda item: item[1])
+    return kernel_trial.worst_of(("o", "final state", "dq", "dk", "dv", "dg", "dbeta", "gradient of the initial state"), got, want)

@@ -44,7 +44,7 @@ def routed_experts(x, weight, expert, gate_up, down, *, room: int):
             y_OD = _dense(_rows(x, left.token_O).astype(_wide(x)), left.weight_O, *w)
             return y_ND.at[left.into_O].add(y_OD.astype(x.dtype), mode="drop", unique_indices=True)
         return _steps(plan, e, weight, step, y_ND)
-    return _loop(plan, an_expert, sum_by_token(y_PD, jnp.where(plan.here_P, plan.token_P, x.shape[0]), x.shape[0]))
+    return _loop(plan, an_expert, sum_by_token(y_PD, jnp.where(plan.here_P, plan.choice_P, weight.size), weight.shape))
 
 
 def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *, room: int):
@@ -56,10 +56,9 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *, room: int)
     plan = _arrange(weight, expert, gate_up.shape[0], room)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     dx_PD, dweight_P, *dw = _mlp_gradients(plan, _rows(x, plan.token_P), flat, down, _rows(dy, plan.token_P))
-    dx_ND = sum_by_token(dx_PD, jnp.where(plan.here_P, plan.token_P, x.shape[0]), x.shape[0])
-    none = weight.size
-    dweight_Q = jnp.zeros(none, _wide(weight)).at[jnp.where(plan.here_P, plan.choice_P, none)].set(
-        dweight_P, mode="drop", unique_indices=True)
+    choice_P = jnp.where(plan.here_P, plan.choice_P, weight.size)
+    dx_ND = sum_by_token(dx_PD, choice_P, weight.shape)
+    dweight_Q = jnp.zeros(weight.size, _wide(weight)).at[choice_P].set(dweight_P, mode="drop", unique_indices=True)
 
     def an_expert(e, carry):
         w = _matrices(e, flat, down)
@@ -80,22 +79,25 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *, room: int)
     return dx_ND, dweight_Q.reshape(weight.shape), dflat.reshape(gate_up.shape), ddown
 
 
-def sum_by_token(rows, token, tokens: int):
+def sum_by_token(rows, choice, shape: tuple[int, int]):
     """[N, D]: of each token the sum of its rows, accumulated in float32.
 
     Args:
-      rows: [P, D], finite. token: [P] integers in any order; rows of tokens from `tokens` = N on are left out.
+      rows: [P, D], finite. choice: [P] integers in any order, the number of the row's choice; those from Q on are left out, and below
+        it no two are alike. shape: (N, A).
     """
-    def product(rows, token):
-        token, order = jax.lax.sort((token, jnp.arange(token.shape[0], dtype=jnp.int32)), num_keys=1)
-        return pallas_tpu.sum_rows(_rows(rows, order), token, tokens)
+    def product(rows, choice):
+        token, order = jax.lax.sort((choice // shape[1], jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1)
+        return pallas_tpu.sum_rows(_rows(rows, order), token, shape[0])
 
-    def scatter(rows, token):
-        return jnp.zeros((tokens, rows.shape[1]), _wide(rows)).at[token].add(rows.astype(_wide(rows)), mode="drop").astype(rows.dtype)
+    def gathered(rows, choice):  # not a scatter, which a GPU would add up in any order
+        place_Q = jnp.full(shape[0] * shape[1], rows.shape[0]).at[choice].set(jnp.arange(rows.shape[0]), mode="drop", unique_indices=True)
+        rows_NAD = rows.at[place_Q.reshape(shape)].get(mode="fill", fill_value=0)
+        return jnp.sum(rows_NAD, axis=1, dtype=_wide(rows)).astype(rows.dtype)
 
     if not tpu():
-        return scatter(rows, token)
-    return jax.lax.platform_dependent(rows, token.astype(jnp.int32), tpu=product, default=scatter)
+        return gathered(rows, choice)
+    return jax.lax.platform_dependent(rows, choice.astype(jnp.int32), tpu=product, default=gathered)
 
 
 # ---- the layout --------------------------------------------------------------------------------------------------
@@ -173,26 +175,23 @@ def _weighted_swiglu(hidden, weight):
     return jax.nn.silu(gate) * up * weight[:, None]
 
 
-def _mlp(plan: _Plan, x_PD, gate_up_EDF, down_EID):
-    arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID
+def _mlp(plan: _Plan, *arguments):
+    return _choose(plan, _products, pallas_tpu.mlp, *arguments)
+
+
+def _mlp_gradients(plan: _Plan, *arguments):
+    def by_products(*arguments):
+        *inputs, sizes_E, dy_PD = arguments
+        return jax.vjp(lambda *a: _products(*a, sizes_E), *inputs)[1](dy_PD)
+    return _choose(plan, by_products, pallas_tpu.mlp_gradients, *arguments)
+
+
+def _choose(plan: _Plan, products, kernel, x_PD, gate_up_EDF, down_EID, *dy_PD):
+    arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID, plan.sizes_E, *dy_PD
     if not pallas_tpu.fits(x_PD, gate_up_EDF, x_PD.shape[0] // plan.expert_T.shape[0]):
-        return _products(*arguments, plan.sizes_E)
-    return jax.lax.platform_dependent(
-        *arguments, plan.sizes_E, plan.expert_T, plan.used, tpu=lambda *a: pallas_tpu.mlp(*a[:4], *a[5:]),
-        default=lambda *a: _products(*a[:5]))
-
-
-def _mlp_gradients(plan: _Plan, x_PD, gate_up_EDF, down_EID, dy_PD):
-    arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID
-
-    def by_products(x_PD, weight_P, gate_up_EDF, down_EID, dy_PD, sizes_E, *_):
-        return jax.vjp(lambda *a: _products(*a, sizes_E), x_PD, weight_P, gate_up_EDF, down_EID)[1](dy_PD)
-
-    if not pallas_tpu.fits(x_PD, gate_up_EDF, x_PD.shape[0] // plan.expert_T.shape[0]):
-        return by_products(*arguments, dy_PD, plan.sizes_E)
-    return jax.lax.platform_dependent(
-        *arguments, dy_PD, plan.sizes_E, plan.expert_T, plan.used, default=by_products,
-        tpu=lambda *a: pallas_tpu.mlp_gradients(*a[:4], *a[6:], a[4]))
+        return products(*arguments)
+    return jax.lax.platform_dependent(*arguments, plan.expert_T, plan.used, default=lambda *a: products(*a[:-2]),
+                                      tpu=lambda *a: kernel(*a[:4], *a[-2:], *a[5:-2]))
 
 
 # ---- what it does not hold ---------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""h ← e^a h + b element by element, and m ← max(a + m, b): parallel within a chunk, one chunk after the other.
+"""h ← e^a h + b element by element, and m ← max(a + m, b): parallel within a chunk, one chunk after the other; and any other recurrence
+token by token.
 
 A document starts with a = −∞: exponents are sums and never differences, so that is exact. B batch, T time, `…` any further axes.
 """
@@ -71,7 +72,7 @@ def expanded_scan(expand, read, inputs, initial_state, *, segment_ids=None, axis
     time = jax.tree.leaves(inputs)[0].shape[1]
     new, live = jnp.zeros(initial_state.shape[:1] + (time,), bool), jnp.ones(initial_state.shape[:1] + (time,), bool)
     if segment_ids is not None:
-        new, live = _starts(segment_ids, axis_name)
+        new, live = starts(segment_ids, axis_name)
 
     @jax.checkpoint
     def step(carry, chunk):
@@ -96,6 +97,50 @@ def expanded_scan(expand, read, inputs, initial_state, *, segment_ids=None, axis
     final, total, _ = run(state)
     final, _, o = run(state + _entering(jnp.exp(total), final, axis_name))
     return o, jax.lax.psum(jnp.where(shard == shards - 1, final, 0), axis_name)
+
+
+def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None):
+    """A recurrence that nothing but going from token to token computes. Documents start from zeros, padding rows repeat the last state.
+
+    Args:
+      step: (state, the inputs of a token [B, …]) → (state, what is read [B, …]).
+      inputs: arrays [B, T, …] in any nesting.
+      initial_state: arrays [B, …] in any nesting. With `segment_ids` it belongs to the first segment.
+      segment_ids: as in `linear_scan`.
+      axis_name: as in `linear_scan`. The shards take turns: all of them together take as long as one would for the row.
+
+    Returns:
+      what is read [B, T, …] and the last state.
+    """
+    shape = jax.tree.leaves(inputs)[0].shape[:2]
+    new, live = jnp.zeros(shape, bool), jnp.ones(shape, bool)
+    if segment_ids is not None:
+        new, live = starts(segment_ids, axis_name)
+
+    def choose(mask, a, b):
+        return jax.tree.map(lambda a, b: jnp.where(mask.reshape(-1, *(1,) * (a.ndim - 1)), a, b), a, b)
+
+    def one(state, token):
+        x, new, live = token
+        state = choose(new, jax.tree.map(jnp.zeros_like, state), state)
+        after, o = step(state, x)
+        return choose(live, after, state), o
+
+    chunks = blocks.cut(jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)), 0, min(CHUNK, shape[1]))
+
+    def run(state):  # of a chunk the backward pass keeps the inputs and the state entering
+        final, o = blocks.scan(jax.checkpoint(lambda state, chunk: jax.lax.scan(one, state, chunk)), state, chunks)
+        return final, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), blocks.joined(o, 0, shape[1]))
+
+    if axis_name is None:
+        return run(initial_state)[::-1]
+    shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    state = jax.tree.map(lambda x: jnp.where(shard == 0, x, 0), initial_state)
+    for turn in range(shards - 1):
+        handed = jax.lax.ppermute(run(state)[0], axis_name, [(turn, turn + 1)])
+        state = jax.tree.map(lambda new, old: jnp.where(shard == turn + 1, new, old), handed, state)
+    final, o = run(state)
+    return o, jax.lax.psum(jax.tree.map(lambda x: jnp.where(shard == shards - 1, x, 0), final), axis_name)
 
 
 def _compose(first, second):
@@ -155,12 +200,12 @@ def _documents(a, b, segment_ids, axis_name, nothing):
     """a = −∞ where a document starts; padding keeps what is there."""
     if segment_ids is None:
         return a, b
-    new, live = _starts(segment_ids, axis_name)
+    new, live = starts(segment_ids, axis_name)
     over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
     return jnp.where(over(new, a), -jnp.inf, jnp.where(over(live, a), a, 0)), jnp.where(over(live, b), b, nothing)
 
 
-def _starts(segment_ids, axis_name):
+def starts(segment_ids, axis_name):
     """[B, T] whether a token starts a document, and whether it is a token."""
     earlier = segment_ids[:, :1]
     if axis_name is not None:

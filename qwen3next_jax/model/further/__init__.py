@@ -1,0 +1,1 @@
+"""Lines of the tables of `config/further/block.py`: what a block may be made of beside what the released model's are."""

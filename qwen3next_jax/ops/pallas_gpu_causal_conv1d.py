@@ -1,0 +1,217 @@
+"""Mosaic GPU kernels of the causal depthwise convolution with its activation (sm_90a): one pass over the tokens forward, one backward.
+They never ran on a GPU: see docs/gpu.md.
+
+A block of one warpgroup takes C channels of R tokens, two channels a thread, and goes through the tokens one by one: what they share
+stays in registers, float32. The tokens beside a block, W - 1 before it and backward as many behind it, are copied with it.
+
+B batch, T time, W kernel width, D channels.
+"""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from qwen3next_jax.ops import kernel_trial, pallas_causal_conv1d
+from qwen3next_jax.ops.pallas_causal_conv1d import ages, gradient_before
+
+APART = 0.02  # relative L2, of two results rounded to bfloat16
+INTERPRETER = plgpu.InterpretGPUParams()
+TOKENS = (128, 64, 32)  # of a block: the first that divides T
+
+
+def platforms(name: str, activation: str | None, x, kernel) -> dict:
+    """{"cuda": `forward` or `backward`} where the kernels take inputs [B, T, D] and were right when first tried, else nothing."""
+    why = kernel_trial.hopper_refusal()
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or x.shape[1] % TOKENS[-1] or x.shape[2] % 128 or not 2 <= kernel.shape[0] <= 8:
+        why = (f"has {x.shape[1]} tokens of {x.shape[2]} channels in {x.dtype} and a kernel of {kernel.shape[0]}: expected multiples of "
+               f"{TOKENS[-1]} and 128, bfloat16 or float32, 2 to 8")
+    return {"cuda": functools.partial(globals()[name], activation)} if kernel_trial.takes(trial(activation, x, kernel), why) else {}
+
+
+def trial(activation, x, kernel) -> kernel_trial.Trial:
+    kind = activation, str(x.dtype), kernel.shape[0]
+    modules = sys.modules[__name__], pallas_causal_conv1d
+    return kernel_trial.Trial("convolution", kernel_trial.AVOID, kind, modules, functools.partial(worst, *kind), APART)
+
+
+def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
+    """Two rows of two blocks of tokens, with three documents and padding and as one document, against autodiff of the sum written out."""
+    rng = np.random.default_rng(0)
+    before, x, kernel, dy = (jnp.asarray(rng.normal(size=shape), dtype) for shape in (
+        (2, width - 1, 256), (2, 64, 256), (width, 256), (2, 64, 256)))
+    documents = jnp.asarray([[1] * 31 + [2] * 2 + [3] * 31, [4] * 40 + [0] * 24])
+    documents = jnp.concatenate([jnp.repeat(documents[:, :1], width - 1, axis=1), documents], axis=1)
+
+    def plain(ids, before, x, kernel):
+        extended, age = jnp.concatenate([before, x], axis=1).astype(jnp.float32), ages(ids, width)
+        z = sum(kernel[w] * extended[:, w:w + 64] * (1.0 if ids is None else (age >= width - 1 - w)[..., None]) for w in range(width))
+        return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
+
+    @jax.jit
+    def got(ids):
+        settings = dict(interpret=interpret, tokens=32)
+        return (forward(activation, before, x, kernel, ids, **settings),
+                *backward(activation, before, x, kernel, ids, dy, **settings))
+
+    @jax.jit
+    def want(ids):
+        y, pullback = jax.vjp(functools.partial(plain, ids), before, x, kernel)
+        return y, *pullback(dy)
+
+    names = "y", "gradient of the inputs before", "dx", "dkernel"
+    found = [kernel_trial.worst_of(names, got(ids), want(ids)) for ids in (documents, None)]
+    return max(found, key=lambda item: item[1])
+
+
+def forward(activation, before, x, kernel, ids, *, interpret: bool = False, tokens: int | None = None):
+    """y [B, T, D]; the arguments are those of `pallas_causal_conv1d.forward`. `tokens`: of a block."""
+    call = _Call(activation, before, x, kernel, ages(ids, kernel.shape[0]), tokens)
+    return call(_forward, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret)[0]
+
+
+def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False, tokens: int | None = None):
+    """Gradients of `forward`: of before, x and kernel."""
+    age = ages(ids, kernel.shape[0])
+    call = _Call(activation, before, x, kernel, age, tokens)
+    sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // call.tokens, *kernel.shape), jnp.float32)
+    dx, dkernel = call(_backward, "backward", [dy], [jax.ShapeDtypeStruct(x.shape, x.dtype), sums], kernel.shape[0] - 1, interpret)
+    return gradient_before(activation, before, x, kernel, age, dy), dx, jnp.sum(dkernel, axis=(0, 1)).astype(kernel.dtype)
+
+
+class _Call:
+    """What the kernels know of a call, and the call itself."""
+
+    def __init__(self, activation, before, x, kernel, age, tokens):
+        self.activation, self.width, self.aged = activation, kernel.shape[0], age is not None
+        self.tokens = tokens or next(n for n in TOKENS if x.shape[1] % n == 0)
+        self.channels = 256 if x.shape[2] % 256 == 0 else 128
+        self.shape, self.inputs = x.shape, [x, before.astype(x.dtype), kernel.astype(jnp.float32)] + [age] * self.aged
+
+    def __call__(self, body, name, inputs, outputs, behind: int, interpret: bool):
+        """`behind`: how many tokens behind a block it reads."""
+        rows, dtype, backward = self.tokens + behind, self.inputs[0].dtype, behind > 0
+        scratch = [plgpu.SMEM((self.width - 1 + rows, self.channels), dtype), plgpu.SMEM((rows, self.channels), dtype)]
+        scratch += [plgpu.SMEM((self.tokens + 32 * backward,), jnp.int32)] * self.aged
+        scratch.append(plgpu.Barrier(num_arrivals=2 + self.aged + (2 + self.aged + 1) * backward))
+        batch, time, d = self.shape
+        with jax.enable_x64(False):
+            return plgpu.kernel(
+                functools.partial(body, self), out_type=tuple(outputs), scratch_types=tuple(scratch), kernel_name=f"causal_conv1d_{name}",
+                grid=(d // self.channels, time // self.tokens, batch), grid_names=("channels", "tokens", "batch"),
+                interpret=INTERPRETER if interpret else None)(*self.inputs, *inputs)
+
+    def place(self):
+        """(row of the batch, block of tokens, its first token, its channels)."""
+        t = jax.lax.axis_index("tokens")
+        return jax.lax.axis_index("batch"), t, t * self.tokens, pl.ds(jax.lax.axis_index("channels") * self.channels, self.channels)
+
+    def load(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
+        """Starts the copies of a block's inputs, of those before it and of its ages."""
+        b, t, first, channels = self.place()
+        copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
+        edge = xs.at[pl.ds(0, self.width - 1)]
+        pl.when(t == 0)(lambda: copy(before_gmem.at[b, :, channels], edge))
+        pl.when(t > 0)(lambda: copy(gmem.at[b, pl.ds(first - (self.width - 1), self.width - 1), channels], edge))
+        copy(gmem.at[b, pl.ds(first, self.tokens), channels], xs.at[pl.ds(self.width - 1, self.tokens)])
+        if self.aged:
+            copy(age_gmem.at[b, pl.ds(first, self.tokens)], ages_ref.at[pl.ds(0, self.tokens)])
+        return copy
+
+    def own(self, x, age, back: int):
+        return x if age is None else x * (age >= back).astype(jnp.float32)
+
+    def before_activation(self, weights, taps, age):
+        """`taps`: the inputs of a token, its own first."""
+        return functools.reduce(jnp.add, (self.own(weights[self.width - 1 - back] * x, age, back) for back, x in enumerate(taps)))
+
+
+def _refs(call, refs, outputs: int, gradient: bool):
+    """The references in the order of `_Call`, None for ages that are not there."""
+    x, before, kernel, *refs = refs
+    age = refs.pop(0) if call.aged else None
+    dy = refs.pop(0) if gradient else None
+    out, (xs, ys, *rest) = refs[:outputs], refs[outputs:]
+    ages_ref, arrived = rest if call.aged else (None, *rest)
+    channels = call.place()[3]
+    weights = [kernel[w, channels] for w in range(call.width)]
+    return x, before, age, dy, out, xs, ys, ages_ref, arrived, weights
+
+
+def _row(ref, r):
+    return ref[r].astype(jnp.float32)
+
+
+def _forward(call, *refs):
+    x_gmem, before, age_gmem, _, (y_gmem,), xs, ys, ages_ref, arrived, weights = _refs(call, refs, 1, False)
+    b, _, first, channels = call.place()
+    call.load(x_gmem, before, age_gmem, xs, ages_ref, arrived)
+    plgpu.barrier_wait(arrived)
+
+    def step(r, earlier):
+        taps = (_row(xs, r + call.width - 1), *earlier)
+        z = call.before_activation(weights, taps, ages_ref[r] if call.aged else None)
+        ys[r] = (z * jax.nn.sigmoid(z) if call.activation == "silu" else z).astype(ys.dtype)
+        return taps[:-1]
+
+    jax.lax.fori_loop(0, call.tokens, step, tuple(_row(xs, call.width - 2 - i) for i in range(call.width - 1)))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(ys, y_gmem.at[b, pl.ds(first, call.tokens), channels])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _backward(call, *refs):
+    """From the last token to the first. The tokens behind the block come first; of them the gradients before the activation are needed
+    alone. The last block copies its own last tokens in their place, and takes them as zero."""
+    x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = _refs(call, refs, 2, True)
+    b, t, first, channels = call.place()
+    edge, rows = call.width - 1, call.tokens
+    copy = call.load(x_gmem, before, age_gmem, xs, ages_ref, arrived)
+    copy(dy_gmem.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
+    behind = pl.ds(jnp.minimum(first + rows, call.shape[1] - edge), edge)
+    copy(x_gmem.at[b, behind, channels], xs.at[pl.ds(edge + rows, edge)])
+    copy(dy_gmem.at[b, behind, channels], dys.at[pl.ds(rows, edge)])
+    if call.aged:
+        copy(age_gmem.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)], ages_ref.at[pl.ds(rows, 32)])
+    plgpu.barrier_wait(arrived)
+    live = (first + rows < call.shape[1]).astype(jnp.float32)
+
+    def gradient(r, taps):
+        """Before the activation."""
+        dz = _row(dys, r)
+        if call.activation == "silu":
+            z = call.before_activation(weights, taps, ages_ref[r] if call.aged else None)
+            gate = jax.nn.sigmoid(z)
+            dz = dz * (gate * (1 + z * (1 - gate)))
+        return dz
+
+    taps_of = lambda r, later: (*later, _row(xs, r))  # xs[r] is the oldest input of token r
+    inputs = tuple(_row(xs, 2 * edge + rows - 1 - i) for i in range(edge))
+    following = ()
+    for r in range(rows + edge - 1, rows - 1, -1):
+        taps = taps_of(r, inputs)
+        following = (gradient(r, taps) * live, *following)
+        inputs = taps[1:]
+
+    def step(i, carry):
+        inputs, following, sums = carry
+        r = rows - 1 - i
+        taps = taps_of(r, inputs)
+        dzs = (gradient(r, taps), *following)
+        age = lambda back: ages_ref[r + back] if call.aged else None
+        places = range(edge, -1, -1)  # of the kernel, by how far back
+        dx = functools.reduce(jnp.add, (call.own(weights[w] * dz, age(back), back) for back, (w, dz) in enumerate(zip(places, dzs))))
+        sums = tuple(s + call.own(dzs[0] * x, age(0), back) for back, (s, x) in enumerate(zip(sums, taps)))
+        dys[r] = dx.astype(dys.dtype)
+        return taps[1:], dzs[:-1], sums
+
+    *_, sums = jax.lax.fori_loop(0, rows, step, (inputs, following, tuple(w * 0.0 for w in weights)))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(dys.at[pl.ds(0, rows)], dx_gmem.at[b, pl.ds(first, rows), channels])
+    for back, total in enumerate(sums):
+        sums_gmem[b, t, edge - back, channels] = total
+    plgpu.wait_smem_to_gmem(0)

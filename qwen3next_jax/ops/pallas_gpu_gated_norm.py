@@ -1,0 +1,143 @@
+"""Mosaic GPU kernels of the RMS norm of each head times a SiLU gate (sm_90a): one pass over memory forward, one backward. They never
+ran on a GPU: see docs/gpu.md.
+
+A block of one warpgroup takes one head of 64 tokens, in tiles of 64 channels. B batch, T time, H heads of V channels.
+"""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from qwen3next_jax.ops import kernel_trial
+from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import C, COLUMN, channels, tiles, tokens
+
+APART = 0.02  # relative L2, of two results rounded to bfloat16
+INTERPRETER = plgpu.InterpretGPUParams()
+
+
+def platforms(name: str, eps: float, o, weight) -> dict:
+    """{"cuda": `forward` or `backward`} where the kernels take o [B, T, H · V] and were right when first tried, else nothing."""
+    width = weight.shape[0]
+    why = kernel_trial.hopper_refusal()
+    if o.dtype != jnp.bfloat16 or o.shape[1] % C or width not in (64, 128, 256):
+        why = f"has {o.shape[1]} tokens, heads of {width} in {o.dtype}: expected a multiple of {C}, 64, 128 or 256, bfloat16"
+    return {"cuda": functools.partial(globals()[name], eps)} if kernel_trial.takes(trial(eps, width), why) else {}
+
+
+def trial(eps: float, width: int) -> kernel_trial.Trial:
+    return kernel_trial.Trial("norm and gate", kernel_trial.AVOID, (eps, width), (sys.modules[__name__],),
+                              functools.partial(worst, eps, width), APART)
+
+
+def worst(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
+    """Two blocks of tokens of two heads, against autodiff in XLA."""
+    from qwen3next_jax.ops.pallas_gated_norm import whole  # which imports this
+
+    rng = np.random.default_rng(0)
+    o, gate, dy = (jnp.asarray(rng.normal(size=(1, 2 * C, 2 * width)), jnp.bfloat16) for _ in range(3))
+    weight = jnp.asarray(rng.normal(size=width), jnp.float32)
+    got = jax.jit(lambda: (forward(eps, o, gate, weight, interpret=interpret), *backward(eps, o, gate, weight, dy, interpret=interpret)))
+
+    @jax.jit
+    def want():
+        y, pullback = jax.vjp(functools.partial(whole, eps), o, gate, weight)
+        return y, *pullback(dy)
+    return kernel_trial.worst_of(("y", "do", "dgate", "dweight"), got(), want())
+
+
+def forward(eps, o, gate, weight, *, interpret: bool = False):
+    return _call(_forward, eps, weight, (o, gate), [o], (), interpret)[0]
+
+
+def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
+    """Gradients of o, gate and weight."""
+    batch, time, d = o.shape
+    sums = jax.ShapeDtypeStruct((batch, time // C, d), jnp.float32)
+    do, dgate, sums = _call(_backward, eps, weight, (o, gate, dy), [o, gate], [sums], interpret)
+    return do, dgate, jnp.sum(sums.reshape(-1, weight.shape[0]), axis=0).astype(weight.dtype)
+
+
+def _call(body, eps, weight, inputs, like, sums, interpret):
+    batch, time, d = inputs[0].shape
+    width = weight.shape[0]
+    scratch = [tiles(width // C)] * len(inputs) + [plgpu.SMEM((width,), jnp.float32)]
+    scratch.append(plgpu.Barrier(num_arrivals=len(inputs) * (width // C) + 1))
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
+    with jax.enable_x64(False):
+        return plgpu.kernel(
+            functools.partial(body, eps, width), out_type=(*outputs, *sums), scratch_types=tuple(scratch),
+            grid=(d // width, time // C, batch), grid_names=("heads", "tokens", "batch"), kernel_name=f"gated_norm{body.__name__}",
+            interpret=INTERPRETER if interpret else None)(weight.astype(jnp.float32), *inputs)
+
+
+class _Block:
+    """A block's inputs, copied, and its place in them."""
+
+    def __init__(self, eps, width, weight_gmem, sources, targets, weight_ref, arrived):
+        self.tiles, self.weight, self.targets = width // C, weight_ref, targets
+        b, t, h = (jax.lax.axis_index(name) for name in ("batch", "tokens", "heads"))
+        self.at = lambda c: (b, tokens(t), channels(h * self.tiles + c))
+        plgpu.copy_gmem_to_smem(weight_gmem, weight_ref, arrived)
+        for source, target in zip(sources, targets):
+            for c in range(self.tiles):
+                plgpu.copy_gmem_to_smem(source.at[self.at(c)], target.at[c], arrived)
+        plgpu.barrier_wait(arrived)
+        squares = sum(jnp.sum(x * x, axis=1) for x in map(self.o, range(self.tiles)))
+        self.scale = self.along_rows(jax.lax.rsqrt(squares / width + eps))
+
+    def load(self, i: int, c: int):
+        return plgpu.load(self.targets[i].at[c], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+    def o(self, c: int):
+        return self.load(0, c)
+
+    def along_rows(self, x):
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (C, C), (0,)), plgpu.Layout.WGMMA)
+
+    def weights(self, c: int):
+        row = plgpu.load(self.weight.at[channels(c)], layout=COLUMN)
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, (C, C), (1,)), plgpu.Layout.WGMMA)
+
+
+def _forward(eps, width, weight_gmem, o_gmem, gate_gmem, y_gmem, o, gate, weight, arrived):
+    block = _Block(eps, width, weight_gmem, (o_gmem, gate_gmem), (o, gate), weight, arrived)
+    for c in range(block.tiles):
+        x = block.load(1, c)
+        o[c] = (block.o(c) * block.scale * block.weights(c) * (x * jax.nn.sigmoid(x))).astype(o.dtype)
+    plgpu.commit_smem()
+    for c in range(block.tiles):
+        plgpu.copy_smem_to_gmem(o.at[c], y_gmem.at[block.at(c)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _backward(eps, width, weight_gmem, o_gmem, gate_gmem, dy_gmem, do_gmem, dgate_gmem, sums_gmem, o, gate, dy, weight, arrived):
+    """dy gives way to do, gate to its gradient."""
+    block = _Block(eps, width, weight_gmem, (o_gmem, gate_gmem, dy_gmem), (o, gate, dy), weight, arrived)
+    b, t = (jax.lax.axis_index(name) for name in ("batch", "tokens"))
+
+    def parts(c: int):
+        """o / rms, the gate and its logistic function, dy, of a tile."""
+        x = block.load(1, c)
+        return block.o(c) * block.scale, x, jax.nn.sigmoid(x), block.load(2, c)
+
+    inner = 0.0
+    for c in range(block.tiles):
+        normed, x, open_, d = parts(c)
+        weighted = d * (x * open_) * normed
+        sums_gmem[b, t, block.at(c)[2]] = jnp.sum(weighted, axis=0)
+        inner = inner + jnp.sum(weighted * block.weights(c), axis=1)
+    mean = block.along_rows(inner / width)
+    for c in range(block.tiles):
+        normed, x, open_, d = parts(c)
+        d = d * block.weights(c)
+        gate[c] = (d * normed * (open_ * (1 + x * (1 - open_)))).astype(gate.dtype)
+        dy[c] = (block.scale * (d * (x * open_) - normed * mean)).astype(dy.dtype)
+    plgpu.commit_smem()
+    for c in range(block.tiles):
+        plgpu.copy_smem_to_gmem(gate.at[c], dgate_gmem.at[block.at(c)])
+        plgpu.copy_smem_to_gmem(dy.at[c], do_gmem.at[block.at(c)])
+    plgpu.wait_smem_to_gmem(0)
