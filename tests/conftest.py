@@ -1,7 +1,11 @@
 """Shared by all tests: the CPU platform with eight virtual devices, and a persistent compilation cache."""
 
 import os
+import pathlib
 
+# Programs compiled by one test are read back by the next, and by the processes that tests start.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(__file__).parents[1] / "runs" / "test_compilation_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the suite's time is compilation, and LLVM's optimisations are a third of that. A program in one part, not in 32 for as
 # many cores, and without LLVM's expensive passes takes another eighth less (13 % of five tests of the delta rule, in CPU time).
@@ -9,13 +13,7 @@ EIGHT_DEVICES = " --xla_force_host_platform_device_count=8"
 QUICK = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + QUICK + EIGHT_DEVICES
 
-import pathlib  # noqa: E402
-
 import jax  # noqa: E402
-
-# Programs compiled by one run of the suite are read back by the next.
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / "runs" / "test_compilation_cache"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 jax.devices()  # the flags are read now
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(EIGHT_DEVICES, "")  # processes that tests start see one device
@@ -26,7 +24,7 @@ import pytest  # noqa: E402
 
 from qwen3next_jax import load  # noqa: E402
 from qwen3next_jax.parallel import mesh  # noqa: E402
-from qwen3next_jax.training import loop  # noqa: E402
+from qwen3next_jax.training import loop, step  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,4 +36,19 @@ def as_many_devices_as_asked_for():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_mesh", make_mesh)
         patch.setattr(load, "make_mesh", make_mesh)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_of_equal_settings_are_traced_once():
+    """Runs of this process, undisturbed, killed, resumed, share the jitted step, half of whose cost is tracing."""
+    made = {}
+
+    def make_train_step(config, mesh, begins=0):
+        settings = config.model, config.train, config.optimizer, config.guards, config.parallel, mesh, begins, step.total_loss
+        if settings not in made:
+            made[settings] = step.make_train_step(config, mesh, begins)
+        return made[settings]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", make_train_step)
         yield

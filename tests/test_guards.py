@@ -42,27 +42,30 @@ def config(tmp_path_factory):
         eval=EvalConfig(every=100, rows=4, sample_tokens=0))
 
 
+LOSS, BATCHES, MARKS = step_module.total_loss, TrainData.batches, {}
+
+
+def _spoiled(model, batch, *rest, **named):
+    total, parts = LOSS(model, batch, *rest, **named)
+    mark = jnp.max(batch["segment_ids"])
+    factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
+    return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
+
+
+def _marked(self, start, *share):
+    for i, batch in enumerate(BATCHES(self, start, *share), start=start):
+        if i in MARKS:
+            batch = batch | {"segment_ids": np.where(batch["segment_ids"] == 1, MARKS[i], batch["segment_ids"])}
+        yield batch
+
+
 @pytest.fixture
 def poisoned(monkeypatch):
     """Marks batches: `poisoned({index: POISON})`; the loss of a marked batch is spoiled inside the compiled step."""
-    loss, batches = step_module.total_loss, TrainData.batches
-    marks: dict[int, int] = {}
-
-    def spoiled(model, batch, *rest, **named):
-        total, parts = loss(model, batch, *rest, **named)
-        mark = jnp.max(batch["segment_ids"])
-        factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
-        return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
-
-    def marked(self, start, *share):
-        for i, batch in enumerate(batches(self, start, *share), start=start):
-            if i in marks:
-                batch = batch | {"segment_ids": np.where(batch["segment_ids"] == 1, marks[i], batch["segment_ids"])}
-            yield batch
-
-    monkeypatch.setattr(step_module, "total_loss", spoiled)
-    monkeypatch.setattr(TrainData, "batches", marked)
-    return marks.update
+    MARKS.clear()
+    monkeypatch.setattr(step_module, "total_loss", _spoiled)
+    monkeypatch.setattr(TrainData, "batches", _marked)
+    return MARKS.update
 
 
 def _with(config, **changes):

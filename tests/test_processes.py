@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -52,10 +51,9 @@ class Processes:
     """The processes of one run; `environments`, `flags` and `folders` (where each starts) are what differs between them."""
 
     def __init__(self, environments, flags, arguments, folders=None, shares=None, program=PROGRAM):
-        shared = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
-            "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "SHARES": str(shares or os.devnull),
-            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // len(environments)}",
-            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
+        shared = os.environ | {
+            "PYTHONPATH": str(ROOT), "SHARES": str(shares or os.devnull),
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // len(environments)}"}
         self.all = [subprocess.Popen([sys.executable, "-c", program, *arguments, *own], cwd=folder, text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=shared | environment)
                     for environment, own, folder in zip(environments, flags, folders or [ROOT] * len(flags), strict=True)]

@@ -155,11 +155,11 @@ def test_a_killed_sweep_goes_on_and_a_dead_point_is_started_again(tmp_path):
     """One real sweep: the runner is killed while its first point trains, another is at work meanwhile, then it finishes."""
     path = sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"train.steps": 200, "eval.every": 200},
                                  "axes": {"train.seed": [0]}})
-    workdir, environment = tmp_path / "w", os.environ | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / "runs" / "test_compilation_cache")}
+    workdir = tmp_path / "w"
     start = [sys.executable, "-m", "qwen3next_jax.sweep", str(path), f"--workdir={workdir}"]
     metrics = workdir / "points" / "seed=0" / "metrics.jsonl"
 
-    first = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
     _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
     told = []
     here = runner.Runner(load_sweep(path), workdir, workers=1, retries=0, tell=told.append, after=told.append)
@@ -172,7 +172,7 @@ def test_a_killed_sweep_goes_on_and_a_dead_point_is_started_again(tmp_path):
     before = metrics.read_text()
     assert '"checkpoint"' in before and not is_done(metrics.parent, load_sweep(path).points[0].config)
 
-    third = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True)
+    third = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
     _wait(lambda: metrics.read_text() != before)
     for line in subprocess.run(["pgrep", "-f", f"workdir={workdir}/points"], capture_output=True, text=True).stdout.split():
         os.kill(int(line), signal.SIGKILL)
