@@ -263,6 +263,15 @@ def test_prompts_of_like_lengths_share_their_programs(model, prompts):
     assert set(compiled) <= {20}
 
 
+def test_a_conversation_compiles_what_later_prompts_take_and_has_room_for(model, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(decode.Programs, "compiled", lambda _, name, on_compile, params, state, x, *rest: sizes.append(x.shape[-1:]))
+    for room, chunks in ((512, {512, 64}), (256, {64})):
+        sizes.clear()
+        generate(model, [np.arange(5)], max_new_tokens=8, room=room)
+        assert {size for (size,) in filter(None, sizes)} == chunks
+
+
 def test_recurrent_cache_is_constant(model):
     short, long = cache_bytes(CONFIG, 2, 64), cache_bytes(CONFIG, 2, 256)
     assert short["state"] == long["state"] > 0

@@ -96,7 +96,7 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
     arguments = stop_ids.astype(np.int32), numbers, np.uint32(seed)
     chunks = [(params, state, tokens_BX, np.int32(begin)) for begin, tokens_BX in prompt_chunks(prompts, speculative, even=bool(room))]
     prefills = [run.compiled("prefill", on_compile, *chunk) for chunk in chunks]
-    for size in (CHUNK, _SMALL_CHUNK) * bool(room):  # what later prompts take
+    for size in (n for n in (CHUNK, _SMALL_CHUNK) if room and n <= length):  # what later prompts take
         run.compiled("prefill", on_compile, params, state, np.zeros((len(prompts), size + speculative), np.int32), np.int32(0))
     advance = run.compiled("advance", on_compile, params, state, np.int32(1), *arguments)
 

@@ -123,7 +123,8 @@ class Qwen3Next(nnx.Module):
 
     def decode(self, tokens: jax.Array, positions: jax.Array, cache: list, segment_ids: jax.Array | None = None,
                mesh: Mesh | None = None, each: bool = False) -> tuple[jax.Array, list]:
-        """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T] → (final-normed states [B, T, D], cache).
+        """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T], consecutive ones of the cache → (final-normed states
+        [B, T, D], cache).
 
         `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding changes no cache entry that
         a later token can see. On a `mesh` B is divided over `data` × `expert`; `context` shares nothing out. `each`: caches of

@@ -13,7 +13,6 @@ import os
 import pathlib
 import sys
 import threading
-import types
 from collections.abc import Callable
 
 import jax
@@ -33,7 +32,7 @@ class Trial:
     Args:
       name: of the operator. avoid: what to write to have XLA's form.
       kind: all that decides which program runs: widths, settings.
-      modules: whose sources the kernels are.
+      modules: names of those whose sources the kernels are; loaded where there is a trial, since a library's may not be there.
       worst: runs both; the output or gradient in which they differ most, and its relative L2 difference (`worst_of`).
       bar: how large that may be.
     """
@@ -41,7 +40,7 @@ class Trial:
     name: str
     avoid: str
     kind: tuple
-    modules: tuple[types.ModuleType, ...]
+    modules: tuple[str, ...]
     worst: Callable[[], tuple[str, float]]
     bar: float
 
@@ -105,7 +104,7 @@ def _agreed(key: str, found: str) -> str:
 def _remembered(device, trial: Trial, folder: pathlib.Path) -> str:
     if (folder / "avoid").exists():
         return f"may take none, by {folder}/avoid"
-    sources = b"".join(pathlib.Path(module.__file__).read_bytes() for module in trial.modules)
+    sources = b"".join(pathlib.Path(importlib.import_module(name).__file__).read_bytes() for name in trial.modules)
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
     kind = device.device_kind, versions, hashlib.sha256(sources).hexdigest(), trial.name, trial.kind
     file = folder / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")

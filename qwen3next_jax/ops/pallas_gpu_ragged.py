@@ -67,7 +67,7 @@ def _config(**sizes):
 
 def trial() -> kernel_trial.Trial:
     names = "pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_common"
-    modules = tuple(of_tokamax(f"ragged_dot.{name}") for name in names) if importlib.util.find_spec("tokamax") else ()
+    modules = tuple(f"tokamax._src.ops.ragged_dot.{name}" for name in names)
     return kernel_trial.Trial("grouped products", kernel_trial.AVOID, (TOKAMAX,), modules, worst, APART)
 
 

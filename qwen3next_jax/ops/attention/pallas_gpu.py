@@ -5,7 +5,6 @@ up to its own. Letters as in `xla`.
 """
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,7 @@ def _seen(segment_ids, kv_segment_ids):
 
 def trial(width: int) -> kernel_trial.Trial:
     names = "pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_vjp_kernel_sm90", "pallas_mosaic_gpu_common"
-    modules = tuple(of_tokamax(f"attention.{name}") for name in names) if importlib.util.find_spec("tokamax") else ()
+    modules = tuple(f"tokamax._src.ops.attention.{name}" for name in names)
     return kernel_trial.Trial("attention", kernel_trial.AVOID, (TOKAMAX, width), modules, functools.partial(worst, width), APART)
 
 

@@ -31,8 +31,8 @@ def takes(x: chunk_math.Inputs, normalize: bool, erase: bool, axis_name: str | N
 
 def trial(key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool = False) -> kernel_trial.Trial:
     kind = key, value, normalize, erase, split
-    return kernel_trial.Trial("gated delta rule", AVOID, kind, (pallas_gpu, pallas_gpu_kernels, pallas_gpu_gradients),
-                              functools.partial(worst, *kind, interpret), APART)
+    modules = tuple(module.__name__ for module in (pallas_gpu, pallas_gpu_kernels, pallas_gpu_gradients))
+    return kernel_trial.Trial("gated delta rule", AVOID, kind, modules, functools.partial(worst, *kind, interpret), APART)
 
 
 def worst(key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool) -> tuple[str, float]:
