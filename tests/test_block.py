@@ -141,6 +141,8 @@ def test_what_a_mask_cannot_do():
     config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX)
     with pytest.raises(UserError, match="prompt 1 has 5 tokens with model.mixer.prefix_tokens = 5: expected the whole prefix"):
         check_request(config, [np.arange(9), np.arange(5)], 2, 0.0)
+    with pytest.raises(UserError, match="a prompt goes through the model 4 tokens at a time"):
+        check_request(config, [np.arange(9)], 2, 0.0, chunk=4)
     both_ways = dataclasses.replace(config, mixer=MixerConfig(mask="bidirectional"))
     layer = mixer_class("masked_attention")(both_ways, Make(both_ways, nnx.Rngs(0)), (0,))
     with pytest.raises(UserError, match="expected 'causal' or 'prefix' to generate"):
