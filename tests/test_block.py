@@ -141,6 +141,9 @@ def test_what_a_mask_cannot_do():
     config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX)
     with pytest.raises(UserError, match="prompt 1 has 5 tokens with model.mixer.prefix_tokens = 5: expected the whole prefix"):
         check_request(config, [np.arange(9), np.arange(5)], 2, 0.0)
+    with pytest.raises(UserError, match="a prompt goes through the model 64 tokens at a time, .*: expected at most 64 to generate"):
+        check_request(dataclasses.replace(config, max_position_embeddings=512, mixer=MixerConfig(mask="prefix", prefix_tokens=65)),
+                      [np.zeros(70, int)], 2, 0.0, room=512)
     both_ways = dataclasses.replace(config, mixer=MixerConfig(mask="bidirectional"))
     layer = mixer_class("masked_attention")(both_ways, Make(both_ways, nnx.Rngs(0)), (0,))
     with pytest.raises(UserError, match="expected 'causal' or 'prefix' to generate"):
@@ -206,6 +209,10 @@ def test_weights_of_attention_serve_as_their_kin():
     trained = dataclasses.replace(BASE, mixer=MixerConfig(qk_norm_over="layer"))
     other = dataclasses.replace(trained, full_mixer="lambda_window", mixer=dataclasses.replace(trained.mixer, window=8, first_tokens=2))
     assert other.differs(trained) == ("layer_types", "mixer") and weights_differ(other, trained) == ()
+    of_prefix = dataclasses.replace(trained.mixer, mask="prefix", prefix_tokens=5)
+    assert weights_differ(dataclasses.replace(trained, full_mixer="masked_attention", mixer=of_prefix), trained) == ()
+    t5 = dataclasses.replace(trained, full_mixer="t5_bias")
+    assert weights_differ(dataclasses.replace(t5, mixer=of_prefix), t5) == ("mixer",)
     longer = dataclasses.replace(trained, yarn_factor=4.0, block=BlockConfig(rope_scaling="ntk"))
     assert weights_differ(longer, trained) == ("yarn_factor",)
     for settings, name in [({"full_mixer": "alibi"}, "layer_types"), ({"layer_types": ("rerope", "gated_attention")}, "layer_types"),

@@ -312,6 +312,10 @@ def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
 # ---- the table and the declarations ------------------------------------------------------------------------------
 
 
+def test_hugging_face_forms_are_not_inherited():
+    assert {name for name in MIXERS if mixer_class(name).hf_entries} == {"gated_deltanet", "gated_attention", "kda", "mla"}
+
+
 def test_names_of_the_pattern_stand_for_the_mixers_named():
     config = dataclasses.replace(BASE, full_attention_interval=2, full_mixer="gated_deltanet", linear_mixer="gated_attention", mtp_depth=1)
     assert config.mixers == ("gated_attention", "gated_deltanet") and config.layer_kinds[-1] == ("gated_deltanet", True)

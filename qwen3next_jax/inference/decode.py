@@ -77,7 +77,7 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
       UserError: an empty prompt, a token outside the vocabulary, a number out of range or contradicting another, drafts without the
         module, or more tokens than `ModelConfig.context_length`.
     """
-    prompts = check_request(model.config, prompts, max_new_tokens, temperature)
+    prompts = check_request(model.config, prompts, max_new_tokens, temperature, room)
     sampling = Sampling(temperature, top_k, top_p, min_p)
     sampling.check()
     stop_ids = np.asarray(stop_ids, np.int64).reshape(-1)
@@ -192,7 +192,7 @@ def cache_length(prompts: Sequence[np.ndarray], max_new_tokens: int, speculative
     return rounded_length(max(longest + max_new_tokens + speculative, room, *ends))
 
 
-def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: float) -> list[np.ndarray]:
+def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: float, room: int = 0) -> list[np.ndarray]:
     """The prompts as int32 arrays, looked at before they are made such: 2³² + 5 would wrap to 5.
 
     Raises:
@@ -213,7 +213,7 @@ def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: f
         stretched = "" if config.yarn_factor > 1 else "; YaRN reaches further: model.yarn_factor, rope_scaling in config.json"
         raise UserError(f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}: expected at most "
                         f"max_position_embeddings{' × yarn_factor' * (not stretched)} = {config.context_length}{stretched}")
-    check_prompts(config, prompts, CHUNK)
+    check_prompts(config, prompts, _SMALL_CHUNK if room else CHUNK)
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
