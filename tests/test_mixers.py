@@ -342,6 +342,21 @@ def test_names_and_settings_that_fit_no_layer(monkeypatch, settings, message):
         declared(dataclasses.replace(BASE, **settings))
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_line_traces_in_bfloat16(name):
+    """Also those whose values only slow tests look at: packed rows and a cached token, whose cache goes on as it was."""
+    config, kind = dataclasses.replace(base(name), dtype="bfloat16"), mixer_class(name)
+    graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
+    x, one = (jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1))
+    packed = lambda params, x: _run(graph, params, x, Context(document_positions(SEGMENTS), SEGMENTS))[0]
+    step = lambda params, x, cache: _run(graph, params, x, Context(jnp.zeros((2, 1), jnp.int32)), cache)
+    cache = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[None] if kind.in_place else leaf, kind.init_cache(config, 2, T)))
+    y, _, after = jax.eval_shape(step, params, one, cache)
+    alike = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert alike(jax.eval_shape(packed, params, x), x) and alike(y, one)
+    assert all(jax.tree.leaves(jax.tree.map(alike, cache, after)))
+
+
 def test_a_parameter_without_a_decision_is_an_error(monkeypatch):
     layer = mixer_class("retention")
     start = layer.make_output
