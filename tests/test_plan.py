@@ -100,7 +100,8 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" and "2x2" in slice_ else there(name))
     monkeypatch.setattr(process, "make_plan_apart", None)
     monkeypatch.setattr(command_module, "_config", config)
-    for flag, value in dict(_topology=slice_, _json=str(tmp_path / "new" / "plan.json"), _mesh=None, _search=False, _quick=False).items():
+    for flag, value in dict(_topology=slice_, _json=str(tmp_path / "new" / "plan.json"), _mesh=None, _search=False, _rows=[],
+                            _quick=False).items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
     with pytest.raises(UserError, match=message):
         command_module.main()
@@ -235,7 +236,10 @@ def test_what_the_compiler_takes_and_the_chip_does_not_have_does_not_fit(monkeyp
 @needs_compiler
 def test_another_error_of_the_compiler_is_a_row_not_a_traceback(monkeypatch):
     class Lowered:
-        def lower(self, *_):
+        def trace(self, *_):
+            return self
+
+        def lower(self, **_):
             return self
 
         def compile(self, _):
