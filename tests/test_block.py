@@ -208,6 +208,10 @@ def test_weights_of_attention_serve_as_their_kin():
     trained = dataclasses.replace(BASE, mixer=MixerConfig(qk_norm_over="layer"))
     other = dataclasses.replace(trained, full_mixer="lambda_window", mixer=dataclasses.replace(trained.mixer, window=8, first_tokens=2))
     assert other.differs(trained) == ("layer_types", "mixer") and weights_differ(other, trained) == ()
+    of_prefix = dataclasses.replace(trained.mixer, mask="prefix", prefix_tokens=5)
+    assert weights_differ(dataclasses.replace(trained, full_mixer="masked_attention", mixer=of_prefix), trained) == ()
+    t5 = dataclasses.replace(trained, full_mixer="t5_bias")
+    assert weights_differ(dataclasses.replace(t5, mixer=of_prefix), t5) == ("mixer",)
     longer = dataclasses.replace(trained, yarn_factor=4.0, block=BlockConfig(rope_scaling="ntk"))
     assert weights_differ(longer, trained) == ("yarn_factor",)
     for settings, name in [({"full_mixer": "alibi"}, "layer_types"), ({"layer_types": ("rerope", "gated_attention")}, "layer_types"),

@@ -312,6 +312,10 @@ def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
 # ---- the table and the declarations ------------------------------------------------------------------------------
 
 
+def test_hugging_face_forms_are_not_inherited():
+    assert {name for name in MIXERS if mixer_class(name).hf_entries} == {"gated_deltanet", "gated_attention", "kda", "mla"}
+
+
 def test_names_of_the_pattern_stand_for_the_mixers_named():
     config = dataclasses.replace(BASE, full_attention_interval=2, full_mixer="gated_deltanet", linear_mixer="gated_attention", mtp_depth=1)
     assert config.mixers == ("gated_attention", "gated_deltanet") and config.layer_kinds[-1] == ("gated_deltanet", True)
@@ -336,6 +340,21 @@ def test_names_and_settings_that_fit_no_layer(monkeypatch, settings, message):
     monkeypatch.setitem(MIXERS, "broken", "my_mixer:Missing")
     with pytest.raises(UserError, match=message):
         declared(dataclasses.replace(BASE, **settings))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_line_traces_in_bfloat16(name):
+    """Also those whose values only slow tests look at: packed rows and a cached token, whose cache goes on as it was."""
+    config, kind = dataclasses.replace(base(name), dtype="bfloat16"), mixer_class(name)
+    graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
+    x, one = (jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1))
+    packed = lambda params, x: _run(graph, params, x, Context(document_positions(SEGMENTS), SEGMENTS))[0]
+    step = lambda params, x, cache: _run(graph, params, x, Context(jnp.zeros((2, 1), jnp.int32)), cache)
+    cache = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[None] if kind.in_place else leaf, kind.init_cache(config, 2, T)))
+    y, _, after = jax.eval_shape(step, params, one, cache)
+    alike = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert alike(jax.eval_shape(packed, params, x), x) and alike(y, one)
+    assert all(jax.tree.leaves(jax.tree.map(alike, cache, after)))
 
 
 def test_a_parameter_without_a_decision_is_an_error(monkeypatch):

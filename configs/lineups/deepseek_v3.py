@@ -1,4 +1,5 @@
-"""DeepSeek-V3 671B-A37B (2412.19437; deepseek-ai/DeepSeek-V3). The published number leaves multi-token prediction out."""
+"""DeepSeek-V3 671B-A37B (2412.19437; deepseek-ai/DeepSeek-V3). The published number leaves multi-token prediction out. Not
+here: YaRN's factor on whole scores, of which it multiplies what is rotated here."""
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup
 

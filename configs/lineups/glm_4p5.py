@@ -12,4 +12,4 @@ def get_config():
         "glm_4p5", vocab_size=151_552, hidden_size=5120, num_hidden_layers=92, full_attention_interval=1, num_attention_heads=96,
         num_key_value_heads=8, head_dim=128, partial_rotary_factor=0.5, rope_theta=1e6, max_position_embeddings=131_072, num_experts=160,
         num_experts_per_tok=8, moe_intermediate_size=1536, shared_expert_intermediate_size=1536, mlp_only_layers=(0, 1, 2),
-        intermediate_size=12_288, mtp_depth=1, moe=LIKE_DEEPSEEK | {"routed_scaling_factor": 2.5})
+        intermediate_size=12_288, mtp_depth=1, rms_norm_eps=1e-5, moe=LIKE_DEEPSEEK | {"routed_scaling_factor": 2.5})

@@ -1,4 +1,4 @@
-"""Kimi K2 1T-A32B (2507.20534; moonshotai/Kimi-K2-Base)."""
+"""Kimi K2 1T-A32B (2507.20534; moonshotai/Kimi-K2-Base). Not here: YaRN's factor on whole scores, as in `deepseek_v3`."""
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup
 

@@ -17,4 +17,4 @@ def get_config():
         linear_num_key_heads=8, linear_num_value_heads=64, linear_key_head_dim=128, linear_value_head_dim=64, num_experts=128,
         num_experts_per_tok=6, moe_intermediate_size=1856, shared_expert_intermediate_size=3712, max_position_embeddings=262_144,
         mlp_only_layers=tuple(i for i, (_, experts) in enumerate(pairs) if not experts), block={"mlp": "none"},
-        moe=LIKE_DEEPSEEK | {"routed_scaling_factor": 2.5})
+        rms_norm_eps=1e-5, moe=LIKE_DEEPSEEK | {"routed_scaling_factor": 2.5})

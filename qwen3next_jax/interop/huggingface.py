@@ -104,7 +104,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
 
 def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
     """What a parameter is kept in, in a model and in files of `dtype`: what steers everything else and weighs nothing is float32."""
-    return np.dtype(np.float32) if len(declared.shape) == 1 or declared.kind == "router" else jnp.dtype(dtype)
+    return np.dtype(np.float32) if len(declared.shape) == 1 or declared.kind in ("router", "rate") else jnp.dtype(dtype)
 
 
 def load_params(path: str | os.PathLike, like: Any) -> Any:

@@ -85,7 +85,7 @@ def settings(fields: dict[str, Any], where: str) -> dict[str, Any]:
         require(isinstance(kinds, list) and set(map(str, kinds)) <= set(known) and len(kinds) == f["num_hidden_layers"],
                 f"{where}: {name} = {short(kinds)}: expected {f['num_hidden_layers']} of {' and '.join(known)}")
     require(FULL in types, f"{where}: layer_types has no {FULL}: expected a layer of it")
-    for name in ("n_shared_experts", "moe_intermediate_size", "qk_nope_head_dim", "qk_rope_head_dim"):
+    for name in ("qk_nope_head_dim", "qk_rope_head_dim") + ("n_shared_experts", "moe_intermediate_size") * ("sparse" in mlps):
         require(type(f[name]) is int and f[name] > 0, f"{where}: {name} = {short(f[name])}: expected a positive number")
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "layer_types", "max_position_embeddings",
             "linear_conv_kernel_dim", "intermediate_size", "initializer_range", "rms_norm_eps")
@@ -114,7 +114,8 @@ def fields(config: ModelConfig) -> dict[str, Any]:
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "num_experts",
         "moe_intermediate_size", "initializer_range", "rms_norm_eps")} | {
         "num_experts_per_token": c.num_experts_per_tok, "moe_renormalize": c.norm_topk_prob, "num_expert_group": c.moe.n_group,
-        "num_shared_experts": c.shared_expert_intermediate_size // c.moe_intermediate_size, "model_max_length": c.max_position_embeddings,
+        "num_shared_experts": c.shared_expert_intermediate_size // max(c.moe_intermediate_size, 1),
+        "model_max_length": c.max_position_embeddings,
         "topk_group": c.moe.topk_group, "routed_scaling_factor": c.moe.routed_scaling_factor, "kv_lora_rank": c.mixer.latent_rank,
         "q_lora_rank": c.mixer.query_rank or None, "qk_rope_head_dim": c.mixer.shared_key_width,
         "qk_nope_head_dim": c.head_dim - c.mixer.shared_key_width, "v_head_dim": c.head_dim - c.mixer.shared_key_width,

@@ -49,7 +49,7 @@ class SquaredReLU(GELU):
 
 
 class NoMLP(nnx.Module):
-    """Nothing is added: layers that are a mixer alone. The norm before it is there and idle."""
+    """Nothing is added: layers that are a mixer alone. Its norms are there all the same."""
 
     def __init__(self, config, make: Make):
         pass

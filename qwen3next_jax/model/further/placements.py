@@ -41,7 +41,7 @@ class Deep(Post):
     def __init__(self, config, mixer, sparse, make, layers):
         super().__init__(config, mixer, sparse, make, layers)
         self.alpha, beta = (2 * config.num_hidden_layers) ** 0.25, (8 * config.num_hidden_layers) ** -0.25
-        smaller = [("v_proj", self.mixer), ("v_up", self.mixer), ("o_proj", self.mixer), ("out_proj", self.mixer)]
+        smaller = [("v_proj", self.mixer), ("value_proj", self.mixer), ("o_proj", self.mixer), ("out_proj", self.mixer)]
         smaller += [(name, self.mlp) for name in vars(self.mlp)]
         for owner, name in ((owner, name) for name, owner in smaller if hasattr(owner, name)):
             parameter = getattr(owner, name)

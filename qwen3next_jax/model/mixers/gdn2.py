@@ -14,6 +14,8 @@ class GDN2(KDA):
     """S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) per key channel, w = σ(W' x) per value channel; all else, the gates
     being each value head's, as `KDA`, which it is where b = w = β. Its diagnostic beta is the mean of b and w."""
 
+    hf_entries = None
+
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
         h, parts = config.linear_num_value_heads, (("erase", config.linear_key_head_dim), ("write", config.linear_value_head_dim))

@@ -21,7 +21,7 @@ def forward(x: Inputs, initial_state, *, size: int, before: bool):
 
     @jax.checkpoint  # of a chunk the backward pass keeps the inputs and the state entering
     def step(state_BHKV, chunk: Inputs):
-        q, k, v, g, beta, value_decay = (jnp.moveaxis(array.astype(dtype), 1, 2) for array in chunk.wide())
+        q, k, v, g, beta, value_decay = (jnp.moveaxis(array.astype(dtype), 1, 2) for array in chunk.wide()[:6])
         v = beta[..., None] * v
         of_keys, of_values = (jax.tree.map(jnp.exp, ladder.exponents(decay, before)) for decay in (g, value_decay))
         o = of_values.reads_enter * dots.nn(q * of_keys.reads_enter, state_BHKV)
