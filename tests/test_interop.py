@@ -26,12 +26,10 @@ from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.hf_config import read_hf_config
-from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import parameters
 from qwen3next_jax.interop.source import in_form
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import Unfinished
-from qwen3next_jax.model import declared
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.training import preflight
 
@@ -119,7 +117,6 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     unread = {"intermediate_size"} if model.config.num_experts else preflight.OF_EXPERTS  # are not stored in every form
     assert set(again.config.differs(model.config)) <= unread
     assert bits(again) == bits(model)
-    assert all(stored_dtype(p, "bfloat16") == np.float32 for p in declared(model.config).values() if p.kind in ("rate", "balance", "norm"))
 
 
 def _mesh(**sizes):

@@ -22,6 +22,7 @@ from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference import complete
+from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import mixer_class
@@ -355,6 +356,7 @@ def test_every_line_traces_in_bfloat16(name):
     alike = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
     assert alike(jax.eval_shape(packed, params, x), x) and alike(y, one)
     assert all(jax.tree.leaves(jax.tree.map(alike, cache, after)))
+    assert all(stored_dtype(p, "bfloat16") == np.float32 for p in declared(config).values() if p.kind == "rate")
 
 
 def test_a_parameter_without_a_decision_is_an_error(monkeypatch):
