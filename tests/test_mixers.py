@@ -356,7 +356,8 @@ def test_every_line_traces_in_bfloat16(name):
     alike = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
     assert alike(jax.eval_shape(packed, params, x), x) and alike(y, one)
     assert all(jax.tree.leaves(jax.tree.map(alike, cache, after)))
-    assert all(stored_dtype(p, "bfloat16") == np.float32 for p in declared(config).values() if p.kind == "rate")
+    rates = [p for p in declared(dataclasses.replace(config, linear_mixer=name)).values() if p.kind == "rate"]
+    assert all(stored_dtype(rate, "bfloat16") == np.float32 for rate in rates)
 
 
 def test_a_parameter_without_a_decision_is_an_error(monkeypatch):
