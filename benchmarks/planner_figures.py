@@ -24,6 +24,7 @@ REMAT = ("none", "dots", "block", "offload")
 POINTS = {
     "v5p_8x8x8": ("v5p:8x8x8", "data=64,expert=8", (QUICK, DOTS)),
     "v5p_8x8x8_16k": ("v5p:8x8x8", "data=64,expert=8", (QUICK, DOTS, BATCH + "2048")),
+    "v5p_8x8x8_16k_default": ("v5p:8x8x8", "data=64,expert=8", (DOTS, BATCH + "2048")),
     "v6e_16x16": ("v6e:16x16", "data=32,expert=8", (QUICK,)),
     "v6e_16x16_16k": ("v6e:16x16", "data=32,expert=8", (QUICK, BATCH + "1024")),
     "small_v6e_2x2": ("v6e:2x2", "data=4", (QUICK, "--config=configs/small.py")),
