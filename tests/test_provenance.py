@@ -32,9 +32,9 @@ def lab(tmp_path_factory):
 
 
 @pytest.mark.parametrize("row, argument", [
-    (provenance.lost_parts, 0), (provenance.other_steps, 0), (provenance.older_folders, 0), (provenance.changing_sources, 0),
-    (provenance.links, 0), (provenance.parquet_pages, 20), (provenance.weights_that_are_not_finite, 0), (provenance.tokens_outside, 0),
-    (provenance.corrected_mistakes, 0)], ids=lambda x: getattr(x, "__name__", ""))
+    pytest.param(provenance.lost_parts, 0, marks=pytest.mark.slow), (provenance.other_steps, 0), (provenance.older_folders, 0),
+    (provenance.changing_sources, 0), (provenance.links, 0), (provenance.parquet_pages, 20), (provenance.weights_that_are_not_finite, 0),
+    (provenance.tokens_outside, 0), (provenance.corrected_mistakes, 0)], ids=lambda x: getattr(x, "__name__", ""))
 def test_nothing_is_mixed_silently_and_no_folder_is_a_dead_end(lab, row, argument):
     trials = row(lab, argument)
     assert trials and [t for t in trials if t.silent or t.bitwise is False] == []
