@@ -213,7 +213,7 @@ def load_state(p, gmem, h, c):
 
 def store_state(p, gmem, h, c, state):
     for t in range(p.key_tiles):
-        plgpu.store(gmem.at[jax.lax.axis_index("batch"), h, channels(t), channels(c)], state[t], optimized=False)
+        gmem[jax.lax.axis_index("batch"), h, channels(t), channels(c)] = state[t]
 
 
 def first_of_map(p, c):
