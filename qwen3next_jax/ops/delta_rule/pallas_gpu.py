@@ -138,7 +138,7 @@ class Problem:
         barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, self.warpgroups)]
         grid = dict(value_tiles=self.columns // self.warpgroups, heads=self.value_heads, batch=self.pieces * self.batch)
         return self.call(body, name, grid, outputs, [*self.state_scratch(), scratch, *barriers], inputs,
-                         num_threads=self.warpgroups, thread_name="warpgroups")
+                         num_threads=self.warpgroups + 1, thread_name="warpgroups")
 
     def piecewise(self, x):
         """[pieces · B, …] as [pieces, B, …]."""

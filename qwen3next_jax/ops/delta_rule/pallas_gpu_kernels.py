@@ -218,50 +218,58 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
 # ---- the state, chunk after chunk -----------------------------------------------------------------------------------
 
 
-def each_chunk(p, loads, arrived, read, first_to_last: bool, body, carry):
-    """`body(n, slot, carry)` for every chunk of the piece, in every warpgroup; the first one has `loads(n, slot, barrier)` copy what it
-    needs of it, some chunks ahead, once all have `read` what was there."""
-    length = p.chunks // p.pieces
-    first = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
-    chunk = lambda i: first + (i if first_to_last else length - 1 - i)
-    copies = jax.lax.axis_index("warpgroups") == 0
+def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first, store):
+    """The last warpgroup copies: `loads(n, slot, barrier)` for every chunk of the piece, some ahead, once all others have `read` what was
+    in the slot. They take the chunks in turn: `store` of what `chunk(n, slot, carry)` leaves, from `first()`."""
+    length, w = p.chunks // p.pieces, jax.lax.axis_index("warpgroups")
+    start = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
+    number = lambda i: start + (i if first_to_last else length - 1 - i)
 
-    @pl.when(copies)
+    @pl.when(w == p.warpgroups)
     def _():
-        for i in range(min(p.stages, length)):
-            loads(chunk(i), i, arrived.at[i])
+        if not p.interpret:
+            plgpu.set_max_registers(40, action="decrease")
 
-    def step(i, carry):
-        slot = jax.lax.rem(i, p.stages)
-        plgpu.barrier_wait(arrived.at[slot])
-        carry = body(chunk(i), slot, carry)
-        plgpu.commit_smem()  # what was read of the slot, before a copy writes there
-        plgpu.barrier_arrive(read.at[slot])
+        @pl.loop(0, length)
+        def _(i):
+            slot = jax.lax.rem(i, p.stages)
+            pl.when(i >= p.stages)(lambda: plgpu.barrier_wait(read.at[slot]))
+            loads(number(i), slot, arrived.at[slot])
 
-        @pl.when(copies & (i + p.stages < length))
-        def _():
-            plgpu.barrier_wait(read.at[slot])
-            loads(chunk(i + p.stages), slot, arrived.at[slot])
+    @pl.when(w < p.warpgroups)
+    def _():
+        if not p.interpret:
+            plgpu.set_max_registers(232, action="increase")
 
-        return carry
+        def step(i, carry):
+            slot = jax.lax.rem(i, p.stages)
+            plgpu.barrier_wait(arrived.at[slot])
+            carry = chunk(number(i), slot, carry)
+            plgpu.commit_smem()  # what was read of the slot, before a copy writes there
+            plgpu.barrier_arrive(read.at[slot])
+            return carry
 
-    return jax.lax.fori_loop(0, length, step, carry)
-
-
-def load_state(p, gmem, h, c):
-    """The piece's state, transposed: the block c of the value's channels by all of the key, float32."""
-    at = gmem.at[jax.lax.axis_index("batch"), h, channels(c)]
-    return plgpu.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-def store_state(p, gmem, h, c, state):
-    gmem[jax.lax.axis_index("batch"), h, channels(c)] = state
+        store(jax.lax.fori_loop(0, length, step, first()))
+        plgpu.wait_smem_to_gmem(0)
 
 
-def first_of_map(p, c):
-    """Zeros for the value's blocks, the columns of one for the key's behind them."""
-    i, j = (plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
-    return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
+def first_state(p, gmem, h, c):
+    """What makes the state that enters the piece, transposed: the block c of the value's channels by all of the key, float32. Of a map
+    zeros for the value's blocks, and the columns of one for the key's behind them."""
+    def known():
+        return plgpu.load(gmem.at[jax.lax.axis_index("batch"), h, channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def of_map():
+        i, j = (plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+        return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
+
+    return of_map if p.maps else known
+
+
+def store_state(gmem, h, c):
+    def store(state):
+        gmem[jax.lax.axis_index("batch"), h, channels(c)] = state
+    return store
 
 
 def place(p):
@@ -353,9 +361,7 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
 
         return with_sums(p, (C, C, C, p.key), products)
 
-    first = first_of_map(p, c) if p.maps else load_state(p, initial_gmem, h, c)
-    store_state(p, final_gmem, h, c, each_chunk(p, loads, arrived, read_all, True, chunk, first))
-    plgpu.wait_smem_to_gmem(0)
+    copies_and_chunks(p, loads, arrived, read_all, True, chunk, first_state(p, initial_gmem, h, c), store_state(final_gmem, h, c))
 
 
 def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
@@ -396,6 +402,4 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
 
         return with_sums(p, (C, C, C, p.key), products)
 
-    last = first_of_map(p, c) if p.maps else load_state(p, dfinal_gmem, h, c)
-    store_state(p, dinitial_gmem, h, c, each_chunk(p, loads, arrived, read_all, False, chunk, last))
-    plgpu.wait_smem_to_gmem(0)
+    copies_and_chunks(p, loads, arrived, read_all, False, chunk, first_state(p, dfinal_gmem, h, c), store_state(dinitial_gmem, h, c))
