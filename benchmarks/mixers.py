@@ -7,7 +7,7 @@
 Errors: largest of the output's and of any gradient's, each over the largest number of its array, of a layer of `tests/test_mixers.py`'s
 sizes on 70 tokens; in bfloat16 the recurrence gets the rounded numbers. A gradient far below the others counts as one thousandth of the
 largest. Where nothing is timed, programs are compiled quickly, as the tests' are. Times: medians of so many steps after the first two, both
-programs in one process; of a step its CPU time, on which what else the machine does tells less, of a layer its time: the machine must be idle.
+programs in one process. Of a step its CPU time, on which what else the machine does tells less; for that of a layer it must be idle.
 """
 
 import argparse
