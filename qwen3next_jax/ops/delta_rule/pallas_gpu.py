@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels of the gated delta rule for Hopper (sm_90a). They never ran on a GPU: see docs/gpu.md.
+"""Mosaic GPU kernels of the gated delta rule for Hopper (sm_90a); docs/gpu.md says what they do and how fast.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """
