@@ -134,11 +134,11 @@ class Problem:
     def over_chunks(self, body, name: str, outputs: dict, scratch, inputs: list):
         """The same for a pass of the state: a block for every 128 channels of every value head, or 64. `scratch`: for what it gives."""
         maps_forward = self.maps and body is kernels.forward_kernel
-        copies = 2 * self.key_tiles + self.warpgroups + 3 + 2 * self.erase - maps_forward * (self.key_tiles + 1)
+        copies = self.warpgroups + 5 + self.erase - 2 * maps_forward
         barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, self.warpgroups)]
         grid = dict(value_tiles=self.columns // self.warpgroups, heads=self.value_heads, batch=self.pieces * self.batch)
         return self.call(body, name, grid, outputs, [*self.state_scratch(), scratch, *barriers], inputs,
-                         num_threads=self.warpgroups, thread_name="warpgroups")
+                         num_threads=self.warpgroups + 1, thread_name="warpgroups")
 
     def piecewise(self, x):
         """[pieces · B, …] as [pieces, B, …]."""
@@ -154,8 +154,9 @@ class Problem:
 
     def state_scratch(self) -> list:
         """For q, k, v or dO, P, the inverse and the numbers of a chunk, as often as chunks are there at a time; for states."""
-        n, keys = self.stages, tiles(self.stages, self.key_tiles)
-        return [keys, keys, tiles(n, self.warpgroups), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8), tiles(self.warpgroups, self.key_tiles)]
+        n, keys = self.stages, tiles(self.stages, width=self.key)
+        return [keys, keys, tiles(n, self.warpgroups), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8),
+                tiles(self.warpgroups, height=self.key)]
 
     def shaped(self, *shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -22,10 +22,10 @@ K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-def tiles(*count, columns: int = C):
+def tiles(*count, height: int = C, width: int = C, columns: int = C):
     """Shared memory for so many bfloat16 tiles, of which products take so many columns at a time."""
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
-    return plgpu.SMEM((*count, C, C), jnp.bfloat16, transforms=transforms)
+    return plgpu.SMEM((*count, height, width), jnp.bfloat16, transforms=transforms)
 
 
 def rows(*count):
@@ -33,7 +33,7 @@ def rows(*count):
 
 
 class Sum:
-    """[C, C] float32, to which products are added by and by; a left operand may lie in registers."""
+    """[C, columns] float32, to which products are added by and by; a left operand may lie in registers."""
 
     def __init__(self, ref):
         self.ref = ref
@@ -68,11 +68,11 @@ class InterpretedSum:
         return self.value
 
 
-def with_sums(p, count: int, body):
-    """What `body` returns, given so many sums."""
+def with_sums(p, widths, body):
+    """What `body` returns, given a sum of every width."""
     if p.interpret:
-        return body(*(InterpretedSum() for _ in range(count)))
-    return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *[plgpu.ACC((C, C))] * count)
+        return body(*(InterpretedSum() for _ in widths))
+    return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *[plgpu.ACC((C, width)) for width in widths])
 
 
 def products(*sums):
@@ -218,53 +218,58 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
 # ---- the state, chunk after chunk -----------------------------------------------------------------------------------
 
 
-def each_chunk(p, loads, arrived, read, first_to_last: bool, body, carry):
-    """`body(n, slot, carry)` for every chunk of the piece, in every warpgroup; the first one has `loads(n, slot, barrier)` copy what it
-    needs of it, some chunks ahead, once all have `read` what was there."""
-    length = p.chunks // p.pieces
-    first = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
-    chunk = lambda i: first + (i if first_to_last else length - 1 - i)
-    copies = jax.lax.axis_index("warpgroups") == 0
+def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first, store):
+    """The last warpgroup copies: `loads(n, slot, barrier)` for every chunk of the piece, some ahead, once all others have `read` what was
+    in the slot. They take the chunks in turn: `store` of what `chunk(n, slot, carry)` leaves, from `first()`."""
+    length, w = p.chunks // p.pieces, jax.lax.axis_index("warpgroups")
+    start = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
+    number = lambda i: start + (i if first_to_last else length - 1 - i)
 
-    @pl.when(copies)
+    @pl.when(w == p.warpgroups)
     def _():
-        for i in range(min(p.stages, length)):
-            loads(chunk(i), i, arrived.at[i])
+        if not p.interpret:
+            plgpu.set_max_registers(40, action="decrease")
 
-    def step(i, carry):
-        slot = jax.lax.rem(i, p.stages)
-        plgpu.barrier_wait(arrived.at[slot])
-        carry = body(chunk(i), slot, carry)
-        plgpu.commit_smem()  # what was read of the slot, before a copy writes there
-        plgpu.barrier_arrive(read.at[slot])
+        @pl.loop(0, length)
+        def _(i):
+            slot = jax.lax.rem(i, p.stages)
+            pl.when(i >= p.stages)(lambda: plgpu.barrier_wait(read.at[slot]))
+            loads(number(i), slot, arrived.at[slot])
 
-        @pl.when(copies & (i + p.stages < length))
-        def _():
-            plgpu.barrier_wait(read.at[slot])
-            loads(chunk(i + p.stages), slot, arrived.at[slot])
+    @pl.when(w < p.warpgroups)
+    def _():
+        if not p.interpret:
+            plgpu.set_max_registers(232, action="increase")
 
-        return carry
+        def step(i, carry):
+            slot = jax.lax.rem(i, p.stages)
+            plgpu.barrier_wait(arrived.at[slot])
+            carry = chunk(number(i), slot, carry)
+            plgpu.commit_smem()  # what was read of the slot, before a copy writes there
+            plgpu.barrier_arrive(read.at[slot])
+            return carry
 
-    return jax.lax.fori_loop(0, length, step, carry)
-
-
-def load_state(p, gmem, h, c):
-    """Tiles of the piece's state, transposed: the block c of the value's channels by those of the key."""
-    at = jax.lax.axis_index("batch")
-    return tuple(plgpu.load(gmem.at[at, h, channels(c), channels(t)], layout=plgpu.Layout.WGMMA, optimized=False)
-                 for t in range(p.key_tiles))
-
-
-def store_state(p, gmem, h, c, state):
-    for t in range(p.key_tiles):
-        gmem[jax.lax.axis_index("batch"), h, channels(c), channels(t)] = state[t]
+        store(jax.lax.fori_loop(0, length, step, first()))
+        plgpu.wait_smem_to_gmem(0)
 
 
-def first_of_map(p, c):
-    """Zeros for the value's blocks, the columns of one for the key's behind them."""
-    i, j = indices()
-    one = lambda t: (c - p.map_tiles[0] == t).astype(jnp.float32)
-    return tuple(jnp.where(i == j, 1.0, 0.0) * one(t) for t in range(p.key_tiles))
+def first_state(p, gmem, h, c):
+    """What makes the state that enters the piece, transposed: the block c of the value's channels by all of the key, float32. Of a map
+    zeros for the value's blocks, and the columns of one for the key's behind them."""
+    def known():
+        return plgpu.load(gmem.at[jax.lax.axis_index("batch"), h, channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def of_map():
+        i, j = (plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+        return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
+
+    return of_map if p.maps else known
+
+
+def store_state(gmem, h, c):
+    def store(state):
+        gmem[jax.lax.axis_index("batch"), h, channels(c)] = state
+    return store
 
 
 def place(p):
@@ -277,14 +282,12 @@ def load_transposed(tile):
     return plgpu.load(transposed(tile), layout=plgpu.Layout.WGMMA)
 
 
-def send_transposed(tile_refs, arrays, targets, in_flight: int):
-    """Arrays to memory, each through its tile, once all but so many copies before have left theirs."""
+def send_transposed(x, tile, target, in_flight: int):
+    """An array to memory through a tile, once all but so many copies before have left theirs."""
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-    for i, x in enumerate(arrays):
-        transposed(tile_refs.at[i])[...] = x.astype(jnp.bfloat16)
+    transposed(tile)[...] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    for i, target in enumerate(targets):
-        plgpu.copy_smem_to_gmem(tile_refs.at[i], target)
+    plgpu.copy_smem_to_gmem(tile, target)
 
 
 def loads_of(p, b, h, sources, targets):
@@ -293,10 +296,9 @@ def loads_of(p, b, h, sources, targets):
     def loads(n, slot, barrier):
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
         *keys, values, products, numbers, rows, inverses = zip(sources, targets, strict=True)
-        for t in range(p.key_tiles):
-            for source, target in keys:
-                if source is not None:
-                    copy(source.at[b, tokens(n), jax.lax.div(h, p.share), channels(t)], target.at[slot, t])
+        for source, target in keys:
+            if source is not None:
+                copy(source.at[b, tokens(n), jax.lax.div(h, p.share)], target.at[slot])
         for w in range(p.warpgroups):
             c = jnp.minimum(jax.lax.axis_index("value_tiles") * p.warpgroups + w, p.value_tiles - 1)
             copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot, w])
@@ -304,8 +306,7 @@ def loads_of(p, b, h, sources, targets):
             if source is not None:
                 copy(source.at[b, h, n], target.at[slot])
         if p.erase:
-            for part in range(2):
-                copy(inverses[0].at[n, b, h, part], inverses[1].at[slot, part])
+            copy(inverses[0].at[n, b, h], inverses[1].at[slot])
     return loads
 
 
@@ -323,50 +324,44 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
     states_gmem = refs.pop(0) if p.save else None
     b, h, w, c = place(p)
     q, k, v, p_ref, a, numbers, rows_ref, s, o, arrived, read_all = refs
-    keys = range(p.key_tiles)
     if p.maps:
         q_gmem = p_gmem = None
     loads = loads_of(p, b, h, (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, v, p_ref, numbers, rows_ref, a))
 
     def chunk(n, slot, state):
-        def products(of_k, of_q, errors, *after):
-            here, before = numbers.at[slot], [x.astype(jnp.bfloat16) for x in state]
-            for t in keys if p.erase else ():
-                of_k.add(before[t], transposed(k.at[slot, t]))
-            for t in () if p.maps else keys:
-                of_q.add(before[t], transposed(q.at[slot, t]))
+        def products(of_k, outputs, errors, after):
+            here, before = numbers.at[slot], state.astype(jnp.bfloat16)
+            if p.erase:
+                of_k.add(before, transposed(k.at[slot]))
+            if not p.maps:
+                outputs.add(before, transposed(q.at[slot]))
             if p.save:
-                send_transposed(s.at[w], before, [states_gmem.at[n, b, h, channels(t), channels(c)] for t in keys], in_flight=1)
+                send_transposed(before, s.at[w], states_gmem.at[n, b, h, :, channels(c)], in_flight=1)
             values = load_transposed(v.at[slot, w]).astype(jnp.float32)
             if p.maps:
                 values = values * (c < p.map_tiles[0]).astype(jnp.float32)
             if p.erase:
-                values = (values - across(here, K_GAMMA) * of_k(0 if p.maps else p.key_tiles)).astype(jnp.bfloat16)
+                values = (values - across(here, K_GAMMA) * of_k(0 if p.maps else 1)).astype(jnp.bfloat16)
                 for part in range(2):
                     errors.add(values, transposed(a.at[slot, part]))
+            if not p.maps:
+                outputs.start(across(here, Q_GAMMA) * outputs(2 * p.erase))
+            after.start(rows_ref[slot, GAMMA, C - 1] * state)
+            if p.erase:
                 values = errors()
-            carry = rows_ref[slot, GAMMA, C - 1]
-            for x, t in zip(after, keys):
-                x.start(carry * state[t])
-            for part in halves(across(here, K_RHO) * values):
-                for x, t in zip(after, keys):
-                    x.add(part, k.at[slot, t])
             if not p.maps:
-                of_q.start(across(here, Q_GAMMA) * of_q(2 * p.key_tiles))
                 for part in halves(values):
-                    of_q.add(part, transposed(p_ref.at[slot]))
-            found = tuple(x(0 if p.maps else 2) for x in after)
+                    outputs.add(part, transposed(p_ref.at[slot]))
+            for part in halves(across(here, K_RHO) * values):
+                after.add(part, k.at[slot])
             if not p.maps:
-                target = o_gmem.at[b, tokens(n), h, channels(c)]
-                send_transposed(o.at[pl.ds(w, 1)], [of_q()], [target], in_flight=p.key_tiles * p.save)
-            return found
+                send_transposed(outputs(2), o.at[w], o_gmem.at[b, tokens(n), h, channels(c)], in_flight=int(p.save))
+            return after()
 
-        return with_sums(p, 3 + p.key_tiles, products)
+        return with_sums(p, (C, C, C, p.key), products)
 
-    first = first_of_map(p, c) if p.maps else load_state(p, initial_gmem, h, c)
-    store_state(p, final_gmem, h, c, each_chunk(p, loads, arrived, read_all, True, chunk, first))
-    plgpu.wait_smem_to_gmem(0)
+    copies_and_chunks(p, loads, arrived, read_all, True, chunk, first_state(p, initial_gmem, h, c), store_state(final_gmem, h, c))
 
 
 def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
@@ -379,41 +374,32 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
     dv_gmem, dv_low_gmem, dstates_gmem = [None] * 3 if p.maps else (refs.pop(0) for _ in range(3))
     b, h, w, c = place(p)
     q, k, do, p_ref, a, numbers, rows_ref, ds, dv, arrived, read_all = refs
-    keys = range(p.key_tiles)
     loads = loads_of(p, b, h, (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, do, p_ref, numbers, rows_ref, a))
 
     def chunk(n, slot, dstate):
-        def products(of_k, of_p, values, *after):
-            here, before = numbers.at[slot], [x.astype(jnp.bfloat16) for x in dstate]
-            for t in keys:
-                of_k.add(before[t], transposed(k.at[slot, t]))
+        def products(of_k, of_p, values, after):
+            here, before = numbers.at[slot], dstate.astype(jnp.bfloat16)
+            of_k.add(before, transposed(k.at[slot]))
             doutputs = load_transposed(do.at[slot, w])
             of_p.add(doutputs, p_ref.at[slot])
             if not p.maps:
-                send_transposed(ds.at[w], before, [dstates_gmem.at[n, b, h, channels(t), channels(c)] for t in keys], in_flight=2)
+                send_transposed(before, ds.at[w], dstates_gmem.at[n, b, h, :, channels(c)], in_flight=2)
             dvalues = across(here, K_RHO) * of_k(1) + of_p()
             if p.erase:
                 high, low = halves(dvalues)
                 for x, part in ((high, 0), (high, 1), (low, 0)):
                     values.add(x, a.at[slot, part])
-                dvalues = values()
-            reads = (across(here, Q_GAMMA) * doutputs.astype(jnp.float32)).astype(jnp.bfloat16)
-            carry = rows_ref[slot, GAMMA, C - 1]
-            for x, t in zip(after, keys):
-                x.start(carry * dstate[t])
-                x.add(reads, q.at[slot, t])
+            after.start(rows_ref[slot, GAMMA, C - 1] * dstate)
+            after.add((across(here, Q_GAMMA) * doutputs.astype(jnp.float32)).astype(jnp.bfloat16), q.at[slot])
             if p.erase:
-                writes = (-across(here, K_GAMMA) * dvalues).astype(jnp.bfloat16)
-                for x, t in zip(after, keys):
-                    x.add(writes, k.at[slot, t])
+                dvalues = values(1)
+                after.add((-across(here, K_GAMMA) * dvalues).astype(jnp.bfloat16), k.at[slot])
             if not p.maps:
-                targets = [gmem.at[b, tokens(n), h, channels(c)] for gmem in (dv_gmem, dv_low_gmem)]
-                send_transposed(dv.at[w], halves(dvalues), targets, in_flight=p.key_tiles)
-            return tuple(x() for x in after)
+                for i, (x, gmem) in enumerate(zip(halves(dvalues), (dv_gmem, dv_low_gmem))):
+                    send_transposed(x, dv.at[w, i], gmem.at[b, tokens(n), h, channels(c)], in_flight=2)
+            return after()
 
-        return with_sums(p, 3 + p.key_tiles, products)
+        return with_sums(p, (C, C, C, p.key), products)
 
-    last = first_of_map(p, c) if p.maps else load_state(p, dfinal_gmem, h, c)
-    store_state(p, dinitial_gmem, h, c, each_chunk(p, loads, arrived, read_all, False, chunk, last))
-    plgpu.wait_smem_to_gmem(0)
+    copies_and_chunks(p, loads, arrived, read_all, False, chunk, first_state(p, dfinal_gmem, h, c), store_state(dinitial_gmem, h, c))
