@@ -129,7 +129,7 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             return [x() for x in found]
 
         for some in filter(len, (keys[:2], keys[2:])):  # there are registers for two at a time
-            wrote |= zip(some, with_sums(p, len(some), functools.partial(of_keys, some)))
+            wrote |= zip(some, with_sums(p, [C] * len(some), functools.partial(of_keys, some)))
 
         def of_pairs(found):  # E dV^T
             if c:
@@ -141,7 +141,7 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             return row_sums(ks.astype(jnp.float32), load_tile(slots.at[spare])), found()
 
         if p.erase:
-            lost, rv = with_sums(p, 1, of_pairs)
+            lost, rv = with_sums(p, [C], of_pairs)
             enter = enter - lost
         plgpu.commit_smem()
         for t in keys:
@@ -158,7 +158,7 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             ov.add(high, transposed(do.at[c]))
         return ov()
 
-    ov = with_sums(p, 1, against_outputs)
+    ov = with_sums(p, [C], against_outputs)
 
     # pairs of rows, j by i
     q = [slots.at[slot] for slot in dstate_at]
@@ -186,7 +186,7 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
         return after()
 
     leave = spread(written * plgpu.load(rows_ref.at[BETA], layout=ROW))
-    after = with_sums(p, 1, from_column_on)
+    after = with_sums(p, [C], from_column_on)
     sums[0] = jnp.sum(jnp.where(row < column, after + leave, spread(enter)), axis=0)
     if p.erase:
         plgpu.commit_smem()  # of a[1], which all have read
@@ -224,7 +224,7 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             of_k.add(transposed(a.at[1]), k.at[t])
         return row_sums(read, load_tile(q[t])), of_q(), of_k()
 
-    enters, dq, dk = zip(*(with_sums(p, 2, lambda *found, t=t: of_channels(t, *found)) for t in keys))
+    enters, dq, dk = zip(*(with_sums(p, [C, C], lambda *found, t=t: of_channels(t, *found)) for t in keys))
     sums[0] = sums[0] + jnp.sum(jnp.where(row >= column, spread(sum(enters)), 0.0) + spread(rows_ref[GAMMA, C - 1] * kept), axis=0)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(sums, dg_gmem.at[b, h, n])
