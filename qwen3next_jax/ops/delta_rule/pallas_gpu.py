@@ -248,14 +248,8 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     by_head = p.shaped(*v.shape[:3], p.key)
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
     inputs = [q, k, v, do, out["dv"], out["dv_low"], states, out["dstates"], made["numbers"], by_token, *known]
-    keys, values = tiles(p.key_tiles), tiles(p.value_tiles)
-    pairs = p.key_tiles * p.value_tiles
-    streamed = 2 * pairs if pairs <= 4 else 2 if pairs == 16 else 4
-    scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(streamed), rows(6), rows(8), rows(2),
-               plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
-               plgpu.Barrier(num_barriers=streamed)]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
-    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, scratch, inputs)
+    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, pallas_gpu_gradients.scratch(p), inputs)
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
     dg, dbeta = (p.by_token(found["sums"][:, :, :, i])[:, :time] for i in range(2))
     return dq, dk, out["dv"][:, :time], dg, dbeta, dinitial
