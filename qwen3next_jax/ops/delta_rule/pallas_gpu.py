@@ -37,6 +37,7 @@ class Problem:
     erase: bool
     save: bool = False
     pieces: int = 1  # of every row, in the passes of the state
+    interpreted: bool = False
     map_tiles: tuple[int, int] | None = None  # of a pass that makes maps: their blocks of 64 channels, the value's and the key's
 
     @property
@@ -122,8 +123,9 @@ class Problem:
     def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool, **threads):
         """`body` over the grid: arrays in, named arrays out."""
         with jax.enable_x64(False):
+            p = dataclasses.replace(self, interpreted=interpret)
             out = plgpu.kernel(
-                functools.partial(body, self), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
+                functools.partial(body, p), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
                 grid_names=tuple(grid), kernel_name=f"gated_delta_rule_{name}",
                 interpret=INTERPRETER if interpret else None, **threads,
             )(*inputs)
@@ -168,8 +170,8 @@ class Problem:
         if inverses:
             outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
         narrow = tiles(2, columns=kernels.NARROW)
-        scratch = [tiles(self.key_tiles), tiles(self.key_tiles), narrow, narrow, narrow, rows(8), rows(6),
-                   plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier()]
+        scratch = [tiles(max(self.key_tiles, 2)), tiles(self.key_tiles), narrow, narrow, rows(2, 8), rows(6),
+                   plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier(num_barriers=2)]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
         return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token], interpret)
 

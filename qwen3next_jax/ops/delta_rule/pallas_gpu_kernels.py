@@ -52,9 +52,11 @@ def transposed(tile):
 
 
 def halves(x):
-    """A float32 array as two bfloat16 ones: its high part and what that leaves."""
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    """A float32 array as two bfloat16 ones: its high part and what that leaves. The high one is rounded by its bits: a conversion and its
+    way back are not packed, and take 16 times as long."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    high = jax.lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
 def put(tile_refs, *arrays):
@@ -92,10 +94,14 @@ def tokens(n):
 # ---- a chunk by itself ----------------------------------------------------------------------------------------------
 
 
+def same_document(rows_ref):
+    document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
+    return document[0] == document[1]
+
+
 def pair_decay(rows_ref, i, j):
     """Gamma: the exponent is masked, never the result."""
-    document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
-    mask = (i >= j) & (document[0] == document[1])
+    mask = (i >= j) & same_document(rows_ref)
     return jnp.exp(jnp.where(mask, down(rows_ref, TOTAL) - across(rows_ref, TOTAL_J), -jnp.inf))
 
 
@@ -108,67 +114,134 @@ def inverse_norms(tile_refs):
     return jax.lax.rsqrt(squares + chunk_math.NORM_EPSILON)
 
 
+LOG2_E = 1.4426950408889634
 NARROW = 16  # columns of the smallest product, which are those that an operand of 32 swizzled bytes has
 
 
-def unit_lower_inverse(l, i, j, l_refs, x_refs, y_refs):
-    """(I + L)^{-1} into x_refs, by the ladder of `inverse.py`: X <- X - X L X in the lower left quarter of each 2m diagonal block.
-    Products are of the blocks alone, of 16 at least, where L X is cut to the quarters; with that the rest of X L X is zero, since X is
-    zero outside blocks of m. -L stands in l_refs: jax 0.11.2 was seen to give zeros for minus a fresh sum of products on sm_90."""
-    put(l_refs, *halves(-l))
-    put(x_refs, *halves(jnp.where(i == j, 1.0, jnp.where(i >> 1 == j >> 1, -l, 0.0))))
-    for m in (2, 4, 8, 16, 32):
-        width, starts = max(m, NARROW), range(0, C, max(2 * m, NARROW))
-        cuts = [pl.ds(start, width) for start in starts]
-        below = [pl.ds(start + m * (m >= NARROW), width) for start in starts]  # the quarters' rows
-        lx = products(*([(l_refs.at[a, :, cut], x_refs.at[b, cut, cut]) for a, b in PARTS] for cut in cuts))
-        if m < NARROW:
-            i, j = (plgpu.broadcasted_iota(jnp.int32, (C, width), axis, layout=plgpu.Layout.WGMMA) % NARROW for axis in (0, 1))
-            quarter = (i // (2 * m) == j // (2 * m)) & (i // m > j // m)
-            lx = [jnp.where(quarter, x, 0.0) for x in lx]
-        for cut, x in zip(cuts, lx):
-            put(y_refs.at[:, :, cut], *halves(x))
-        found = products(*([(x_refs.at[a, :, rows], y_refs.at[b, rows, cut]) for a, b in PARTS] for rows, cut in zip(below, cuts)))
-        for cut, x in zip(cuts, found):
-            known = (plgpu.load(x_refs.at[part, :, cut], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in range(2))
-            put(x_refs.at[:, :, cut], *(half.astype(jnp.float32) + before for half, before in zip(halves(x), known)))
+def half_products(p, a, b_refs, meanwhile=lambda: None):
+    """[C, columns] float32 a @ b, a in halves in registers, b in halves in shared memory; `meanwhile` is done while they run. The
+    interpreter's wgmma does not take a from registers."""
+    if p.interpreted:
+        meanwhile()
+        return sum(jnp.dot(a[x], b_refs[y], preferred_element_type=jnp.float32) for x, y in PARTS)
+
+    def accumulate(sum_ref):
+        for x, y in PARTS:
+            plgpu.wgmma(sum_ref, a[x], b_refs.at[y])
+        meanwhile()
+        return plgpu.layout_cast(sum_ref[...], plgpu.Layout.WGMMA)
+
+    return pl.run_scoped(accumulate, plgpu.ACC((C, b_refs.shape[2])))
+
+
+def unit_lower_inverse(p, l, l_refs, x_refs):
+    """(I + L)^{-1} into x_refs, by the ladder of `inverse.py`: X <- X + X (-L) X in the lower left quarter of each 2m diagonal block.
+
+    X stays in registers, in blocks of 16: x has the four of the diagonal, one below the other. As the left operand they are spread over
+    the diagonal of [C, C] again; the right operand has its blocks one below the other, too. l_refs has in its first 16 columns those of
+    -L on the diagonal, then those left of the second and the fourth, then all of the lower left quarter. The sign is L's: jax 0.11.2 was
+    seen to give zeros for minus a fresh sum of products on sm_90."""
+    i, j = (plgpu.broadcasted_iota(jnp.int32, (C, NARROW), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+    block, i = i // NARROW, i % NARROW
+    columns = lambda n: slice(n * NARROW, (n + 1) * NARROW)
+
+    ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
+
+    def choose(*blocks):
+        """[C, 16]: of every argument the block of rows that its place says."""
+        x = 0.0
+        for n, y in enumerate(blocks):
+            x = x if y is None else jnp.where(block == n, y, x)
+        return x
+
+    def spread(pair, up: int = 0):
+        return [jnp.concatenate([x * one for one in ones[up:]], axis=1) for x in pair]
+
+    diagonal = choose(*(l[:, columns(n)] for n in range(C // NARROW)))
+    beside = choose(None, l[:, columns(0)], None, l[:, columns(2)])
+    put(l_refs, *halves(-jnp.concatenate([diagonal, beside, l[:, : C // 2]], axis=1)))
+    first, second, half = l_refs.at[:, :, columns(0)], l_refs.at[:, :, columns(1)], slice(C // 2, C)
+    blocks_refs = x_refs.at[:, :, columns(0)]
+    x = jnp.where(i == j, 1.0, jnp.where(i // 2 == j // 2, -diagonal, 0.0))
+    for m in (2, 4, 8):
+        pair = halves(x)
+        quarter = (i // (2 * m) == j // (2 * m)) & (i // m > j // m)
+        t = jnp.where(quarter, half_products(p, spread(pair), first, lambda: put(blocks_refs, *pair)), 0.0)
+        x = x + half_products(p, spread(halves(t)), blocks_refs)
+    pair = halves(x)
+    t = half_products(p, spread(pair), second, lambda: put(blocks_refs, *pair))
+    below = half_products(p, spread(halves(t), up=1), blocks_refs.at[:, : C - NARROW])
+    left = jnp.concatenate([choose(x, below), choose(None, x)], axis=1)
+    right = halves(jnp.concatenate([choose(None, None, x, below), choose(None, None, None, x)], axis=1))
+    left_refs, right_refs = (x_refs.at[:, :, columns] for columns in (slice(C // 2), half))
+
+    def both():
+        put(left_refs, *halves(left))
+        put(right_refs, *right)
+
+    t = half_products(p, right, l_refs.at[:, half, half], both)
+    put(left_refs, *halves(left + half_products(p, halves(t), left_refs.at[:, : C // 2])))
 
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
     """Of every value head of a key head: norms and decays, P beta, and the inverse where there is a place for it."""
-    *inverses_gmem, q, k, ls, x, y, rows_ref, numbers, keys_here, rows_here = refs
+    *inverses_gmem, q, k, l, x, rows_refs, numbers, keys_here, rows_here = refs
     b, g, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
+
+    def bring_rows(head):
+        slot = head % 2
+        plgpu.copy_gmem_to_smem(rows_gmem.at[b, g * p.share + head, n], rows_refs.at[slot], rows_here.at[slot])
+
     for t in range(p.key_tiles):
         plgpu.copy_gmem_to_smem(q_gmem.at[b, tokens(n), g, channels(t)], q.at[t], keys_here)
         plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], keys_here)
+    bring_rows(0)
     plgpu.barrier_wait(keys_here)
-    against_keys = lambda rows: product(*((rows.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
-
     norms = inverse_norms if p.normalize else lambda rows: plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
-    k_norm, q_length = norms(k), norms(q) * p.key**-0.5
+    plgpu.barrier_wait(rows_here.at[0])
+    row = lambda slot, i: plgpu.load(rows_refs.at[slot, i], layout=ROW)
+    k_norm = norms(k)
+    q_norm = jnp.where(row(0, DOCUMENT) >= 0, norms(q.at[: p.key_tiles]) * p.key**-0.5, 0.0)
+    numbers[K_NORM], numbers[K_NORM_J], numbers[Q_NORM] = k_norm, k_norm, q_norm
+    plgpu.commit_smem()
+
+    qk, kk = products(*([(rows.at[t], transposed(k.at[t])) for t in range(p.key_tiles)] for rows in (q, k)))
+    # What all value heads share: the products of normalized queries and keys with keys, of a document and not of the future.
+    i, j = indices()
+    mask, norm = same_document(rows_refs.at[0]) & (i >= j), across(numbers, K_NORM_J)
+    qk = jnp.where(mask, qk * (down(numbers, Q_NORM) * norm), 0.0)
+    kk = jnp.where(mask & (i > j), kk * (down(numbers, K_NORM) * norm), 0.0)
+    put(q, *halves(qk))  # not kept in registers: three blocks at a time have 168 each
 
     @pl.loop(0, p.share)
     def _(head):
-        h = g * p.share + head
-        plgpu.copy_gmem_to_smem(rows_gmem.at[b, h, n], rows_ref, rows_here)
-        plgpu.barrier_wait(rows_here)
-        row = lambda i: plgpu.load(rows_ref.at[i], layout=ROW)
-        q_norm = jnp.where(row(DOCUMENT) >= 0, q_length, 0.0)
-        numbers[K_NORM], numbers[K_NORM_J], numbers[Q_NORM] = k_norm, k_norm, q_norm
-        numbers[K_GAMMA], numbers[Q_GAMMA] = row(GAMMA) * k_norm, row(GAMMA) * q_norm
-        numbers[K_RHO] = row(RHO) * row(BETA) * k_norm
-        plgpu.commit_smem()
+        slot, h = head % 2, g * p.share + head
+        here = rows_refs.at[slot]
+
+        @pl.when(head > 0)
+        def _():
+            plgpu.barrier_wait(rows_here.at[slot])
+
+        # Of the masked pairs, whose products are zero, the exponent must only not be too large.
+        column = jnp.exp2(jnp.minimum(down(here, TOTAL) * LOG2_E - across(here, TOTAL_J) * LOG2_E, 126.0)) * across(here, BETA_J)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
+        numbers[K_GAMMA], numbers[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
+        numbers[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
+        high, low = (plgpu.load(q.at[part], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in range(2))
+        put(k, (high + low) * column)
         plgpu.copy_smem_to_gmem(numbers, numbers_gmem.at[b, h, n])
-        i, j = indices()
-        column = pair_decay(rows_ref, i, j) * across(numbers, K_NORM_J) * across(rows_ref, BETA_J)
-        put(y, against_keys(q) * down(numbers, Q_NORM) * column)
-        plgpu.copy_smem_to_gmem(y.at[0], p_gmem.at[b, h, n])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.copy_smem_to_gmem(k.at[0], p_gmem.at[b, h, n])
+
+        @pl.when(head + 1 < p.share)
+        def _():
+            bring_rows(head + 1)
+
         if inverses_gmem:
-            unit_lower_inverse(jnp.where(i > j, against_keys(k) * down(numbers, K_NORM) * column, 0.0), i, j, ls, x, y)
+            unit_lower_inverse(p, kk * column, l, x)
             for part in range(2):
                 plgpu.copy_smem_to_gmem(x.at[part], inverses_gmem[0].at[n, b, h, part])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 # ---- the state, chunk after chunk -----------------------------------------------------------------------------------
