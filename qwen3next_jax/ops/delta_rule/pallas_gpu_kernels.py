@@ -105,15 +105,6 @@ def pair_decay(rows_ref, i, j):
     return jnp.exp(jnp.where(mask, down(rows_ref, TOTAL) - across(rows_ref, TOTAL_J), -jnp.inf))
 
 
-def inverse_norms(tile_refs):
-    """[C] rsqrt(sum x^2 + 1e-6) of every row."""
-    squares = 0.0
-    for i in range(tile_refs.shape[0]):
-        x = plgpu.load(tile_refs.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        squares = squares + jnp.sum(x * x, axis=1)
-    return jax.lax.rsqrt(squares + chunk_math.NORM_EPSILON)
-
-
 LOG2_E = 1.4426950408889634
 NARROW = 16  # columns of the smallest product, which are those that an operand of 32 swizzled bytes has
 
@@ -134,6 +125,35 @@ def half_products(p, a, b_refs, meanwhile=lambda: None):
     return pl.run_scoped(accumulate, plgpu.ACC((C, b_refs.shape[2])))
 
 
+def columns(n: int):
+    return slice(n * NARROW, (n + 1) * NARROW)
+
+
+def blocks():
+    """[C, 16] of four blocks of rows: the block, the row in it and the column."""
+    i, j = (plgpu.broadcasted_iota(jnp.int32, (C, NARROW), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+    return i // NARROW, i % NARROW, j
+
+
+def choose(*found):
+    """[C, 16]: of every argument the block of rows that its place says, zeros for None."""
+    block, chosen = blocks()[0], 0.0
+    for n, x in enumerate(found):
+        chosen = chosen if x is None else jnp.where(block == n, x, chosen)
+    return chosen
+
+
+def on_diagonal(x):
+    """[C, 16]: the blocks of 16 on the diagonal, one below the other."""
+    return choose(*(x[:, columns(n)] for n in range(C // NARROW)))
+
+
+def inverse_norms(squares):
+    """[C] rsqrt(sum x^2 + 1e-6) of every row of x, of x @ x.T."""
+    _, i, j = blocks()
+    return jax.lax.rsqrt(jnp.sum(jnp.where(i == j, on_diagonal(squares), 0.0), axis=1) + chunk_math.NORM_EPSILON)
+
+
 def unit_lower_inverse(p, l, l_refs, x_refs):
     """(I + L)^{-1} into x_refs, by the ladder of `inverse.py`: X <- X + X (-L) X in the lower left quarter of each 2m diagonal block.
 
@@ -141,23 +161,13 @@ def unit_lower_inverse(p, l, l_refs, x_refs):
     the diagonal of [C, C] again; the right operand has its blocks one below the other, too. l_refs has in its first 16 columns those of
     -L on the diagonal, then those left of the second and the fourth, then all of the lower left quarter. The sign is L's: jax 0.11.2 was
     seen to give zeros for minus a fresh sum of products on sm_90."""
-    i, j = (plgpu.broadcasted_iota(jnp.int32, (C, NARROW), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
-    block, i = i // NARROW, i % NARROW
-    columns = lambda n: slice(n * NARROW, (n + 1) * NARROW)
-
+    block, i, j = blocks()
     ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
-
-    def choose(*blocks):
-        """[C, 16]: of every argument the block of rows that its place says."""
-        x = 0.0
-        for n, y in enumerate(blocks):
-            x = x if y is None else jnp.where(block == n, y, x)
-        return x
 
     def spread(pair, up: int = 0):
         return [jnp.concatenate([x * one for one in ones[up:]], axis=1) for x in pair]
 
-    diagonal = choose(*(l[:, columns(n)] for n in range(C // NARROW)))
+    diagonal = on_diagonal(l)
     beside = choose(None, l[:, columns(0)], None, l[:, columns(2)])
     put(l_refs, *halves(-jnp.concatenate([diagonal, beside, l[:, : C // 2]], axis=1)))
     first, second, half = l_refs.at[:, :, columns(0)], l_refs.at[:, :, columns(1)], slice(C // 2, C)
@@ -173,7 +183,7 @@ def unit_lower_inverse(p, l, l_refs, x_refs):
     below = half_products(p, spread(halves(t), up=1), blocks_refs.at[:, : C - NARROW])
     left = jnp.concatenate([choose(x, below), choose(None, x)], axis=1)
     right = halves(jnp.concatenate([choose(None, None, x, below), choose(None, None, None, x)], axis=1))
-    left_refs, right_refs = (x_refs.at[:, :, columns] for columns in (slice(C // 2), half))
+    left_refs, right_refs = (x_refs.at[:, :, n] for n in (slice(C // 2), half))
 
     def both():
         put(left_refs, *halves(left))
@@ -197,15 +207,18 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
         plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], keys_here)
     bring_rows(0)
     plgpu.barrier_wait(keys_here)
-    norms = inverse_norms if p.normalize else lambda rows: plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
+    against = lambda rows, others: [(rows.at[t], transposed(others.at[t])) for t in range(p.key_tiles)]
+    qk, kk, qq = products(against(q, k), against(k, k), against(q, q))
+    if p.normalize:
+        k_norm, q_norm = inverse_norms(kk), inverse_norms(qq)
+    else:
+        k_norm = q_norm = plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
     plgpu.barrier_wait(rows_here.at[0])
     row = lambda slot, i: plgpu.load(rows_refs.at[slot, i], layout=ROW)
-    k_norm = norms(k)
-    q_norm = jnp.where(row(0, DOCUMENT) >= 0, norms(q.at[: p.key_tiles]) * p.key**-0.5, 0.0)
+    q_norm = jnp.where(row(0, DOCUMENT) >= 0, q_norm * p.key**-0.5, 0.0)
     numbers[K_NORM], numbers[K_NORM_J], numbers[Q_NORM] = k_norm, k_norm, q_norm
     plgpu.commit_smem()
 
-    qk, kk = products(*([(rows.at[t], transposed(k.at[t])) for t in range(p.key_tiles)] for rows in (q, k)))
     # What all value heads share: the products of normalized queries and keys with keys, of a document and not of the future.
     i, j = indices()
     mask, norm = same_document(rows_refs.at[0]) & (i >= j), across(numbers, K_NORM_J)
