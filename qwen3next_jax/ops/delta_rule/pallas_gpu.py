@@ -169,8 +169,9 @@ class Problem:
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
         if inverses:
             outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
-        narrow = tiles(2, columns=kernels.NARROW)
-        scratch = [tiles(max(self.key_tiles, 2)), tiles(self.key_tiles), narrow, narrow, rows(2, 8), rows(6),
+        keys = tiles(max(self.key_tiles, 2))  # later of two products in halves
+        narrow = functools.partial(tiles, 2, columns=kernels.NARROW)
+        scratch = [keys, keys, narrow(), narrow(), narrow(width=kernels.NARROW), rows(2, 8), rows(6),
                    plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier(num_barriers=2)]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
         return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token], interpret)

@@ -22,10 +22,10 @@ K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-def tiles(*count, columns: int = C):
+def tiles(*count, columns: int = C, width: int = C):
     """Shared memory for so many bfloat16 tiles, of which products take so many columns at a time."""
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
-    return plgpu.SMEM((*count, C, C), jnp.bfloat16, transforms=transforms)
+    return plgpu.SMEM((*count, C, width), jnp.bfloat16, transforms=transforms)
 
 
 def rows(*count):
@@ -57,6 +57,12 @@ def halves(x):
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     high = jax.lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+
+
+def whole(tile_refs):
+    """[C, C] float32 of its halves in shared memory."""
+    high, low = (plgpu.load(tile_refs.at[part], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in range(2))
+    return high + low
 
 
 def put(tile_refs, *arrays):
@@ -154,7 +160,7 @@ def inverse_norms(squares):
     return jax.lax.rsqrt(jnp.sum(jnp.where(i == j, on_diagonal(squares), 0.0), axis=1) + chunk_math.NORM_EPSILON)
 
 
-def unit_lower_inverse(p, l, l_refs, x_refs):
+def unit_lower_inverse(p, l, l_refs, x_refs, blocks_refs):
     """(I + L)^{-1} into x_refs, by the ladder of `inverse.py`: X <- X + X (-L) X in the lower left quarter of each 2m diagonal block.
 
     X stays in registers, in blocks of 16: x has the four of the diagonal, one below the other. As the left operand they are spread over
@@ -171,7 +177,6 @@ def unit_lower_inverse(p, l, l_refs, x_refs):
     beside = choose(None, l[:, columns(0)], None, l[:, columns(2)])
     put(l_refs, *halves(-jnp.concatenate([diagonal, beside, l[:, : C // 2]], axis=1)))
     first, second, half = l_refs.at[:, :, columns(0)], l_refs.at[:, :, columns(1)], slice(C // 2, C)
-    blocks_refs = x_refs.at[:, :, columns(0)]
     x = jnp.where(i == j, 1.0, jnp.where(i // 2 == j // 2, -diagonal, 0.0))
     for m in (2, 4, 8):
         pair = halves(x)
@@ -186,6 +191,7 @@ def unit_lower_inverse(p, l, l_refs, x_refs):
     left_refs, right_refs = (x_refs.at[:, :, n] for n in (slice(C // 2), half))
 
     def both():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # P beta, which x_refs has had until now
         put(left_refs, *halves(left))
         put(right_refs, *right)
 
@@ -195,7 +201,7 @@ def unit_lower_inverse(p, l, l_refs, x_refs):
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
     """Of every value head of a key head: norms and decays, P beta, and the inverse where there is a place for it."""
-    *inverses_gmem, q, k, l, x, rows_refs, numbers, keys_here, rows_here = refs
+    *inverses_gmem, q, k, l, x, blocks_refs, rows_refs, numbers, keys_here, rows_here = refs
     b, g, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
 
     def bring_rows(head):
@@ -225,6 +231,7 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
     qk = jnp.where(mask, qk * (down(numbers, Q_NORM) * norm), 0.0)
     kk = jnp.where(mask & (i > j), kk * (down(numbers, K_NORM) * norm), 0.0)
     put(q, *halves(qk))  # not kept in registers: three blocks at a time have 168 each
+    put(k, *halves(kk))
 
     @pl.loop(0, p.share)
     def _(head):
@@ -240,17 +247,16 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
         numbers[K_GAMMA], numbers[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
         numbers[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
-        high, low = (plgpu.load(q.at[part], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in range(2))
-        put(k, (high + low) * column)
+        put(x, whole(q) * column)
         plgpu.copy_smem_to_gmem(numbers, numbers_gmem.at[b, h, n])
-        plgpu.copy_smem_to_gmem(k.at[0], p_gmem.at[b, h, n])
+        plgpu.copy_smem_to_gmem(x.at[0], p_gmem.at[b, h, n])
 
         @pl.when(head + 1 < p.share)
         def _():
             bring_rows(head + 1)
 
         if inverses_gmem:
-            unit_lower_inverse(p, kk * column, l, x)
+            unit_lower_inverse(p, whole(k) * column, l, x, blocks_refs)
             for part in range(2):
                 plgpu.copy_smem_to_gmem(x.at[part], inverses_gmem[0].at[n, b, h, part])
 
