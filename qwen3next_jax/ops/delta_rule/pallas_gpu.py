@@ -169,7 +169,8 @@ class Problem:
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
         if inverses:
             outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
-        keys = tiles(max(self.key_tiles, 2))  # later of two products in halves
+        product = plgpu.SMEM((C, C), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
+        keys = plgpu.RefUnion(tiles(self.key_tiles), product)
         narrow = functools.partial(tiles, 2, columns=kernels.NARROW)
         scratch = [keys, keys, narrow(), narrow(), narrow(width=kernels.NARROW), rows(2, 8), rows(6),
                    plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier(num_barriers=2)]

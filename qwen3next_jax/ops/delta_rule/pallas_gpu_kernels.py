@@ -59,12 +59,6 @@ def halves(x):
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
-def whole(tile_refs):
-    """[C, C] float32 of its halves in shared memory."""
-    high, low = (plgpu.load(tile_refs.at[part], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in range(2))
-    return high + low
-
-
 def put(tile_refs, *arrays):
     """Arrays into tiles, for wgmma and copies to read."""
     for i, x in enumerate(arrays):
@@ -201,7 +195,7 @@ def unit_lower_inverse(p, l, l_refs, x_refs, blocks_refs):
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
     """Of every value head of a key head: norms and decays, P beta, and the inverse where there is a place for it."""
-    *inverses_gmem, q, k, l, x, blocks_refs, rows_refs, numbers, keys_here, rows_here = refs
+    *inverses_gmem, (q, qk_ref), (k, kk_ref), l, x, blocks_refs, rows_refs, numbers, keys_here, rows_here = refs
     b, g, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
 
     def bring_rows(head):
@@ -230,8 +224,7 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
     mask, norm = same_document(rows_refs.at[0]) & (i >= j), across(numbers, K_NORM_J)
     qk = jnp.where(mask, qk * (down(numbers, Q_NORM) * norm), 0.0)
     kk = jnp.where(mask & (i > j), kk * (down(numbers, K_NORM) * norm), 0.0)
-    put(q, *halves(qk))  # not kept in registers: three blocks at a time have 168 each
-    put(k, *halves(kk))
+    qk_ref[...], kk_ref[...] = qk, kk  # not kept in registers: three blocks at a time have 168 each
 
     @pl.loop(0, p.share)
     def _(head):
@@ -247,7 +240,7 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
         numbers[K_GAMMA], numbers[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
         numbers[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
-        put(x, whole(q) * column)
+        put(x, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column)
         plgpu.copy_smem_to_gmem(numbers, numbers_gmem.at[b, h, n])
         plgpu.copy_smem_to_gmem(x.at[0], p_gmem.at[b, h, n])
 
@@ -256,7 +249,7 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
             bring_rows(head + 1)
 
         if inverses_gmem:
-            unit_lower_inverse(p, whole(k) * column, l, x, blocks_refs)
+            unit_lower_inverse(p, plgpu.load(kk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column, l, x, blocks_refs)
             for part in range(2):
                 plgpu.copy_smem_to_gmem(x.at[part], inverses_gmem[0].at[n, b, h, part])
 
