@@ -207,11 +207,11 @@ def unit_lower_inverse(p, l, l_refs, x_refs, blocks_refs):
     beside = choose(None, l[:, columns(0)], None, l[:, columns(2)])
     put(l_refs, *halves(-jnp.concatenate([diagonal, beside, l[:, : C // 2]], axis=1)))
     first, second, half = l_refs.at[:, :, columns(0)], l_refs.at[:, :, columns(1)], slice(C // 2, C)
-    x = jnp.where(i == j, 1.0, jnp.where(i // 2 == j // 2, -diagonal, 0.0))
+    x = jnp.where(i == j, 1.0, jnp.where(i ^ j == 1, -diagonal, 0.0))
     for m in (2, 4, 8):
         pair = halves(x)
-        quarter = (i // (2 * m) == j // (2 * m)) & (i // m > j // m)
-        t = jnp.where(quarter, half_products(p, spread(pair), first, lambda: put(blocks_refs, *pair)), 0.0)
+        t = half_products(p, spread(pair), first, lambda: put(blocks_refs, *pair))
+        t = jnp.where((i ^ j) // m == 1, t, 0.0)  # the quarter: above the diagonal it is zero anyway
         x = x + half_products(p, spread(halves(t)), blocks_refs)
     pair = halves(x)
     t = half_products(p, spread(pair), second, lambda: put(blocks_refs, *pair))
