@@ -167,9 +167,11 @@ class Problem:
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
         if inverses:
             outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
-        narrow = tiles(2, columns=kernels.NARROW)
-        scratch = [tiles(self.key_tiles), tiles(self.key_tiles), narrow, narrow, narrow, rows(8), rows(6),
-                   plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier()]
+        product = plgpu.SMEM((C, C), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
+        keys = plgpu.RefUnion(tiles(self.key_tiles), product)
+        narrow = functools.partial(tiles, 2, columns=kernels.NARROW)
+        scratch = [keys, keys, narrow(), narrow(), narrow(width=kernels.NARROW), rows(2, 8), rows(6),
+                   plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier(num_barriers=2)]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
         return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token])
 
