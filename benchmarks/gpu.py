@@ -285,8 +285,8 @@ def training_times(path: str, config, steps: dict, rounds: int) -> list:
         mfu = flops_per_token(config.model, config.train.sequence_length) * tokens / median / PEAK
         found.append(dict(config=path, kernels=kernels, seconds=median, tokens_per_second=tokens / median, mfu=mfu,
                           loss=float(metrics["loss"])))
-        print(f"{pathlib.Path(path).name}, {'kernels' if kernels else 'XLA alone'}: {median:.4f} s a step, {tokens / median:,.0f} tokens/s, "
-              f"MFU {mfu:.2%}, loss {float(metrics['loss']):.4f}", flush=True)
+        print(f"{pathlib.Path(path).name}, {'kernels' if kernels else 'XLA alone'}: {median:.4f} s a step, "
+              f"{tokens / median:,.0f} tokens/s, MFU {mfu:.2%}, loss {float(metrics['loss']):.4f}", flush=True)
         del state
     return found
 
