@@ -14,8 +14,8 @@ from qwen3next_jax.ops.tpu import tpu
 
 # Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks of 256 to 512 rows
 # are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192). Accelerators want matmuls of many rows, and dw,
-# which every chunk reads and writes, seldom: where a TPU is compiled for, the logits may take this part of its memory.
-_CHUNK_ELEMENTS = 2**22
+# which every chunk reads and writes, seldom: where a TPU is compiled for, the logits may take this part of its memory, on a GPU half a GiB.
+_CHUNK_ELEMENTS = {"cpu": 2**22, "gpu": 2**27}
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
 
@@ -56,9 +56,10 @@ def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights
     rows, vocabulary = x.shape[0], w.shape[1]
     if chunk is None:
         chip = tpu()
-        elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART) if chip else _CHUNK_ELEMENTS
+        platform = jax.default_backend()
+        elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART) if chip else _CHUNK_ELEMENTS.get(platform, 2**22)
         chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
-        if chip:
+        if chip or platform == "gpu":
             chunk = -(-rows // -(-rows // chunk))  # all of one size, or the last would be mostly padding
     return _operator(min(chunk, rows), x, w, targets, weights)
 
