@@ -157,7 +157,8 @@ def test_filters_leave_what_they_say():
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_samples_follow_the_distribution(drafts):
     """χ² of the first three tokens together, against the forward pass. In a vocabulary of six, drafts are accepted and refused alike."""
-    config = dataclasses.replace(CONFIG, vocab_size=6, num_hidden_layers=2, layer_types=(), mtp_depth=2)
+    config = dataclasses.replace(CONFIG, vocab_size=6, num_hidden_layers=1, full_attention_interval=1, layer_types=(), num_experts=0,
+                                 intermediate_size=32, mtp_depth=2)
     model, batch, options = made(config), 64, dict(temperature=0.9, top_k=5, top_p=0.95, min_p=0.02)
     prompt = np.array([1, 4, 2, 5, 3])
     pairs = np.array([(a, b) for a in range(6) for b in range(6)])
