@@ -28,7 +28,7 @@ from flax import nnx
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference.cache import after_token
 from qwen3next_jax.inference.plain import Emitted
-from qwen3next_jax.inference.sampling import Sampling, draw, log_probabilities, position_keys
+from qwen3next_jax.inference.sampling import Sampling, draw, likeliest, log_probabilities, position_keys
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
@@ -141,7 +141,7 @@ def _verify(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting
     hidden_BJD, cache = model.decode(tokens_BJ, state.position[:, None] + offset_J, state.cache, mesh=mesh, each=True)
     logits_BJV = model.logits(hidden_BJD)
     if greedy:
-        new_BJ = jnp.argmax(logits_BJV, axis=-1).astype(jnp.int32)
+        new_BJ = likeliest(logits_BJV)
         accepted_B = _leading(new_BJ[:, :k] == state.drafts)
     else:
         log_p_BJV = log_probabilities(logits_BJV, sampling, filters)
@@ -181,7 +181,7 @@ def _draft(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting,
             last_B1D, mtp_cache = predict(*(_take(x, last_B1) for x in (before_BWD, tokens_BW, t_BW)), mtp_cache)
         logits_BV = model.logits(last_B1D[:, 0])
         if greedy:
-            draft_B, log_q_BV = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), state.log_q[:, d]
+            draft_B, log_q_BV = likeliest(logits_BV), state.log_q[:, d]
         else:
             log_q_BV = log_probabilities(logits_BV, sampling, filters)
             draft_B = draw(log_q_BV, seed, state.position + accepted_B + 2 + d, purpose=3)
