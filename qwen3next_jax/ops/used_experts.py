@@ -3,8 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-FEW_TOKENS = 24  # up to which this is faster than sorting the choices
 _ROWS = 4  # a product of fewer takes as long: that of reading the weights
+
+
+def few_tokens(tokens: int, choices: int, experts: int, layer=()) -> bool:
+    """Whether `used_experts` is faster than sorting the choices."""
+    return tokens <= (64 if _together(tokens, choices, experts, layer) else 24)
 
 
 def used_experts(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
@@ -18,8 +22,7 @@ def used_experts(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
       [R, D], the sum of each token's choices, weighted. Not differentiable.
     """
     (r, a), e = expert_RA.shape, gate_up.shape[-4]
-    # Cutting an expert out takes as long as its products; of a stack of layers all would have to be.
-    if r > 2 and 2 * r * a > e and not layer:
+    if _together(r, a, e, layer):
         return _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down)
     # Two rows at least, as XLA on CPU reads a matrix from memory at half the rate for one.
     x_RD, weight_RA = (jnp.pad(x, ((0, max(2 - r, 0)), (0, 0))) for x in (x_RD, weight_RA))
@@ -35,6 +38,11 @@ def used_experts(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
         hidden = jnp.einsum("rd,dci->rci", x_RD, gate_up[*layer, k])
         return y_RD + (jax.nn.silu(hidden[:, 0]) * hidden[:, 1] * weight_ER[k][:, None]) @ down[*layer, k]
     return jax.lax.fori_loop(0, count, add, jnp.zeros_like(x_RD))[:r]
+
+
+def _together(tokens, choices, experts, layer) -> bool:
+    """Whether all experts are read: where most are used, as cutting one out takes as long as its products. Of a stack all would be."""
+    return tokens > 2 and 2 * tokens * choices > experts and not layer
 
 
 def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
