@@ -369,10 +369,12 @@ def test_chat_templates(template, message, tmp_path):
 
 
 def test_all_end_tokens_count(tmp_path):
-    assert end_tokens(tmp_path) == set()
+    assert end_tokens(tmp_path, 8) == set()
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
-    assert end_tokens(tmp_path) == {3, 5, 7}
+    assert end_tokens(tmp_path, 8) == {3, 5, 7}
+    with pytest.raises(UserError, match=re.escape("config.json: eos_token_id = [7]: expected a token's number, 0 … 6")):
+        end_tokens(tmp_path, 7)
 
 
 @pytest.mark.parametrize(("values", "message"), [
