@@ -64,7 +64,7 @@ def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> j
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
-    """[..., V] → [...] int32, the first of the largest. On a CPU `jnp.argmax` takes one number at a time: 0.95 ms for 151,936, not 0.05."""
+    """[..., V] → [...] int32, the first of the largest. `jnp.argmax` takes one number at a time on a CPU, 18 times as long for 151,936."""
     size = logits.shape[-1]
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
     return jnp.minimum(jnp.min(jnp.where(is_largest, jnp.arange(size, dtype=jnp.int32), size), axis=-1), size - 1)  # none of NaNs
