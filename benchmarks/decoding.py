@@ -192,7 +192,6 @@ def _rounds(args: argparse.Namespace) -> None:
 
     def program(batch: int, drafts: int, part: str):
         form = speculative if drafts else plain
-        starts = [jnp.full(batch, n, jnp.int32) for n in (64, 10**6)]
         options = dict(drafts=drafts, greedy=True) if drafts else {}
 
         def verify(model, carry):
@@ -213,7 +212,7 @@ def _rounds(args: argparse.Namespace) -> None:
             hidden_BJD = jnp.ones((batch, drafts + 1, model.config.hidden_size), model.config.dtype)
             one = {"verify": verify, "draft": draft}[part]
             return jax.lax.fori_loop(0, rounds, lambda _, carry: one(model, carry), (state, hidden_BJD))[0]
-        start = lambda: form.start(model, 512, jnp.asarray(_prompts(batch, 1, model.config.vocab_size))[:, 0], *starts, **options)
+        start = lambda: form.start(model, 512, *(jnp.full(batch, n, jnp.int32) for n in (32, 64, 10**6)), **options)
         run = jax.jit(run, donate_argnums=1).lower(params, start()).compile()
 
         def seconds() -> float:
