@@ -183,6 +183,10 @@ def _drafting(args: argparse.Namespace) -> None:
                     print(f"batch {batch}, {k} drafts: {wall:7,.0f} tokens/s, {wall / plain_wall:.2f} × plain (per CPU second "
                           f"{cpu / plain_cpu:.2f} ×); {a_pass:.2f} tokens per trunk pass, a round costs "
                           f"{a_pass * plain_wall / wall:.2f} plain steps; accepted by depth {by_depth or '–'}", flush=True)
+        for k in range(1, 5 if batch > 1 else 1):
+            rounds = [_timed(model, [prompt], new, speculative=k)[-1].passes for prompt in prompts]
+            print(f"batch {batch}, {k} drafts: alone its rows take {min(rounds)} … {max(rounds)} rounds, {np.mean(rounds):.0f} on average; "
+                  "together all run until the last has ended", flush=True)
 
 
 def _rounds(args: argparse.Namespace) -> None:
