@@ -20,17 +20,17 @@ from qwen3next_jax.ops.pallas_causal_conv1d import ages, gradient_before
 
 APART = 0.02  # relative L2, of two results rounded to bfloat16
 INTERPRETER = plgpu.InterpretGPUParams()
-TOKENS = (128, 64, 32)  # of a block: the first that divides T
+TOKENS = 32  # of a block; more take shared memory from other blocks, and are slower (docs/gpu.md)
 
 
 def platforms(name: str, activation: str | None, x, kernel) -> dict:
     """{"cuda": `forward` or `backward`} where the kernels take inputs [B, T, D] and were right when first tried, else nothing."""
-    if x.shape[1] < TOKENS[-1]:  # as decoding has
+    if x.shape[1] < TOKENS:  # as decoding has
         return {}
     why = kernel_trial.hopper_refusal()
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or x.shape[1] % TOKENS[-1] or x.shape[2] % 128 or not 2 <= kernel.shape[0] <= 8:
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or x.shape[1] % TOKENS or x.shape[2] % 128 or not 2 <= kernel.shape[0] <= 8:
         why = (f"has {x.shape[1]} tokens of {x.shape[2]} channels in {x.dtype} and a kernel of {kernel.shape[0]}: expected multiples of "
-               f"{TOKENS[-1]} and 128, bfloat16 or float32, 2 to 8")
+               f"{TOKENS} and 128, bfloat16 or float32, 2 to 8")
     return {"cuda": functools.partial(globals()[name], activation)} if kernel_trial.takes(trial(activation, x, kernel), why) else {}
 
 
@@ -42,7 +42,7 @@ def trial(activation, x, kernel) -> kernel_trial.Trial:
 
 def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
     """Two rows of two blocks of tokens, with three documents and padding and as one document, against autodiff of the sum written out."""
-    rng, size = np.random.default_rng(0), TOKENS[-1] if interpret else TOKENS[0]
+    rng, size = np.random.default_rng(0), TOKENS
     before, x, kernel, dy = (jnp.asarray(rng.normal(size=shape), dtype) for shape in (
         (2, width - 1, 256), (2, 2 * size, 256), (width, 256), (2, 2 * size, 256)))
     documents = jnp.asarray([[1] * (size - 1) + [2] * 2 + [3] * (size - 1), [4] * (size + 8) + [0] * (size - 8)])
@@ -55,9 +55,8 @@ def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[
 
     @jax.jit
     def got(ids):
-        settings = dict(interpret=interpret, tokens=size)
-        return (forward(activation, before, x, kernel, ids, **settings),
-                *backward(activation, before, x, kernel, ids, dy, **settings))
+        return (forward(activation, before, x, kernel, ids, interpret=interpret),
+                *backward(activation, before, x, kernel, ids, dy, interpret=interpret))
 
     @jax.jit
     def want(ids):
@@ -69,17 +68,17 @@ def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[
     return max(found, key=lambda item: item[1])
 
 
-def forward(activation, before, x, kernel, ids, *, interpret: bool = False, tokens: int | None = None):
-    """y [B, T, D]; the arguments are those of `pallas_causal_conv1d.forward`. `tokens`: of a block."""
-    call = _Call(activation, before, x, kernel, ages(ids, kernel.shape[0]), tokens)
+def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
+    """y [B, T, D]; the arguments are those of `pallas_causal_conv1d.forward`."""
+    call = _Call(activation, before, x, kernel, ages(ids, kernel.shape[0]))
     return call(_forward, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret)[0]
 
 
-def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False, tokens: int | None = None):
+def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Gradients of `forward`: of before, x and kernel."""
     age = ages(ids, kernel.shape[0])
-    call = _Call(activation, before, x, kernel, age, tokens)
-    sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // call.tokens, *kernel.shape), jnp.float32)
+    call = _Call(activation, before, x, kernel, age)
+    sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // TOKENS, *kernel.shape), jnp.float32)
     dx, dkernel = call(_backward, "backward", [dy], [jax.ShapeDtypeStruct(x.shape, x.dtype), sums], kernel.shape[0] - 1, interpret)
     return gradient_before(activation, before, x, kernel, age, dy), dx, jnp.sum(dkernel, axis=(0, 1)).astype(kernel.dtype)
 
@@ -87,29 +86,28 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False,
 class _Call:
     """What the kernels know of a call, and the call itself."""
 
-    def __init__(self, activation, before, x, kernel, age, tokens):
+    def __init__(self, activation, before, x, kernel, age):
         self.activation, self.width, self.aged = activation, kernel.shape[0], age is not None
-        self.tokens = tokens or next(n for n in TOKENS if x.shape[1] % n == 0)
         self.channels = 256 if x.shape[2] % 256 == 0 else 128
         self.shape, self.inputs = x.shape, [x, before.astype(x.dtype), kernel.astype(jnp.float32)] + [age] * self.aged
 
     def __call__(self, body, name, inputs, outputs, behind: int, interpret: bool):
         """`behind`: how many tokens behind a block it reads."""
-        rows, dtype, backward = self.tokens + behind, self.inputs[0].dtype, behind > 0
+        rows, dtype, backward = TOKENS + behind, self.inputs[0].dtype, behind > 0
         scratch = [plgpu.SMEM((self.width - 1 + rows, self.channels), dtype), plgpu.SMEM((rows, self.channels), dtype)]
-        scratch += [plgpu.SMEM((self.tokens + 32 * backward,), jnp.int32)] * self.aged
+        scratch += [plgpu.SMEM((TOKENS + 32 * backward,), jnp.int32)] * self.aged
         scratch.append(plgpu.Barrier(num_arrivals=2 + self.aged + (2 + self.aged + 1) * backward))
         batch, time, d = self.shape
         with jax.enable_x64(False):
             return plgpu.kernel(
                 functools.partial(body, self), out_type=tuple(outputs), scratch_types=tuple(scratch), kernel_name=f"causal_conv1d_{name}",
-                grid=(d // self.channels, time // self.tokens, batch), grid_names=("channels", "tokens", "batch"),
+                grid=(d // self.channels, time // TOKENS, batch), grid_names=("channels", "tokens", "batch"),
                 interpret=INTERPRETER if interpret else None)(*self.inputs, *inputs)
 
     def place(self):
         """(row of the batch, block of tokens, its first token, its channels)."""
         t = jax.lax.axis_index("tokens")
-        return jax.lax.axis_index("batch"), t, t * self.tokens, pl.ds(jax.lax.axis_index("channels") * self.channels, self.channels)
+        return jax.lax.axis_index("batch"), t, t * TOKENS, pl.ds(jax.lax.axis_index("channels") * self.channels, self.channels)
 
     def load(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
         """Starts the copies of a block's inputs, of those before it and of its ages."""
@@ -118,9 +116,9 @@ class _Call:
         edge = xs.at[pl.ds(0, self.width - 1)]
         pl.when(t == 0)(lambda: copy(before_gmem.at[b, :, channels], edge))
         pl.when(t > 0)(lambda: copy(gmem.at[b, pl.ds(first - (self.width - 1), self.width - 1), channels], edge))
-        copy(gmem.at[b, pl.ds(first, self.tokens), channels], xs.at[pl.ds(self.width - 1, self.tokens)])
+        copy(gmem.at[b, pl.ds(first, TOKENS), channels], xs.at[pl.ds(self.width - 1, TOKENS)])
         if self.aged:
-            copy(age_gmem.at[b, pl.ds(first, self.tokens)], ages_ref.at[pl.ds(0, self.tokens)])
+            copy(age_gmem.at[b, pl.ds(first, TOKENS)], ages_ref.at[pl.ds(0, TOKENS)])
         return copy
 
     def own(self, x, age, back: int):
@@ -159,9 +157,9 @@ def _forward(call, *refs):
         ys[r] = (z * jax.nn.sigmoid(z) if call.activation == "silu" else z).astype(ys.dtype)
         return taps[:-1]
 
-    jax.lax.fori_loop(0, call.tokens, step, tuple(_row(xs, call.width - 2 - i) for i in range(call.width - 1)))
+    jax.lax.fori_loop(0, TOKENS, step, tuple(_row(xs, call.width - 2 - i) for i in range(call.width - 1)))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(ys, y_gmem.at[b, pl.ds(first, call.tokens), channels])
+    plgpu.copy_smem_to_gmem(ys, y_gmem.at[b, pl.ds(first, TOKENS), channels])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -170,7 +168,7 @@ def _backward(call, *refs):
     alone. The last block copies its own last tokens in their place, and takes them as zero."""
     x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = _refs(call, refs, 2, True)
     b, t, first, channels = call.place()
-    edge, rows = call.width - 1, call.tokens
+    edge, rows = call.width - 1, TOKENS
     copy = call.load(x_gmem, before, age_gmem, xs, ages_ref, arrived)
     copy(dy_gmem.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
     behind = pl.ds(jnp.minimum(first + rows, call.shape[1] - edge), edge)

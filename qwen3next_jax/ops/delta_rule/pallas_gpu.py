@@ -36,6 +36,7 @@ class Problem:
     normalize: bool
     erase: bool
     save: bool = False
+    interpret: bool = False
     pieces: int = 1  # of every row, in the passes of the state
     map_tiles: tuple[int, int] | None = None  # of a pass that makes maps: their blocks of 64 channels, the value's and the key's
 
@@ -62,8 +63,9 @@ class Problem:
 
     @property
     def warpgroups(self) -> int:
-        """Of a block in the passes of the state: each has 64 channels of the value, all share what is read of q and k."""
-        return 1 if self.columns % 2 else 2
+        """Of a block in the passes of the state: each has 64 channels of the value; two share what is read of q and k, where there are
+        not processors for all."""
+        return 1 if self.columns % 2 or self.pieces * self.batch * self.value_heads * self.columns <= PROCESSORS else 2
 
     @property
     def maps(self) -> bool:
@@ -119,49 +121,47 @@ class Problem:
         x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.share, self.key)
         return x[:, :, :, 0] if self.share == 1 else jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
-    def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, interpret: bool, **threads):
+    def call(self, body, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, **threads):
         """`body` over the grid: arrays in, named arrays out."""
         with jax.enable_x64(False):
             out = plgpu.kernel(
                 functools.partial(body, self), out_type=tuple(outputs.values()), scratch_types=tuple(scratch), grid=tuple(grid.values()),
                 grid_names=tuple(grid), kernel_name=f"gated_delta_rule_{name}",
-                interpret=INTERPRETER if interpret else None, **threads,
+                interpret=INTERPRETER if self.interpret else None, **threads,
             )(*inputs)
         return dict(zip(outputs, out))
 
-    def over_chunks(self, body, name: str, outputs: dict, scratch: list, inputs: list, interpret: bool):
-        """The same for a pass of the state: a block for every 128 channels of every value head."""
+    def over_chunks(self, body, name: str, outputs: dict, scratch, inputs: list):
+        """The same for a pass of the state: a block for every 128 channels of every value head, or 64. `scratch`: for what it gives."""
         maps_forward = self.maps and body is kernels.forward_kernel
-        copies = 2 * self.key_tiles + self.warpgroups + 3 + 2 * self.erase - maps_forward * (self.key_tiles + 1)
+        copies = self.warpgroups + 5 + self.erase - 2 * maps_forward
         barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, self.warpgroups)]
         grid = dict(value_tiles=self.columns // self.warpgroups, heads=self.value_heads, batch=self.pieces * self.batch)
-        return self.call(body, name, grid, outputs, [*scratch, *barriers], inputs, interpret,
+        return self.call(body, name, grid, outputs, [*self.state_scratch(), scratch, *barriers], inputs,
                          num_threads=self.warpgroups, thread_name="warpgroups")
 
     def piecewise(self, x):
         """[pieces · B, …] as [pieces, B, …]."""
         return x.reshape(self.pieces, self.batch, *x.shape[1:])
 
-    def maps_of_pieces(self, values: int, inputs: list, interpret: bool):
+    def maps_of_pieces(self, values: int, inputs: list):
         """What each piece does to the state S that enters, M S + U: U and M, [pieces, B, H, K, …] float32, U of so many of the value's
         blocks."""
         p = dataclasses.replace(self, save=False, map_tiles=(values, self.key_tiles))
-        outputs = dict(maps=p.shaped(p.pieces * p.batch, p.value_heads, p.key, p.columns * C, dtype=jnp.float32))
-        maps = p.over_chunks(kernels.forward_kernel, "maps", outputs, p.forward_scratch(), inputs, interpret)["maps"]
-        return jnp.split(p.piecewise(maps), [values * C], axis=-1)
-
-    def forward_scratch(self) -> list:
-        return self.state_scratch() + [tiles(self.warpgroups, self.key_tiles), tiles(self.warpgroups, 2)]
+        outputs = dict(maps=p.shaped(p.pieces * p.batch, p.value_heads, p.columns * C, p.key, dtype=jnp.float32))
+        maps = p.over_chunks(kernels.forward_kernel, "maps", outputs, tiles(1), inputs)["maps"]
+        return jnp.split(flipped(p.piecewise(maps)), [values * C], axis=-1)
 
     def state_scratch(self) -> list:
-        """For q, k, v or dO, P, the inverse and the numbers of a chunk, as often as chunks are there at a time."""
-        n, keys = self.stages, tiles(self.stages, self.key_tiles)
-        return [keys, keys, tiles(n, self.warpgroups), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8)]
+        """For q, k, v or dO, P, the inverse and the numbers of a chunk, as often as chunks are there at a time; for states."""
+        n, keys = self.stages, tiles(self.stages, width=self.key)
+        return [keys, keys, tiles(n, self.warpgroups), tiles(n), tiles(n, 2), rows(n, 6), rows(n, 8),
+                tiles(self.warpgroups, height=self.key)]
 
     def shaped(self, *shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def by_chunk(self, q, k, by_token, inverses: bool, interpret: bool):
+    def by_chunk(self, q, k, by_token, inverses: bool):
         """What a chunk makes by itself: numbers [B, H, N, 6, C], P beta [B, H, N, C, C], the inverses [N, B, H, 2, C, C] in halves."""
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
@@ -171,7 +171,11 @@ class Problem:
         scratch = [tiles(self.key_tiles), tiles(self.key_tiles), narrow, narrow, narrow, rows(8), rows(6),
                    plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier()]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
-        return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token], interpret)
+        return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token])
+
+
+def flipped(x):
+    return jnp.swapaxes(x, -1, -2)
 
 
 def to_residual(inverses):
@@ -200,45 +204,46 @@ def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool
             pieces: int | None = None):
     """As `chunked.forward`, in chunks of 64 for any `size`. The inverses are those of I + M beta, in `to_residual`'s form. `pieces`: of
     a row, at the same time; None for as many as are worth it."""
-    p = Problem.of(x, pieces, normalize=normalize_qk, erase=erase, save=save)
+    p = Problem.of(x, pieces, normalize=normalize_qk, erase=erase, save=save, interpret=interpret)
     q, k, v = (p.pad(y) for y in x[:3])
     by_token = p.rows(x)
-    made = p.by_chunk(q, k, by_token, erase and inverses is None, interpret)
+    made = p.by_chunk(q, k, by_token, erase and inverses is None)
     inputs, initial = [q, k, v, made["numbers"], by_token, made["p"]], initial_state.astype(jnp.float32)
     if erase:
         inverses = made["inverses"] if inverses is None else from_residual(inverses, p.value_heads)
         inputs.append(inverses)
     if p.pieces > 1:
-        u, m = p.maps_of_pieces(p.value_tiles, inputs, interpret)
+        u, m = p.maps_of_pieces(p.value_tiles, inputs)
         initial = associative.states((m, u), initial, EXACT, reverse=False)[0].reshape(-1, *p.state_shape[1:])
-    outputs = dict(final=p.shaped(p.pieces * p.batch, *p.state_shape[1:], dtype=jnp.float32), o=p.shaped(*v.shape))
+    transposed = p.shaped(p.pieces * p.batch, p.value_heads, p.value, p.key, dtype=jnp.float32)
+    outputs = dict(final=transposed, o=p.shaped(*v.shape))
     if save:
         outputs["states"] = p.shaped(p.chunks, *p.state_shape)
-    out = p.over_chunks(kernels.forward_kernel, "forward", outputs, p.forward_scratch(), [*inputs, initial], interpret)
-    o, final = out["o"][:, : x.v.shape[1]], p.piecewise(out["final"])[-1]
+    out = p.over_chunks(kernels.forward_kernel, "forward", outputs, tiles(p.warpgroups), [*inputs, flipped(initial)])
+    o, final = out["o"][:, : x.v.shape[1]], flipped(p.piecewise(out["final"])[-1])
     return (o, final, out["states"], to_residual(inverses) if erase else None) if save else (o, final, None, None)
 
 
 def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool,
              pieces: int | None = None):
     """As `chunked.backward`; `pieces` as in `forward`."""
-    p = Problem.of(x, pieces, normalize=normalize_qk, erase=erase)
+    p = Problem.of(x, pieces, normalize=normalize_qk, erase=erase, interpret=interpret)
     time = x.v.shape[1]
     q, k, v, do = (p.pad(y) for y in (*x[:3], do.astype(x.v.dtype)))
     by_token = p.rows(x)
-    made = p.by_chunk(q, k, by_token, False, interpret)
+    made = p.by_chunk(q, k, by_token, False)
     known = [from_residual(inverses, p.value_heads)] if erase else []
     numbers, dlast = [made["numbers"], by_token, made["p"], *known], dfinal.astype(jnp.float32)
-    dfirst = dict(dinitial=p.shaped(p.pieces * p.batch, *p.state_shape[1:], dtype=jnp.float32))
+    dfirst = dict(dinitial=p.shaped(p.pieces * p.batch, p.value_heads, p.value, p.key, dtype=jnp.float32))
     if p.pieces > 1:
-        _, m = p.maps_of_pieces(0, [q, k, v, *numbers], interpret)
+        _, m = p.maps_of_pieces(0, [q, k, v, *numbers])
         of_map = dataclasses.replace(p, map_tiles=(p.value_tiles, 0))
-        d = of_map.over_chunks(kernels.backward_kernel, "map_backward", dfirst, p.forward_scratch(), [q, k, do, *numbers], interpret)
-        maps = jnp.swapaxes(m, -1, -2), p.piecewise(d["dinitial"])
+        d = of_map.over_chunks(kernels.backward_kernel, "map_backward", dfirst, tiles(1), [q, k, do, *numbers])
+        maps = flipped(m), flipped(p.piecewise(d["dinitial"]))
         dlast = associative.states(maps, dlast, EXACT, reverse=True)[0].reshape(-1, *p.state_shape[1:])
     outputs = dfirst | dict(dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape))
-    out = p.over_chunks(kernels.backward_kernel, "backward", outputs, p.forward_scratch(), [q, k, do, *numbers, dlast], interpret)
-    dinitial = p.piecewise(out["dinitial"])[0]
+    out = p.over_chunks(kernels.backward_kernel, "backward", outputs, tiles(p.warpgroups, 2), [q, k, do, *numbers, flipped(dlast)])
+    dinitial = flipped(p.piecewise(out["dinitial"])[0])
 
     by_head = p.shaped(*v.shape[:3], p.key)
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
@@ -250,7 +255,7 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
                plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
                plgpu.Barrier(num_barriers=streamed)]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
-    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, scratch, inputs, interpret)
+    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, scratch, inputs)
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
     dg, dbeta = (p.by_token(found["sums"][:, :, :, i])[:, :time] for i in range(2))
     return dq, dk, out["dv"][:, :time], dg, dbeta, dinitial

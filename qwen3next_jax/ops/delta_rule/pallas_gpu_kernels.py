@@ -22,14 +22,57 @@ K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-def tiles(*count, columns: int = C):
+def tiles(*count, height: int = C, width: int = C, columns: int = C):
     """Shared memory for so many bfloat16 tiles, of which products take so many columns at a time."""
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
-    return plgpu.SMEM((*count, C, C), jnp.bfloat16, transforms=transforms)
+    return plgpu.SMEM((*count, height, width), jnp.bfloat16, transforms=transforms)
 
 
 def rows(*count):
     return plgpu.SMEM((*count, C), jnp.float32)
+
+
+class Sum:
+    """[C, columns] float32, to which products are added by and by; a left operand may lie in registers."""
+
+    def __init__(self, ref):
+        self.ref = ref
+
+    def start(self, x):
+        self.ref[...] = x
+
+    def add(self, a, b):
+        plgpu.wgmma(self.ref, a, b)
+
+    def __call__(self, in_flight: int = 0):
+        """Its value, once no more than so many products, the last ones, are not done. The barrier keeps the compiler from taking a step
+        with the registers, a change of sign, ahead of that wait: without, minus a sum was seen to be zeros on an H100."""
+        x = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight))
+        return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+
+class InterpretedSum:
+    """The same where a CPU interprets: its wgmma takes no registers, and its sums start from zero."""
+
+    def __init__(self):
+        self.value = 0.0
+
+    def start(self, x):
+        self.value = x
+
+    def add(self, a, b):
+        a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
+        self.value = self.value + jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+    def __call__(self, in_flight: int = 0):
+        return self.value
+
+
+def with_sums(p, widths, body):
+    """What `body` returns, given a sum of every width."""
+    if p.interpret:
+        return body(*(InterpretedSum() for _ in widths))
+    return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *[plgpu.ACC((C, width)) for width in widths])
 
 
 def products(*sums):
@@ -38,7 +81,7 @@ def products(*sums):
         for sum_ref, pairs in zip(sum_refs, sums):
             for a, b in pairs:
                 plgpu.wgmma(sum_ref, a, b)
-        return [plgpu.layout_cast(sum_ref[...], plgpu.Layout.WGMMA) for sum_ref in sum_refs]
+        return [Sum(sum_ref)() for sum_ref in sum_refs]
     return pl.run_scoped(accumulate, *[plgpu.ACC((C, pairs[0][1].shape[1])) for pairs in sums])
 
 
@@ -52,9 +95,10 @@ def transposed(tile):
 
 
 def halves(x):
-    """A float32 array as two bfloat16 ones: its high part and what that leaves."""
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    """A float32 array as two bfloat16 ones: its high part, cut off, and what that leaves. By the bits, since a conversion of one number
+    at a time, which rounding takes, is slow."""
+    high = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
 def put(tile_refs, *arrays):
@@ -205,22 +249,19 @@ def each_chunk(p, loads, arrived, read, first_to_last: bool, body, carry):
 
 
 def load_state(p, gmem, h, c):
-    """Tiles of the piece's float32 state: its channels of the key by the block c of the value's."""
-    at = jax.lax.axis_index("batch")
-    return tuple(plgpu.load(gmem.at[at, h, channels(t), channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
-                 for t in range(p.key_tiles))
+    """The piece's state, transposed: the block c of the value's channels by all of the key, float32."""
+    at = gmem.at[jax.lax.axis_index("batch"), h, channels(c)]
+    return plgpu.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def store_state(p, gmem, h, c, state):
-    for t in range(p.key_tiles):
-        plgpu.store(gmem.at[jax.lax.axis_index("batch"), h, channels(t), channels(c)], state[t], optimized=False)
+    gmem[jax.lax.axis_index("batch"), h, channels(c)] = state
 
 
 def first_of_map(p, c):
     """Zeros for the value's blocks, the columns of one for the key's behind them."""
-    i, j = indices()
-    one = lambda t: (c - p.map_tiles[0] == t).astype(jnp.float32)
-    return tuple(jnp.where(i == j, 1.0, 0.0) * one(t) for t in range(p.key_tiles))
+    i, j = (plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+    return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
 
 
 def place(p):
@@ -229,16 +270,27 @@ def place(p):
     return jax.lax.rem(b, p.batch), h, w, c * p.warpgroups + w
 
 
+def load_transposed(tile):
+    return plgpu.load(transposed(tile), layout=plgpu.Layout.WGMMA)
+
+
+def send_transposed(x, tile, target, in_flight: int):
+    """An array to memory through a tile, once all but so many copies before have left theirs."""
+    plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+    transposed(tile)[...] = x.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, target)
+
+
 def loads_of(p, b, h, sources, targets):
     """What copies chunk n of a value head, the value tiles of all warpgroups, with what its key head and the chunk's numbers are, into
     a slot; not what has no source."""
     def loads(n, slot, barrier):
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
         *keys, values, products, numbers, rows, inverses = zip(sources, targets, strict=True)
-        for t in range(p.key_tiles):
-            for source, target in keys:
-                if source is not None:
-                    copy(source.at[b, tokens(n), jax.lax.div(h, p.share), channels(t)], target.at[slot, t])
+        for source, target in keys:
+            if source is not None:
+                copy(source.at[b, tokens(n), jax.lax.div(h, p.share)], target.at[slot])
         for w in range(p.warpgroups):
             c = jnp.minimum(jax.lax.axis_index("value_tiles") * p.warpgroups + w, p.value_tiles - 1)
             copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot, w])
@@ -246,14 +298,16 @@ def loads_of(p, b, h, sources, targets):
             if source is not None:
                 copy(source.at[b, h, n], target.at[slot])
         if p.erase:
-            for part in range(2):
-                copy(inverses[0].at[n, b, h, part], inverses[1].at[slot, part])
+            copy(inverses[0].at[n, b, h], inverses[1].at[slot])
     return loads
 
 
 def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
     """The state of a value head, 64 of its value channels in a warpgroup, over all chunks of a piece; o beside it. For a map the state
-    alone, which has blocks of channels behind the value's: without values, from one."""
+    alone, which has blocks of channels behind the value's: without values, from one.
+
+    State, errors and o are transposed, channels of the value by …: each is a left operand, which wgmma takes from registers, so that
+    nothing that the next chunk waits for goes through shared memory."""
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
     initial_gmem = None if p.maps else refs.pop(0)
@@ -261,38 +315,43 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
     o_gmem = None if p.maps else refs.pop(0)
     states_gmem = refs.pop(0) if p.save else None
     b, h, w, c = place(p)
-    q, k, v, p_ref, a, numbers, rows_ref, s, e, arrived, read_all = refs
-    s, e = s.at[w], e.at[w]
+    q, k, v, p_ref, a, numbers, rows_ref, s, o, arrived, read_all = refs
     if p.maps:
         q_gmem = p_gmem = None
     loads = loads_of(p, b, h, (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, v, p_ref, numbers, rows_ref, a))
 
     def chunk(n, slot, state):
-        here = numbers.at[slot]
-        put(s, *state)
-        if p.save:
-            for t in range(p.key_tiles):
-                plgpu.copy_smem_to_gmem(s.at[t], states_gmem.at[n, b, h, channels(t), channels(c)])
-        read = lambda rows: product(*((rows.at[slot, t], s.at[t]) for t in range(p.key_tiles)))
-        errors = plgpu.load(v.at[slot, w], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        if p.maps:
-            errors = errors * (c < p.map_tiles[0]).astype(jnp.float32)
-        if p.erase:
-            put(e, errors - down(here, K_GAMMA) * read(k))
-            errors = product((a.at[slot, 0], e.at[0]), (a.at[slot, 1], e.at[0]))
-        if not p.maps:
-            put(e, *halves(errors))
-            o = down(here, Q_GAMMA) * read(q) + product((p_ref.at[slot], e.at[0]), (p_ref.at[slot], e.at[1]))
-            v[slot, w] = o.astype(jnp.bfloat16)
-        put(e, *halves(down(here, K_RHO) * errors))
-        if not p.maps:
-            plgpu.copy_smem_to_gmem(v.at[slot, w], o_gmem.at[b, tokens(n), h, channels(c)])
-        carry = rows_ref[slot, GAMMA, C - 1]
-        write = lambda t: product(*((transposed(k.at[slot, t]), e.at[part]) for part in range(2)))
-        state = tuple(carry * state[t] + write(t) for t in range(p.key_tiles))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        return state
+        def products(of_k, outputs, errors, after):
+            here, before = numbers.at[slot], state.astype(jnp.bfloat16)
+            if p.erase:
+                of_k.add(before, transposed(k.at[slot]))
+            if not p.maps:
+                outputs.add(before, transposed(q.at[slot]))
+            if p.save:
+                send_transposed(before, s.at[w], states_gmem.at[n, b, h, :, channels(c)], in_flight=1)
+            values = load_transposed(v.at[slot, w]).astype(jnp.float32)
+            if p.maps:
+                values = values * (c < p.map_tiles[0]).astype(jnp.float32)
+            if p.erase:
+                values = (values - across(here, K_GAMMA) * of_k(0 if p.maps else 1)).astype(jnp.bfloat16)
+                for part in range(2):
+                    errors.add(values, transposed(a.at[slot, part]))
+            if not p.maps:
+                outputs.start(across(here, Q_GAMMA) * outputs(2 * p.erase))
+            after.start(rows_ref[slot, GAMMA, C - 1] * state)
+            if p.erase:
+                values = errors()
+            if not p.maps:
+                for part in halves(values):
+                    outputs.add(part, transposed(p_ref.at[slot]))
+            for part in halves(across(here, K_RHO) * values):
+                after.add(part, k.at[slot])
+            if not p.maps:
+                send_transposed(outputs(2), o.at[w], o_gmem.at[b, tokens(n), h, channels(c)], in_flight=int(p.save))
+            return after()
+
+        return with_sums(p, (C, C, C, p.key), products)
 
     first = first_of_map(p, c) if p.maps else load_state(p, initial_gmem, h, c)
     store_state(p, final_gmem, h, c, each_chunk(p, loads, arrived, read_all, True, chunk, first))
@@ -301,7 +360,7 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
 
 def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
     """The gradient of the state of a value head, 64 of its value channels in a warpgroup, over all chunks of a piece from the last; dV
-    beside it, in halves. For a map the gradient alone, from zero."""
+    beside it, in halves. For a map the gradient alone, from zero. All transposed, as in `forward_kernel`."""
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
     dfinal_gmem = None if p.maps else refs.pop(0)
@@ -309,36 +368,33 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
     dv_gmem, dv_low_gmem, dstates_gmem = [None] * 3 if p.maps else (refs.pop(0) for _ in range(3))
     b, h, w, c = place(p)
     q, k, do, p_ref, a, numbers, rows_ref, ds, dv, arrived, read_all = refs
-    ds, dv = ds.at[w], dv.at[w]
     loads = loads_of(p, b, h, (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, do, p_ref, numbers, rows_ref, a))
 
     def chunk(n, slot, dstate):
-        here = numbers.at[slot]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        put(ds, *dstate)
-        for t in range(0 if p.maps else p.key_tiles):
-            plgpu.copy_smem_to_gmem(ds.at[t], dstates_gmem.at[n, b, h, channels(t), channels(c)])
-        dvalues = down(here, K_RHO) * product(*((k.at[slot, t], ds.at[t]) for t in range(p.key_tiles)))
-        dvalues = dvalues + product((transposed(p_ref.at[slot]), do.at[slot, w]))
-        if p.erase:
-            put(dv, *halves(dvalues))
-            dvalues = product(*((transposed(a.at[slot, x]), dv.at[y]) for x, y in PARTS))
-        if not p.maps:
-            put(dv, *halves(dvalues))
-            plgpu.copy_smem_to_gmem(dv.at[0], dv_gmem.at[b, tokens(n), h, channels(c)])
-            plgpu.copy_smem_to_gmem(dv.at[1], dv_low_gmem.at[b, tokens(n), h, channels(c)])
-        reads = down(here, Q_GAMMA) * plgpu.load(do.at[slot, w], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        do[slot, w] = reads.astype(jnp.bfloat16)
-        plgpu.wait_smem_to_gmem(2, wait_read_only=True)  # of ds, whose first tile has another use now
-        put(ds, -down(here, K_GAMMA) * dvalues)
-        carry = rows_ref[slot, GAMMA, C - 1]
+        def products(of_k, of_p, values, after):
+            here, before = numbers.at[slot], dstate.astype(jnp.bfloat16)
+            of_k.add(before, transposed(k.at[slot]))
+            doutputs = load_transposed(do.at[slot, w])
+            of_p.add(doutputs, p_ref.at[slot])
+            if not p.maps:
+                send_transposed(before, ds.at[w], dstates_gmem.at[n, b, h, :, channels(c)], in_flight=2)
+            dvalues = across(here, K_RHO) * of_k(1) + of_p()
+            if p.erase:
+                high, low = halves(dvalues)
+                for x, part in ((high, 0), (high, 1), (low, 0)):
+                    values.add(x, a.at[slot, part])
+            after.start(rows_ref[slot, GAMMA, C - 1] * dstate)
+            after.add((across(here, Q_GAMMA) * doutputs.astype(jnp.float32)).astype(jnp.bfloat16), q.at[slot])
+            if p.erase:
+                dvalues = values(1)
+                after.add((-across(here, K_GAMMA) * dvalues).astype(jnp.bfloat16), k.at[slot])
+            if not p.maps:
+                for i, (x, gmem) in enumerate(zip(halves(dvalues), (dv_gmem, dv_low_gmem))):
+                    send_transposed(x, dv.at[w, i], gmem.at[b, tokens(n), h, channels(c)], in_flight=2)
+            return after()
 
-        def read(t):
-            pairs = ((transposed(q.at[slot, t]), do.at[slot, w]), (transposed(k.at[slot, t]), ds.at[0]))
-            return product(*pairs[: 1 + p.erase])
-
-        return tuple(carry * dstate[t] + read(t) for t in range(p.key_tiles))
+        return with_sums(p, (C, C, C, p.key), products)
 
     last = first_of_map(p, c) if p.maps else load_state(p, dfinal_gmem, h, c)
     store_state(p, dinitial_gmem, h, c, each_chunk(p, loads, arrived, read_all, False, chunk, last))
