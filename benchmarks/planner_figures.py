@@ -61,12 +61,12 @@ def main():
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         print("| " + " | ".join(row(p)) + " |")
-    print_parts(plans.values(), lambda p: f"{p['topology']} {mesh_text(p['mesh'])}")
+    print_parts(plans.values(), lambda p: f"{label(p)} {mesh_text(p['mesh'])}")
     print("\n| slice | seconds waited for | bytes sent a device, GB |\n|---|---|---|")
     for p in filter(fits, plans.values()):
         waits = ", ".join(f"{name} {seconds:.3f}" for name, seconds in p["bound_seconds"].items() if seconds >= 5e-4)
         sent = ", ".join(f"{'+'.join(n['axes'])} {n['collective']} {n['bytes'] / 1e9:.1f}" for n in p["network"][:5])
-        print(f"| {p['topology']} {mesh_text(p['mesh'])} | {waits} | {sent} |")
+        print(f"| {label(p)} {mesh_text(p['mesh'])} | {waits} | {sent} |")
     print_parts(remat, lambda p: p["remat"])
     print("\n| remat | TFLOP executed, of the model | GB through HBM | step s | MFU |\n|---|---|---|---|---|")
     for p in remat:
@@ -84,6 +84,11 @@ def fits(p):
 
 def verdict(p):
     return "failed" if p["failed"] else "does not fit"
+
+
+def label(p):
+    """Its slice; the model, too, if it is not the released one."""
+    return p["topology"] + f" ({p['config']})" * (p["config"] != "qwen3_next_80b_a3b")
 
 
 def print_parts(plans, label):
@@ -108,7 +113,7 @@ def make(name, path):
 
 
 def row(p):
-    first = [p["topology"], str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""), mesh_text(p["mesh"]),
+    first = [label(p), str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""), mesh_text(p["mesh"]),
              f"{p['batch_size']:,} × {p['sequence_length']:,}", f"{p['remat']} × {p['gradient_accumulation']}"]
     memory = f", {p['compile_memory_bytes'] / 2**30:.1f} GiB" if p["compile_memory_bytes"] else ""
     last = f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f}){memory}, {p['optimization_level']}"
