@@ -3,18 +3,20 @@
     uv run --extra gpu python benchmarks/gpu.py [--config configs/small.py] [--json gpu.json]
     python benchmarks/gpu.py --interpret          the same code on a CPU, tiny and interpreted: its times say nothing
 
-Nothing here has ever run on a GPU. First every kind of call against the float64 recurrence (on the CPU) and against the XLA form (on
-the device): after a wrong one nothing is timed. Then forward, and forward and backward, at 1 x 32,768 and 4 x 8,192 tokens, 16 key and
-32 value heads of 128, bfloat16, in turns: the kernels, the XLA form, flash-linear-attention's (`fla`, torch) where it can be imported,
-and beside them the least time that the bytes and products leave (docs/gpu.md). tokamax's kernels are tried against the XLA form, too, and
-timed beside it at the sizes of configs/small.py. Then the config's training step with either form of the delta rule:
+First every kind of call against the float64 recurrence (on the CPU) and against the XLA form (on the device): after a wrong one nothing
+is timed. Then forward, and forward and backward, at 1 x 32,768 and 4 x 8,192 tokens, 16 key and 32 value heads of 128, bfloat16, in
+turns of some calls: the kernels, the XLA form, flash-linear-attention's (`fla`, torch) and jax-linear-attention's (`jla`) where they can
+be imported, and beside them the least time that the bytes and products leave (docs/gpu.md). tokamax's kernels are tried against the XLA
+form, too, and timed beside it at the sizes of configs/small.py. Then the config's training step with all kernels and with none:
 tokens/s, MFU against 989 TFLOP/s. Everything also goes to the JSON file: please send it to the authors.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -32,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul, pallas_gpu_ragged
+from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul, kernel_trial, pallas_gpu_ragged
 from qwen3next_jax.ops import pallas_gpu_causal_conv1d as convolution
 from qwen3next_jax.ops import pallas_gpu_gated_norm as norm
 from qwen3next_jax.ops.attention import pallas_gpu as attention_gpu
@@ -77,16 +79,22 @@ def errors(sizes) -> dict:
     return {n: float(np.linalg.norm(got[n] - np.asarray(w)) / np.linalg.norm(np.asarray(w))) for n, w in want.items()}
 
 
-def correctness(interpret: bool) -> tuple[list, bool]:
+def of_widths(key: int, value: int, interpret: bool) -> tuple[dict, dict]:
+    """Errors of the kernels for heads of these widths, and those of them that are too large."""
+    line = errors((1, 130, 1, 2, key, value))
+    bad = {n: e for n, e in line.items() if not e <= BARS.get(n, 0.03)}
+    for normalize, erase in ((True, True),) if interpret or key != value else ((True, True), (False, True), (True, False)):
+        name, apart = pallas_gpu_trial.worst(key, value, normalize, erase, normalize and erase, interpret)
+        if not apart <= pallas_gpu_trial.APART:
+            bad[f"{name} against XLA, normalize {normalize}, erase {erase}"] = apart
+    return line, bad
+
+
+def correctness(compared: dict, interpret: bool) -> tuple[list, bool]:
+    """`compared`: what `of_widths` gives of (key, value), to come."""
     found, right = [], True
-    widths = [(64, 64)] if interpret else [(k, v) for k in (64, 128, 256) for v in (64, 128, 256)]
-    for key, value in widths:
-        line = errors((1, 130, 1, 2, key, value))
-        bad = {n: e for n, e in line.items() if not e <= BARS.get(n, 0.03)}
-        for normalize, erase in ((True, True),) if interpret else ((True, True), (False, True), (True, False)):
-            name, apart = pallas_gpu_trial.worst(key, value, normalize, erase, normalize and erase, interpret)
-            if not apart <= pallas_gpu_trial.APART:
-                bad[f"{name} against XLA, normalize {normalize}, erase {erase}"] = apart
+    for (key, value), result in compared.items():
+        line, bad = result.result()
         right &= not bad
         found.append(dict(key=key, value=value, errors=line, wrong=bad))
         print(f"K {key:3} V {value:3}: {'WRONG ' + str(bad) if bad else 'right'}; against float64 o {line['o']:.2%}, worst gradient "
@@ -99,8 +107,8 @@ def correctness(interpret: bool) -> tuple[list, bool]:
     return found, right
 
 
-def fla(sizes):
-    """{pass: function that runs it and waits} of flash-linear-attention; {} where it cannot be imported."""
+def fla(sizes) -> dict:
+    """{pass: function that runs it} of flash-linear-attention; {} where it cannot be imported."""
     try:
         import torch
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -113,46 +121,91 @@ def fla(sizes):
     g, beta = (f(torch.randn(batch, time_, heads, device="cuda")) for f in (torch.nn.functional.logsigmoid, torch.sigmoid))
 
     def forward():
-        o = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
-        torch.cuda.synchronize()
-        return o
+        chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+        return torch.cuda.synchronize
 
     def both():
         torch.autograd.backward(chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0], do)
-        torch.cuda.synchronize()
+        return torch.cuda.synchronize
 
     return {"forward": forward, "forward + backward": both}
 
 
+def jla(pool, sizes, x, do) -> dict:
+    """The same of jax-linear-attention, which also has the heads of the keys repeated."""
+    try:
+        from jla.ops.mosaic_gpu.gated_delta_rule import gated_delta_rule as other
+    except ImportError as error:
+        print(f"jax-linear-attention: not there ({error})")
+        return {}
+    q, k = (jnp.repeat(x[name], sizes[3] // sizes[2], axis=2) for name in "qk")
+    forward = lambda *inputs: other(*inputs, use_qk_l2norm=True)[0]
+    both = lambda do, *inputs: jax.vjp(forward, *inputs)[1](do.astype(inputs[2].dtype))
+    inputs = q, k, x["v"], x["g"], x["beta"]
+    return {"forward": compiling(pool, forward, *inputs), "forward + backward": compiling(pool, both, do, *inputs)}
+
+
+def runs(name: str, function) -> bool:
+    try:
+        wait(function())
+    except Exception as error:  # whatever a peer says of this machine
+        print(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
+        return False
+    return True
+
+
+def wait(result):
+    result() if callable(result) else jax.block_until_ready(result)
+
+
+CALLS = 5  # of a turn, one behind the other, so that what the host does to start one is not waited for
+
+
 def in_turns(functions: dict, rounds: int) -> dict:
-    """Median seconds of each, after two runs to warm up."""
+    """Median seconds of a call of each, after two turns to warm up."""
     seconds = {name: [] for name in functions}
     for i in range(rounds + 2):
         for name, function in functions.items():
             begun = time.perf_counter()
-            jax.block_until_ready(function())
+            for _ in range(CALLS):
+                result = function()
+            wait(result)
             if i >= 2:
-                seconds[name].append(time.perf_counter() - begun)
+                seconds[name].append((time.perf_counter() - begun) / CALLS)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def operator(interpret: bool, rounds: int) -> list:
-    found, device = [], jax.devices()[0].device_kind
-    bandwidth = next((b for name, b in BANDWIDTH.items() if name in device), None)
+def compiling(pool, function, *arguments):
+    """A call of the function with these arguments, the program to come: it is lowered here and compiled in the pool."""
+    program = pool.submit(jax.jit(function).lower(*arguments).compile)
+    return lambda: program.result()(*arguments)
+
+
+def operator(pool, interpret: bool) -> list:
+    """[(rows, tokens, pass, {form: function})], their programs on the way."""
+    cases = []
     for batch, time_ in ((1, 128),) if interpret else ((1, 32_768), (4, 8_192)):
         sizes = (batch, time_, 1, 2, 64, 64) if interpret else (batch, time_, 16, 32, 128, 128)
         x, do = arrays(*sizes)
-        peer = {} if interpret else fla(sizes)
+        peers = {} if interpret else {"fla": fla(sizes), "jla": jla(pool, sizes, x, do)}
         for name, backward in (("forward", False), ("forward + backward", True)):
-            functions = {form: functools.partial(run, x, do, form, backward) for form in ("pallas_gpu", "chunked")}
-            if name in peer:
-                functions["fla"] = peer[name]
-            milliseconds = {form: 1e3 * s for form, s in in_turns(functions, rounds).items()}
-            if bandwidth and not interpret:
-                moved, computed = LEAST[name]
-                milliseconds["least"] = 1e3 * batch * time_ * max(moved / bandwidth, 32 * computed / PEAK)
-            found.append(dict(batch=batch, tokens=time_, what=name, milliseconds=milliseconds))
-            print(f"{batch} x {time_:6} {name:18}", *(f"{form} {ms:.3f} ms" for form, ms in milliseconds.items()), sep="  ", flush=True)
+            functions = {form: compiling(pool, functools.partial(run.__wrapped__, implementation=form, backward=backward), x, do)
+                         for form in ("pallas_gpu", "chunked")}
+            cases.append((batch, time_, name, functions | {peer: f[name] for peer, f in peers.items() if name in f}))
+    return cases
+
+
+def operator_times(cases: list, interpret: bool, rounds: int) -> list:
+    found, device = [], jax.devices()[0].device_kind
+    bandwidth = next((b for name, b in BANDWIDTH.items() if name in device), None)
+    for batch, time_, name, functions in cases:
+        functions = {form: f for form, f in functions.items() if form in ("pallas_gpu", "chunked") or runs(f"{form}, {name}", f)}
+        milliseconds = {form: 1e3 * s for form, s in in_turns(functions, rounds).items()}
+        if bandwidth and not interpret:
+            moved, computed = LEAST[name]
+            milliseconds["least"] = 1e3 * batch * time_ * max(moved / bandwidth, 32 * computed / PEAK)
+        found.append(dict(batch=batch, tokens=time_, what=name, milliseconds=milliseconds))
+        print(f"{batch} x {time_:6} {name:18}", *(f"{form} {ms:.3f} ms" for form, ms in milliseconds.items()), sep="  ", flush=True)
     return found
 
 
@@ -201,27 +254,39 @@ def library_times(interpret: bool, rounds: int) -> list:
     return found
 
 
-def training(path: str, interpret: bool, rounds: int) -> list:
-    found, config = [], from_dict(Config, runpy.run_path(path)["get_config"]().to_dict())
+def training(pool, path: str, interpret: bool):
+    """(path, config, {whether with kernels: a state, its batch, and the step of both}), the programs on the way."""
+    steps, config = {}, from_dict(Config, runpy.run_path(path)["get_config"]().to_dict())
     if interpret:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1, sequence_length=64))
     shape = config.train.batch_size, config.train.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
     batch = {"tokens": jnp.asarray(tokens), "segment_ids": jnp.ones(shape, jnp.int32)}
-    for form in ("chunked",) if interpret else ("pallas_gpu", "chunked"):
-        used = dataclasses.replace(config, model=dataclasses.replace(config.model, delta_rule=form))
-        state, step, seconds = init_state(used, one_device()), make_train_step(used, one_device()), []
+    takes = kernel_trial.takes
+    for kernels in (False,) if interpret else (True, False):
+        kernel_trial.takes = takes if kernels else lambda *_: False
+        state = init_state(config, one_device())
+        program = pool.submit(make_train_step(config, one_device()).lower(state, batch).compile)
+        steps[kernels] = lambda state, program=program: program.result()(state, batch)
+    kernel_trial.takes = takes
+    return path, config, steps
+
+
+def training_times(path: str, config, steps: dict, rounds: int) -> list:
+    found, tokens = [], config.train.batch_size * config.train.sequence_length
+    for kernels, step in steps.items():
+        state, seconds = init_state(config, one_device()), []
         for _ in range(rounds + 2):
             begun = time.perf_counter()
-            state, metrics = step(state, batch)
+            state, metrics = step(state)
             jax.block_until_ready(state)
             seconds.append(time.perf_counter() - begun)
         median = statistics.median(seconds[2:])
-        mfu = flops_per_token(used.model, shape[1]) * tokens.size / median / PEAK
-        found.append(dict(config=path, delta_rule=form, seconds=median, tokens_per_second=tokens.size / median, mfu=mfu,
+        mfu = flops_per_token(config.model, config.train.sequence_length) * tokens / median / PEAK
+        found.append(dict(config=path, kernels=kernels, seconds=median, tokens_per_second=tokens / median, mfu=mfu,
                           loss=float(metrics["loss"])))
-        print(f"{pathlib.Path(path).name}, delta rule {form}: {median:.4f} s a step, {tokens.size / median:,.0f} tokens/s, MFU {mfu:.2%}, "
-              f"loss {float(metrics['loss']):.4f}", flush=True)
+        print(f"{pathlib.Path(path).name}, {'kernels' if kernels else 'XLA alone'}: {median:.4f} s a step, "
+              f"{tokens / median:,.0f} tokens/s, MFU {mfu:.2%}, loss {float(metrics['loss']):.4f}", flush=True)
         del state
     return found
 
@@ -245,12 +310,18 @@ def main() -> int:
     config = args.config or str(ROOT / "configs" / ("tiny.py" if args.interpret else "small.py"))
     about = dict(device=device.device_kind, jax=jax.__version__, python=platform.python_version(), interpreted=args.interpret)
     print(*(f"{name} {value}" for name, value in about.items()), sep=", ", flush=True)
-    checked, right = correctness(args.interpret)
+    widths = [(64, 64)] if args.interpret else [(k, v) for k in (64, 128, 256) for v in (64, 128, 256)]
+    # Nearly all of the time is the compiler's: every width in a process of its own, and here all programs that will be timed.
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
+        compared = {sizes: processes.submit(of_widths, *sizes, args.interpret) for sizes in widths}
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            cases, steps = operator(pool, args.interpret), training(pool, config, args.interpret)
+        checked, right = correctness(compared, args.interpret)
     of_library, library_right = library(args.interpret)
     results, right = about | dict(correctness=checked, library=of_library), right and library_right
     if right:
-        results |= dict(library_times=library_times(args.interpret, rounds), operator=operator(args.interpret, rounds),
-                        training=training(config, args.interpret, rounds))
+        results |= dict(library_times=library_times(args.interpret, rounds), operator=operator_times(cases, args.interpret, rounds),
+                        training=training_times(*steps, rounds))
     pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
     print(f"written to {args.json}" if right else f"wrong: nothing was timed; see {args.json}; {pallas_gpu_trial.AVOID}")
     return 0 if right else 1

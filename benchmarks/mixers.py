@@ -7,7 +7,7 @@
 Errors: largest of the output's and of any gradient's, each over the largest number of its array, of a layer of `tests/test_mixers.py`'s
 sizes on 70 tokens; in bfloat16 the recurrence gets the rounded numbers. A gradient far below the others counts as one thousandth of the
 largest. Where nothing is timed, programs are compiled quickly, as the tests' are. Times: medians of so many steps after the first two, both
-programs in one process. The machine must be idle otherwise.
+programs in one process. Of a step its CPU time, on which what else the machine does tells less; for that of a layer it must be idle.
 """
 
 import argparse
@@ -61,10 +61,10 @@ class Step:
         self.parameters = parameter_counts(model).total
 
     def take(self):
-        start = time.perf_counter()
+        start = time.process_time()
         self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready(metrics["loss"])
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(time.process_time() - start)
 
 
 def times_of(step: Step, peer: Step, steps: int) -> float:

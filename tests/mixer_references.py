@@ -229,7 +229,7 @@ def gdn2(c, p, x):
     gates = sigmoid(jnp.einsum("td,dhc->thc", x, p["beta_proj"]))
     b, w = gates[..., :k.shape[-1]], gates[..., k.shape[-1]:]
     o = outer(unit(q) * q.shape[-1] ** -0.5, unit(k), w * v, g, erase=True, erase_key=b * unit(k))
-    return out(p, rms(c, o) * p["norm"] * sigmoid(low("gate")))
+    return out(p, rms(c, o) * p["norm"] * silu(low("gate")))
 
 
 def s4d(c, p, x):

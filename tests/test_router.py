@@ -29,7 +29,7 @@ def expected(config, logits, bias):
     best = np.argsort(-np.sort(groups)[:, -2:].sum(axis=1))[:c.topk_group]
     allowed = [e for e in range(len(ranks)) if e // groups.shape[1] in best]
     experts = sorted(allowed, key=lambda e: -ranks[e])[:config.num_experts_per_tok]
-    weights = scores[experts] / (scores[experts].sum() if config.norm_topk_prob else 1)
+    weights = scores[experts] / (scores[experts].sum() + 1e-20 if config.norm_topk_prob else 1)
     return experts, weights * c.routed_scaling_factor
 
 
@@ -41,12 +41,16 @@ def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
         scoring_func=scoring, router_bias=biased, n_group=groups[0], topk_group=groups[1], routed_scaling_factor=1 + 1.5 * biased))
     rng = np.random.default_rng(groups[0])
     logits, bias = rng.normal(size=(40, 8)).astype(np.float32), 0.3 * biased * rng.normal(size=8).astype(np.float32)
+    logits[:3] -= 46  # of a sigmoid 1e-20
     shares, weights, experts = map(np.asarray, choose(config, jnp.asarray(logits), jnp.asarray(bias) if biased else None))
-    np.testing.assert_allclose(np.sum(shares, axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(np.sum(shares[3:], axis=1), 1, rtol=1e-6)
     for token in range(40):
         of_token, of_them = expected(config, logits[token].astype(np.float64), bias)
         assert experts[token].tolist() == of_token
         np.testing.assert_allclose(weights[token], of_them, rtol=1e-5)
+    if config.norm_topk_prob and scoring == "sigmoid" and groups == (1, 1):  # scores that vanish: neither 0 / 0 nor a gradient of it
+        outputs, pullback = jax.vjp(lambda logits: choose(config, logits, jnp.asarray(bias))[:2], jnp.asarray(logits - 200))
+        assert not any(np.any(np.asarray(x) != 0) for x in (*outputs, *pullback(outputs)))
 
 
 def test_the_bias_follows_the_load_layer_by_layer():

@@ -287,7 +287,9 @@ class Config:
     def __post_init__(self):
         require(bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
                  f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir defaults to runs/<name>")
-        require(self.train.sequence_length <= self.model.context_length, f"train.sequence_length = {self.train.sequence_length}: expected "
-                f"at most model.max_position_embeddings × model.yarn_factor = {self.model.context_length}")
-        require(self.train.sequence_length > self.model.mtp_depth + 1,
-                 f"train.sequence_length = {self.train.sequence_length}: expected more than model.mtp_depth + 1")
+        length, rate = self.train.sequence_length, self.train.router_bias_rate
+        require(length <= self.model.context_length, f"train.sequence_length = {length}: expected at most "
+                f"model.max_position_embeddings × model.yarn_factor = {self.model.context_length}")
+        require(length > self.model.mtp_depth + 1, f"train.sequence_length = {length}: expected more than model.mtp_depth + 1")
+        require(self.model.moe.router_bias or rate == TrainConfig.router_bias_rate, f"train.router_bias_rate = {rate}: no router of this "
+                f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = True")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.config.tables import resolve
@@ -34,7 +33,7 @@ def check_mixers(config: ModelConfig) -> None:
     for mixer in used.values():
         mixer.check(config)
     read = {setting for mixer in used.values() for setting in mixer.settings} | set(Block.settings)
-    for setting in (*ABLATIONS, "delta_rule", *(f"mixer.{name}" for name in MixerConfig.__dataclass_fields__)):
+    for setting in (*ABLATIONS, "delta_rule", "yarn_factor", "block.rope_scaling", *(f"mixer.{name}" for name in vars(config.mixer))):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(value == default or setting in read,
                 f"model.{setting} = {value!r}: no layer of this model reads it (its mixers: {', '.join(used)}): expected {default!r}")
@@ -60,8 +59,7 @@ class Block(nnx.Module):
         self.mlp_norm = make.norm(config.hidden_size)
         self.mlp = (SparseMoE if sparse else config.block.of("mlp"))(config, make)
 
-    def __call__(self, x_BTD: jax.Array, context: Context,
-                 cache: dict | None = None) -> tuple[jax.Array, dict[str, Any], dict | None]:
+    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """→ (x, auxiliary outputs of the MLP, cache).
 
         With `context.diagnose` the auxiliary outputs hold "diagnostics": those of the mixer and the MLP, and

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.further.routers import ranked, scored
+from qwen3next_jax.model.further.routers import over_sum, ranked, scored
 from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
@@ -154,7 +154,7 @@ def choose(config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None =
     if rank_RE is not score_RE:
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
     if config.norm_topk_prob:
-        weight_RA = weight_RA / jnp.sum(weight_RA, axis=-1, keepdims=True)
+        weight_RA = over_sum(weight_RA)
     return share_RE, weight_RA if config.moe.routed_scaling_factor == 1 else weight_RA * config.moe.routed_scaling_factor, expert_RA
 
 

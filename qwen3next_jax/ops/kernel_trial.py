@@ -1,4 +1,4 @@
-"""May the default take a kernel that was written without the hardware it is for?
+"""May the default take a kernel on a chip of which few were seen?
 
 Before the first use each kind of call is tried once on the user's own device, on a tiny input, against the form in XLA alone;
 what came out is remembered by chip, JAX and the kernels' sources. That it failed is not: the device may have been full. Where
@@ -35,6 +35,7 @@ class Trial:
       modules: names of those whose sources the kernels are; loaded where there is a trial, since a library's may not be there.
       worst: runs both; the output or gradient in which they differ most, and its relative L2 difference (`worst_of`).
       bar: how large that may be.
+      ran: on what hardware whole training steps ran with it (docs/gpu.md); empty: on none.
     """
 
     name: str
@@ -43,13 +44,15 @@ class Trial:
     modules: tuple[str, ...]
     worst: Callable[[], tuple[str, float]]
     bar: float
+    ran: str = "an H200, jax 0.11.2"
 
 
 def takes(trial: Trial, refusal: str = "") -> bool:
     """Whether the default runs the kernels; says once what was decided and why. `refusal`: what is known without a trial."""
     why = refusal or verdict(jax.local_devices()[0], trial)
+    ran = f"which ran on {trial.ran}" if trial.ran else "which never ran a whole step"
     say(f"{trial.name}: XLA's form, no kernel: the call {why}" if why else
-        f"{trial.name}: the kernels for Hopper GPUs. They were never run on hardware: {trial.avoid}")
+        f"{trial.name}: the kernels for Hopper GPUs, {ran}: {trial.avoid}")
     return not why
 
 

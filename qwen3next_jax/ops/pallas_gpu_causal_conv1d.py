@@ -1,5 +1,4 @@
 """Mosaic GPU kernels of the causal depthwise convolution with its activation (sm_90a): one pass over the tokens forward, one backward.
-They never ran on a GPU: see docs/gpu.md.
 
 A block of one warpgroup takes C channels of R tokens, two channels a thread, and goes through the tokens one by one: what they share
 stays in registers, float32. The tokens beside a block, W - 1 before it and backward as many behind it, are copied with it.

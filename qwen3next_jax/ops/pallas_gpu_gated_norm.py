@@ -1,5 +1,4 @@
-"""Mosaic GPU kernels of the RMS norm of each head times a SiLU gate (sm_90a): one pass over memory forward, one backward. They never
-ran on a GPU: see docs/gpu.md.
+"""Mosaic GPU kernels of the RMS norm of each head times a SiLU gate (sm_90a): one pass over memory forward, one backward.
 
 A block of one warpgroup takes one head of 64 tokens, in tiles of 64 channels. B batch, T time, H heads of V channels.
 """

@@ -63,5 +63,7 @@ class BlockConfig:
         require(self.rope_scaling == "yarn" or model.yarn_factor > 1 and model.rotary_dim > 0,
                 f"model.block.rope_scaling = {self.rope_scaling!r} with model.yarn_factor = {model.yarn_factor:g} and {model.rotary_dim} "
                 "rotated dimensions: nothing is stretched: expected a factor above 1 and rotations, or 'yarn'")
+        require(model.yarn_factor == 1 or model.rotary_dim > 0, f"model.yarn_factor = {model.yarn_factor:g} with 0 rotated dimensions "
+                "(model.head_dim × model.partial_rotary_factor): nothing is stretched: expected 1")
         require(self.positions != "sinusoidal" or model.hidden_size % 2 == 0,
                 f"model.block.positions = 'sinusoidal' with model.hidden_size = {model.hidden_size}: expected an even number")

@@ -14,7 +14,14 @@ def scored(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     if config.scoring_func == "softmax":
         return (jax.nn.softmax(logits, axis=-1),) * 2
     scores = jax.nn.sigmoid(logits)
-    return scores, scores / jnp.sum(scores, axis=-1, keepdims=True)
+    return scores, over_sum(scores)
+
+
+def over_sum(scores: jax.Array) -> jax.Array:
+    """scores / (Σ scores + 1e-20), [..., N], as DeepSeek-V3's code has it: 0 where all of them vanish. Both sides are multiplied by a
+    power of two, which changes no bit: a gradient divides by the square of the sum, and 1e-40 is no float32."""
+    scores = scores * 2.0**33
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 2.0**33 * 1e-20)
 
 
 def ranked(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | None) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from qwen3next_jax.errors import require
 from qwen3next_jax.model.layers import rotate
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.model.mixers.nope_attention import NoPEAttention
 from qwen3next_jax.model.mixers.pairwise import Pairwise
 from qwen3next_jax.ops.pair_attention import dot
 
@@ -115,6 +116,7 @@ class DynamicNTK(Pairwise):
     turns itself and its keys by θ (f (t + 1) / L − f + 1)^(R / (R − 2)), f = `yarn_factor`. So every token is what it is as the last of
     its text; implementations that cache rotated keys mix the bases of different lengths."""
 
+    settings = (*NoPEAttention.settings, "yarn_factor")
     block = 8  # each query has keys of its own: block × T of them
 
     def queries(self, q_BTNK, t_BT):

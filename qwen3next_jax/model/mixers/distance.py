@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen3next_jax.model.mixers.nope_attention import NoPEAttention
 from qwen3next_jax.model.mixers.pairwise import Masked
 from qwen3next_jax.ops.pair_attention import dot
 
@@ -16,6 +17,8 @@ from qwen3next_jax.ops.pair_attention import dot
 class ALiBi(Masked):
     """−slope · |distance| (2108.12409), slopes 2^(−8 (n + 1) / N) of N = 2^i heads; of other numbers those of the power below, and of
     the power above every other one."""
+
+    settings = (*NoPEAttention.settings, "mixer.mask", "mixer.prefix_tokens")
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -46,7 +49,7 @@ class T5Bias(ALiBi):
     the logarithm up to `mixer.max_distance`; where tokens see both ways, half of the buckets for each. Each layer has its own; scores
     keep their scale."""
 
-    settings = (*Masked.settings, "mixer.buckets", "mixer.max_distance")
+    settings = (*ALiBi.settings, "mixer.buckets", "mixer.max_distance")
 
     def __init__(self, config, make, layers):
         Masked.__init__(self, config, make, layers)

@@ -34,7 +34,7 @@ class GatedAttention(Mixer):
     there is a gate); logit_max [N]: the largest scaled score of a query and a key that it sees.
     """
 
-    settings = ("attention_output_gate", "qk_norm", "mixer.qk_norm_over")
+    settings = ("attention_output_gate", "qk_norm", "mixer.qk_norm_over", "yarn_factor", "block.rope_scaling")
     cache_kind = "slots"
     in_place = True
     names_kept = True

@@ -95,7 +95,7 @@ class GatedDeltaNet(Recurrent):
         yield one("out_proj", "linear_attn.out_proj.weight", (2, 0, 1), (d, h * v))
 
 
-def _uniform_rate(lowest: float):
+def uniform_rate(lowest: float):
     return lambda key, shape: jnp.log(jax.random.uniform(key, shape, minval=lowest, maxval=16.0))
 
 
@@ -105,5 +105,5 @@ def _log_uniform_step(new_key, shape: tuple[int, ...]) -> jax.Array:
 
 
 # Start values of (A_log, dt_bias); see `ModelConfig.decay_init`. The lowest A is kept off 0, whose logarithm is not finite.
-START_OF_DECAY = {"ones": (_uniform_rate(0.01), lambda new_key, shape: jnp.ones(shape)),
-                   "log_uniform": (_uniform_rate(1e-4), _log_uniform_step)}
+START_OF_DECAY = {"ones": (uniform_rate(0.01), lambda new_key, shape: jnp.ones(shape)),
+                   "log_uniform": (uniform_rate(1e-4), _log_uniform_step)}

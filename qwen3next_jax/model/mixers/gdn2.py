@@ -3,6 +3,7 @@
 Letters: B batch, T time, D model, G key heads, H value heads, R = H/G, K/V their widths.
 """
 
+import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.mixers.kda import KDA
@@ -11,9 +12,11 @@ from qwen3next_jax.ops import channel_delta_rule
 
 
 class GDN2(KDA):
-    """S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) per key channel, w = σ(W' x) per value channel; all else, the gates
-    being each value head's, as `KDA`, which it is where b = w = β. Its diagnostic beta is the mean of b and w."""
+    """S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) per key channel, w = σ(W' x) per value channel; the output gate is a
+    SiLU. All else, the gates being each value head's, as `KDA`, whose recurrence it is where b = w = β. Its diagnostic beta is the mean of
+    b and w."""
 
+    activation = staticmethod(jax.nn.silu)
     hf_entries = None
 
     def __init__(self, config, make, layers):

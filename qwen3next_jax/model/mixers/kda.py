@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.mixers.gated_deltanet import START_OF_DECAY
+from qwen3next_jax.model.mixers.gated_deltanet import START_OF_DECAY, uniform_rate
 from qwen3next_jax.model.mixers.recurrent import Inputs, Recurrent, low_rank, through, unit
 from qwen3next_jax.ops import channel_delta_rule
 
@@ -28,6 +28,7 @@ class KDA(Recurrent):
         self.decay_down, self.decay_up = low_rank(make, v, k)
         self.gate_down, self.gate_up = low_rank(make, v, v)
         a_log, dt_bias = START_OF_DECAY[c.decay_init]
+        a_log = uniform_rate(1.0) if c.decay_init == "log_uniform" else a_log  # fla's and transformers' start of this layer
         self.a_log = make.parameter(lambda shape: a_log(make.rngs.params(), shape), (h,), "value_heads", kind="rate")
         self.dt_bias = make.parameter(lambda shape: dt_bias(make.rngs.params, shape), (h, k), "value_heads .", kind="rate")
         self.make_output(make)

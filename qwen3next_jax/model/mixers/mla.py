@@ -22,7 +22,8 @@ class MLA(Mixer):
 
     Decoding puts W on the query and W' on the output, and attends in the latent: one key head for all."""
 
-    settings = ("attention_output_gate", "mixer.latent_rank", "mixer.query_rank", "mixer.shared_key_width", "mixer.latent_norm_eps")
+    settings = ("attention_output_gate", "mixer.latent_rank", "mixer.query_rank", "mixer.shared_key_width", "mixer.latent_norm_eps",
+                "yarn_factor", "block.rope_scaling")
     cache_kind = "slots"
     in_place = True
 

@@ -20,7 +20,6 @@ class Pairwise(GatedAttention):
     The cache holds keys as they are, without their place."""
 
     in_place = False
-    settings = GatedAttention.settings
     hf_entries = None
     block = 64  # queries worked at once
 

@@ -16,6 +16,10 @@ Backward, given dO and dS', explicit:
 The gradient of every exponent is a row's number times its own gradient; dg is the transpose of the sums that made the exponents.
 Residuals: the inputs, the state entering each chunk, the chunks' inverses. Documents have become g = −∞ (see `api`), so no pass knows them.
 
+Products with A leave rounding that no later row of the chunk takes back, as the recurrence does with every token, and with repeated keys
+it adds up. So where operands are as wide as the sums, W and dR are corrected once by A times what their equations leave: (I + L) W = β (V −
+(E γ) S) and its transpose.
+
 In bfloat16 the decay stands inside each channel, so that a norm outside the product would not help; what cancels with repeated keys
 (EK, E S, (K ρ)ᵀ W, and W in P W) goes in two parts.
 
@@ -105,12 +109,16 @@ def _written(c: Chunks, state, dots: Products, exact: Products):
     if c.inverse is None:
         return c.beta * c.v, c.v
     unseen = c.v - both(dots.nn, c.e_enter, state, dots, -1, -2)
-    return exact.nn(c.inverse, c.beta * unseen), unseen
+    right = c.beta * unseen
+    written = exact.nn(c.inverse, right)
+    if dots == exact:
+        written += exact.nn(c.inverse, right - written - c.beta * exact.nn(c.ek, written))
+    return written, unseen
 
 
 def _needed(c: Chunks) -> Chunks:
     """Without what the pass of the state does not read."""
-    return c._replace(q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, ek=None, p=None)
+    return c._replace(q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, p=None)
 
 
 def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, before: bool):
@@ -149,6 +157,8 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, 
             chunk, po, qo = inputs
             dwritten = po + dots.nn(chunk.k_leave, dstate)
             dr = exact.tn(chunk.inverse, dwritten) if erase else dwritten
+            if erase and dots == exact:
+                dr += exact.tn(chunk.inverse, dwritten - dr - exact.tn(chunk.ek, chunk.beta * dr))
             entering = chunk.carry * dstate + qo
             if erase:
                 entering = entering - both(dots.tn, chunk.e_enter, chunk.beta * dr, dots, -2, -2)

@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels of the gated delta rule for Hopper (sm_90a). They never ran on a GPU: see docs/gpu.md.
+"""Mosaic GPU kernels of the gated delta rule for Hopper (sm_90a); docs/gpu.md says what they do and how fast.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """
@@ -138,7 +138,7 @@ class Problem:
         barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, self.warpgroups)]
         grid = dict(value_tiles=self.columns // self.warpgroups, heads=self.value_heads, batch=self.pieces * self.batch)
         return self.call(body, name, grid, outputs, [*self.state_scratch(), scratch, *barriers], inputs,
-                         num_threads=self.warpgroups, thread_name="warpgroups")
+                         num_threads=self.warpgroups + 1, thread_name="warpgroups")
 
     def piecewise(self, x):
         """[pieces · B, …] as [pieces, B, …]."""
@@ -167,9 +167,11 @@ class Problem:
         outputs = dict(numbers=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C))
         if inverses:
             outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
-        narrow = tiles(2, columns=kernels.NARROW)
-        scratch = [tiles(self.key_tiles), tiles(self.key_tiles), narrow, narrow, narrow, rows(8), rows(6),
-                   plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier()]
+        product = plgpu.SMEM((C, C), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
+        keys = plgpu.RefUnion(tiles(self.key_tiles), product)
+        narrow = functools.partial(tiles, 2, columns=kernels.NARROW)
+        scratch = [keys, keys, narrow(), narrow(), narrow(width=kernels.NARROW), rows(2, 8), rows(6),
+                   plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier(num_barriers=2)]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
         return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token])
 
@@ -248,14 +250,8 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     by_head = p.shaped(*v.shape[:3], p.key)
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
     inputs = [q, k, v, do, out["dv"], out["dv_low"], states, out["dstates"], made["numbers"], by_token, *known]
-    keys, values = tiles(p.key_tiles), tiles(p.value_tiles)
-    pairs = p.key_tiles * p.value_tiles
-    streamed = 2 * pairs if pairs <= 4 else 2 if pairs == 16 else 4
-    scratch = [keys, keys, values, values, values, tiles(2), tiles(), tiles(), tiles(), tiles(streamed), rows(6), rows(8), rows(2),
-               plgpu.Barrier(num_arrivals=2 * (p.key_tiles + p.value_tiles + 1 + erase)), plgpu.Barrier(num_arrivals=2),
-               plgpu.Barrier(num_barriers=streamed)]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
-    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, scratch, inputs)
+    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, pallas_gpu_gradients.scratch(p), inputs)
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
     dg, dbeta = (p.by_token(found["sums"][:, :, :, i])[:, :time] for i in range(2))
     return dq, dk, out["dv"][:, :time], dg, dbeta, dinitial

@@ -1,5 +1,8 @@
 """The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients known: what one block of one warpgroup
 does for a value head. Tiles, products and rows of numbers are those of `pallas_gpu_kernels`.
+
+Two blocks share a processor, one works while the other waits: so shared memory holds no more than what products read that wait for
+nothing else, and what is made of pairs of rows is transposed, j by i: then E is a left operand, which wgmma takes from registers.
 """
 
 import functools
@@ -9,9 +12,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import (BETA, BETA_J, C, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO, Q_GAMMA, Q_NORM,
-                                                             RHO, ROW, across, channels, down, halves, indices, pair_decay, product,
-                                                             tokens, transposed)
+from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import (BETA, C, DOCUMENT, DOCUMENT_J, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
+                                                             Q_GAMMA, Q_NORM, RHO, ROW, TOTAL, TOTAL_J, across, channels, down, halves,
+                                                             indices, product, rows, tiles, tokens, transposed, with_sums)
+
+Q_NORM_ROW = 6  # Q_NORM once more, which is needed along both sides
+
+
+def scratch(p) -> list:
+    """k, dO, dV, the inverse's halves and later the pairs', slots; numbers, sums; barriers."""
+    slots = 2 * p.key_tiles + 1
+    return [tiles(p.key_tiles), tiles(p.value_tiles), tiles(p.value_tiles), tiles(2), tiles(slots), rows(7), rows(8), rows(2),
+            plgpu.Barrier(num_arrivals=p.key_tiles + 3 + 2 * p.erase), plgpu.Barrier(num_arrivals=2, num_barriers=p.value_tiles),
+            *[plgpu.Barrier(num_arrivals=n) for n in (p.key_tiles, p.key_tiles, 1)]]
+
+
+def apart(*refs):
+    """The same places by addresses that the compiler takes for others: else it would keep the first ones from use to use, in more
+    registers than there are."""
+    zero = jax.lax.optimization_barrier(jnp.int32(0))
+    return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
 
 
 def row_sums(x, y):
@@ -19,7 +39,7 @@ def row_sums(x, y):
 
 
 def spread(x_C):
-    """[C, C] a column of numbers along i."""
+    """[C, C] a column of numbers along the rows."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
 
 
@@ -31,67 +51,11 @@ def load_tile(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-class Stream:
-    """Tiles of a chunk's state and of its gradient, one after the other, a few on their way at a time: for every block of the value's
-    channels those of the state, then those of the gradient; then twice both together, in the order of the key's channels. Where there
-    is place for all of them, they stay, and are copied once."""
-
-    def __init__(self, p, copy, refs, arrived):
-        self.p, self.copy, self.refs, self.arrived = p, copy, refs, arrived
-        self.slots, self.pairs = refs.shape[0], p.key_tiles * p.value_tiles
-        self.stay = self.slots == 2 * self.pairs
-        for i in range(self.slots):
-            self._start(i)
-
-    def _tile(self, i):
-        """Its channels of the key and of the value, and whether it is the gradient's."""
-        keys, values = self.p.key_tiles, self.p.value_tiles
-        if isinstance(i, int) and i < 2 * self.pairs:
-            return i % keys, i // (2 * keys), i // keys % 2
-        first, pair = i < 2 * self.pairs, jax.lax.rem(jax.lax.div(i, 2), self.pairs)
-        return (jnp.where(first, jax.lax.rem(i, keys), jax.lax.div(pair, values)),
-                jnp.where(first, jax.lax.div(i, 2 * keys), jax.lax.rem(pair, values)),
-                jnp.where(first, jax.lax.rem(jax.lax.div(i, keys), 2), jax.lax.rem(i, 2)))
-
-    def _slot(self, i):
-        if self.stay:
-            t, c, gradient = self._tile(i)
-            i = (2 * c + gradient) * self.p.key_tiles + t
-        return jax.lax.rem(i, self.slots)
-
-    def _start(self, i):
-        t, c, gradient = self._tile(i)
-        slot = self._slot(i)
-        self.copy(gradient, t, c, self.refs.at[slot], self.arrived.at[slot])
-
-    def __call__(self, i, count: int, use):
-        """`use` of the tiles i … i + count - 1, and what it returns. They come one by one the first time."""
-        slots = [self._slot(i + n) for n in range(count)]
-        if not self.stay or count == 1:
-            for slot in slots:
-                plgpu.barrier_wait(self.arrived.at[slot])
-        result = use(*(self.refs.at[slot] for slot in slots))
-        plgpu.wgmma_wait(0)
-        if not self.stay:
-            plgpu.commit_smem()  # what was read of the slots, before copies write there
-            for n in range(count):
-                pl.when(i + n + self.slots < 6 * self.pairs)(functools.partial(self._start, i + n + self.slots))
-        return result
-
-
-def sums_of_products(count: int, body):
-    """What `body` returns, given places for sums of products."""
-    return pl.run_scoped(body, *[plgpu.ACC((C, C))] * count)
-
-
-def summed(ref):
-    return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA)
-
-
-def multiply(sum_ref, *pairs):
-    """sum += a @ b, not waited for."""
-    for a, b in pairs:
-        plgpu.wgmma(sum_ref, a, b)
+def decay_of_pairs(rows_ref, row, column):
+    """Gamma transposed: the exponent is masked, never the result."""
+    document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
+    mask = (column >= row) & (document[0] == document[1])
+    return jnp.exp(jnp.where(mask, across(rows_ref, TOTAL_J) - down(rows_ref, TOTAL), -jnp.inf))
 
 
 def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, states_gmem, dstates_gmem, numbers_gmem, rows_gmem, *refs):
@@ -99,143 +63,183 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
     dq_gmem, dk_gmem, dg_gmem = refs[:3]
-    q, k, do, dv, e, a, low, dv_low, out, streamed, numbers, rows_ref, sums, arrived, values_here, stream_here = refs[3:]
+    k, do, dv, a, slots, numbers, rows_ref, sums, keys_here, values_here, states_here, dstates_here, spare_here = refs[3:]
+    places = k, do, dv, a, slots
     b, h, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
     g = jax.lax.div(h, p.share)
-    copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
-    for t in range(p.key_tiles):
-        copy(q_gmem.at[b, tokens(n), g, channels(t)], q.at[t])
-        copy(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t])
+    keys, last = range(p.key_tiles), p.value_tiles - 1
+    # A slot for each of a state's tiles and of its gradient's, for one block of the value's channels; then q has the latter. One spare.
+    kept_at, dstate_at, spare = list(keys), [p.key_tiles + t for t in keys], 2 * p.key_tiles
+
+    def start(slot, source):
+        here = states_here if slot in kept_at else dstates_here if slot in dstate_at else spare_here
+        plgpu.copy_gmem_to_smem(source, places[-1].at[slot], here)
+
+    of_value = lambda gmem, c: gmem.at[b, tokens(n), h, channels(c)]
+    of_state = lambda gmem, t, c: gmem.at[n, b, h, channels(t), channels(c)]
+    of_key = lambda gmem, t: gmem.at[b, tokens(n), g, channels(t)]
+    for t in keys:
+        plgpu.copy_gmem_to_smem(of_key(k_gmem, t), k.at[t], keys_here)
+        start(kept_at[t], of_state(states_gmem, t, 0))
+    plgpu.copy_gmem_to_smem(numbers_gmem.at[b, h, n], numbers.at[:6], keys_here)
+    plgpu.copy_gmem_to_smem(numbers_gmem.at[b, h, n, Q_NORM], numbers.at[Q_NORM_ROW], keys_here)
+    plgpu.copy_gmem_to_smem(rows_gmem.at[b, h, n], rows_ref, keys_here)
+    for t in keys:
+        start(dstate_at[t], of_state(dstates_gmem, t, 0))
+    start(spare, of_value(v_gmem, 0))
+    for part in range(2 * p.erase):
+        plgpu.copy_gmem_to_smem(inverses_gmem.at[n, b, h, part], a.at[part], keys_here)
     for c in range(p.value_tiles):
-        copy(do_gmem.at[b, tokens(n), h, channels(c)], do.at[c])
-        copy(dv_gmem.at[b, tokens(n), h, channels(c)], dv.at[c])
-    copy(numbers_gmem.at[b, h, n], numbers)
-    copy(rows_gmem.at[b, h, n], rows_ref)
-    if p.erase:
-        for part in range(2):
-            copy(inverses_gmem.at[n, b, h, part], a.at[part])
+        plgpu.copy_gmem_to_smem(of_value(do_gmem, c), do.at[c], values_here.at[c])
+        plgpu.copy_gmem_to_smem(of_value(dv_gmem, c), dv.at[c], values_here.at[c])
+    plgpu.barrier_wait(keys_here)
 
-    def copy_state(gradient, t, c, ref, barrier):
-        if isinstance(gradient, int):
-            source = (states_gmem, dstates_gmem)[gradient]
-            return plgpu.copy_gmem_to_smem(source.at[n, b, h, channels(t), channels(c)], ref, barrier)
-        for i, gmem in enumerate((states_gmem, dstates_gmem)):
-            start = functools.partial(plgpu.copy_gmem_to_smem, gmem.at[n, b, h, channels(t), channels(c)], ref, barrier)
-            pl.when(gradient == i)(start)
-
-    stream = Stream(p, copy_state, streamed, stream_here)
-    plgpu.barrier_wait(arrived)
-
-    # E, and what pairs of rows take of E, dO and dV
-    def pairs_of_values(ov, rv):  # dO E^T, dV E^T
-        def step(c, carry):
-            enter, written = carry  # [C] along i
-            plgpu.copy_gmem_to_smem(v_gmem.at[b, tokens(n), h, channels(c)], low, values_here)
-            plgpu.copy_gmem_to_smem(dv_low_gmem.at[b, tokens(n), h, channels(c)], dv_low, values_here)
-
-            def read(which):
-                def reads(read_ref):
-                    @pl.loop(0, p.key_tiles)
-                    def _(t):
-                        use = lambda tile: multiply(read_ref, (k.at[t], tile))
-                        stream((2 * c + which) * p.key_tiles + t, 1, use)
-                    return summed(read_ref)
-                return sums_of_products(1, reads)
-
-            ks = down(numbers, K_GAMMA) * read(0)
-            plgpu.barrier_wait(values_here)
-            if p.erase:
-                enter = enter - row_sums(ks, load_tile(dv.at[c])) - row_sums(ks, load_tile(dv_low))
-                e[c] = (load_tile(low) - ks).astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                errors = product((a.at[0], e.at[c]), (a.at[1], e.at[c]))
-            else:
-                errors = load_tile(low)
-            e[c], low[...] = halves(errors)
+    # E, what pairs of rows take of E, dO and dV, and what keys take of E
+    highs, wrote, rv = [], {}, None
+    enter, written, kept = (no_numbers() for _ in range(3))  # [C] along i; the sum of the last is <S, dS>
+    for c in range(p.value_tiles):
+        k, do, dv, a, slots = apart(*places)
+        for here in (states_here, dstates_here, spare_here, values_here.at[c]):
+            plgpu.barrier_wait(here)
+        for t in keys:
+            kept = kept + row_sums(load_tile(slots.at[kept_at[t]]), load_tile(slots.at[dstate_at[t]]))
+        if p.erase:
+            ks = down(numbers, K_GAMMA) * product(*((k.at[t], slots.at[kept_at[t]]) for t in keys))
+            enter = enter - row_sums(ks, load_tile(dv.at[c]))
+            slots[spare] = (load_tile(slots.at[spare]) - ks).astype(jnp.bfloat16)
+            ks = jax.lax.optimization_barrier(ks.astype(jnp.bfloat16))
             plgpu.commit_smem()
-            written = written + row_sums(read(1), errors)
-            high, rest = transposed(e.at[c]), transposed(low)
-            multiply(ov, (do.at[c], high))
-            if p.erase:
-                multiply(rv, (dv.at[c], high), (dv_low, high), (dv.at[c], rest))
-            plgpu.wgmma_wait(0)
-            return enter, written
+            found = product((a.at[0], slots.at[spare]), (a.at[1], slots.at[spare]))
+        else:
+            found = load_tile(slots.at[spare])
+        written = written + row_sums(product(*((k.at[t], slots.at[dstate_at[t]]) for t in keys)), found)
+        plgpu.commit_smem()  # what was read of slots, before copies write there
+        for t in keys if c < last else ():
+            start(kept_at[t], of_state(states_gmem, t, c + 1))
+        if p.erase:
+            start(spare, of_value(dv_low_gmem, c))
+        high, low = halves(found)
+        highs.append(high)
 
-        enter, written = jax.lax.fori_loop(0, p.value_tiles, step, (no_numbers(), no_numbers()))
-        return summed(ov), summed(rv), enter, written
+        def of_keys(some, *found):  # E dS^T
+            for t, x in zip(some, found):
+                if c:
+                    x.start(wrote[t])
+                x.add(high, transposed(slots.at[dstate_at[t]]))
+            return [x() for x in found]
 
-    ov, rv, enter, written = sums_of_products(2, pairs_of_values)
+        for some in filter(len, (keys[:2], keys[2:])):  # there are registers for two at a time
+            wrote |= zip(some, with_sums(p, [C] * len(some), functools.partial(of_keys, some)))
 
-    # pairs of rows
-    i, j = indices()
-    column = pair_decay(rows_ref, i, j) * across(numbers, K_NORM_J)
-    ov = ov * down(numbers, Q_NORM) * column
-    a[0] = (ov * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
+        def of_pairs(found):  # E dV^T
+            if c:
+                found.start(rv)
+            found.add(high, transposed(dv.at[c]))
+            found.add(low, transposed(dv.at[c]))
+            plgpu.barrier_wait(spare_here)
+            found.add(high, transposed(slots.at[spare]))
+            return row_sums(ks.astype(jnp.float32), load_tile(slots.at[spare])), found()
+
+        if p.erase:
+            lost, rv = with_sums(p, [C], of_pairs)
+            enter = enter - lost
+        plgpu.commit_smem()
+        for t in keys:
+            start(dstate_at[t], of_state(dstates_gmem, t, c + 1) if c < last else of_key(q_gmem, t))
+        if c < last:
+            start(spare, of_value(v_gmem, c + 1))
+        elif last:
+            start(spare, of_state(states_gmem, 0, last - 1))
+
+    k, do, dv, a, slots = apart(*places)
+
+    def against_outputs(ov):  # E dO^T
+        for c, high in enumerate(highs):
+            ov.add(high, transposed(do.at[c]))
+        return ov()
+
+    ov = with_sums(p, [C], against_outputs)
+
+    # pairs of rows, j by i
+    q = [slots.at[slot] for slot in dstate_at]
+    row, column = indices()
+    plgpu.barrier_wait(dstates_here)
+
+    decay = decay_of_pairs(rows_ref, row, column) * down(numbers, K_NORM)
+    ov = ov * across(numbers, Q_NORM) * decay
+    a[0] = (ov * down(rows_ref, BETA)).astype(jnp.bfloat16)
+    a[1] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
     if p.erase:
         # The decays carry the sign: jax 0.11.2 was seen to give zeros for minus a fresh sum of products on sm_90.
-        rv = jnp.where(i > j, rv, 0.0) * (-down(numbers, K_NORM) * column)
-        a[1] = (rv * across(rows_ref, BETA_J)).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    pairs = ov * product(*((q.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
+        rv = jnp.where(column > row, rv, 0.0) * (-across(numbers, K_NORM_J) * decay)
+    pairs = ov * product(*((k.at[t], transposed(q[t])) for t in keys))
     if p.erase:
-        pairs = pairs + rv * product(*((k.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
-    written = written * plgpu.load(rows_ref.at[RHO], layout=ROW) * plgpu.load(numbers.at[K_NORM], layout=ROW)
-    sums[1] = jnp.sum(pairs + jnp.where(i == j, spread(written), 0.0), axis=0)
-    low[...], out[...] = halves(pairs * across(rows_ref, BETA_J))
-    dv_low[...] = jnp.where(i < j, 1.0, 0.0).astype(jnp.bfloat16)
+        pairs = pairs + rv * product(*((k.at[t], transposed(k.at[t])) for t in keys))
+        rv = (rv * down(rows_ref, BETA)).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    before = product((low, dv_low), (out, dv_low))  # column t: the sum over columns before t
-    leave = written * plgpu.load(rows_ref.at[BETA], layout=ROW)
-    sums[0] = jnp.sum(jnp.where(i >= j, before + spread(enter), spread(leave)), axis=0)
+    written = written * plgpu.load(rows_ref.at[RHO], layout=ROW) * plgpu.load(numbers.at[K_NORM], layout=ROW)
+    sums[1] = jnp.sum(pairs, axis=1) + written
 
-    # queries, then keys
-    def finish(gmem, gradients, rows, norm_squared):
-        if p.normalize:
-            inner = 0.0
-            for t in range(p.key_tiles):
-                inner = inner + row_sums(gradients[t], load_tile(rows.at[t]))
-            gradients = [x - spread(norm_squared * inner) * load_tile(rows.at[t]) for t, x in enumerate(gradients)]
-        for t, x in enumerate(gradients):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out[...] = x.astype(jnp.bfloat16)
+    def from_column_on(after):  # column t: the sum over columns from t on
+        for part in halves(pairs * down(rows_ref, BETA)):
+            after.add(part, a.at[1])
+        return after()
+
+    leave = spread(written * plgpu.load(rows_ref.at[BETA], layout=ROW))
+    after = with_sums(p, [C], from_column_on)
+    sums[0] = jnp.sum(jnp.where(row < column, after + leave, spread(enter)), axis=0)
+    if p.erase:
+        plgpu.commit_smem()  # of a[1], which all have read
+        a[1] = rv
+        plgpu.commit_smem()
+
+    # queries and keys
+    def of_channels(t, of_q, of_k):
+        k, do, dv, a, slots = apart(*places)
+        q = [slots.at[slot] for slot in dstate_at]
+        for c in reversed(range(p.value_tiles)):
+            state = slots.at[kept_at[t] if c == last else spare]
+            if c < last:
+                plgpu.barrier_wait(spare_here)
+            of_q.add(do.at[c], transposed(state))
+            if p.erase:
+                of_k.add(dv.at[c], transposed(state))
+            if 0 < c < last:
+                plgpu.wgmma_wait(0)
+                plgpu.commit_smem()
+                start(spare, of_state(states_gmem, t, c - 1))
+        read = down(numbers, Q_GAMMA) * of_q()
+        if last and t + 1 < p.key_tiles:
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, gmem.at[b, tokens(n), h, channels(t)])
+            start(spare, of_state(states_gmem, t + 1, last - 1))
+        of_q.start(read)
+        of_q.add(transposed(a.at[0]), k.at[t])
+        gradient = down(numbers, K_RHO) * wrote[t]
+        if p.erase:
+            gradient = gradient - down(numbers, K_GAMMA) * of_k(1)
+        of_k.start(gradient)
+        of_k.add(a.at[0], q[t])
+        if p.erase:
+            of_k.add(a.at[1], k.at[t])
+            of_k.add(transposed(a.at[1]), k.at[t])
+        return row_sums(read, load_tile(q[t])), of_q(), of_k()
 
-    norm = lambda row: plgpu.load(numbers.at[row], layout=ROW)
-    gradients, kept, enter = [], no_numbers(), no_numbers()
-    for t in range(p.key_tiles):
-        def reads(read, kept):
-            def step(c, kept):
-                def use(state, dstate):
-                    multiply(read, (do.at[c], transposed(state)))
-                    return row_sums(load_tile(state), load_tile(dstate))
-                return kept + stream(2 * ((p.key_tiles + t) * p.value_tiles + c), 2, use)
-            kept = jax.lax.fori_loop(0, p.value_tiles, step, kept)
-            return summed(read), kept
-        read, kept = sums_of_products(1, functools.partial(reads, kept=kept))
-        read = down(numbers, Q_GAMMA) * read
-        enter = enter + row_sums(read, load_tile(q.at[t]))
-        gradients.append(read + product((a.at[0], k.at[t])))
-    sums[0] = sums[0] + jnp.sum(jnp.where(i >= j, spread(enter), 0.0) + spread(rows_ref[GAMMA, C - 1] * kept), axis=0)
+    enters, dq, dk = zip(*(with_sums(p, [C, C], lambda *found, t=t: of_channels(t, *found)) for t in keys))
+    sums[0] = sums[0] + jnp.sum(jnp.where(row >= column, spread(sum(enters)), 0.0) + spread(rows_ref[GAMMA, C - 1] * kept), axis=0)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(sums, dg_gmem.at[b, h, n])
-    finish(dq_gmem, gradients, q, norm(Q_NORM) * norm(Q_NORM) * p.key)
-    gradients = []
-    for t in range(p.key_tiles):
-        def reads(read, wrote):
-            @pl.loop(0, p.value_tiles)
-            def _(c):
-                def use(state, dstate):
-                    multiply(wrote, (e.at[c], transposed(dstate)))
-                    if p.erase:
-                        multiply(read, (dv.at[c], transposed(state)))
-                stream(2 * ((2 * p.key_tiles + t) * p.value_tiles + c), 2, use)
-            return summed(read), summed(wrote)
-        read, wrote = sums_of_products(2, reads)
-        gradient = down(numbers, K_RHO) * wrote
-        if p.erase:
-            gradient = gradient - down(numbers, K_GAMMA) * read
-        pairs = [(transposed(a.at[0]), q.at[t]), (transposed(a.at[1]), k.at[t]), (a.at[1], k.at[t])]
-        gradients.append(gradient + product(*pairs[: 1 + 2 * p.erase]))
-    finish(dk_gmem, gradients, k, norm(K_NORM) * norm(K_NORM))
+
+    def finish(gmem, gradients, tile_refs, norm_squared, targets):
+        if p.normalize:
+            inner = jnp.sum(sum(x * load_tile(tile) for x, tile in zip(gradients, tile_refs)), axis=1)
+            gradients = [x - spread(norm_squared * inner) * load_tile(tile) for x, tile in zip(gradients, tile_refs)]
+        for x, slot in zip(gradients, targets):
+            slots[slot] = x.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        for t in keys:
+            plgpu.copy_smem_to_gmem(slots.at[targets[t]], gmem.at[b, tokens(n), h, channels(t)])
+
+    norm = lambda row: plgpu.load(numbers.at[row], layout=ROW)
+    finish(dq_gmem, dq, q, norm(Q_NORM_ROW) * norm(Q_NORM_ROW) * p.key, kept_at)
+    finish(dk_gmem, dk, [k.at[t] for t in keys], norm(K_NORM) * norm(K_NORM), dstate_at)
     plgpu.wait_smem_to_gmem(0)

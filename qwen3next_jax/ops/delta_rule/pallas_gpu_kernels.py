@@ -136,132 +136,217 @@ def tokens(n):
 # ---- a chunk by itself ----------------------------------------------------------------------------------------------
 
 
+def same_document(rows_ref):
+    document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
+    return document[0] == document[1]
+
+
 def pair_decay(rows_ref, i, j):
     """Gamma: the exponent is masked, never the result."""
-    document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
-    mask = (i >= j) & (document[0] == document[1])
+    mask = (i >= j) & same_document(rows_ref)
     return jnp.exp(jnp.where(mask, down(rows_ref, TOTAL) - across(rows_ref, TOTAL_J), -jnp.inf))
 
 
-def inverse_norms(tile_refs):
-    """[C] rsqrt(sum x^2 + 1e-6) of every row."""
-    squares = 0.0
-    for i in range(tile_refs.shape[0]):
-        x = plgpu.load(tile_refs.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        squares = squares + jnp.sum(x * x, axis=1)
-    return jax.lax.rsqrt(squares + chunk_math.NORM_EPSILON)
-
-
+LOG2_E = 1.4426950408889634
 NARROW = 16  # columns of the smallest product, which are those that an operand of 32 swizzled bytes has
 
 
-def unit_lower_inverse(l, i, j, l_refs, x_refs, y_refs):
-    """(I + L)^{-1} into x_refs, by the ladder of `inverse.py`: X <- X - X L X in the lower left quarter of each 2m diagonal block.
-    Products are of the blocks alone, of 16 at least, where L X is cut to the quarters; with that the rest of X L X is zero, since X is
-    zero outside blocks of m. -L stands in l_refs: jax 0.11.2 was seen to give zeros for minus a fresh sum of products on sm_90."""
-    put(l_refs, *halves(-l))
-    put(x_refs, *halves(jnp.where(i == j, 1.0, jnp.where(i >> 1 == j >> 1, -l, 0.0))))
-    for m in (2, 4, 8, 16, 32):
-        width, starts = max(m, NARROW), range(0, C, max(2 * m, NARROW))
-        cuts = [pl.ds(start, width) for start in starts]
-        below = [pl.ds(start + m * (m >= NARROW), width) for start in starts]  # the quarters' rows
-        lx = products(*([(l_refs.at[a, :, cut], x_refs.at[b, cut, cut]) for a, b in PARTS] for cut in cuts))
-        if m < NARROW:
-            i, j = (plgpu.broadcasted_iota(jnp.int32, (C, width), axis, layout=plgpu.Layout.WGMMA) % NARROW for axis in (0, 1))
-            quarter = (i // (2 * m) == j // (2 * m)) & (i // m > j // m)
-            lx = [jnp.where(quarter, x, 0.0) for x in lx]
-        for cut, x in zip(cuts, lx):
-            put(y_refs.at[:, :, cut], *halves(x))
-        found = products(*([(x_refs.at[a, :, rows], y_refs.at[b, rows, cut]) for a, b in PARTS] for rows, cut in zip(below, cuts)))
-        for cut, x in zip(cuts, found):
-            known = (plgpu.load(x_refs.at[part, :, cut], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in range(2))
-            put(x_refs.at[:, :, cut], *(half.astype(jnp.float32) + before for half, before in zip(halves(x), known)))
+def half_products(p, a, b_refs, meanwhile=lambda: None):
+    """[C, columns] float32 a @ b, a in halves in registers, b in halves in shared memory; `meanwhile` is done while they run."""
+    def accumulate(found):
+        for x, y in PARTS:
+            found.add(a[x], b_refs.at[y])
+        meanwhile()
+        return found()
+
+    return with_sums(p, [b_refs.shape[2]], accumulate)
+
+
+def columns(n: int):
+    return slice(n * NARROW, (n + 1) * NARROW)
+
+
+def blocks():
+    """[C, 16] of four blocks of rows: the block, the row in it and the column."""
+    i, j = (plgpu.broadcasted_iota(jnp.int32, (C, NARROW), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+    return i // NARROW, i % NARROW, j
+
+
+def choose(*found):
+    """[C, 16]: of every argument the block of rows that its place says, zeros for None."""
+    block, chosen = blocks()[0], 0.0
+    for n, x in enumerate(found):
+        chosen = chosen if x is None else jnp.where(block == n, x, chosen)
+    return chosen
+
+
+def on_diagonal(x):
+    """[C, 16]: the blocks of 16 on the diagonal, one below the other."""
+    return choose(*(x[:, columns(n)] for n in range(C // NARROW)))
+
+
+def inverse_norms(squares):
+    """[C] rsqrt(sum x^2 + 1e-6) of every row of x, of x @ x.T."""
+    _, i, j = blocks()
+    return jax.lax.rsqrt(jnp.sum(jnp.where(i == j, on_diagonal(squares), 0.0), axis=1) + chunk_math.NORM_EPSILON)
+
+
+def unit_lower_inverse(p, l, l_refs, x_refs, blocks_refs):
+    """(I + L)^{-1} into x_refs, by the ladder of `inverse.py`: X <- X + X (-L) X in the lower left quarter of each 2m diagonal block.
+
+    X stays in registers, in blocks of 16: x has the four of the diagonal, one below the other. As the left operand they are spread over
+    the diagonal of [C, C] again; the right operand has its blocks one below the other, too. l_refs has in its first 16 columns those of
+    -L on the diagonal, then those left of the second and the fourth, then all of the lower left quarter."""
+    block, i, j = blocks()
+    ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
+
+    def spread(pair, up: int = 0):
+        return [jnp.concatenate([x * one for one in ones[up:]], axis=1) for x in pair]
+
+    diagonal = on_diagonal(l)
+    beside = choose(None, l[:, columns(0)], None, l[:, columns(2)])
+    put(l_refs, *halves(-jnp.concatenate([diagonal, beside, l[:, : C // 2]], axis=1)))
+    first, second, half = l_refs.at[:, :, columns(0)], l_refs.at[:, :, columns(1)], slice(C // 2, C)
+    x = jnp.where(i == j, 1.0, jnp.where(i ^ j == 1, -diagonal, 0.0))
+    for m in (2, 4, 8):
+        pair = halves(x)
+        t = half_products(p, spread(pair), first, lambda: put(blocks_refs, *pair))
+        t = jnp.where((i ^ j) // m == 1, t, 0.0)  # the quarter: above the diagonal it is zero anyway
+        x = x + half_products(p, spread(halves(t)), blocks_refs)
+    pair = halves(x)
+    t = half_products(p, spread(pair), second, lambda: put(blocks_refs, *pair))
+    below = half_products(p, spread(halves(t), up=1), blocks_refs.at[:, : C - NARROW])
+    left = jnp.concatenate([choose(x, below), choose(None, x)], axis=1)
+    right = halves(jnp.concatenate([choose(None, None, x, below), choose(None, None, None, x)], axis=1))
+    left_refs, right_refs = (x_refs.at[:, :, n] for n in (slice(C // 2), half))
+
+    def both():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # P beta, which x_refs has had until now
+        put(left_refs, *halves(left))
+        put(right_refs, *right)
+
+    t = half_products(p, right, l_refs.at[:, half, half], both)
+    put(left_refs, *halves(left + half_products(p, halves(t), left_refs.at[:, : C // 2])))
 
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
     """Of every value head of a key head: norms and decays, P beta, and the inverse where there is a place for it."""
-    *inverses_gmem, q, k, ls, x, y, rows_ref, numbers, keys_here, rows_here = refs
+    *inverses_gmem, (q, qk_ref), (k, kk_ref), l, x, blocks_refs, rows_refs, numbers, keys_here, rows_here = refs
     b, g, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
+
+    def bring_rows(head):
+        slot = head % 2
+        plgpu.copy_gmem_to_smem(rows_gmem.at[b, g * p.share + head, n], rows_refs.at[slot], rows_here.at[slot])
+
     for t in range(p.key_tiles):
         plgpu.copy_gmem_to_smem(q_gmem.at[b, tokens(n), g, channels(t)], q.at[t], keys_here)
         plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], keys_here)
+    bring_rows(0)
     plgpu.barrier_wait(keys_here)
-    against_keys = lambda rows: product(*((rows.at[t], transposed(k.at[t])) for t in range(p.key_tiles)))
+    against = lambda rows, others: [(rows.at[t], transposed(others.at[t])) for t in range(p.key_tiles)]
+    qk, kk, qq = products(against(q, k), against(k, k), against(q, q))
+    if p.normalize:
+        k_norm, q_norm = inverse_norms(kk), inverse_norms(qq)
+    else:
+        k_norm = q_norm = plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
+    plgpu.barrier_wait(rows_here.at[0])
+    row = lambda slot, i: plgpu.load(rows_refs.at[slot, i], layout=ROW)
+    q_norm = jnp.where(row(0, DOCUMENT) >= 0, q_norm * p.key**-0.5, 0.0)
+    numbers[K_NORM], numbers[K_NORM_J], numbers[Q_NORM] = k_norm, k_norm, q_norm
+    plgpu.commit_smem()
 
-    norms = inverse_norms if p.normalize else lambda rows: plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
-    k_norm, q_length = norms(k), norms(q) * p.key**-0.5
+    # What all value heads share: the products of normalized queries and keys with keys, of a document and not of the future.
+    i, j = indices()
+    mask, norm = same_document(rows_refs.at[0]) & (i >= j), across(numbers, K_NORM_J)
+    qk = jnp.where(mask, qk * (down(numbers, Q_NORM) * norm), 0.0)
+    kk = jnp.where(mask & (i > j), kk * (down(numbers, K_NORM) * norm), 0.0)
+    qk_ref[...], kk_ref[...] = qk, kk  # not kept in registers: three blocks at a time have 168 each
 
     @pl.loop(0, p.share)
     def _(head):
-        h = g * p.share + head
-        plgpu.copy_gmem_to_smem(rows_gmem.at[b, h, n], rows_ref, rows_here)
-        plgpu.barrier_wait(rows_here)
-        row = lambda i: plgpu.load(rows_ref.at[i], layout=ROW)
-        q_norm = jnp.where(row(DOCUMENT) >= 0, q_length, 0.0)
-        numbers[K_NORM], numbers[K_NORM_J], numbers[Q_NORM] = k_norm, k_norm, q_norm
-        numbers[K_GAMMA], numbers[Q_GAMMA] = row(GAMMA) * k_norm, row(GAMMA) * q_norm
-        numbers[K_RHO] = row(RHO) * row(BETA) * k_norm
-        plgpu.commit_smem()
+        slot, h = head % 2, g * p.share + head
+        here = rows_refs.at[slot]
+
+        @pl.when(head > 0)
+        def _():
+            plgpu.barrier_wait(rows_here.at[slot])
+
+        # Of the masked pairs, whose products are zero, the exponent must only not be too large.
+        column = jnp.exp2(jnp.minimum(down(here, TOTAL) * LOG2_E - across(here, TOTAL_J) * LOG2_E, 126.0)) * across(here, BETA_J)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
+        numbers[K_GAMMA], numbers[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
+        numbers[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
+        put(x, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column)
         plgpu.copy_smem_to_gmem(numbers, numbers_gmem.at[b, h, n])
-        i, j = indices()
-        column = pair_decay(rows_ref, i, j) * across(numbers, K_NORM_J) * across(rows_ref, BETA_J)
-        put(y, against_keys(q) * down(numbers, Q_NORM) * column)
-        plgpu.copy_smem_to_gmem(y.at[0], p_gmem.at[b, h, n])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.copy_smem_to_gmem(x.at[0], p_gmem.at[b, h, n])
+
+        @pl.when(head + 1 < p.share)
+        def _():
+            bring_rows(head + 1)
+
         if inverses_gmem:
-            unit_lower_inverse(jnp.where(i > j, against_keys(k) * down(numbers, K_NORM) * column, 0.0), i, j, ls, x, y)
+            unit_lower_inverse(p, plgpu.load(kk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column, l, x, blocks_refs)
             for part in range(2):
                 plgpu.copy_smem_to_gmem(x.at[part], inverses_gmem[0].at[n, b, h, part])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 # ---- the state, chunk after chunk -----------------------------------------------------------------------------------
 
 
-def each_chunk(p, loads, arrived, read, first_to_last: bool, body, carry):
-    """`body(n, slot, carry)` for every chunk of the piece, in every warpgroup; the first one has `loads(n, slot, barrier)` copy what it
-    needs of it, some chunks ahead, once all have `read` what was there."""
-    length = p.chunks // p.pieces
-    first = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
-    chunk = lambda i: first + (i if first_to_last else length - 1 - i)
-    copies = jax.lax.axis_index("warpgroups") == 0
+def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first, store):
+    """The last warpgroup copies: `loads(n, slot, barrier)` for every chunk of the piece, some ahead, once all others have `read` what was
+    in the slot. They take the chunks in turn: `store` of what `chunk(n, slot, carry)` leaves, from `first()`."""
+    length, w = p.chunks // p.pieces, jax.lax.axis_index("warpgroups")
+    start = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
+    number = lambda i: start + (i if first_to_last else length - 1 - i)
 
-    @pl.when(copies)
+    @pl.when(w == p.warpgroups)
     def _():
-        for i in range(min(p.stages, length)):
-            loads(chunk(i), i, arrived.at[i])
+        if not p.interpret:
+            plgpu.set_max_registers(40, action="decrease")
 
-    def step(i, carry):
-        slot = jax.lax.rem(i, p.stages)
-        plgpu.barrier_wait(arrived.at[slot])
-        carry = body(chunk(i), slot, carry)
-        plgpu.commit_smem()  # what was read of the slot, before a copy writes there
-        plgpu.barrier_arrive(read.at[slot])
+        @pl.loop(0, length)
+        def _(i):
+            slot = jax.lax.rem(i, p.stages)
+            pl.when(i >= p.stages)(lambda: plgpu.barrier_wait(read.at[slot]))
+            loads(number(i), slot, arrived.at[slot])
 
-        @pl.when(copies & (i + p.stages < length))
-        def _():
-            plgpu.barrier_wait(read.at[slot])
-            loads(chunk(i + p.stages), slot, arrived.at[slot])
+    @pl.when(w < p.warpgroups)
+    def _():
+        if not p.interpret:
+            plgpu.set_max_registers(232, action="increase")
 
-        return carry
+        def step(i, carry):
+            slot = jax.lax.rem(i, p.stages)
+            plgpu.barrier_wait(arrived.at[slot])
+            carry = chunk(number(i), slot, carry)
+            plgpu.commit_smem()  # what was read of the slot, before a copy writes there
+            plgpu.barrier_arrive(read.at[slot])
+            return carry
 
-    return jax.lax.fori_loop(0, length, step, carry)
-
-
-def load_state(p, gmem, h, c):
-    """The piece's state, transposed: the block c of the value's channels by all of the key, float32."""
-    at = gmem.at[jax.lax.axis_index("batch"), h, channels(c)]
-    return plgpu.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-def store_state(p, gmem, h, c, state):
-    gmem[jax.lax.axis_index("batch"), h, channels(c)] = state
+        store(jax.lax.fori_loop(0, length, step, first()))
+        plgpu.wait_smem_to_gmem(0)
 
 
-def first_of_map(p, c):
-    """Zeros for the value's blocks, the columns of one for the key's behind them."""
-    i, j = (plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
-    return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
+def first_state(p, gmem, h, c):
+    """What makes the state that enters the piece, transposed: the block c of the value's channels by all of the key, float32. Of a map
+    zeros for the value's blocks, and the columns of one for the key's behind them."""
+    def known():
+        return plgpu.load(gmem.at[jax.lax.axis_index("batch"), h, channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def of_map():
+        i, j = (plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+        return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
+
+    return of_map if p.maps else known
+
+
+def store_state(gmem, h, c):
+    def store(state):
+        gmem[jax.lax.axis_index("batch"), h, channels(c)] = state
+    return store
 
 
 def place(p):
@@ -353,9 +438,7 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
 
         return with_sums(p, (C, C, C, p.key), products)
 
-    first = first_of_map(p, c) if p.maps else load_state(p, initial_gmem, h, c)
-    store_state(p, final_gmem, h, c, each_chunk(p, loads, arrived, read_all, True, chunk, first))
-    plgpu.wait_smem_to_gmem(0)
+    copies_and_chunks(p, loads, arrived, read_all, True, chunk, first_state(p, initial_gmem, h, c), store_state(final_gmem, h, c))
 
 
 def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
@@ -396,6 +479,4 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
 
         return with_sums(p, (C, C, C, p.key), products)
 
-    last = first_of_map(p, c) if p.maps else load_state(p, dfinal_gmem, h, c)
-    store_state(p, dinitial_gmem, h, c, each_chunk(p, loads, arrived, read_all, False, chunk, last))
-    plgpu.wait_smem_to_gmem(0)
+    copies_and_chunks(p, loads, arrived, read_all, False, chunk, first_state(p, dfinal_gmem, h, c), store_state(dinitial_gmem, h, c))
