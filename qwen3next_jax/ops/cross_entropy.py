@@ -112,19 +112,29 @@ def _walk(chunk, x, w, targets, weights, *, gradients):
 
 
 def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
-    logits_CV = jnp.dot(x_CD, w_DV, preferred_element_type=wide)
+    def product(*after):
+        """The logits once what is named is known."""
+        return jnp.dot(jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide)
+
+    logits_CV, chip = product(), tpu()
+    # Two more products, each of whose reductions fuse with it, may be less than writing the logits and reading them three times.
+    anew = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second
+    logits = product if anew else lambda *_: logits_CV
     index_1V = jnp.arange(w_DV.shape[1], dtype=jnp.int32)[None]
     hit_CV = index_1V == target_C[:, None]
     largest_C = jnp.max(logits_CV, axis=1)
-    exp_CV = jnp.exp(logits_CV - largest_C[:, None])
-    total_C = jnp.sum(exp_CV, axis=1)
+    # Of one product, as another may differ by rounding.
+    best_C = (jnp.argmax(logits_CV, axis=1).astype(jnp.int32) if anew else
+              jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1))
+    logits_CV = logits(largest_C)
+    total_C = jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=1)
     logsumexp_C = largest_C + jnp.log(total_C)
     target_logit_C = jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)
-    best_C = jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1)
     figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
     # Divide after the matmul's operand is made small: exp · (weight / total), less weight at the target.
+    exp_CV = jnp.exp(logits(total_C) - largest_C[:, None])
     dlogits_CV = exp_CV * (weight_C / total_C)[:, None] - jnp.where(hit_CV, weight_C[:, None], 0)
     dlogits_CV = dlogits_CV.astype(x_CD.dtype)
     dx_CD = jnp.dot(dlogits_CV, w_DV.T, preferred_element_type=wide).astype(x_CD.dtype)
