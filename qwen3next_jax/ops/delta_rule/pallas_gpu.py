@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.ops import kernel_trial
-from qwen3next_jax.ops.delta_rule import associative, chunk_math, pallas_gpu_gradients
-from qwen3next_jax.ops.delta_rule import pallas_gpu_kernels as kernels
+from qwen3next_jax.ops.delta_rule import associative, chunk_math, pallas_gpu_chunks, pallas_gpu_gradients, pallas_gpu_states
 from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
-from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import C, rows, tiles
+from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import C, rows, tiles
 
 WIDTHS = (64, 128, 256)
 PROCESSORS = 132  # of an H100 or H200; a block of a pass of the state takes one, by its shared memory
@@ -98,7 +97,7 @@ class Problem:
         return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2), mode=mode) if missing else x_BT
 
     def rows(self, x: Inputs):
-        """[B, H, N, 8, C] numbers by token, in the order of `kernels.TOTAL` …"""
+        """[B, H, N, 8, C] numbers by token, in the order of `pallas_gpu_tiles.TOTAL` …"""
         by_chunk = lambda x_BTH: jnp.moveaxis(self.pad(x_BTH).reshape(self.batch, self.chunks, C, -1), 3, 1).astype(jnp.float32)
         g, beta = by_chunk(x.g), by_chunk(x.beta)
         total = jnp.matmul(g, chunk_math.lower_mask(C).astype(jnp.float32).T, precision=chunk_math.HIGHEST)
@@ -133,7 +132,7 @@ class Problem:
 
     def over_chunks(self, body, name: str, outputs: dict, scratch, inputs: list):
         """The same for a pass of the state: a block for every 128 channels of every value head, or 64. `scratch`: for what it gives."""
-        maps_forward = self.maps and body is kernels.forward_kernel
+        maps_forward = self.maps and body is pallas_gpu_states.forward_kernel
         copies = self.warpgroups + 5 + self.erase - 2 * maps_forward
         barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, self.warpgroups)]
         grid = dict(value_tiles=self.columns // self.warpgroups, heads=self.value_heads, batch=self.pieces * self.batch)
@@ -149,7 +148,7 @@ class Problem:
         blocks."""
         p = dataclasses.replace(self, save=False, map_tiles=(values, self.key_tiles))
         outputs = dict(maps=p.shaped(p.pieces * p.batch, p.value_heads, p.columns * C, p.key, dtype=jnp.float32))
-        maps = p.over_chunks(kernels.forward_kernel, "maps", outputs, tiles(1), inputs)["maps"]
+        maps = p.over_chunks(pallas_gpu_states.forward_kernel, "maps", outputs, tiles(1), inputs)["maps"]
         return jnp.split(flipped(p.piecewise(maps)), [values * C], axis=-1)
 
     def state_scratch(self) -> list:
@@ -169,11 +168,11 @@ class Problem:
             outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
         product = plgpu.SMEM((C, C), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
         keys = plgpu.RefUnion(tiles(self.key_tiles), product)
-        narrow = functools.partial(tiles, 2, columns=kernels.NARROW)
-        scratch = [keys, keys, narrow(), narrow(), narrow(width=kernels.NARROW), rows(2, 8), rows(6),
+        narrow = functools.partial(tiles, 2, columns=pallas_gpu_chunks.NARROW)
+        scratch = [keys, keys, narrow(), narrow(), narrow(width=pallas_gpu_chunks.NARROW), rows(2, 8), rows(6),
                    plgpu.Barrier(num_arrivals=2 * self.key_tiles), plgpu.Barrier(num_barriers=2)]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
-        return self.call(kernels.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token])
+        return self.call(pallas_gpu_chunks.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token])
 
 
 def flipped(x):
@@ -221,7 +220,7 @@ def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool
     outputs = dict(final=transposed, o=p.shaped(*v.shape))
     if save:
         outputs["states"] = p.shaped(p.chunks, *p.state_shape)
-    out = p.over_chunks(kernels.forward_kernel, "forward", outputs, tiles(p.warpgroups), [*inputs, flipped(initial)])
+    out = p.over_chunks(pallas_gpu_states.forward_kernel, "forward", outputs, tiles(p.warpgroups), [*inputs, flipped(initial)])
     o, final = out["o"][:, : x.v.shape[1]], flipped(p.piecewise(out["final"])[-1])
     return (o, final, out["states"], to_residual(inverses) if erase else None) if save else (o, final, None, None)
 
@@ -240,11 +239,12 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     if p.pieces > 1:
         _, m = p.maps_of_pieces(0, [q, k, v, *numbers])
         of_map = dataclasses.replace(p, map_tiles=(p.value_tiles, 0))
-        d = of_map.over_chunks(kernels.backward_kernel, "map_backward", dfirst, tiles(1), [q, k, do, *numbers])
+        d = of_map.over_chunks(pallas_gpu_states.backward_kernel, "map_backward", dfirst, tiles(1), [q, k, do, *numbers])
         maps = flipped(m), flipped(p.piecewise(d["dinitial"]))
         dlast = associative.states(maps, dlast, EXACT, reverse=True)[0].reshape(-1, *p.state_shape[1:])
     outputs = dfirst | dict(dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape))
-    out = p.over_chunks(kernels.backward_kernel, "backward", outputs, tiles(p.warpgroups, 2), [q, k, do, *numbers, flipped(dlast)])
+    inputs = [q, k, do, *numbers, flipped(dlast)]
+    out = p.over_chunks(pallas_gpu_states.backward_kernel, "backward", outputs, tiles(p.warpgroups, 2), inputs)
     dinitial = flipped(p.piecewise(out["dinitial"])[0])
 
     by_head = p.shaped(*v.shape[:3], p.key)

@@ -1,5 +1,5 @@
 """The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients known: what one block of one warpgroup
-does for a value head. Tiles, products and rows of numbers are those of `pallas_gpu_kernels`.
+does for a value head. Tiles, products and rows of numbers are those of `pallas_gpu_tiles`.
 
 Two blocks share a processor, one works while the other waits: so shared memory holds no more than what products read that wait for
 nothing else, and what is made of pairs of rows is transposed, j by i: then E is a left operand, which wgmma takes from registers.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_kernels import (BETA, C, DOCUMENT, DOCUMENT_J, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
+from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, C, DOCUMENT, DOCUMENT_J, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
                                                              Q_GAMMA, Q_NORM, RHO, ROW, TOTAL, TOTAL_J, across, channels, down, halves,
                                                              indices, product, rows, tiles, tokens, transposed, with_sums)
 
