@@ -2,6 +2,7 @@
 
     python benchmarks/decoding.py [--part=contexts] [--contexts=1024,4096,…] [--plot=docs/decoding.png]
     python benchmarks/decoding.py --part=drafting --model=runs/tiny
+    python benchmarks/decoding.py --part=rounds --model=runs/tiny
     python benchmarks/decoding.py --part=replay --model=runs/tiny
     python benchmarks/decoding.py --part=memory [--length=262144]
     python benchmarks/decoding.py --part=transformers --model=runs/tiny --python=/path/to/python/with/torch
@@ -10,6 +11,7 @@ contexts: prefill and decode throughput and bytes of cache of one row, random we
 attention alone and recurrent layers alone of the same number of parameters (the width of the experts makes up for the difference).
 drafting: `speculative` = 1 … against plain decoding, greedy, in turns, batch 1 and 8; the same tokens or it ends. What a round costs, in
 plain steps, is how many tokens a pass has to give for drafts to pay; with --config of random weights, whose drafts are refused, that alone.
+rounds: what a round of drafting costs and its parts alone, verifying and drafting, each in a loop of its own in one program, 64 tokens in.
 replay: what taking back a rejected draft costs: the recurrent states kept after each of K+1 tokens, or 2K+1 tokens run again.
 memory: a prompt of that length through a small model in chunks; peak memory of the process beyond what it had before.
 transformers: greedy generation of both from the same weights, tokens per CPU second, in turns.
@@ -35,8 +37,10 @@ from flax import nnx
 
 from qwen3next_jax import ModelConfig, Qwen3Next, cli, save_hf
 from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.inference import plain, speculative
 from qwen3next_jax.inference.cache import after_token, cache_bytes
 from qwen3next_jax.inference.decode import cache_length, generate, joined
+from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.load import load_model
 from qwen3next_jax.model.flops import parameter_counts
 
@@ -47,7 +51,7 @@ LONG = 2**15
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("contexts", "drafting", "replay", "memory", "transformers"), default="contexts")
+    parser.add_argument("--part", choices=("contexts", "drafting", "rounds", "replay", "memory", "transformers"), default="contexts")
     parser.add_argument("--config", default=str(ROOT / "configs" / "tiny.py"))
     parser.add_argument("--model", help="folder of a run or a Hugging Face directory, in place of --config's random weights")
     parser.add_argument("--contexts", default="1024,4096,16384,65536")
@@ -168,8 +172,8 @@ def _drafting(args: argparse.Namespace) -> None:
             for k in rates:
                 tokens, _, seconds, cpu, count, stream = _timed(model, prompts, new, speculative=k)
                 if k == 0:
-                    plain = tokens
-                assert all(np.array_equal(a, b) for a, b in zip(tokens, plain)), f"{k} drafts: other tokens than plain decoding"
+                    expected = tokens
+                assert all(np.array_equal(a, b) for a, b in zip(tokens, expected)), f"{k} drafts: other tokens than plain decoding"
                 if turn:
                     rates[k].append((count / seconds, count / cpu))
                     told = stream if turn == args.runs else None
@@ -179,6 +183,61 @@ def _drafting(args: argparse.Namespace) -> None:
                     print(f"batch {batch}, {k} drafts: {wall:7,.0f} tokens/s, {wall / plain_wall:.2f} × plain (per CPU second "
                           f"{cpu / plain_cpu:.2f} ×); {a_pass:.2f} tokens per trunk pass, a round costs "
                           f"{a_pass * plain_wall / wall:.2f} plain steps; accepted by depth {by_depth or '–'}", flush=True)
+        for k in range(1, 5 if batch > 1 else 1):
+            rounds = [_timed(model, [prompt], new, speculative=k)[-1].passes for prompt in prompts]
+            print(f"batch {batch}, {k} drafts: alone its rows take {min(rounds)} … {max(rounds)} rounds, {np.mean(rounds):.0f} on average; "
+                  "together all run until the last has ended", flush=True)
+
+
+def _rounds(args: argparse.Namespace) -> None:
+    model, rounds = _model(args), 32
+    graphdef, params = nnx.split(model)
+    number, nothing, greedy = Sampling(*map(np.float32, Sampling()))._replace(top_k=np.int32(0)), np.zeros(0, np.int32), (None, True, False)
+
+    def program(batch: int, drafts: int, part: str):
+        form = speculative if drafts else plain
+        options = dict(drafts=drafts, greedy=True) if drafts else {}
+
+        def verify(model, carry):
+            state, hidden_BJD = carry
+            new_BJ, accepted_B, _, cache = speculative._verify(model, *greedy, state, number, np.uint32(0))
+            return state._replace(cache=cache, drafts=new_BJ[:, 1:], position=state.position + 1 + 0 * accepted_B), hidden_BJD
+
+        def draft(model, carry):
+            state, hidden_BJD = carry
+            new_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
+            state = speculative._draft(model, *greedy, state, hidden_BJD, new_BJ, state.drafts[:, 0] % (drafts + 1), number, np.uint32(0))
+            return state._replace(position=state.position + 1), hidden_BJD + 1e-3 * state.drafts[:, :1, None]
+
+        def run(params, state):
+            model = nnx.merge(graphdef, params)
+            if part == "whole":
+                return form.advance(model, *greedy, state, rounds, nothing, number, np.uint32(0))[0]
+            hidden_BJD = jnp.ones((batch, drafts + 1, model.config.hidden_size), model.config.dtype)
+            one = {"verify": verify, "draft": draft}[part]
+            return jax.lax.fori_loop(0, rounds, lambda _, carry: one(model, carry), (state, hidden_BJD))[0]
+        start = lambda: form.start(model, 512, *(jnp.full(batch, n, jnp.int32) for n in (32, 64, 10**6)), **options)
+        run = jax.jit(run, donate_argnums=1).lower(params, start()).compile()
+
+        def seconds() -> float:
+            state = jax.block_until_ready(start())
+            started = time.perf_counter()
+            jax.block_until_ready(run(params, state))
+            return time.perf_counter() - started
+        return seconds
+
+    for batch in (1, 8):
+        parts = [(0, "whole"), *((k, part) for k in (1, 2) for part in ("whole", "verify", "draft"))]
+        programs = {of: program(batch, *of) for of in parts}
+        taken = {of: [] for of in parts}
+        for _ in range(8 * args.runs):
+            for of, seconds in programs.items():
+                taken[of].append(seconds())
+        step = min(taken[0, "whole"])
+        for (drafts, part), values in taken.items():
+            name = f"{drafts} drafts, {part}" if drafts else "a plain step"
+            print(f"batch {batch}, {name:16} {1e6 * min(values) / rounds:7.0f} µs (median {1e6 * statistics.median(values) / rounds:.0f}), "
+                  f"{min(values) / step:.2f} plain steps", flush=True)
 
 
 def _replay(args: argparse.Namespace) -> None:

@@ -83,7 +83,7 @@ def of_widths(key: int, value: int, interpret: bool) -> tuple[dict, dict]:
     """Errors of the kernels for heads of these widths, and those of them that are too large."""
     line = errors((1, 130, 1, 2, key, value))
     bad = {n: e for n, e in line.items() if not e <= BARS.get(n, 0.03)}
-    for normalize, erase in ((True, True),) if interpret or key != value else ((True, True), (False, True), (True, False)):
+    for normalize, erase in ((True, True), (False, True), (True, False)) if (key, value) == (128, 128) else ((True, True),):
         name, apart = pallas_gpu_trial.worst(key, value, normalize, erase, normalize and erase, interpret)
         if not apart <= pallas_gpu_trial.APART:
             bad[f"{name} against XLA, normalize {normalize}, erase {erase}"] = apart
@@ -315,16 +315,18 @@ def main() -> int:
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
         compared = {sizes: processes.submit(of_widths, *sizes, args.interpret) for sizes in widths}
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            cases, steps = operator(pool, args.interpret), training(pool, config, args.interpret)
+            steps, cases = training(pool, config, args.interpret), operator(pool, args.interpret)
         checked, right = correctness(compared, args.interpret)
-    of_library, library_right = library(args.interpret)
-    results, right = about | dict(correctness=checked, library=of_library), right and library_right
+    results = about | dict(correctness=checked)
     if right:
-        results |= dict(library_times=library_times(args.interpret, rounds), operator=operator_times(cases, args.interpret, rounds),
-                        training=training_times(*steps, rounds))
+        results |= dict(operator=operator_times(cases, args.interpret, rounds), training=training_times(*steps, rounds))
+    of_library, library_right = library(args.interpret)
+    results |= dict(library=of_library)
+    if library_right:
+        results |= dict(library_times=library_times(args.interpret, rounds))
     pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
-    print(f"written to {args.json}" if right else f"wrong: nothing was timed; see {args.json}; {pallas_gpu_trial.AVOID}")
-    return 0 if right else 1
+    print(f"written to {args.json}" if right else f"wrong: the kernels were not timed; see {args.json}; {pallas_gpu_trial.AVOID}")
+    return 0 if right and library_right else 1
 
 
 if __name__ == "__main__":

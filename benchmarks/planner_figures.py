@@ -23,14 +23,20 @@ REMAT = ("none", "dots", "block", "offload")
 # name: (slice, mesh, flags beside --config=configs/qwen3_next_80b_a3b.py)
 POINTS = {
     "v5p_8x8x8": ("v5p:8x8x8", "data=64,expert=8", (QUICK, DOTS)),
+    "v5p_8x8x8_default": ("v5p:8x8x8", "data=64,expert=8", (DOTS,)),
     "v5p_8x8x8_16k": ("v5p:8x8x8", "data=64,expert=8", (QUICK, DOTS, BATCH + "2048")),
     "v5p_8x8x8_16k_default": ("v5p:8x8x8", "data=64,expert=8", (DOTS, BATCH + "2048")),
     "v6e_16x16": ("v6e:16x16", "data=32,expert=8", (QUICK,)),
-    "v6e_16x16_16k": ("v6e:16x16", "data=32,expert=8", (QUICK, BATCH + "1024")),
+    "v6e_16x16_default": ("v6e:16x16", "data=32,expert=8", ()),
+    "v6e_16x16_16k_default": ("v6e:16x16", "data=32,expert=8", (BATCH + "1024",)),
     "small_v6e_2x2": ("v6e:2x2", "data=4", (QUICK, "--config=configs/small.py")),
+    "small_v6e_2x2_default": ("v6e:2x2", "data=4", ("--config=configs/small.py",)),
     "tpu7x_4x4x4": ("tpu7x:4x4x4", "data=16,expert=8", (QUICK, BATCH + "128")),
+    "tpu7x_4x4x4_default": ("tpu7x:4x4x4", "data=16,expert=8", (BATCH + "128",)),
+    "tpu7x_4x4x4_16k_default": ("tpu7x:4x4x4", "data=16,expert=8", (BATCH + "512",)),
     "v5e_16x16": ("v5e:16x16", "data=32,expert=8", (QUICK, BATCH + "256", "--config.train.remat=offload")),
-    "v5p_8x8x8_long": ("v5p:8x8x8", "data=2,expert=8,context=32", (QUICK, DOTS, BATCH + "16", LENGTH + "262144")),
+    "v5p_8x8x8_long": ("v5p:8x8x8", "data=2,expert=8,context=32", (QUICK, BATCH + "16", LENGTH + "262144")),
+    "v5p_8x8x8_long_default": ("v5p:8x8x8", "data=2,expert=8,context=32", (DOTS, BATCH + "16", LENGTH + "262144")),
     "v5p_4x4x4": ("v5p:4x4x4", "data=8,expert=8", (QUICK, BATCH + "64")),
     "v5p_4x4x8": ("v5p:4x4x8", "data=16,expert=8", (QUICK, BATCH + "128")),
     "v5p_4x8x8": ("v5p:4x8x8", "data=32,expert=8", (QUICK, BATCH + "256")),
@@ -58,12 +64,12 @@ def main():
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         print("| " + " | ".join(row(p)) + " |")
-    print_parts(plans.values(), lambda p: f"{p['topology']} {mesh_text(p['mesh'])}")
+    print_parts(plans.values(), lambda p: f"{label(p)} {mesh_text(p['mesh'])}")
     print("\n| slice | seconds waited for | bytes sent a device, GB |\n|---|---|---|")
     for p in filter(fits, plans.values()):
         waits = ", ".join(f"{name} {seconds:.3f}" for name, seconds in p["bound_seconds"].items() if seconds >= 5e-4)
         sent = ", ".join(f"{'+'.join(n['axes'])} {n['collective']} {n['bytes'] / 1e9:.1f}" for n in p["network"][:5])
-        print(f"| {p['topology']} {mesh_text(p['mesh'])} | {waits} | {sent} |")
+        print(f"| {label(p)} {mesh_text(p['mesh'])} | {waits} | {sent} |")
     print_parts(remat, lambda p: p["remat"])
     print("\n| remat | TFLOP executed, of the model | GB through HBM | step s | MFU |\n|---|---|---|---|---|")
     for p in remat:
@@ -81,6 +87,11 @@ def fits(p):
 
 def verdict(p):
     return "failed" if p["failed"] else "does not fit"
+
+
+def label(p):
+    """Its slice; the model, too, if it is not the released one."""
+    return p["topology"] + f" ({p['config']})" * (p["config"] != "qwen3_next_80b_a3b")
 
 
 def print_parts(plans, label):
@@ -105,7 +116,7 @@ def make(name, path):
 
 
 def row(p):
-    first = [p["topology"], str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""), mesh_text(p["mesh"]),
+    first = [label(p), str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""), mesh_text(p["mesh"]),
              f"{p['batch_size']:,} × {p['sequence_length']:,}", f"{p['remat']} × {p['gradient_accumulation']}"]
     memory = f", {p['compile_memory_bytes'] / 2**30:.1f} GiB" if p["compile_memory_bytes"] else ""
     last = f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f}){memory}, {p['optimization_level']}"

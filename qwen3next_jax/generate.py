@@ -35,7 +35,7 @@ def main() -> int:
         speculative.check(config, _speculative.value)
     folder = pathlib.Path(_model.value)
     template = ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder) if _chat.value else None
-    ends = end_tokens(folder)
+    ends = end_tokens(folder, config.vocab_size)
     loading = get_loading()
     cli.enable_compilation_cache()
     from qwen3next_jax.load import joined
@@ -63,8 +63,7 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
                 return _answer(model, tokenizer, text, request | {"room": next((room for room in rooms if room >= needed), needed)})
             _talk(template, answer)
         elif _samples.value == 1:
-            print(text, end="", flush=True)
-            _answer(model, tokenizer, text, request)
+            _answer(model, tokenizer, text, request, begins_with=text)
         else:
             _several(model, tokenizer, text, request)
     except BrokenPipeError:  # the reader (`| head`) has seen enough; keep Python from flushing into it at exit
@@ -160,8 +159,8 @@ def _begin(model, prompts: list, request: dict):
     return clock, stream
 
 
-def _answer(model, tokenizer, text: str, request: dict) -> str:
-    """What follows `text`, written to standard output as it comes, up to Ctrl-C."""
+def _answer(model, tokenizer, text: str, request: dict, begins_with: str = "") -> str:
+    """What follows `text`, written to standard output as it comes, behind `begins_with`, up to Ctrl-C."""
     from qwen3next_jax.inference.streaming import DecodeStream
 
     prompt, written, texts = tokenizer.encode(text), [], DecodeStream(tokenizer)
@@ -173,6 +172,7 @@ def _answer(model, tokenizer, text: str, request: dict) -> str:
     for token in prompt[-16:]:
         texts.add(token)
     clock, stream = _begin(model, [prompt], request)
+    print(begins_with, end="", flush=True)
     try:
         for (tokens,) in stream:
             clock.piece(len(tokens))
@@ -203,7 +203,7 @@ def _several(model, tokenizer, text: str, request: dict) -> None:
 
 
 def _talk(template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]) -> None:
-    """Reads a line, answers it, until the input ends. What the model cannot answer is told, and leaves the conversation."""
+    """Reads a line, answers it, until the input ends. What the model cannot answer is told, and leaves the conversation of a terminal."""
     messages: list[dict[str, str]] = []
     if sys.stdin.isatty():
         print("a line is a message; Ctrl-C stops an answer, Ctrl-D ends the chat", file=sys.stderr)
@@ -219,6 +219,8 @@ def _talk(template: Callable[[list[dict[str, str]]], str], answer: Callable[[str
         try:
             messages.append({"role": "assistant", "content": answer(template(messages))})
         except UserError as error:
+            if not sys.stdin.isatty():
+                raise
             messages.pop()
             print(f"error: {error}", file=sys.stderr, flush=True)
 

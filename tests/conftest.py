@@ -1,5 +1,6 @@
 """Shared by all tests: the CPU platform with eight virtual devices, and a persistent compilation cache."""
 
+import gc
 import os
 import pathlib
 
@@ -18,6 +19,7 @@ import jax  # noqa: E402
 jax.devices()  # the flags are read now
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(EIGHT_DEVICES, "")  # processes that tests start see one device
 
+import dataclasses  # noqa: E402
 import math  # noqa: E402
 
 import pytest  # noqa: E402
@@ -25,6 +27,10 @@ import pytest  # noqa: E402
 from qwen3next_jax import load  # noqa: E402
 from qwen3next_jax.parallel import mesh  # noqa: E402
 from qwen3next_jax.training import loop, step  # noqa: E402
+
+# Tracing makes millions of small objects that die by themselves; Python's usual looks for cycles among them are a fifth of its time.
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,11 +47,12 @@ def as_many_devices_as_asked_for():
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_of_equal_settings_are_traced_once():
-    """Runs of this process, undisturbed, killed, resumed, share the jitted step, half of whose cost is tracing."""
-    made = {}
+    """Runs of this process, undisturbed, killed, resumed, branched off, share the jitted step, half of whose cost is tracing."""
+    made, unread = {}, dict(seed=0, log_every=1, init_from="", init_state="weights", step_timeout=0.0, compile_timeout=0.0)
 
     def make_train_step(config, mesh, begins=0):
-        settings = config.model, config.train, config.optimizer, config.guards, config.parallel, mesh, begins, step.total_loss
+        settings = (config.model, dataclasses.replace(config.train, **unread), config.optimizer, config.guards, config.parallel, mesh,
+                    begins, step.total_loss)
         if settings not in made:
             made[settings] = step.make_train_step(config, mesh, begins)
         return made[settings]

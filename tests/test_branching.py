@@ -25,9 +25,8 @@ from qwen3next_jax.training.step import abstract_train_state, init_state
 
 STEPS, BRANCHED = 30, 10
 CONFIG = Config(
-    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=1,
-                      num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=8,
-                      linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, full_attention_interval=1, num_attention_heads=1,
+                      num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
                       shared_expert_intermediate_size=8, mtp_depth=0, dtype="float32",
                       moe=MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False)),
     data=DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)),

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from qwen3next_jax.ops import gated_delta_rule
-from qwen3next_jax.ops.delta_rule import chunked, tiling
+from qwen3next_jax.ops.delta_rule import chunked, tiling, twins
 
 FORMS = ("chunked", "associative", "pallas_tpu")
 CHUNK = 64
@@ -166,10 +166,11 @@ def grid_and_block(inputs):
 
 
 def test_kernel_with_many_heads(monkeypatch):
-    """Ten twins in one step, of which the substitutions go in eights; four value heads a key head."""
+    """Four twins in one step, of which the substitutions go in threes here; four value heads a key head."""
     monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (128 * 2**20, 1))
-    inputs, cotangents = problem(time=CHUNK, groups=5, heads=20)
-    assert grid_and_block(inputs) == ((1, 1, 1), 20)
+    monkeypatch.setattr(twins, "TOGETHER", 3)
+    inputs, cotangents = problem(time=CHUNK, groups=2, heads=8)
+    assert grid_and_block(inputs) == ((1, 1, 1), 8)
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32])
 
 
@@ -216,9 +217,7 @@ def test_packed_documents_equal_separate_ones(implementation):
         one = {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"}
         first, last = i == 0, i == len(lengths) - 1
         one["initial_state"] = inputs["initial_state"] * first
-        alone = outputs_and_gradients(
-            one, (cotangents[0][:, rows], cotangents[1] * last), jnp.float32, implementation=implementation
-        )
+        alone = outputs_and_gradients(one, (cotangents[0][:, rows], cotangents[1] * last), jnp.float32, implementation=implementation)
         for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
             assert error(packed[name][:, rows], alone[name]) < 1e-4, (i, name)
         if first:
@@ -294,16 +293,8 @@ def test_long_sequence():
     ],
 )
 def test_bad_input_is_named(change, kind, message):
-    arguments = (
-        dict(
-            q=jnp.zeros((1, 8, 2, 3)),
-            k=jnp.zeros((1, 8, 2, 3)),
-            v=jnp.zeros((1, 8, 4, 4)),
-            g=jnp.zeros((1, 8, 4)),
-            beta=jnp.zeros((1, 8, 4)),
-        )
-        | change
-    )
+    q, g = jnp.zeros((1, 8, 2, 3)), jnp.zeros((1, 8, 4))
+    arguments = dict(q=q, k=q, v=jnp.zeros((1, 8, 4, 4)), g=g, beta=g) | change
     with pytest.raises(kind, match=message):
         gated_delta_rule(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 

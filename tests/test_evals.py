@@ -195,11 +195,11 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
         options = evaluation.Options(rows=3, pairs=(3,))  # rows that do not divide
         subject = evaluation.Subject(NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh))
         params = init_state(NANO, mesh)["params"]
-        evaluations = evaluation.make(("heldout", "mqar", "sinks"), subject)
+        evaluations = evaluation.make(("heldout", "mqar"), subject)  # of "sinks" test_diagnostics.py measures the step
         found.append({f"{name} {kind}": value for name, one in evaluations.items() for kind, value in one.run(params).items()})
         said.append(complete(nnx.merge(graphdef, params), [np.arange(1, n) for n in (6, 20, 2)], max_new_tokens=8, seed=3,
                              temperature=1.0, mesh=compute_mesh(mesh)))
-    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1 and len(found[0]) > 10
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1
     np.testing.assert_array_equal(said[1], said[0])
     assert len(np.unique(said[0])) > 8
 

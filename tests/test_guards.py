@@ -17,14 +17,13 @@ from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.parallel.mesh import one_device
 from qwen3next_jax.sweeps.results import is_done
-from qwen3next_jax.training import guards, step as step_module
+from qwen3next_jax.training import guards, loop, step as step_module
 from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.loop import train
 
 MODEL = ModelConfig(
-    vocab_size=257, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
-    linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32", max_position_embeddings=128)
+    vocab_size=257, hidden_size=16, num_hidden_layers=1, full_attention_interval=1, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32", max_position_embeddings=128)
 POISON, SURGE = 101, 102  # segment ids that mark a batch whose loss is made NaN, or a thousand times too large
 
 
@@ -38,7 +37,7 @@ def config(tmp_path_factory):
         name="guarded", model=MODEL,
         data=DataConfig(path=f"{folder}/*.txt", heldout_fraction=0.2, prepared_dir=str(tmp_path_factory.mktemp("prepared"))),
         train=TrainConfig(steps=16, batch_size=4, sequence_length=64, log_every=1), optimizer=OptimizerConfig(warmup_steps=2),
-        guards=GuardConfig(window=4, max_skips=3), checkpoint=CheckpointConfig(every=4),
+        guards=GuardConfig(spike_z=100.0, window=4, max_skips=3), checkpoint=CheckpointConfig(every=4),
         eval=EvalConfig(every=100, rows=4, sample_tokens=0))
 
 
@@ -148,7 +147,7 @@ def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, p
     assert int(_state(config, tmp_path / "run", 16)["guards"]["data_offset"]) == 3
 
     state = jax.tree.map(jnp.asarray, _state(config, tmp_path / "run", 8))
-    run = step_module.make_train_step(rewinding, one_device())
+    run = loop.make_train_step(rewinding, one_device())
     data = TrainData(config.data, 64, 4, 257)
     for step, batch in zip(range(9, 17), data.batches(11)):
         state, values = run(state, batch)

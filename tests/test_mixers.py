@@ -115,9 +115,9 @@ MESHES = {"tensor": {"tensor": 2, "data": 2}, "context": {"context": 2}}
 
 
 def on_meshes():
-    fast = {(name, axis) for name in ("gated_deltanet", "gated_attention") for axis in MESHES} | {("kda", "context")}
+    """Of the released model's two test_parallel_equality.py has the whole model with both axes."""
     every = itertools.product((*MIXERS, "retention"), MESHES)
-    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
+    return [pytest.param(*case, marks=() if case == ("kda", "context") else pytest.mark.slow) for case in every]
 
 
 @pytest.mark.parametrize("mixer, axis", on_meshes(), indirect=["mixer"])

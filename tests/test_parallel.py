@@ -21,6 +21,7 @@ from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.parallel.mesh import check_divides, make_mesh
+from qwen3next_jax.parallel import gathering
 from qwen3next_jax.parallel.rules import AXES, local, shardings, storage_spec
 from qwen3next_jax.trees import path_string
 from qwen3next_jax.planner.topology import describe
@@ -148,6 +149,24 @@ def test_split_experts_are_exact_at_any_imbalance(shards, monkeypatch):
         for got, expected in zip(run(*arguments), _routed(None, *arguments), strict=True):
             # Sums of up to 512 products of float32: a few times √512 roundings of 6e-8.
             np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim, monkeypatch):
+    """In 37 tiles of lanes, which are filled up to 38; other widths are left alone."""
+    mesh, spec = _mesh(data=8), P("data") if dim == 0 else P(None, "data")
+    x_RD = jnp.arange(16 * 37 * gathering.LANES, dtype=jnp.float32).reshape((16, -1) if dim == 0 else (-1, 16)) / 2**14
+
+    def gradient(x_RD):
+        def loss(x_RD):
+            return jnp.sum(jnp.sin(gathering.all_gather(x_RD, "data", dim) * (1.0 + jax.lax.axis_index("data"))))
+        return jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_RD)
+    expected = sum(device * np.cos(np.float64(x_RD) * device) for device in range(1, 9))
+    for chip, columns in ((None, 37), ("v5p", 38)):
+        monkeypatch.setattr(gathering, "tpu", lambda chip=chip: chip)
+        scattered = jax.make_jaxpr(lambda x: gradient(x))(x_RD).pretty_print(use_color=False)
+        assert (f"f32[16,{columns * gathering.LANES}]" if dim == 0 else f"f32[{columns * gathering.LANES},16]") in scattered
+        np.testing.assert_allclose(gradient(x_RD), expected, atol=2e-5)
 
 
 # ---- checkpoints between meshes ----------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """On any mesh the same run: loss, every gradient and 20 steps of a whole model, float32, on eight virtual devices against one.
 
-The suite takes a sharp subset and four steps; `pytest -m slow tests/test_parallel_equality.py` takes every axis alone at 2, 4 and 8, the
-products 2×2×2 of every three axes, and both exchanges of the experts. Eight devices for the whole suite (conftest) cost the
-other tests nothing: they use the first one, and a program for one device is the same program.
+The suite takes a sharp subset, one depth of prediction and four steps; `pytest -m slow tests/test_parallel_equality.py` takes every axis
+alone at 2, 4 and 8, the products 2×2×2 of every three axes, and both exchanges of the experts. Eight devices for the whole suite
+(conftest) cost the other tests nothing: they use the first one, and a program for one device is the same program.
 """
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -44,16 +45,23 @@ def _batch(seed: int) -> dict[str, np.ndarray]:
     return {"tokens": rng.integers(0, 16, (b, t)).astype(np.int32), "segment_ids": segments.astype(np.int32)}
 
 
-def _on(axes: dict[str, int]):
-    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)))
+def _on(axes: dict[str, int], depth: int):
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, mtp_depth=depth),
+                                 parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)))
     devices = int(np.prod(list(axes.values())))
     return config, make_mesh(config.parallel, jax.devices()[:devices])
 
 
-def _run(axes: dict[str, int], steps: int):
+@functools.cache
+def _first_params(depth: int):
+    """That they are drawn alike on every mesh is seen in test_evals.py."""
+    return jax.device_get(init_state(*_on({}, depth))["params"])
+
+
+def _run(axes: dict[str, int], depth: int, steps: int):
     """(metrics of the first step, its gradient, of each of the first `steps` its total loss, and after it the routers' biases)."""
-    config, mesh = _on(axes)
-    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    config, mesh = _on(axes, depth)
+    state, step = init_state(config, mesh, _first_params(depth)), make_train_step(config, mesh)
     losses, biases = [], []
     for i in range(steps):
         state, metrics = step(state, jax.device_put(_batch(i), batch_sharding(mesh)))
@@ -66,15 +74,15 @@ def _run(axes: dict[str, int], steps: int):
     return *first, losses, biases
 
 
-@pytest.fixture(scope="module")
-def alone():
-    metrics, gradient, losses, biases = _run({}, CONFIG.train.steps)
+@functools.cache
+def _alone(depth: int):
+    metrics, gradient, losses, biases = _run({}, depth, CONFIG.train.steps)
     assert losses[-1] < losses[0] - 0.1 and np.abs(biases[-1][0]).max() > 0.002
     return metrics, gradient, losses, biases
 
 
-def _check(axes, alone, steps=CONFIG.train.steps):
-    metrics, gradient, losses, biases = _run(axes, steps)
+def _check(axes, depth=MODEL.mtp_depth, steps=CONFIG.train.steps):
+    (metrics, gradient, losses, biases), alone = _run(axes, depth, steps), _alone(depth)
     for (path, expected), got in zip(jax.tree_util.tree_leaves_with_path(alone[:2]), jax.tree.leaves((metrics, gradient)), strict=True):
         error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
         assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
@@ -83,19 +91,19 @@ def _check(axes, alone, steps=CONFIG.train.steps):
 
 
 @pytest.mark.parametrize("axes", SUBSET, ids=str)
-def test_the_run_equals_that_on_one_device(axes, alone):
-    _check(axes, alone, steps=4)
+def test_the_run_equals_that_on_one_device(axes):
+    _check(axes, depth=1, steps=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [axes for axes in ALONE + PRODUCTS if axes not in SUBSET], ids=str)
-def test_the_run_on_every_mesh(axes, alone):
-    _check(axes, alone)
+def test_the_run_on_every_mesh(axes):
+    _check(axes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"expert": 2}, {"expert": 4}, {"expert": 8}, *(p for p in PRODUCTS if "expert" in p)], ids=str)
-def test_the_run_with_choices_exchanged(axes, alone, monkeypatch):
+def test_the_run_with_choices_exchanged(axes, monkeypatch):
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", 1)
     monkeypatch.setattr(exchange, "CHUNK_BYTES", 8192)
-    _check(axes, alone)
+    _check(axes)

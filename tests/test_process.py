@@ -1,5 +1,6 @@
 """The process of a run from outside: signals, hangs, the supervisor. Real processes, real signals, no training."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from qwen3next_jax.errors import ExitCode
+from qwen3next_jax.training.watchdog import Signals
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -52,6 +54,17 @@ def test_the_first_signal_is_noted_at_once_and_the_second_ends_the_process(tmp_p
     assert process.wait(0.8) == ExitCode.ABORTED
     errors = process.communicate()[1]
     assert f"{number.name}: saving after the step under way; again to stop now" in errors and "second signal" in errors
+
+
+def test_the_last_signal_of_a_parent_that_dies_slowly_is_no_second_one(monkeypatch):
+    parents, ended = iter((7, 7, 1, 1)), []  # at the start, and with each signal
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with Signals(lambda line: None):
+        for expected in ([], [], [ExitCode.ABORTED]):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+            assert ended == expected
 
 
 COMPILING = """

@@ -37,12 +37,11 @@ from configs.tiny import get_config as tiny
 def get_config():
     config = tiny()
     config.name = "nano"
-    config.model.update(hidden_size=32, num_hidden_layers=2, full_attention_interval=2, head_dim=16, num_experts=4, mtp_depth=0,
-                        num_attention_heads=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-                        linear_key_head_dim=16, linear_value_head_dim=16)
+    config.model.update(hidden_size=32, num_hidden_layers=1, full_attention_interval=1, head_dim=16, num_experts=4, mtp_depth=0,
+                        num_attention_heads=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
     config.train.update(steps=16, batch_size=4, sequence_length=32, log_every=1)
     config.checkpoint.every = 10
-    config.eval.update(every=4, rows=8, sample_tokens=0, suite_rows=3, suite_pairs=(2,))
+    config.eval.update(every=8, rows=8, sample_tokens=0, suite_rows=3, suite_pairs=(2,))
     return config
 """
 

@@ -28,7 +28,9 @@ class Here(Lab):
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    return Here(tmp_path_factory.mktemp("lab"), steps=8)
+    lab = Here(tmp_path_factory.mktemp("lab"), steps=8)
+    lab.config = lab.with_(model={"num_hidden_layers": 1, "full_attention_interval": 1, "layer_types": ()})
+    return lab
 
 
 @pytest.mark.parametrize("row, argument", [

@@ -116,6 +116,16 @@ def test_split_collectives_hide_behind_work():
 
 
 @needs_compiler
+def test_a_slice_brought_to_vmem_moves_its_own_bytes():
+    """Not those of the array that it is cut from, which the compiler names first; of a copy it names the target first."""
+    started = "  %x = s8[64000]{0} parameter(0)\n  %s = (RESULT, s32[]{:S(2)}) OP-start(%x)\n  ROOT %d = PART OP-done(%s)"
+    for op, result, part, moved in (("slice", "(s8[64000]{0}), s8[1000]{0:S(1)}", "s8[1000]{0:S(1)}", 1000),
+                                    ("copy", "s8[64000]{0:S(1)}, s8[64000]{0}", "s8[64000]{0:S(1)}", 64000)):
+        text = started.replace("RESULT", result).replace("PART", part).replace("OP", op)
+        assert seconds("v6e:2x2", dict(data=4), text).hbm_bytes == moved
+
+
+@needs_compiler
 def test_a_collective_inside_a_fusion_takes_the_network():
     slice_ = topology.describe("v5p:2x2x1")
     text = """%scatter (x: bf16[1000000]) -> bf16[500000] {

@@ -39,7 +39,7 @@ def test_bfloat16_is_as_near_as_with_a_row_a_choice():
     """By the kernels, and by products in four parts that are summed in bfloat16 (as by a reduce-scatter)."""
     given = inputs(tokens=128, experts=8)
     expected = exact(*given)
-    before = errors(a_row_a_choice(*given), expected)
+    before = errors(jax.jit(a_row_a_choice)(*given), expected)
     for context, shards in ((interpreted(), 1), (contextlib.nullcontext(), 4)):
         with context:
             now = errors(jax.jit(functools.partial(by_token, shards=shards))(*given), expected)

@@ -151,18 +151,17 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
             runner.open_sweep(sweep, tmp_path / "v")
 
 
-def test_a_killed_sweep_goes_on_and_a_dead_point_is_started_again(tmp_path):
+def test_a_killed_sweep_goes_on(tmp_path):
     """One real sweep: the runner is killed while its first point trains, another is at work meanwhile, then it finishes."""
-    path = sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"train.steps": 200, "eval.every": 200},
-                                 "axes": {"train.seed": [0]}})
+    path = sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | dict.fromkeys(
+        ("train.steps", "eval.every", "checkpoint.every"), 300), "axes": {"train.seed": [0]}})
     workdir = tmp_path / "w"
     start = [sys.executable, "-m", "qwen3next_jax.sweep", str(path), f"--workdir={workdir}"]
     metrics = workdir / "points" / "seed=0" / "metrics.jsonl"
-
-    first = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
-    _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
     told = []
     here = runner.Runner(load_sweep(path), workdir, workers=1, retries=0, tell=told.append, after=told.append)
+    first = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
+    _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
     with pytest.raises(UserError, match="another runner, or a point it left, is at work there"):
         here.run()
     assert not told
@@ -172,24 +171,19 @@ def test_a_killed_sweep_goes_on_and_a_dead_point_is_started_again(tmp_path):
     before = metrics.read_text()
     assert '"checkpoint"' in before and not is_done(metrics.parent, load_sweep(path).points[0].config)
 
-    third = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
-    _wait(lambda: metrics.read_text() != before)
-    for line in subprocess.run(["pgrep", "-f", f"workdir={workdir}/points"], capture_output=True, text=True).stdout.split():
-        os.kill(int(line), signal.SIGKILL)
-    assert third.wait(120) == 0
-    said = third.stdout.read()
-    assert "ended with exit code -9" in said and "seed=0: done" in said
+    third = subprocess.run(start, capture_output=True, text=True)
+    assert third.returncode == 0 and "seed=0: done" in third.stdout, third.stderr
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [e["step"] for e in events if e["event"] == "train"] == list(range(1, 201))
+    assert [e["step"] for e in events if e["event"] == "train"] == list(range(1, 301))
     assert "1 of 1 points done" in (workdir / "report.html").read_text()
-    assert json.loads((workdir / "results.json").read_text())["points"][0]["steps"] == 200
+    assert json.loads((workdir / "results.json").read_text())["points"][0]["steps"] == 300
     assert here.run() == 0 and any("1 of 1 points are done already" in str(line) for line in told)
 
 
 def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
     """A runner whose points are `script` instead of train.py; → it, what it told, what it gave `after` last."""
     sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO, "axes": {"train.seed": list(seeds)}}))
-    (tmp_path / "train.py").write_text(f"import pathlib, signal, sys, time\n{script}\n")
+    (tmp_path / "train.py").write_text(f"import os, pathlib, signal, sys, time\n{script}\n")
     monkeypatch.setattr(runner, "TRAIN", tmp_path / "train.py")
     monkeypatch.setattr(runner, "_POLL", 0.01)
     runner.open_sweep(sweep, tmp_path / "w")
@@ -200,9 +194,10 @@ def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
 
 
 @pytest.mark.parametrize("code, starts", [(ExitCode.CRASHED, 3), (ExitCode.HANG, 3), (ExitCode.USER_ERROR, 1), (ExitCode.DIVERGED, 1),
-                                          (ExitCode.NOT_SAVED, 1)])
+                                          (ExitCode.NOT_SAVED, 1), (-signal.SIGKILL, 3)])
 def test_only_what_another_start_may_mend_is_started_again(tmp_path, monkeypatch, code, starts):
-    r, told, after = _runner(tmp_path, monkeypatch, f"print('error: loss is NaN'); sys.exit({int(code)})")
+    r, told, after = _runner(tmp_path, monkeypatch, "print('error: loss is NaN', flush=True); " + (
+        f"sys.exit({int(code)})" if code > 0 else f"os.kill(os.getpid(), {-code})"))
     assert r.run() == 1 and r.starts == {"seed=0": starts}
     assert f"seed=0: failed with exit code {int(code)}: error: loss is NaN" in told[-1] and after[-1] == {"seed=0": "error: loss is NaN"}
     results = [read_result(p, tmp_path / "none", after[-1].get(p.name, "")) for p in r.sweep.points]

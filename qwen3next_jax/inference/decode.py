@@ -93,11 +93,11 @@ def generate(model: Qwen3Next, prompts: Sequence[np.ndarray], *, max_new_tokens:
     state = run.start(model, length, np.array([prompt[-1] for prompt in prompts], np.int32),
                       np.array([len(prompt) - 1 for prompt in prompts], np.int32), np.full(len(prompts), max_new_tokens, np.int32))
     numbers = Sampling(*map(np.float32, sampling))._replace(top_k=np.int32(top_k))
-    arguments = stop_ids.astype(np.int32), numbers, np.uint32(seed)
-    chunks = [(params, state, tokens_BX, np.int32(begin)) for begin, tokens_BX in prompt_chunks(prompts, speculative, even=bool(room))]
+    arguments, ahead = (stop_ids.astype(np.int32), numbers, np.uint32(seed)), int(speculative > 0)
+    chunks = [(params, state, tokens_BX, np.int32(begin)) for begin, tokens_BX in prompt_chunks(prompts, ahead, even=bool(room))]
     prefills = [run.compiled("prefill", on_compile, *chunk) for chunk in chunks]
     for size in (n for n in (CHUNK, _SMALL_CHUNK) if room and n <= length):  # what later prompts take
-        run.compiled("prefill", on_compile, params, state, np.zeros((len(prompts), size + speculative), np.int32), np.int32(0))
+        run.compiled("prefill", on_compile, params, state, np.zeros((len(prompts), size + ahead), np.int32), np.int32(0))
     advance = run.compiled("advance", on_compile, params, state, np.int32(1), *arguments)
 
     def pieces(stream: Stream) -> Iterator[list[np.ndarray]]:
@@ -189,7 +189,7 @@ def cache_length(prompts: Sequence[np.ndarray], max_new_tokens: int, speculative
     """Slots of the cache that `generate` uses: all tokens and a last chunk's padding have one."""
     longest = max(map(len, prompts))
     ends = (start + size for start, size in _chunks(longest - 1, even=bool(room)))
-    return rounded_length(max(longest + max_new_tokens + speculative, room, *ends))
+    return rounded_length(max(longest + max_new_tokens + 2 * speculative, room, *ends))
 
 
 def check_request(config, prompts: Sequence, max_new_tokens: int, temperature: float, chunk: int = CHUNK) -> list[np.ndarray]:

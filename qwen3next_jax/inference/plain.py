@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.inference.sampling import Sampling, draw, log_probabilities
+from qwen3next_jax.inference.sampling import Sampling, draw, likeliest, log_probabilities
 from qwen3next_jax.model import Qwen3Next
 
 STEPS = 64  # of one call at most: a call costs as much as some steps of a small model
@@ -66,7 +66,7 @@ def advance(model: Qwen3Next, mesh, greedy: bool, filters: bool, rows: Rows, ste
         hidden_B1D, cache = model.decode(rows.token[:, None], rows.position[:, None], rows.cache, mesh=mesh)
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
-            next_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+            next_B = likeliest(logits_BV)
         else:
             next_B = draw(log_probabilities(logits_BV, sampling, filters), seed, rows.position + 1)
         live_B = rows.left > 0

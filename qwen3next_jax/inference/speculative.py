@@ -11,12 +11,13 @@ What a rejection must undo:
 - A recurrent state cannot be taken back. The pass keeps it after each of its K+1 tokens (`Mixer.each_token`), and the round goes on
   from the one after the accepted. The other way, to start again from the state before and run the accepted tokens once more in front
   of the next drafts, needs no room but a pass of 2K+1 tokens; benchmarks/decoding.py prints what either costs.
-- The module's entries at depth d were made from drafts where token t+1+d was one. The last d positions run again through depth d
-  each round, by when their tokens are known. So each depth's cache holds what training computed, and each draft comes from
-  the trained `mtp_logits`.
+- The module's entries behind the accepted tokens were made from drafts and its own states. They are written over, too, by ones made
+  from the trunk's states; so the first draft of a round comes from the trained `mtp_logits` of depth 0. Later ones read those entries
+  and their own round's. Training has a depth attend to its own entries alone: that takes a cache and a window of positions to run again
+  for each, which cost 0.4 plain steps a round with two drafts and gave as many tokens.
 
-Letters: B batch, T time, D model, V vocabulary, K drafts, J = K+1 positions from the pending token on, W of a depth's window,
-N tokens that one call emits at most.
+Letters: B batch, T time, D model, V vocabulary, K drafts, J = K+1 positions from the pending token on, N tokens that one call emits
+at most.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from flax import nnx
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference.cache import after_token
 from qwen3next_jax.inference.plain import Emitted
-from qwen3next_jax.inference.sampling import Sampling, draw, log_probabilities, position_keys
+from qwen3next_jax.inference.sampling import Sampling, draw, likeliest, log_probabilities, position_keys
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
@@ -42,8 +43,7 @@ class Drafting(NamedTuple):
     """Decoding in progress. Donated to every call that continues it.
 
     cache, token, position, left: as `plain.Rows`.
-    mtp_caches: one per depth.
-    earlier: [B, K-1, D]: for depth d ≥ 1 what depth d-1 gave at `position` - d.
+    mtp_cache: the module's, with an entry for every token before `position`.
     drafts: [B, K] int32; log_q: [B, K, V] of the distributions they were drawn from, [B, K, 0] where decoding is greedy.
     """
 
@@ -51,8 +51,7 @@ class Drafting(NamedTuple):
     token: jax.Array
     position: jax.Array
     left: jax.Array
-    mtp_caches: list
-    earlier: jax.Array
+    mtp_cache: dict
     drafts: jax.Array
     log_q: jax.Array
 
@@ -70,32 +69,21 @@ def check(config, drafts: int) -> None:
 
 def start(model: Qwen3Next, length: int, token_B, position_B, left_B, *, drafts: int, greedy: bool) -> Drafting:
     """Before the first token, with caches of `length` slots. The first round's drafts are made up: token 0, for sure."""
-    c, batch, of_depth = model.config, len(token_B), mixer_class(model.config.full_mixer).init_cache
+    c, batch, of_module = model.config, len(token_B), mixer_class(model.config.full_mixer).init_cache
     log_q_V = jnp.where(jnp.arange(0 if greedy else c.vocab_size) == 0, 0.0, -jnp.inf)
     return Drafting(model.init_cache(batch, length), token_B, position_B, left_B,
-                    [jax.tree.map(lambda leaf: leaf[None], of_depth(c, batch, length)) for _ in range(drafts)],
-                    jnp.zeros((batch, drafts - 1, c.hidden_size), c.dtype), jnp.zeros((batch, drafts), jnp.int32),
+                    jax.tree.map(lambda leaf: leaf[None], of_module(c, batch, length)), jnp.zeros((batch, drafts), jnp.int32),
                     jnp.tile(log_q_V, (batch, drafts, 1)))
 
 
 def prefill(model: Qwen3Next, mesh, state: Drafting, tokens_BX, begin) -> Drafting:
-    """Puts the tokens at positions `begin` … that are below `state.position` into all caches. `tokens` [B, T + K] go on K
-    positions further, since depth d reads token t+1+d."""
-    depths = len(state.mtp_caches)
-    size = tokens_BX.shape[1] - depths
+    """Puts the tokens at positions `begin` … that are below `state.position` into both caches. `tokens` [B, T + 1] go on one position
+    further, which the module reads."""
+    size = tokens_BX.shape[1] - 1
     t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
     inside_BT = (t_BT < state.position[:, None]).astype(jnp.int32)
     hidden_BTD, cache = model.decode(tokens_BX[:, :size], t_BT, state.cache, inside_BT, mesh)
-    predict, earlier, caches = _predictor(model, mesh), [], []
-    for d, mtp_cache in enumerate(state.mtp_caches):
-        # The last 1+d entries of a row read tokens not known yet; the first round runs over these positions again.
-        hidden_BTD, mtp_cache = predict(hidden_BTD, tokens_BX[:, 1 + d:1 + d + size], t_BT, mtp_cache)
-        caches.append(mtp_cache)
-        if d < depths - 1:
-            wanted_B1 = state.position[:, None] - d - 1 - begin
-            inside_B11 = ((wanted_B1 >= 0) & (wanted_B1 < size))[..., None]
-            earlier.append(jnp.where(inside_B11, _take(hidden_BTD, wanted_B1), state.earlier[:, d:d + 1]))
-    return state._replace(cache=cache, mtp_caches=caches, earlier=jnp.concatenate(earlier, axis=1) if earlier else state.earlier)
+    return state._replace(cache=cache, mtp_cache=_predictor(model, mesh)(hidden_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)[1])
 
 
 def advance(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting, rounds, stop_ids, sampling: Sampling,
@@ -141,7 +129,7 @@ def _verify(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting
     hidden_BJD, cache = model.decode(tokens_BJ, state.position[:, None] + offset_J, state.cache, mesh=mesh, each=True)
     logits_BJV = model.logits(hidden_BJD)
     if greedy:
-        new_BJ = jnp.argmax(logits_BJV, axis=-1).astype(jnp.int32)
+        new_BJ = likeliest(logits_BJV)
         accepted_B = _leading(new_BJ[:, :k] == state.drafts)
     else:
         log_p_BJV = log_probabilities(logits_BJV, sampling, filters)
@@ -160,37 +148,26 @@ def _verify(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting
 
 def _draft(model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting, hidden_BJD, new_BJ, accepted_B, sampling: Sampling,
            seed) -> Drafting:
-    """Drafts from behind the accepted tokens. Depth d runs over the positions `position` - d … `position` + K, and the token that
-    it reads beside each of them begins for every depth with `new`."""
+    """Drafts from behind the accepted tokens: the module reads the trunk's states, then from draft to draft its own."""
     k = state.drafts.shape[1]
     predict = _predictor(model, mesh)
-    tokens_BW = jnp.pad(new_BJ, ((0, 0), (0, k - 1)))
-    earlier, drafts, log_q, caches = [], [], [], []
-    for d, mtp_cache in enumerate(state.mtp_caches):
-        if d:
-            hidden_BJD = jnp.concatenate((state.earlier[:, d - 1:d], hidden_BJD), axis=1)
-        width = k + 1 + d
-        t_BW = state.position[:, None] - d + jnp.arange(width, dtype=jnp.int32)
-        last_B1 = (accepted_B + d)[:, None]
-        before_BWD = hidden_BJD
-        hidden_BJD, mtp_cache = predict(before_BWD, tokens_BW[:, :width], t_BW, mtp_cache)
-        if d < k - 1:
-            earlier.append(_take(hidden_BJD, accepted_B[:, None]))
-            last_B1D = _take(hidden_BJD, last_B1)
-        else:  # of the window only keys and values are needed: XLA leaves the rest of that call out
-            last_B1D, mtp_cache = predict(*(_take(x, last_B1) for x in (before_BWD, tokens_BW, t_BW)), mtp_cache)
-        logits_BV = model.logits(last_B1D[:, 0])
+    t_BJ = state.position[:, None] + jnp.arange(k + 1, dtype=jnp.int32)
+    # Of the accepted tokens only keys and values are needed: XLA leaves the rest of this call out.
+    _, cache = predict(hidden_BJD, new_BJ, t_BJ, state.mtp_cache)
+    hidden_B1D, token_B1, t_B1 = (_take(x, accepted_B[:, None]) for x in (hidden_BJD, new_BJ, t_BJ))
+    drafts, log_q = [], []
+    for d in range(k):
+        hidden_B1D, cache = predict(hidden_B1D, token_B1, t_B1 + d, cache)
+        logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
-            draft_B, log_q_BV = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), state.log_q[:, d]
+            draft_B, log_q_BV = likeliest(logits_BV), state.log_q[:, d]
         else:
             log_q_BV = log_probabilities(logits_BV, sampling, filters)
             draft_B = draw(log_q_BV, seed, state.position + accepted_B + 2 + d, purpose=3)
-        tokens_BW = _put(tokens_BW, (accepted_B + 1 + d)[:, None], draft_B[:, None])
-        caches.append(mtp_cache)
+        token_B1 = draft_B[:, None]
         drafts.append(draft_B)
         log_q.append(log_q_BV)
-    return state._replace(mtp_caches=caches, earlier=jnp.concatenate(earlier, axis=1) if earlier else state.earlier,
-                          drafts=jnp.stack(drafts, axis=1), log_q=jnp.stack(log_q, axis=1))
+    return state._replace(mtp_cache=cache, drafts=jnp.stack(drafts, axis=1), log_q=jnp.stack(log_q, axis=1))
 
 
 def _predictor(model: Qwen3Next, mesh):

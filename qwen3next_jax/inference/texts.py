@@ -12,7 +12,7 @@ from qwen3next_jax.errors import UserError, reason, told
 _LONGEST = 1 << 20  # characters that a template may make
 
 
-def end_tokens(folder: epath.PathLike) -> set[int]:
+def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
     """All `eos_token_id`s of config.json and generation_config.json in `folder`, one or several each; the set is empty for a run."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
@@ -23,8 +23,8 @@ def end_tokens(folder: epath.PathLike) -> set[int]:
             fields = jsonfile.read(file)
         ids = fields.get("eos_token_id", (fields.get("text_config") or {}).get("eos_token_id"))
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise UserError(f"{file}: eos_token_id = {ids}: expected a token's number, or a list of them")
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+            raise UserError(f"{file}: eos_token_id = {ids}: expected a token's number, 0 … {vocab_size - 1}, or a list of them")
         found |= set(ids)
     return found
 

@@ -21,7 +21,7 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.tpu import tpu
-from qwen3next_jax.ops.used_experts import FEW_TOKENS, used_experts
+from qwen3next_jax.ops.used_experts import few_tokens, used_experts
 from qwen3next_jax.parallel.experts import split_experts, whole_experts
 from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, local, shards, storage_spec
 
@@ -118,7 +118,8 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple
             bias_E):
     """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
     dtype, by_token = x_BTD.dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
-    if layer and (by_token or x_BTD.shape[0] * x_BTD.shape[1] > FEW_TOKENS):
+    few = few_tokens(x_BTD.shape[0] * x_BTD.shape[1], config.num_experts_per_tok, config.num_experts, layer)
+    if layer and (by_token or not few):
         gate_up_ED2I, down_EID, layer = gate_up_ED2I[layer], down_EID[layer], ()
     if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
         gate_up_ED2I = gate_up_ED2I.reshape(*gate_up_ED2I.shape[:2], -1)
@@ -133,11 +134,9 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple
     share_RE, weight_RA, expert_RA = choose(config, logits_RE, bias_E)
     weight_RA = weight_RA.astype(dtype)
     many = _sorted_experts if dtype.itemsize >= 4 else functools.partial(whole_experts, on_cpu=_sorted_experts)  # keeps its inputs alone
-    run = whole_experts if by_token else _few_tokens if x_RD.shape[0] <= FEW_TOKENS else many
+    run = whole_experts if by_token else functools.partial(_few_tokens_of_a_stack, *layer) if layer else _few_tokens if few else many
     if shards(mesh, EXPERTS) > 1:
         run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
-    if layer:
-        run = functools.partial(_few_tokens_of_a_stack, layer[0])
     y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
     statistics = _router_statistics(logits_RE, share_RE, expert_RA, counted_BT)
     if mesh is not None:

@@ -2,9 +2,8 @@
 
 At depth d = 0, 1, … position t combines the state of depth d-1 (the trunk's final-normed state at d = 0) with the
 embedding of token t+1+d, and predicts token t+2+d. Depths share the module, as in the released model's multi-step
-training. Each depth attends to the keys of its own depth: a drafting cache then holds one key/value list per depth,
-every entry computed from exactly the inputs it had in training, so cached drafting reproduces the trained logits at
-every depth; and each depth is a plain causal layer that any attention kernel can run.
+training. In training each depth attends to the keys of its own depth, so that it is a plain causal layer that any
+attention kernel can run; drafting has one list of keys and values, of depth 0 and of its own round's drafts (docs/design.md).
 
 Letters: B batch, T time, D model.
 """

@@ -14,8 +14,8 @@ from qwen3next_jax.ops.tpu import tpu
 
 # Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks of 256 to 512 rows
 # are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192). Accelerators want matmuls of many rows, and dw,
-# which every chunk reads and writes, seldom: where a TPU is compiled for, the logits may take this part of its memory.
-_CHUNK_ELEMENTS = 2**22
+# which every chunk reads and writes, seldom: where a TPU is compiled for, the logits may take this part of its memory, on a GPU half a GiB.
+_CHUNK_ELEMENTS = {"cpu": 2**22, "gpu": 2**27}
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
 
@@ -56,9 +56,10 @@ def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights
     rows, vocabulary = x.shape[0], w.shape[1]
     if chunk is None:
         chip = tpu()
-        elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART) if chip else _CHUNK_ELEMENTS
+        platform = jax.default_backend()
+        elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART) if chip else _CHUNK_ELEMENTS.get(platform, 2**22)
         chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
-        if chip:
+        if chip or platform == "gpu":
             chunk = -(-rows // -(-rows // chunk))  # all of one size, or the last would be mostly padding
     return _operator(min(chunk, rows), x, w, targets, weights)
 
@@ -111,19 +112,29 @@ def _walk(chunk, x, w, targets, weights, *, gradients):
 
 
 def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
-    logits_CV = jnp.dot(x_CD, w_DV, preferred_element_type=wide)
+    def product(*after):
+        """The logits once what is named is known."""
+        return jnp.dot(jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide)
+
+    logits_CV, chip = product(), tpu()
+    # Two more products, each of whose reductions fuse with it, may be less than writing the logits and reading them three times.
+    anew = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second
+    logits = product if anew else lambda *_: logits_CV
     index_1V = jnp.arange(w_DV.shape[1], dtype=jnp.int32)[None]
     hit_CV = index_1V == target_C[:, None]
     largest_C = jnp.max(logits_CV, axis=1)
-    exp_CV = jnp.exp(logits_CV - largest_C[:, None])
-    total_C = jnp.sum(exp_CV, axis=1)
+    # Of one product, as another may differ by rounding.
+    best_C = (jnp.argmax(logits_CV, axis=1).astype(jnp.int32) if anew else
+              jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1))
+    logits_CV = logits(largest_C)
+    total_C = jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=1)
     logsumexp_C = largest_C + jnp.log(total_C)
     target_logit_C = jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)
-    best_C = jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1)
     figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
     # Divide after the matmul's operand is made small: exp · (weight / total), less weight at the target.
+    exp_CV = jnp.exp(logits(total_C) - largest_C[:, None])
     dlogits_CV = exp_CV * (weight_C / total_C)[:, None] - jnp.where(hit_CV, weight_C[:, None], 0)
     dlogits_CV = dlogits_CV.astype(x_CD.dtype)
     dx_CD = jnp.dot(dlogits_CV, w_DV.T, preferred_element_type=wide).astype(x_CD.dtype)

@@ -3,11 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-FEW_TOKENS = 24  # up to which this is faster than sorting the choices
+_ROWS = 4  # a product of fewer takes as long: that of reading the weights
+
+
+def few_tokens(tokens: int, choices: int, experts: int, layer=()) -> bool:
+    """Whether `used_experts` is faster than sorting the choices."""
+    return tokens <= (64 if _together(tokens, choices, experts, layer) else 24)
 
 
 def used_experts(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
-    """All tokens through every expert that any of them chose, one after another, so that its weights are read once.
+    """Each token through the experts that it chose.
 
     Args:
       x: [R, D]. weight: [R, A]. expert: [R, A] integers, a token's choices. gate_up: [E, D, 2, I]. down: [E, I, D].
@@ -16,15 +21,16 @@ def used_experts(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
     Returns:
       [R, D], the sum of each token's choices, weighted. Not differentiable.
     """
+    (r, a), e = expert_RA.shape, gate_up.shape[-4]
+    if _together(r, a, e, layer):
+        return _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down)
     # Two rows at least, as XLA on CPU reads a matrix from memory at half the rate for one.
-    r, e = x_RD.shape[0], gate_up.shape[-4]
     x_RD, weight_RA = (jnp.pad(x, ((0, max(2 - r, 0)), (0, 0))) for x in (x_RD, weight_RA))
     expert_RA = jnp.pad(expert_RA, ((0, max(2 - r, 0)), (0, 0)), mode="edge")
-    chosen_RAE = expert_RA[..., None] == jnp.arange(e)
-    weight_ER = jnp.sum(jnp.where(chosen_RAE, weight_RA[..., None], 0), axis=1).T
-    count, order = expert_RA.shape[1], expert_RA[0]
+    used_E, weight_ER = (x.T for x in _by_expert(weight_RA, expert_RA, e))
+    count, order = a, expert_RA[0]
     if r > 1:
-        used_E = jnp.any(chosen_RAE, axis=(0, 1))
+        used_E = jnp.any(used_E, axis=1)
         count, order = jnp.sum(used_E), jnp.argsort(~used_E, stable=True)
 
     def add(i, y_RD):
@@ -32,3 +38,34 @@ def used_experts(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
         hidden = jnp.einsum("rd,dci->rci", x_RD, gate_up[*layer, k])
         return y_RD + (jax.nn.silu(hidden[:, 0]) * hidden[:, 1] * weight_ER[k][:, None]) @ down[*layer, k]
     return jax.lax.fori_loop(0, count, add, jnp.zeros_like(x_RD))[:r]
+
+
+def _together(tokens, choices, experts, layer) -> bool:
+    """Whether all experts are read: where most are used, as cutting one out takes as long as its products. Of a stack all would be."""
+    return tokens > 2 and 2 * tokens * choices > experts and not layer
+
+
+def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
+    """Up to C tokens of each expert together, in as many passes as the one with most tokens needs: one, mostly."""
+    (r, a), e = expert_RA.shape, len(gate_up)
+    used_RE, weight_RE = _by_expert(weight_RA, expert_RA, e)
+    most = min(max(_ROWS, -(-2 * r * a // e)), r)
+
+    def swiglu(x_ECD):
+        hidden = jnp.einsum("ecd,edji->ecji", x_ECD, gate_up)
+        return jnp.einsum("eci,eid->ecd", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down)
+    if most == r:
+        return jnp.einsum("erd,re->rd", swiglu(jnp.broadcast_to(x_RD, (e, *x_RD.shape))), weight_RE)
+    number_RE = jnp.where(used_RE, jnp.cumsum(used_RE, axis=0) - 1, -1)  # of a token among those of the expert
+
+    def add(i, y_RD):
+        at_ECR = (number_RE.T[:, None] == i * most + jnp.arange(most)[:, None]).astype(x_RD.dtype)
+        y_ECD = swiglu(jnp.einsum("ecr,rd->ecd", at_ECR, x_RD))
+        return y_RD + jnp.einsum("ecr,ecd->rd", at_ECR * weight_RE.T[:, None], y_ECD)
+    return jax.lax.fori_loop(0, jnp.max(number_RE) // most + 1, add, jnp.zeros_like(x_RD))
+
+
+def _by_expert(weight_RA, expert_RA, experts: int):
+    """[R, E]: whether a token chose the expert, and its weight."""
+    chosen_RAE = expert_RA[..., None] == jnp.arange(experts)
+    return jnp.any(chosen_RAE, axis=1), jnp.sum(jnp.where(chosen_RAE, weight_RA[..., None], 0), axis=1)

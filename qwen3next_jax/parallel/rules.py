@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.errors import did_you_mean
 from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.parallel.gathering import all_gather
 from qwen3next_jax.trees import path_string
 
 ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"  # what is split over which mesh axes; rows: of a batch
@@ -129,7 +130,7 @@ def gather_local(x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh:
     used = P(*(None,) * len(shape)) if whole else use_spec(declared, shape, mesh)
     for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
         for axis in reversed(axes):
-            x = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+            x = all_gather(x, axis, dim)
     return kept(x)
 
 

@@ -295,7 +295,8 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     if op in FREE or op in ("while", "conditional", "call") or op.endswith(("-done", "-update")):
         return 0.0
     if op.endswith("-start") and op.removesuffix("-start") in ("copy", "slice", "dynamic-slice"):
-        source, target = (computation[instruction.operands[0]].shapes[0], instruction.shapes[0])
+        source = computation[instruction.operands[0]].shapes[0]
+        target = instruction.shapes[op != "copy-start"]  # (target, source, …) of a copy; ((source), target, …) of a slice
         moved = min(source.bytes, target.bytes)
         return moved * (source.in_hbm + target.in_hbm)
     operands = [computation[name] for name in instruction.operands]

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from qwen3next_jax.errors import ExitCode
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
-# Seconds within which several are one: a parent with threads that is killed sends its children "the" signal once for each thread.
+# Seconds within which several are one: a parent with threads that is killed sends its children "the" signal once for each thread. The last
+# comes when its memory is free, on a busy machine a second later: by then this process has another parent.
 _ONE_SIGNAL = 0.25
 
 
@@ -28,7 +29,7 @@ class Signals:
 
     def __init__(self, say: Callable[[str], None]):
         """`say` shows a line beside what is on the screen."""
-        self.caught, self._noted, self._say = False, 0.0, say
+        self.caught, self._noted, self._parent, self._say = False, 0.0, os.getppid(), say
 
     def __enter__(self):
         self._reader, self._writer = socket.socketpair()
@@ -47,9 +48,9 @@ class Signals:
     def _read(self) -> None:
         with self._reader:
             while received := self._reader.recv(1):
-                if received[0] not in _HANDLED:
-                    continue
-                if self.caught and time.monotonic() - self._noted < _ONE_SIGNAL:
+                before, self._parent = self._parent, os.getppid()
+                same = self._parent != before or time.monotonic() - self._noted < _ONE_SIGNAL
+                if received[0] not in _HANDLED or self.caught and same:
                     continue
                 if self.caught:
                     os.write(2, b"second signal: left at once, without saving\n")

@@ -95,9 +95,10 @@ def transposed(tile):
 
 
 def halves(x):
-    """A float32 array as two bfloat16 ones: its high part, cut off, and what that leaves. By the bits, since a conversion of one number
-    at a time, which rounding takes, is slow."""
-    high = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+    """A float32 array as two bfloat16 ones: its high part and what that leaves. Rounded by the bits, since a conversion of one number at
+    a time is slow."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) + 0x8000 & -65536
+    high = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
