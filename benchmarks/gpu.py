@@ -12,6 +12,7 @@ tokens/s, MFU against 989 TFLOP/s. Everything also goes to the JSON file: please
 """
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ import platform
 import runpy
 import statistics
 import sys
+import tempfile
 import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory, too
@@ -204,9 +206,27 @@ def operator_times(cases: list, interpret: bool, rounds: int) -> list:
         if bandwidth and not interpret:
             moved, computed = LEAST[name]
             milliseconds["least"] = 1e3 * batch * time_ * max(moved / bandwidth, 32 * computed / PEAK)
-        found.append(dict(batch=batch, tokens=time_, what=name, milliseconds=milliseconds))
+        by_kernel = {} if interpret else {form: kernel_times(functions[form]) for form in ("pallas_gpu", "jla") if form in functions}
+        found.append(dict(batch=batch, tokens=time_, what=name, milliseconds=milliseconds, kernels=by_kernel))
         print(f"{batch} x {time_:6} {name:18}", *(f"{form} {ms:.3f} ms" for form, ms in milliseconds.items()), sep="  ", flush=True)
+        for form, kernels in by_kernel.items():
+            longest = ", ".join(f"{kernel} {ms:.3f}" for kernel, ms in kernels.items() if ms > 0.02)
+            print(f"  {form}, kernels alone: {sum(kernels.values()):.3f} ms: {longest}", flush=True)
     return found
+
+
+def kernel_times(function, times: int = 3) -> dict:
+    """{kernel: milliseconds of a call} by the profiler, the longest first."""
+    nanoseconds = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(times):
+                jax.block_until_ready(function())
+        for file in pathlib.Path(folder).rglob("*.xplane.pb"):
+            planes = [plane for plane in jax.profiler.ProfileData.from_file(str(file)).planes if "GPU" in plane.name]
+            for event in (e for plane in planes for line in plane.lines if line.name.startswith("Stream") for e in line.events):
+                nanoseconds[event.name] += event.duration_ns
+    return {name: 1e-6 * ns / times for name, ns in nanoseconds.most_common()}
 
 
 def library(interpret: bool) -> tuple[list, bool]:
@@ -234,7 +254,7 @@ def library(interpret: bool) -> tuple[list, bool]:
 
 
 def library_times(interpret: bool, rounds: int) -> list:
-    """Forward and backward at the sizes of configs/small.py: what `None` takes, and the XLA form by name."""
+    """Forward and backward at the sizes of configs/small.py: tokamax's kernels and the XLA form."""
     rng, found, (rows, t) = np.random.default_rng(0), [], (1, 128) if interpret else (32, 2048)
     make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
     ids = jnp.asarray(np.repeat([[1] * (t // 4) + [2] * (t - t // 4)], rows, axis=0))
@@ -247,7 +267,8 @@ def library_times(interpret: bool, rounds: int) -> list:
         def both(form, *x, f=f):
             y, pullback = jax.vjp(functools.partial(f, form), *x)
             return y, pullback(y)
-        functions = {str(form): functools.partial(jax.jit(functools.partial(both, form)), *arguments) for form in (None, xla)}
+        forms = {"tokamax": "tokamax" if what == "attention" and not interpret else None, xla: xla}
+        functions = {name: functools.partial(jax.jit(functools.partial(both, form)), *arguments) for name, form in forms.items()}
         milliseconds = {form: 1e3 * s for form, s in in_turns(functions, rounds).items()}
         found.append(dict(what=what, milliseconds=milliseconds))
         print(f"{what}, forward + backward", *(f"{form} {ms:.3f} ms" for form, ms in milliseconds.items()), sep="  ", flush=True)

@@ -34,7 +34,7 @@ def _choose(options, inputs, name, *args):
     platforms = dict(cpu=form(xla, block=xla.CPU_BLOCK), default=form(xla, block=xla.GPU_BLOCK))
     if options.implementation is None and inputs[0].shape[1] >= splash.LANES:
         platforms["tpu"] = form(splash, interpret=False)
-        if jax.default_backend() == "gpu":
-            from qwen3next_jax.ops.attention import pallas_gpu  # a second to import
-            platforms |= {"cuda": form(pallas_gpu)} if pallas_gpu.takes(*inputs[:3]) else {}
+    if options.implementation == "tokamax":
+        from qwen3next_jax.ops.attention import pallas_gpu
+        platforms["cuda"] = form(pallas_gpu)
     return jax.lax.platform_dependent(*args, **platforms)

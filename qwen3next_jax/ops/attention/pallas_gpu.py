@@ -12,7 +12,7 @@ import numpy as np
 
 from qwen3next_jax.ops import kernel_trial
 from qwen3next_jax.ops.attention import xla
-from qwen3next_jax.ops.pallas_gpu_ragged import TOKAMAX, of_tokamax, tokamax_refusal
+from qwen3next_jax.ops.pallas_gpu_ragged import of_tokamax, tokamax_refusal
 
 WIDTHS = (64, 128, 256)
 ROWS = 128  # of a tile
@@ -28,11 +28,6 @@ def refusal(q, k, v) -> str:
     if q.shape[1] % ROWS or k.shape[1] % ROWS:
         return f"has {q.shape[1]} queries and {k.shape[1]} keys: expected multiples of {ROWS}"
     return tokamax_refusal()
-
-
-def takes(q, k, v) -> bool:
-    """Whether `None` runs the kernels for this call; it says once what it decided and why."""
-    return q.shape[1] >= ROWS and kernel_trial.takes(trial(q.shape[3]), refusal(q, k, v))
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal):
@@ -69,13 +64,6 @@ def _seen(segment_ids, kv_segment_ids):
     ids_BT, kv_ids_BS = (jnp.where(ids > 0, ids, last).astype(jnp.int32) for ids in (segment_ids, kv_segment_ids))
     search = lambda side: jax.vmap(functools.partial(jnp.searchsorted, side=side))(kv_ids_BS, ids_BT).astype(jnp.int32)[:, None]
     return search("left"), search("right")
-
-
-def trial(width: int) -> kernel_trial.Trial:
-    names = "pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_vjp_kernel_sm90", "pallas_mosaic_gpu_common"
-    modules = tuple(f"tokamax._src.ops.attention.{name}" for name in names)
-    return kernel_trial.Trial("attention", kernel_trial.AVOID, (TOKAMAX, width), modules, functools.partial(worst, width), APART,
-                              ran="")
 
 
 def worst(width: int, kernels=None) -> tuple[str, float]:
