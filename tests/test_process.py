@@ -68,11 +68,11 @@ def test_the_last_signal_of_a_parent_that_dies_slowly_is_no_second_one(monkeypat
 
 
 COMPILING = """
-import hashlib, pathlib, signal
+import hashlib, pathlib, signal, threading
 from qwen3next_jax import cli
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs start without
 def main(arguments):
-    pathlib.Path(arguments[0]).touch()
+    threading.Timer(0.3, pathlib.Path(arguments[0]).touch).start()  # when this thread is in the line below
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # as XLA's compiler: Python's handler waits until it is back
 cli.run(main, "FILE")
 """
