@@ -3,8 +3,8 @@
     uv run --extra gpu python benchmarks/gpu.py [--config configs/small.py] [--json gpu.json]
     python benchmarks/gpu.py --interpret          the same code on a CPU, tiny and interpreted: its times say nothing
 
-First every kind of call against the float64 recurrence (on the CPU) and against the XLA form (on the device): after a wrong one nothing
-is timed. Then forward, and forward and backward, at 1 x 32,768 and 4 x 8,192 tokens, 16 key and 32 value heads of 128, bfloat16, in
+First every kind of call against the float64 recurrence (on the CPU) and against the XLA form (on the device): wrong ones are
+not timed. Then forward, and forward and backward, at 1 x 32,768 and 4 x 8,192 tokens, 16 key and 32 value heads of 128, bfloat16, in
 turns of some calls: the kernels, the XLA form, flash-linear-attention's (`fla`, torch) and jax-linear-attention's (`jla`) where they can
 be imported, and beside them the least time that the bytes and products leave (docs/gpu.md). tokamax's kernels are tried against the XLA
 form, too, and timed beside it at the sizes of configs/small.py. Then the config's training step with all kernels and with none:

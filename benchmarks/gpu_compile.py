@@ -110,21 +110,23 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces
     keys, values, share = key // 64, value // 64, value_heads // key_heads
     tile, rows, numbers = 64 * 64 * 2, 8 * 64 * 4, 6 * 64 * 4
     chunk = (2 * keys * tile) / share + rows + numbers + tile  # q and k; P
-    # q, k, P and the inverse once for two tiles of the value, then v or dO; the maps of pieces need neither q nor P
-    scan = -(-values // 2) * ((2 * keys + 3) * tile + rows + numbers) + values * tile
-    maps = lambda n: (pieces > 1) * (-(-n // 2) * ((keys + 2) * tile + rows + numbers) + n * tile)
+    # q, k, P and the inverse once for two tiles of the value, or one where there are processors; then v or dO. Maps need neither q nor P.
+    width = lambda n: 1 if n % 2 or pieces * value_heads * n <= 132 else 2
+    passed = lambda n, read: n // width(n) * (read * tile + rows + numbers) + n * tile
+    scan, maps = passed(values, 2 * keys + 3), lambda n: (pieces > 1) * passed(n, keys + 2)
     states = keys * values * tile
     forward = chunk + 2 * tile + scan + values * tile + maps(keys + values)
     backward = chunk + scan + 2 * values * tile + states + maps(keys) + (pieces > 1) * scan
-    reads = 2 if keys * values <= 4 else 6  # of the states and their gradients: they stay where there is place
-    gradients = (2 * keys + 2 * values + 2) * tile + rows + numbers + 2 * values * tile + reads * states + 2 * keys * tile + 512
+    again = (values - 1) * keys * tile + 64 * 4  # what has to make room
+    gradients = (2 * keys + 4 * values + 2) * tile + rows + numbers + 2 * states + again + 2 * keys * tile + 512
     a_token = lambda x: x * value_heads / 64
-    ladder = 3 * 2 * (3 * 4 / 16 + 2 / 16 + 1 / 4)  # three passes each; 16 x 16 x 64 in 64 x 64 x 64 is a sixteenth
+    ladder = 3 * (3 * 2 / 4 + 1 / 4 + 3 / 16 + 1 / 4 + 1 / 4)  # three passes each, in products of 64 x 64 x 64
     mapped = lambda n: (pieces > 1) * n * (3 * keys + 2)
-    computed = 2 * keys + ladder + values * (4 * keys + 4) + mapped(keys + values)
+    computed = 3 * keys / share + ladder + values * (4 * keys + 4) + mapped(keys + values)
     state_back = values * (3 * keys + 4) * (1 + (pieces > 1))
+    back = 3 * keys / share + state_back + mapped(keys) + 5 * keys * values + 6 * values + 6 * keys + 2
     return {"forward": (a_token(forward + states), computed), "forward alone": (a_token(forward), computed),
-            "backward": (a_token(backward + gradients), keys + state_back + mapped(keys) + 5 * keys * values + 6 * values + 6 * keys + 2)}
+            "backward": (a_token(backward + gradients), back)}
 
 
 def show_kernels(options, place):

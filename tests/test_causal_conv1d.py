@@ -114,7 +114,7 @@ def test_the_kernels_interpreted_match_the_products(width, activation, time, doc
 
 @pytest.mark.parametrize("activation, dtype, width", [("silu", "bfloat16", 4), pytest.param(None, "float32", 2, marks=pytest.mark.slow)])
 def test_kernels_for_hopper_interpreted(activation, dtype, width):
-    """With documents and as one, with the inputs before the first and all gradients; races are errors. No GPU has run them."""
+    """With documents and as one, with the inputs before the first and all gradients; races are errors."""
     with mock.patch.object(pallas_gpu_causal_conv1d, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
         name, apart = pallas_gpu_causal_conv1d.worst(activation, dtype, width, interpret=True)
     assert apart < 1e-3, name

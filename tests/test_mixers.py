@@ -267,7 +267,7 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
 
 
 def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
-    """Two heads and two blocks of tokens; races are errors. No GPU has run them."""
+    """Two heads and two blocks of tokens; races are errors."""
     with mock.patch.object(pallas_gpu_gated_norm, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
         name, apart = pallas_gpu_gated_norm.worst(1e-6, 128, interpret=True)
     assert apart < 1e-3, name

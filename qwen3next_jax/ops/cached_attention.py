@@ -57,7 +57,7 @@ def _whole(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
     s_BLS = jnp.where(jnp.arange(k_BSX.shape[1]) <= position_BL1, s_BLS, _HIDDEN)
     p_BLS = jnp.exp(s_BLS - jnp.max(s_BLS, axis=-1, keepdims=True))
     o_BLX = jnp.einsum("bls,bsx->blx", p_BLS, v_BSX) / jnp.sum(p_BLS, axis=-1, keepdims=True)
-    return o_BLX.reshape(q_BTNX.shape)
+    return o_BLX.astype(q_BTNX.dtype).reshape(q_BTNX.shape)
 
 
 def _blockwise(q, k, v, layer, positions_BT, size, scale):

@@ -15,7 +15,7 @@ from qwen3next_jax.ops.tpu import tpu
 # Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks of 256 to 512 rows
 # are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192). Accelerators want matmuls of many rows, and dw,
 # which every chunk reads and writes, seldom: where a TPU is compiled for, the logits may take this part of its memory, on a GPU half a GiB.
-_CHUNK_ELEMENTS = {"cpu": 2**22, "gpu": 2**27}
+_CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, 2**27
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
 
@@ -34,9 +34,9 @@ def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights
                          chunk: int | None = None) -> tuple[jax.Array, Rows]:
     """Σ_r weights_r · (logsumexp(x_r w) − x_r w[:, targets_r]), chunk by chunk over the rows.
 
-    When differentiated, the forward pass computes the gradients of each chunk while its logits are at hand (three
-    matmuls in all, nothing is recomputed) and the backward pass multiplies them by the scalar cotangent. Between the two
-    live dx [R, D] and dw [D, V]; never [R, V].
+    When differentiated, the forward pass computes the gradients of each chunk while its logits are at hand (three matmuls; on a TPU
+    two more for a narrow model, whose logits cost less than their way to memory) and the backward pass multiplies them by the
+    scalar cotangent. Between the two live dx [R, D] and dw [D, V]; never [R, V].
 
     Args:
       x: [R, D] in the dtype of computation.
@@ -56,10 +56,12 @@ def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights
     rows, vocabulary = x.shape[0], w.shape[1]
     if chunk is None:
         chip = tpu()
-        platform = jax.default_backend()
-        elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART) if chip else _CHUNK_ELEMENTS.get(platform, 2**22)
+        gpu = jax.default_backend() == "gpu"
+        elements = _GPU_CHUNK_ELEMENTS if gpu else _CHUNK_ELEMENTS
+        if chip:
+            elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART)
         chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
-        if chip or platform == "gpu":
+        if chip or gpu:
             chunk = -(-rows // -(-rows // chunk))  # all of one size, or the last would be mostly padding
     return _operator(min(chunk, rows), x, w, targets, weights)
 

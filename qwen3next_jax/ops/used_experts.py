@@ -41,7 +41,8 @@ def used_experts(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
 
 
 def _together(tokens, choices, experts, layer) -> bool:
-    """Whether all experts are read: where most are used, as cutting one out takes as long as its products. Of a stack all would be."""
+    """Whether all experts are read: where most are used, as cutting one out takes as long as its products. Not of a
+    stack of layers, whose weights would be cut out whole."""
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 
 
@@ -56,13 +57,15 @@ def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
         return jnp.einsum("eci,eid->ecd", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down)
     if most == r:
         return jnp.einsum("erd,re->rd", swiglu(jnp.broadcast_to(x_RD, (e, *x_RD.shape))), weight_RE)
-    number_RE = jnp.where(used_RE, jnp.cumsum(used_RE, axis=0) - 1, -1)  # of a token among those of the expert
+    number_RA = jnp.take_along_axis(jnp.cumsum(used_RE, axis=0) - 1, expert_RA, axis=1)  # of a token among those of the expert
+    order_ER = jnp.argsort(~used_RE.T, axis=1, stable=True)  # those first
 
     def add(i, y_RD):
-        at_ECR = (number_RE.T[:, None] == i * most + jnp.arange(most)[:, None]).astype(x_RD.dtype)
-        y_ECD = swiglu(jnp.einsum("ecr,rd->ecd", at_ECR, x_RD))
-        return y_RD + jnp.einsum("ecr,ecd->rd", at_ECR * weight_RE.T[:, None], y_ECD)
-    return jax.lax.fori_loop(0, jnp.max(number_RE) // most + 1, add, jnp.zeros_like(x_RD))
+        y_ECD = swiglu(x_RD[jnp.take(order_ER, i * most + jnp.arange(most), axis=1, mode="clip")])
+        slot_RA = number_RA - i * most
+        y_RAD = weight_RA[..., None] * y_ECD[expert_RA, jnp.clip(slot_RA, 0, most - 1)]
+        return y_RD + jnp.sum(jnp.where(((slot_RA >= 0) & (slot_RA < most))[..., None], y_RAD, 0), axis=1)
+    return jax.lax.fori_loop(0, jnp.max(number_RA) // most + 1, add, jnp.zeros_like(x_RD))
 
 
 def _by_expert(weight_RA, expert_RA, experts: int):

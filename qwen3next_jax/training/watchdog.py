@@ -48,9 +48,10 @@ class Signals:
     def _read(self) -> None:
         with self._reader:
             while received := self._reader.recv(1):
+                if received[0] not in _HANDLED:
+                    continue
                 before, self._parent = self._parent, os.getppid()
-                same = self._parent != before or time.monotonic() - self._noted < _ONE_SIGNAL
-                if received[0] not in _HANDLED or self.caught and same:
+                if self.caught and (self._parent != before or time.monotonic() - self._noted < _ONE_SIGNAL):
                     continue
                 if self.caught:
                     os.write(2, b"second signal: left at once, without saving\n")

@@ -23,8 +23,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
       segment_ids: [B, T] integers or None: positive and non-decreasing along T, one id per document, 0 for padding at the
         end. A query sees keys of its own segment only.
       scale: of the scores; None means D^-1/2.
-      implementation: "xla" (blockwise), "splash" (TPU; on CPU it runs interpreted), "tokamax" (its kernels on an H100 or H200; a training
-        step with them stopped there: docs/gpu.md), or None: "splash" on TPU, "xla" elsewhere and where that does not apply.
+      implementation: "xla" (blockwise), "splash" (TPU; on CPU it runs interpreted), "tokamax" (its kernels on an H100 or H200, XLA's form
+        on a CPU; a training step with them stopped: docs/gpu.md), or None: "splash" on TPU, "xla" elsewhere and where that does not apply.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; every array is then this shard's part, the
         segment ids are those of the whole row, and T must be even.
 
@@ -38,7 +38,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
     _check(q, k, v, segment_ids, implementation)
     if implementation == "tokamax":
         from qwen3next_jax.ops.attention import pallas_gpu  # a second to import
-        if why := pallas_gpu.refusal(q, k, v):
+        blocks = 1 if axis_name is None else 2  # of a shard
+        if why := pallas_gpu.refusal(*(x[:, :x.shape[1] // blocks] for x in (q, k, v))):
             raise NotImplementedError(f"implementation='tokamax' {why}; use 'xla'")
     if axis_name is not None:
         _check_split(axis_name, q)
