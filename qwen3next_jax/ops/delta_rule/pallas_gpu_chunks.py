@@ -8,14 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.ops.delta_rule import chunk_math
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, BETA_J, C, DOCUMENT, DOCUMENT_J, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
+from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, BETA_J, C, DOCUMENT, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
                                                            PARTS, Q_GAMMA, Q_NORM, RHO, ROW, TOTAL, TOTAL_J, across, channels, down, halves,
-                                                           indices, products, put, tokens, transposed, with_sums)
-
-
-def same_document(rows_ref):
-    document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
-    return document[0] == document[1]
+                                                           indices, products, put, same_document, tokens, transposed, with_sums)
 
 
 LOG2_E = 1.4426950408889634

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, C, DOCUMENT, DOCUMENT_J, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
+from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, C, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
                                                              Q_GAMMA, Q_NORM, RHO, ROW, TOTAL, TOTAL_J, across, channels, down, halves,
-                                                             indices, product, rows, tiles, tokens, transposed, with_sums)
+                                                             indices, product, rows, same_document, tiles, tokens, transposed,
+                                                             with_sums)
 
 Q_NORM_ROW = 6  # Q_NORM once more, which is needed along both sides
 
@@ -53,8 +54,7 @@ def load_tile(ref):
 
 def decay_of_pairs(rows_ref, row, column):
     """Gamma transposed: the exponent is masked, never the result."""
-    document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
-    mask = (column >= row) & (document[0] == document[1])
+    mask = (column >= row) & same_document(rows_ref)
     return jnp.exp(jnp.where(mask, across(rows_ref, TOTAL_J) - down(rows_ref, TOTAL), -jnp.inf))
 
 
@@ -170,7 +170,6 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     a[0] = (ov * down(rows_ref, BETA)).astype(jnp.bfloat16)
     a[1] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
     if p.erase:
-        # The decays carry the sign: jax 0.11.2 was seen to give zeros for minus a fresh sum of products on sm_90.
         rv = jnp.where(column > row, rv, 0.0) * (-across(numbers, K_NORM_J) * decay)
     pairs = ov * product(*((k.at[t], transposed(q[t])) for t in keys))
     if p.erase:

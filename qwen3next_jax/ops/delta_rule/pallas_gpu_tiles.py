@@ -120,6 +120,12 @@ def across(ref, row: int):
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=COLUMN), (C, C), (1,)), plgpu.Layout.WGMMA)
 
 
+def same_document(rows_ref):
+    """[C, C] whether two tokens are of one; symmetric."""
+    document = [jnp.where(x >= 0, x, -1 - x) for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))]
+    return document[0] == document[1]
+
+
 def indices():
     return tuple(plgpu.broadcasted_iota(jnp.int32, (C, C), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
 
