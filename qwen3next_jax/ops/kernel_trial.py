@@ -35,7 +35,7 @@ class Trial:
       modules: names of those whose sources the kernels are; loaded where there is a trial, since a library's may not be there.
       worst: runs both; the output or gradient in which they differ most, and its relative L2 difference (`worst_of`).
       bar: how large that may be.
-      ran: on what hardware whole training steps ran with it (docs/gpu.md); empty: on none.
+      ran: on what hardware it ran, by itself and in training steps (docs/gpu.md says which form of it); empty: in no whole step.
     """
 
     name: str

@@ -44,7 +44,7 @@ class Sum:
 
     def __call__(self, in_flight: int = 0):
         """Its value, once no more than so many products, the last ones, are not done. The barrier keeps the compiler from taking a step
-        with the registers, a change of sign, ahead of that wait: without, minus a sum was seen to be zeros on an H100."""
+        with the registers, a change of sign, ahead of that wait: docs/gpu.md."""
         x = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight))
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
