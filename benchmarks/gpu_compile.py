@@ -124,7 +124,8 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces
     mapped = lambda n: (pieces > 1) * n * (3 * keys + 2)
     computed = 3 * keys / share + ladder + values * (4 * keys + 4) + mapped(keys + values)
     state_back = values * (3 * keys + 4) * (1 + (pieces > 1))
-    back = 3 * keys / share + state_back + mapped(keys) + 5 * keys * values + 6 * values + 6 * keys + 2
+    twice = (keys > 2) * (keys * values + 2 * values + 2)  # by both warpgroups of a block: E, and what is summed over pairs
+    back = 3 * keys / share + state_back + mapped(keys) + 5 * keys * values + 6 * values + 6 * keys + 2 + twice
     return {"forward": (a_token(forward + states), computed), "forward alone": (a_token(forward), computed),
             "backward": (a_token(backward + gradients), back)}
 

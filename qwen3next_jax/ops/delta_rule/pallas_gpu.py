@@ -251,7 +251,8 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     outputs = dict(dq=by_head, dk=by_head, sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32))
     inputs = [q, k, v, do, out["dv"], out["dv_low"], states, out["dstates"], made["numbers"], by_token, *known]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
-    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, pallas_gpu_gradients.scratch(p), inputs)
+    found = p.call(pallas_gpu_gradients.gradient_kernel, "gradients", grid, outputs, pallas_gpu_gradients.scratch(p), inputs,
+                   **pallas_gpu_gradients.threads(p))
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
     dg, dbeta = (p.by_token(found["sums"][:, :, :, i])[:, :time] for i in range(2))
     return dq, dk, out["dv"][:, :time], dg, dbeta, dinitial

@@ -1,8 +1,10 @@
-"""The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients known: what one block of one warpgroup
-does for a value head. Tiles, products and rows of numbers are those of `pallas_gpu_tiles`.
+"""The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients known: what one block does for a value
+head. Tiles, products and rows of numbers are those of `pallas_gpu_tiles`.
 
-Two blocks share a processor, one works while the other waits: so shared memory holds no more than what products read that wait for
-nothing else, and what is made of pairs of rows is transposed, j by i: then E is a left operand, which wgmma takes from registers.
+Two blocks of one warpgroup share a processor, one works while the other waits: so shared memory holds no more than what products read
+that wait for nothing else, and what is made of pairs of rows is transposed, j by i: then E is a left operand, which wgmma takes from
+registers. Keys of 256 fill a processor, and more registers than a warpgroup has: there a block has two. Both make E; each has two of the
+keys' four tiles, and of the pairs of rows one has those of errors, the other those of outputs. What they sum is added at the end.
 """
 
 import functools
@@ -12,20 +14,31 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, C, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
+from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, C, COLUMN, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
                                                              Q_GAMMA, Q_NORM, RHO, ROW, TOTAL, TOTAL_J, across, channels, down, halves,
                                                              indices, product, rows, same_document, tiles, tokens, transposed,
                                                              with_sums)
 
 Q_NORM_ROW = 6  # Q_NORM once more, which is needed along both sides
+DG, DBETA, ENTER, WRITTEN, KEPT = range(5)  # rows of sums: two results; three along i, KEPT's sum is <S, dS>
+
+
+def warpgroups(p) -> int:
+    return 2 if p.key_tiles > 2 else 1
+
+
+def threads(p) -> dict:
+    return dict(num_threads=2, thread_name="warpgroups") if warpgroups(p) > 1 else {}
 
 
 def scratch(p) -> list:
     """k, dO, dV, the inverse's halves and later the pairs', slots; numbers, sums; barriers."""
-    slots = 2 * p.key_tiles + 1
-    return [tiles(p.key_tiles), tiles(p.value_tiles), tiles(p.value_tiles), tiles(2), tiles(slots), rows(7), rows(8), rows(2),
-            plgpu.Barrier(num_arrivals=p.key_tiles + 3 + 2 * p.erase), plgpu.Barrier(num_arrivals=2, num_barriers=p.value_tiles),
-            *[plgpu.Barrier(num_arrivals=n) for n in (p.key_tiles, p.key_tiles, 1)]]
+    n = warpgroups(p)
+    slots, own = 2 * p.key_tiles + (1 if n == 1 else 2 + n), p.key_tiles // n
+    arrivals = lambda of_each, count=1: plgpu.Barrier(num_arrivals=of_each, num_barriers=count)
+    return [tiles(p.key_tiles), tiles(p.value_tiles), tiles(p.value_tiles), tiles(1 + n), tiles(slots),
+            rows(7), rows(8), rows(n, 5), rows(n, 2), arrivals(p.key_tiles + 3 + 2 * p.erase), arrivals(2, p.value_tiles),
+            arrivals(p.key_tiles), arrivals(own, n), arrivals(p.key_tiles), arrivals(1, 1 if n == 1 else 2 + n), arrivals(n)]
 
 
 def apart(*refs):
@@ -33,6 +46,10 @@ def apart(*refs):
     registers than there are."""
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
+
+
+def no_pairs():
+    return no_numbers(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def row_sums(x, y):
@@ -46,6 +63,10 @@ def spread(x_C):
 
 def no_numbers():
     return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROW)
+
+
+def put_tile(ref, x):
+    ref[...] = x
 
 
 def load_tile(ref):
@@ -63,141 +84,208 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
     dq_gmem, dk_gmem, dg_gmem = refs[:3]
-    k, do, dv, a, slots, numbers, rows_ref, sums, keys_here, values_here, states_here, dstates_here, spare_here = refs[3:]
-    places = k, do, dv, a, slots
+    *places, numbers, rows_ref, all_sums, inners = refs[3:12]
+    k, do, dv, a, slots = places
+    keys_here, values_here, states_here, dstates_here, q_here, spares_here, met = refs[12:]
     b, h, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
-    g = jax.lax.div(h, p.share)
-    keys, last = range(p.key_tiles), p.value_tiles - 1
-    # A slot for each of a state's tiles and of its gradient's, for one block of the value's channels; then q has the latter. One spare.
-    kept_at, dstate_at, spare = list(keys), [p.key_tiles + t for t in keys], 2 * p.key_tiles
+    g, last, keys = jax.lax.div(h, p.share), p.value_tiles - 1, range(p.key_tiles)
+    alone = warpgroups(p) == 1
+    w = 0 if alone else jax.lax.axis_index("warpgroups")
+    own = [w * (p.key_tiles // warpgroups(p)) + i for i in range(p.key_tiles // warpgroups(p))]
+    # A slot for each of a state's tiles and of its gradient's, for one block of the value's channels; then q has the latter. One spare, or
+    # one for v, one for the low half of dV, and one for each warpgroup.
+    dstate_at = lambda t: p.key_tiles + t
+    v_at, low_at, spare = (2 * p.key_tiles + (0 if alone else i) for i in (0, 1, 2 + w))
+    v_here, low_here, spare_here = (spares_here.at[at - 2 * p.key_tiles] for at in (v_at, low_at, spare))
+    sums = all_sums.at[w]
 
-    def start(slot, source):
-        here = states_here if slot in kept_at else dstates_here if slot in dstate_at else spare_here
-        plgpu.copy_gmem_to_smem(source, places[-1].at[slot], here)
+    def once(do):
+        do() if alone else pl.when(w == 0)(do)
 
+    def meet():
+        """What was read and written so far, before any warpgroup or copy goes on."""
+        plgpu.commit_smem()
+        if not alone:
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+
+    def add(row, x):  # not kept in registers, of which there are too few
+        sums[row] = plgpu.load(sums.at[row], layout=ROW) + x
+
+    start = lambda slot, source, here: plgpu.copy_gmem_to_smem(source, slots.at[slot], here)
     of_value = lambda gmem, c: gmem.at[b, tokens(n), h, channels(c)]
     of_state = lambda gmem, t, c: gmem.at[n, b, h, channels(t), channels(c)]
     of_key = lambda gmem, t: gmem.at[b, tokens(n), g, channels(t)]
-    for t in keys:
-        plgpu.copy_gmem_to_smem(of_key(k_gmem, t), k.at[t], keys_here)
-        start(kept_at[t], of_state(states_gmem, t, 0))
-    plgpu.copy_gmem_to_smem(numbers_gmem.at[b, h, n], numbers.at[:6], keys_here)
-    plgpu.copy_gmem_to_smem(numbers_gmem.at[b, h, n, Q_NORM], numbers.at[Q_NORM_ROW], keys_here)
-    plgpu.copy_gmem_to_smem(rows_gmem.at[b, h, n], rows_ref, keys_here)
-    for t in keys:
-        start(dstate_at[t], of_state(dstates_gmem, t, 0))
-    start(spare, of_value(v_gmem, 0))
-    for part in range(2 * p.erase):
-        plgpu.copy_gmem_to_smem(inverses_gmem.at[n, b, h, part], a.at[part], keys_here)
-    for c in range(p.value_tiles):
-        plgpu.copy_gmem_to_smem(of_value(do_gmem, c), do.at[c], values_here.at[c])
-        plgpu.copy_gmem_to_smem(of_value(dv_gmem, c), dv.at[c], values_here.at[c])
+
+    @once
+    def _():
+        for t in keys:
+            plgpu.copy_gmem_to_smem(of_key(k_gmem, t), k.at[t], keys_here)
+        plgpu.copy_gmem_to_smem(numbers_gmem.at[b, h, n], numbers.at[:6], keys_here)
+        plgpu.copy_gmem_to_smem(numbers_gmem.at[b, h, n, Q_NORM], numbers.at[Q_NORM_ROW], keys_here)
+        plgpu.copy_gmem_to_smem(rows_gmem.at[b, h, n], rows_ref, keys_here)
+
+    for t in own:
+        start(t, of_state(states_gmem, t, 0), states_here)
+    for t in own:
+        start(dstate_at(t), of_state(dstates_gmem, t, 0), dstates_here.at[w])
+
+    @once
+    def _():
+        start(v_at, of_value(v_gmem, 0), v_here)
+        for part in range(2 * p.erase):
+            plgpu.copy_gmem_to_smem(inverses_gmem.at[n, b, h, part], a.at[part], keys_here)
+        for c in range(p.value_tiles):
+            plgpu.copy_gmem_to_smem(of_value(do_gmem, c), do.at[c], values_here.at[c])
+            plgpu.copy_gmem_to_smem(of_value(dv_gmem, c), dv.at[c], values_here.at[c])
+
+    for row in (ENTER, WRITTEN, KEPT):
+        sums[row] = no_numbers()
     plgpu.barrier_wait(keys_here)
 
     # E, what pairs of rows take of E, dO and dV, and what keys take of E
-    highs, wrote, rv = [], {}, None
-    enter, written, kept = (no_numbers() for _ in range(3))  # [C] along i; the sum of the last is <S, dS>
+    highs, wrote, pairs = [], None, None
     for c in range(p.value_tiles):
         k, do, dv, a, slots = apart(*places)
-        for here in (states_here, dstates_here, spare_here, values_here.at[c]):
+        for here in (states_here, dstates_here.at[w], v_here, values_here.at[c]):
             plgpu.barrier_wait(here)
-        for t in keys:
-            kept = kept + row_sums(load_tile(slots.at[kept_at[t]]), load_tile(slots.at[dstate_at[t]]))
+        add(KEPT, sum(row_sums(load_tile(slots.at[t]), load_tile(slots.at[dstate_at(t)])) for t in own))
         if p.erase:
-            ks = down(numbers, K_GAMMA) * product(*((k.at[t], slots.at[kept_at[t]]) for t in keys))
-            enter = enter - row_sums(ks, load_tile(dv.at[c]))
-            slots[spare] = (load_tile(slots.at[spare]) - ks).astype(jnp.bfloat16)
+            ks = down(numbers, K_GAMMA) * product(*((k.at[t], slots.at[t]) for t in keys))
+            once(lambda: add(ENTER, -row_sums(ks, load_tile(dv.at[c]))))
+            slots[spare] = (load_tile(slots.at[v_at]) - ks).astype(jnp.bfloat16)
             ks = jax.lax.optimization_barrier(ks.astype(jnp.bfloat16))
+            if not alone:
+                once(lambda: put_tile(a.at[2], ks))
             plgpu.commit_smem()
             found = product((a.at[0], slots.at[spare]), (a.at[1], slots.at[spare]))
         else:
-            found = load_tile(slots.at[spare])
-        written = written + row_sums(product(*((k.at[t], slots.at[dstate_at[t]]) for t in keys)), found)
-        plgpu.commit_smem()  # what was read of slots, before copies write there
-        for t in keys if c < last else ():
-            start(kept_at[t], of_state(states_gmem, t, c + 1))
-        if p.erase:
-            start(spare, of_value(dv_low_gmem, c))
+            found = load_tile(slots.at[v_at])
+        add(WRITTEN, row_sums(product(*((k.at[t], slots.at[dstate_at(t)]) for t in own)), found))
+        meet()  # what was read of slots, before copies write there
+        for t in own if c < last else ():
+            start(t, of_state(states_gmem, t, c + 1), states_here)
+
+        @once
+        def _():
+            if p.erase:
+                start(low_at, of_value(dv_low_gmem, c), low_here)
+            if c < last and not alone:
+                start(v_at, of_value(v_gmem, c + 1), v_here)
+
         high, low = halves(found)
-        highs.append(high)
 
-        def of_keys(some, *found):  # E dS^T
-            for t, x in zip(some, found):
-                if c:
-                    x.start(wrote[t])
-                x.add(high, transposed(slots.at[dstate_at[t]]))
-            return [x() for x in found]
-
-        for some in filter(len, (keys[:2], keys[2:])):  # there are registers for two at a time
-            wrote |= zip(some, with_sums(p, [C] * len(some), functools.partial(of_keys, some)))
-
-        def of_pairs(found):  # E dV^T
+        def to_errors(found, meanwhile=lambda: None):
+            """E dV^T and <ks, the low half of dV>; `meanwhile` while that is on its way."""
             if c:
-                found.start(rv)
-            found.add(high, transposed(dv.at[c]))
+                found.start(pairs)
             found.add(low, transposed(dv.at[c]))
-            plgpu.barrier_wait(spare_here)
-            found.add(high, transposed(slots.at[spare]))
-            return row_sums(ks.astype(jnp.float32), load_tile(slots.at[spare])), found()
+            found.add(high, transposed(dv.at[c]))
+            meanwhile()
+            plgpu.barrier_wait(low_here)
+            found.add(high, transposed(slots.at[low_at]))
+            lost = row_sums(ks.astype(jnp.float32) if alone else load_tile(a.at[2]), load_tile(slots.at[low_at]))
+            return lost, found()
 
+        def to_outputs(found):  # E dO^T
+            if c:
+                found.start(pairs)
+            found.add(high, transposed(do.at[c]))
+            return no_numbers(), found()
+
+        def to_keys(*found):  # E dS^T
+            for i, x in enumerate(found):
+                if c:
+                    x.start(wrote[i])
+                x.add(high, transposed(slots.at[dstate_at(own[i])]))
+            return found
+
+        if alone and p.erase:
+            lost, pairs, *wrote = with_sums(p, [C] * (1 + len(own)), lambda of_errors, *of_keys: (
+                *to_errors(of_errors, lambda: to_keys(*of_keys)), *(x() for x in of_keys)))
+        else:
+            wrote = with_sums(p, [C] * len(own), lambda *of_keys: [x() for x in to_keys(*of_keys)])
+            if not alone:
+                errors = functools.partial(with_sums, p, [C], to_errors) if p.erase else no_pairs
+                lost, pairs = jax.lax.cond(w == 0, errors, functools.partial(with_sums, p, [C], to_outputs))
         if p.erase:
-            lost, rv = with_sums(p, [C], of_pairs)
-            enter = enter - lost
+            add(ENTER, -lost)
         plgpu.commit_smem()
-        for t in keys:
-            start(dstate_at[t], of_state(dstates_gmem, t, c + 1) if c < last else of_key(q_gmem, t))
-        if c < last:
-            start(spare, of_value(v_gmem, c + 1))
-        elif last:
-            start(spare, of_state(states_gmem, 0, last - 1))
+        if alone:
+            highs.append(high)
+        for t in own:
+            if c < last:
+                start(dstate_at(t), of_state(dstates_gmem, t, c + 1), dstates_here.at[w])
+            else:
+                start(dstate_at(t), of_key(q_gmem, t), q_here)
+        if c < last and alone:
+            start(v_at, of_value(v_gmem, c + 1), v_here)
+        elif c == last and last:
+            start(spare, of_state(states_gmem, own[0], last - 1), spare_here)
 
     k, do, dv, a, slots = apart(*places)
 
-    def against_outputs(ov):  # E dO^T
+    def against_outputs(found):  # E dO^T
         for c, high in enumerate(highs):
-            ov.add(high, transposed(do.at[c]))
-        return ov()
-
-    ov = with_sums(p, [C], against_outputs)
+            found.add(high, transposed(do.at[c]))
+        return found()
 
     # pairs of rows, j by i
-    q = [slots.at[slot] for slot in dstate_at]
+    outputs = with_sums(p, [C], against_outputs) if alone else None
+    q = lambda t: slots.at[dstate_at(t)]
     row, column = indices()
-    plgpu.barrier_wait(dstates_here)
-
+    plgpu.barrier_wait(q_here)
     decay = decay_of_pairs(rows_ref, row, column) * down(numbers, K_NORM)
-    ov = ov * across(numbers, Q_NORM) * decay
-    a[0] = (ov * down(rows_ref, BETA)).astype(jnp.bfloat16)
-    a[1] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
-    if p.erase:
-        rv = jnp.where(column > row, rv, 0.0) * (-across(numbers, K_NORM_J) * decay)
-    pairs = ov * product(*((k.at[t], transposed(q[t])) for t in keys))
-    if p.erase:
-        pairs = pairs + rv * product(*((k.at[t], transposed(k.at[t])) for t in keys))
-        rv = (rv * down(rows_ref, BETA)).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    written = written * plgpu.load(rows_ref.at[RHO], layout=ROW) * plgpu.load(numbers.at[K_NORM], layout=ROW)
-    sums[1] = jnp.sum(pairs, axis=1) + written
+
+    of_queries = lambda: product(*((k.at[t], transposed(q(t))) for t in keys))
+    of_themselves = lambda: product(*((k.at[t], transposed(k.at[t])) for t in keys))
+    weigh_outputs = lambda x: x * across(numbers, Q_NORM) * decay
+    weigh_errors = lambda x: jnp.where(column > row, x, 0.0) * (-across(numbers, K_NORM_J) * decay)
+
+    def put_triangle():
+        a[warpgroups(p)] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
+
+    if alone:
+        of_outputs = weigh_outputs(outputs)
+        a[0] = (of_outputs * down(rows_ref, BETA)).astype(jnp.bfloat16)
+        put_triangle()
+        if p.erase:
+            of_errors = weigh_errors(pairs)
+        products = jax.lax.optimization_barrier(of_outputs * of_queries())
+        if p.erase:
+            products = products + of_errors * of_themselves()
+            of_errors = (of_errors * down(rows_ref, BETA)).astype(jnp.bfloat16)
+    else:
+        errors = (w == 0).astype(jnp.float32)
+        pairs = pairs * decay * (across(numbers, Q_NORM) * (1 - errors) - jnp.where(column > row, across(numbers, K_NORM_J) * errors, 0.0))
+        meet()  # the inverse is read
+        a[1 - w] = (pairs * down(rows_ref, BETA)).astype(jnp.bfloat16)
+        products = pairs * jax.lax.cond(w == 0, of_themselves, of_queries)
+        once(put_triangle)
+    meet()
+    of_row = lambda ref, i: plgpu.load(ref.at[i], layout=ROW)
+    written = of_row(sums, WRITTEN) * of_row(rows_ref, RHO) * of_row(numbers, K_NORM)
+    sums[DBETA] = jnp.sum(products, axis=1) + written
 
     def from_column_on(after):  # column t: the sum over columns from t on
-        for part in halves(pairs * down(rows_ref, BETA)):
-            after.add(part, a.at[1])
+        for part in halves(products * down(rows_ref, BETA)):
+            after.add(part, a.at[warpgroups(p)])
         return after()
 
-    leave = spread(written * plgpu.load(rows_ref.at[BETA], layout=ROW))
+    leave = spread(written * of_row(rows_ref, BETA))
     after = with_sums(p, [C], from_column_on)
-    sums[0] = jnp.sum(jnp.where(row < column, after + leave, spread(enter)), axis=0)
-    if p.erase:
-        plgpu.commit_smem()  # of a[1], which all have read
-        a[1] = rv
+    sums[DG] = jnp.sum(jnp.where(row < column, after + leave, spread(of_row(sums, ENTER))), axis=0)
+    if alone and p.erase:
+        plgpu.commit_smem()  # of the triangle, which all have read
+        a[1] = of_errors
         plgpu.commit_smem()
 
     # queries and keys
-    def of_channels(t, of_q, of_k):
+    def of_channels(i, of_q, of_k):
         k, do, dv, a, slots = apart(*places)
-        q = [slots.at[slot] for slot in dstate_at]
+        t = own[i]
         for c in reversed(range(p.value_tiles)):
-            state = slots.at[kept_at[t] if c == last else spare]
+            state = slots.at[t if c == last else spare]
             if c < last:
                 plgpu.barrier_wait(spare_here)
             of_q.add(do.at[c], transposed(state))
@@ -206,39 +294,54 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             if 0 < c < last:
                 plgpu.wgmma_wait(0)
                 plgpu.commit_smem()
-                start(spare, of_state(states_gmem, t, c - 1))
+                start(spare, of_state(states_gmem, t, c - 1), spare_here)
         read = down(numbers, Q_GAMMA) * of_q()
-        if last and t + 1 < p.key_tiles:
+        if last and i + 1 < len(own):
             plgpu.commit_smem()
-            start(spare, of_state(states_gmem, t + 1, last - 1))
+            start(spare, of_state(states_gmem, own[i + 1], last - 1), spare_here)
         of_q.start(read)
         of_q.add(transposed(a.at[0]), k.at[t])
-        gradient = down(numbers, K_RHO) * wrote[t]
+        gradient = down(numbers, K_RHO) * wrote[i]
         if p.erase:
             gradient = gradient - down(numbers, K_GAMMA) * of_k(1)
         of_k.start(gradient)
-        of_k.add(a.at[0], q[t])
+        of_k.add(a.at[0], slots.at[dstate_at(t)])
         if p.erase:
             of_k.add(a.at[1], k.at[t])
             of_k.add(transposed(a.at[1]), k.at[t])
-        return row_sums(read, load_tile(q[t])), of_q(), of_k()
+        return row_sums(read, load_tile(slots.at[dstate_at(t)])), of_q(), of_k()
 
-    enters, dq, dk = zip(*(with_sums(p, [C, C], lambda *found, t=t: of_channels(t, *found)) for t in keys))
-    sums[0] = sums[0] + jnp.sum(jnp.where(row >= column, spread(sum(enters)), 0.0) + spread(rows_ref[GAMMA, C - 1] * kept), axis=0)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(sums, dg_gmem.at[b, h, n])
-
-    def finish(gmem, gradients, tile_refs, norm_squared, targets):
-        if p.normalize:
-            inner = jnp.sum(sum(x * load_tile(tile) for x, tile in zip(gradients, tile_refs)), axis=1)
-            gradients = [x - spread(norm_squared * inner) * load_tile(tile) for x, tile in zip(gradients, tile_refs)]
-        for x, slot in zip(gradients, targets):
-            slots[slot] = x.astype(jnp.bfloat16)
+    enters, dq, dk = zip(*(with_sums(p, [C, C], functools.partial(of_channels, i)) for i in range(len(own))))
+    kept = rows_ref[GAMMA, C - 1] * of_row(sums, KEPT)
+    sums[DG] = sums[DG] + jnp.sum(jnp.where(row >= column, spread(sum(enters)), 0.0) + spread(kept), axis=0)
+    gradients = [(dq, [q(t) for t in own]), (dk, [k.at[t] for t in own])]
+    inner = [jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1) for pair in gradients if p.normalize]
+    if alone:
         plgpu.commit_smem()
-        for t in keys:
-            plgpu.copy_smem_to_gmem(slots.at[targets[t]], gmem.at[b, tokens(n), h, channels(t)])
+    else:
+        for i, x in enumerate(inner):
+            inners[w, i] = x
+        meet()
+        inner = [of_row(inners.at[0], i) + of_row(inners.at[1], i) for i in range(len(inner))]
 
-    norm = lambda row: plgpu.load(numbers.at[row], layout=ROW)
-    finish(dq_gmem, dq, q, norm(Q_NORM_ROW) * norm(Q_NORM_ROW) * p.key, kept_at)
-    finish(dk_gmem, dk, [k.at[t] for t in keys], norm(K_NORM) * norm(K_NORM), dstate_at)
+        @once
+        def _():
+            for i, layout in ((DG, COLUMN), (DBETA, ROW)):
+                sums[i] = sum(plgpu.load(all_sums.at[j, i], layout=layout) for j in range(2))
+            plgpu.commit_smem()
+
+    once(lambda: plgpu.copy_smem_to_gmem(sums.at[:2], dg_gmem.at[b, h, n]))
+
+    def finish(i, gmem, norm, at):
+        found, tile_refs = gradients[i]
+        if p.normalize:
+            found = [x - spread(norm * inner[i]) * load_tile(tile) for x, tile in zip(found, tile_refs)]
+        for x, t in zip(found, own):
+            slots[at(t)] = x.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        for t in own:
+            plgpu.copy_smem_to_gmem(slots.at[at(t)], gmem.at[b, tokens(n), h, channels(t)])
+
+    finish(0, dq_gmem, of_row(numbers, Q_NORM_ROW) * of_row(numbers, Q_NORM_ROW) * p.key, lambda t: t)
+    finish(1, dk_gmem, of_row(numbers, K_NORM) * of_row(numbers, K_NORM), dstate_at)
     plgpu.wait_smem_to_gmem(0)

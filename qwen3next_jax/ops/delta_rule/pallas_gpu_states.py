@@ -21,7 +21,7 @@ def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first
     @pl.when(w == p.warpgroups)
     def _():
         if not p.interpret:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24 if no_registers(p) else 40, action="decrease")
 
         @pl.loop(0, length)
         def _(i):
@@ -32,10 +32,12 @@ def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first
     @pl.when(w < p.warpgroups)
     def _():
         if not p.interpret:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240 if no_registers(p) else 232, action="increase")
 
         def step(i, carry):
             slot = jax.lax.rem(i, p.stages)
+            if p.stages == 1:  # else the compiler keeps the addresses of all that lies there for all chunks
+                slot = jax.lax.optimization_barrier(slot)
             plgpu.barrier_wait(arrived.at[slot])
             carry = chunk(number(i), slot, carry)
             plgpu.commit_smem()  # what was read of the slot, before a copy writes there
@@ -83,6 +85,23 @@ def send_transposed(x, tile, target, in_flight: int):
     plgpu.copy_smem_to_gmem(tile, target)
 
 
+def no_registers(p) -> bool:
+    """Whether the state takes half of the registers: then it is a left operand from shared memory, and less is done at a time."""
+    return p.key > 128
+
+
+def operand(p, state, tile, target, in_flight: int):
+    """A state as a left operand of products, and what sends it to memory, if anywhere."""
+    if not no_registers(p):
+        x = state.astype(jnp.bfloat16)
+        return x, lambda: None if target is None else send_transposed(x, tile, target, in_flight)
+    plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+    for t in range(p.key_tiles):
+        transposed(tile.at[channels(t)])[...] = state[:, t * C:(t + 1) * C].astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    return transposed(tile), lambda: None if target is None else plgpu.copy_smem_to_gmem(tile, target)
+
+
 def loads_of(p, b, h, sources, targets):
     """What copies chunk n of a value head, the value tiles of all warpgroups, with what its key head and the chunk's numbers are, into
     a slot; not what has no source."""
@@ -122,34 +141,44 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
     loads = loads_of(p, b, h, (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, v, p_ref, numbers, rows_ref, a))
 
+    tight = no_registers(p)
+
     def chunk(n, slot, state):
         def products(of_k, outputs, errors, after):
-            here, before = numbers.at[slot], state.astype(jnp.bfloat16)
+            here = numbers.at[slot]
+            before, send = operand(p, state, s.at[w], states_gmem.at[n, b, h, :, channels(c)] if p.save else None, in_flight=1)
             if p.erase:
                 of_k.add(before, transposed(k.at[slot]))
-            if not p.maps:
+            if not (p.maps or tight):
                 outputs.add(before, transposed(q.at[slot]))
-            if p.save:
-                send_transposed(before, s.at[w], states_gmem.at[n, b, h, :, channels(c)], in_flight=1)
+            send()
             values = load_transposed(v.at[slot, w]).astype(jnp.float32)
             if p.maps:
                 values = values * (c < p.map_tiles[0]).astype(jnp.float32)
             if p.erase:
-                values = (values - across(here, K_GAMMA) * of_k(0 if p.maps else 1)).astype(jnp.bfloat16)
+                values = (values - across(here, K_GAMMA) * of_k(0 if p.maps or tight else 1)).astype(jnp.bfloat16)
                 for part in range(2):
                     errors.add(values, transposed(a.at[slot, part]))
+            if tight and not p.maps:
+                outputs.add(before, transposed(q.at[slot]))
             if not p.maps:
-                outputs.start(across(here, Q_GAMMA) * outputs(2 * p.erase))
+                outputs.start(across(here, Q_GAMMA) * outputs(0 if tight else 2 * p.erase))
             after.start(rows_ref[slot, GAMMA, C - 1] * state)
             if p.erase:
                 values = errors()
+            parts = jax.lax.optimization_barrier(halves(values)) if tight else halves(values)
             if not p.maps:
-                for part in halves(values):
+                for part in parts:
                     outputs.add(part, transposed(p_ref.at[slot]))
+            send_outputs = lambda in_flight: None if p.maps else send_transposed(
+                outputs(in_flight), o.at[w], o_gmem.at[b, tokens(n), h, channels(c)], in_flight=int(p.save))
+            if tight:  # o, then of E what its parts hold
+                send_outputs(0)
+                values = sum(part.astype(jnp.float32) for part in parts)
             for part in halves(across(here, K_RHO) * values):
                 after.add(part, k.at[slot])
-            if not p.maps:
-                send_transposed(outputs(2), o.at[w], o_gmem.at[b, tokens(n), h, channels(c)], in_flight=int(p.save))
+            if not tight:
+                send_outputs(2)
             return after()
 
         return with_sums(p, (C, C, C, p.key), products)
@@ -170,15 +199,20 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
     loads = loads_of(p, b, h, (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
                      (q, k, do, p_ref, numbers, rows_ref, a))
 
+    tight = no_registers(p)
+
     def chunk(n, slot, dstate):
         def products(of_k, of_p, values, after):
-            here, before = numbers.at[slot], dstate.astype(jnp.bfloat16)
+            here = numbers.at[slot]
+            target = None if p.maps else dstates_gmem.at[n, b, h, :, channels(c)]
+            before, send = operand(p, dstate, ds.at[w], target, in_flight=2)
             of_k.add(before, transposed(k.at[slot]))
+            if tight:
+                of_p.start(across(here, K_RHO) * of_k())
             doutputs = load_transposed(do.at[slot, w])
             of_p.add(doutputs, p_ref.at[slot])
-            if not p.maps:
-                send_transposed(before, ds.at[w], dstates_gmem.at[n, b, h, :, channels(c)], in_flight=2)
-            dvalues = across(here, K_RHO) * of_k(1) + of_p()
+            send()
+            dvalues = of_p() if tight else across(here, K_RHO) * of_k(1) + of_p()
             if p.erase:
                 high, low = halves(dvalues)
                 for x, part in ((high, 0), (high, 1), (low, 0)):
