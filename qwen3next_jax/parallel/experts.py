@@ -33,6 +33,7 @@ GATHERED_SHARDS = 8
 CHUNK_BYTES = 2**29  # rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of its memory if more:
 CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
 OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's
+HALF_ROWS = 512  # of each expert on average, that make the gathered exchange go in halves
 ROOM = 1.125  # rows that there is room for, as a multiple of what a shard receives under perfect balance
 
 
@@ -153,25 +154,42 @@ class _Whole:
 
 
 class _Gathered:
-    """Tokens gathered over the axis; the shards' parts of each summed where it came from."""
+    """Tokens gathered over the axis; the shards' parts of each summed where it came from. In two halves, where that leaves experts
+    rows enough: of one the rows travel while those of the other are computed."""
 
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.axis, self.room = options.axis, _room(expert_RA.size)
-        self.expert_NA = self._gather(expert_RA) - jax.lax.axis_index(self.axis) * experts
+        self.axis = options.axis
+        self.halves = 2 if expert_RA.size >= 2 * HALF_ROWS * experts and expert_RA.shape[0] % 2 == 0 else 1
+        self.room = _room(expert_RA.size // self.halves)
+        self.expert_RA, self.first = expert_RA, jax.lax.axis_index(self.axis) * experts
+
+    def forward(self, x, weight, gate_up, down):
+        def a_half(_, expert, x, weight):
+            return (), [routed_experts(x, weight, expert, gate_up, down, room=self.room)]
+        return self._halves(a_half, x, weight)[1][0]
+
+    def backward(self, x, weight, gate_up, down, dy):
+        def a_half(dw, expert, x, weight, dy):
+            dx, dweight, *dw = routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw, room=self.room)
+            return dw, [dx, dweight]
+        dw, (dx, dweight) = self._halves(a_half, x, weight, dy)
+        return dx, dweight, *dw
+
+    def _halves(self, a_half, *arrays):
+        """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums)."""
+        carry, parts = (), []
+        for expert, *rows in zip(*([self._gather(half) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))):
+            if parts:  # what was gathered is first read when the half before is done: until then it may travel
+                rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
+            carry, part = a_half(carry, expert - self.first, *rows)
+            parts.append(part)
+        return carry, [jnp.concatenate([self._sum(half) for half in halves]) for halves in zip(*parts)]
 
     def _gather(self, x):
         return jax.lax.all_gather(_row_major(x), self.axis, tiled=True)
 
     def _sum(self, part):
         return _row_major(jax.lax.psum_scatter(part, self.axis, tiled=True))
-
-    def forward(self, x, weight, gate_up, down):
-        return self._sum(routed_experts(self._gather(x), self._gather(weight), self.expert_NA, gate_up, down, room=self.room))
-
-    def backward(self, x, weight, gate_up, down, dy):
-        x, weight, dy = map(self._gather, (x, weight, dy))
-        dx, dweight, *dw = routed_experts_gradients(x, weight, self.expert_NA, gate_up, down, dy, room=self.room)
-        return self._sum(dx), self._sum(dweight), *dw
 
 
 def _row_major(x):
