@@ -1,10 +1,11 @@
 """The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients known: what one block does for a value
 head. Tiles, products and rows of numbers are those of `pallas_gpu_tiles`.
 
-Two blocks of one warpgroup share a processor, one works while the other waits: so shared memory holds no more than what products read
-that wait for nothing else, and what is made of pairs of rows is transposed, j by i: then E is a left operand, which wgmma takes from
-registers. Keys of 256 fill a processor, and more registers than a warpgroup has: there a block has two. Both make E; each has two of the
-keys' four tiles, and of the pairs of rows one has those of errors, the other those of outputs. What they sum is added at the end.
+Two blocks of one warpgroup share a processor, one works while the other waits: so shared memory (at most 115,712 bytes each) holds no
+more than what products read that wait for nothing else, and what is made of pairs of rows is transposed, j by i: then E is a left
+operand, which wgmma takes from registers. Keys of 256 fill a processor, and more registers than a warpgroup has: there a block has
+two. Both make E; each has two of the keys' four tiles, and of the pairs of rows one has those of errors, the other those of outputs.
+What they sum is added at the end.
 """
 
 import functools
@@ -20,7 +21,8 @@ from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, C, COLUMN, GAMM
                                                              with_sums)
 
 Q_NORM_ROW = 6  # Q_NORM once more, which is needed along both sides
-DG, DBETA, ENTER, WRITTEN, KEPT = range(5)  # rows of sums: two results; three along i, KEPT's sum is <S, dS>
+# Rows of sums: two results; three along i, KEPT's sum is <S, dS>; of queries and of keys along their gradients.
+DG, DBETA, ENTER, WRITTEN, KEPT, INNER_Q, INNER_K = range(7)
 
 
 def warpgroups(p) -> int:
@@ -37,7 +39,7 @@ def scratch(p) -> list:
     slots, own = 2 * p.key_tiles + (1 if n == 1 else 2 + n), p.key_tiles // n
     arrivals = lambda of_each, count=1: plgpu.Barrier(num_arrivals=of_each, num_barriers=count)
     return [tiles(p.key_tiles), tiles(p.value_tiles), tiles(p.value_tiles), tiles(1 + n), tiles(slots),
-            rows(7), rows(8), rows(n, 5), rows(n, 2), arrivals(p.key_tiles + 3 + 2 * p.erase), arrivals(2, p.value_tiles),
+            rows(7), rows(8), rows(n, 7), arrivals(p.key_tiles + 3 + 2 * p.erase), arrivals(2, p.value_tiles),
             arrivals(p.key_tiles), arrivals(own, n), arrivals(p.key_tiles), arrivals(1, 1 if n == 1 else 2 + n), arrivals(n)]
 
 
@@ -46,10 +48,6 @@ def apart(*refs):
     registers than there are."""
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
-
-
-def no_pairs():
-    return no_numbers(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def row_sums(x, y):
@@ -63,6 +61,10 @@ def spread(x_C):
 
 def no_numbers():
     return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROW)
+
+
+def no_pairs():
+    return no_numbers(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def put_tile(ref, x):
@@ -84,9 +86,9 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
     dq_gmem, dk_gmem, dg_gmem = refs[:3]
-    *places, numbers, rows_ref, all_sums, inners = refs[3:12]
+    *places, numbers, rows_ref, all_sums = refs[3:11]
     k, do, dv, a, slots = places
-    keys_here, values_here, states_here, dstates_here, q_here, spares_here, met = refs[12:]
+    keys_here, values_here, states_here, dstates_here, q_here, spares_here, met = refs[11:]
     b, h, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
     g, last, keys = jax.lax.div(h, p.share), p.value_tiles - 1, range(p.key_tiles)
     alone = warpgroups(p) == 1
@@ -319,10 +321,10 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     if alone:
         plgpu.commit_smem()
     else:
-        for i, x in enumerate(inner):
-            inners[w, i] = x
+        for i, x in zip((INNER_Q, INNER_K), inner):
+            sums[i] = x
         meet()
-        inner = [of_row(inners.at[0], i) + of_row(inners.at[1], i) for i in range(len(inner))]
+        inner = [of_row(all_sums.at[0], i) + of_row(all_sums.at[1], i) for i in (INNER_Q, INNER_K) if p.normalize]
 
         @once
         def _():
