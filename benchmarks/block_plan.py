@@ -1,9 +1,10 @@
-"""One layer of the released model on a described TPU slice: milliseconds and bytes through HBM of its parts, by the planner's rules.
+"""One layer of a model on a described TPU slice: milliseconds and bytes through HBM of its parts, by the planner's rules.
 
-    python benchmarks/block_plan.py [--topology=v5p:2x2x2] [--mesh=expert=8] [--experts=512] [--tokens=4096]
-        [--layers=1] [--remat=block] [--level=O1] [--options=NAME=VALUE,…] [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
+    python benchmarks/block_plan.py [--config=configs/qwen3_next_80b_a3b.py] [--topology=v5p:2x2x2] [--mesh=expert=8] [--rows=1]
+        [--tokens=4096] [--mixer=gated_deltanet] [--layers=1] [--remat=block] [--level=O1] [--options=NAME=VALUE,…]
+        [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
 
-The layer (Gated DeltaNet and experts) runs forward and backward, as inside a train step: one row of
+The layer (a mixer and experts) runs forward and backward, as inside a train step: `--rows` rows of
 `--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler started early runs beside the rest:
 its bytes count, and its time where it is waited for. `--hlo` reads the program and its schedules from FOLDER, or writes them there. No
 TPU takes part.
@@ -11,6 +12,7 @@ TPU takes part.
 
 import argparse
 import pathlib
+import runpy
 import tempfile
 
 import jax
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
+from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, from_dict
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
@@ -34,10 +36,12 @@ from qwen3next_jax.planner.topology import describe
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/qwen3_next_80b_a3b.py")
     parser.add_argument("--topology", default="v5p:2x2x2")
     parser.add_argument("--mesh", default="expert=8")
-    parser.add_argument("--experts", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=4096, help="of one chip")
+    parser.add_argument("--rows", type=int, default=1, help="of one chip")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a row on one chip")
+    parser.add_argument("--mixer", default="gated_deltanet")
     parser.add_argument("--layers", type=int, default=1, help="one after another, as in a period of the model")
     parser.add_argument("--remat", default="block")
     parser.add_argument("--level", default="O1", help='optimization level of the compiler; "" for its default')
@@ -56,7 +60,8 @@ def main():
         text = (dumped / "program.hlo").read_text()
     else:
         options = compiler_options(ParallelConfig(compiler_options=arguments.options), mesh)
-        compiled = compile_layer(ModelConfig(num_experts=arguments.experts), mesh, arguments.tokens, arguments.layers, arguments.remat,
+        config = from_dict(Config, runpy.run_path(arguments.config)["get_config"]().to_dict()).model
+        compiled = compile_layer(config, arguments.mixer, mesh, arguments.rows, arguments.tokens, arguments.layers, arguments.remat,
                                  options | ({"optimization_level": arguments.level} if arguments.level else {}))
         print(options_text(options))
         print(f"temporaries {compiled.memory_analysis().temp_size_in_bytes / 2**30:.2f} GiB")
@@ -71,7 +76,8 @@ def main():
 
     for rules in RULES:
         e = estimate(program, mesh, topology.chip, topology.shape, schedules, rules, part)
-        print(f"{arguments.topology} {arguments.mesh}, {arguments.experts} experts, {arguments.tokens} tokens a chip, rules {rules}: "
+        print(f"{pathlib.Path(arguments.config).stem}, {arguments.mixer}, {arguments.topology} {arguments.mesh}, "
+              f"{arguments.rows} × {arguments.tokens} tokens a chip, rules {rules}: "
               f"{e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.2f} GB, {e.flops / 1e12:.2f} TFLOP; "
               + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items()))
     print("kernels of unknown cost:", unknown_kernels(program, schedules))
@@ -82,8 +88,8 @@ def main():
             print(f"| {p.seconds * 1e3:.2f} | {p.hbm_bytes / 1e9:.2f} | {p.flops / 1e12:.2f} | {name} |")
 
 
-def compile_layer(config: ModelConfig, mesh, tokens: int, layers: int, remat: str, options: dict[str, str]):
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, "gated_deltanet", True, Make(config, nnx.Rngs(0)), (0,))))
+def compile_layer(config: ModelConfig, mixer: str, mesh, rows: int, tokens: int, layers: int, remat: str, options: dict[str, str]):
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, mixer, True, Make(config, nnx.Rngs(0)), (0,))))
     params = jax.tree.map(lambda p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(
         mesh, storage_spec(p.declared, p.shape, mesh)))), params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     spread = mesh if mesh.size > 1 else None
@@ -108,9 +114,9 @@ def compile_layer(config: ModelConfig, mesh, tokens: int, layers: int, remat: st
         dy, y = jax.lax.optimization_barrier((dy, y))
         return y, aux, pullback((dy, daux))
 
-    rows = NamedSharding(mesh, activation_spec("batch", "time", None))
-    shape = mesh.shape["data"] * mesh.shape["expert"], tokens * mesh.shape["context"] * mesh.shape["tensor"], config.hidden_size
-    x = jax.ShapeDtypeStruct(shape, config.dtype, sharding=rows)
+    spread_rows = NamedSharding(mesh, activation_spec("batch", "time", None))
+    shape = rows * mesh.shape["data"] * mesh.shape["expert"], tokens * mesh.shape["context"] * mesh.shape["tensor"], config.hidden_size
+    x = jax.ShapeDtypeStruct(shape, config.dtype, sharding=spread_rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         _, aux = jax.eval_shape(apply, params, x)
         lowered = jax.jit(step).lower([params] * layers, x, x, [aux] * layers)

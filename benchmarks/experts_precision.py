@@ -55,13 +55,16 @@ def a_row_a_choice(x, weight, expert, gate_up, down, dy):
     return y, *pullback(dy)
 
 
-def by_token(x, weight, expert, gate_up, down, dy, shards=1, room=None):
-    """The form of accelerators; `room` below all choices leaves some of them to the loop."""
+def by_token(x, weight, expert, gate_up, down, dy, shards=1, room=None, pieces=1):
+    """The form of accelerators, `pieces` of the tokens one after another; `room` below all choices leaves some of them to the loop."""
     def shard(n):
         mine = slice(n * gate_up.shape[0] // shards, (n + 1) * gate_up.shape[0] // shards)
-        arguments = x, weight, expert - mine.start, gate_up[mine], down[mine]
-        return (routed_experts.routed_experts(*arguments, room=room or expert.size),
-                *routed_experts.routed_experts_gradients(*arguments, dy, room=room or expert.size))
+        dw, rows, most = (), [], dict(room=room or expert.size // pieces)
+        for *piece, dy_piece in zip(*(jnp.split(a, pieces) for a in (x, weight, expert - mine.start, dy))):
+            y = routed_experts.routed_experts(*piece, gate_up[mine], down[mine], **most)
+            dx, dweight, *dw = routed_experts.routed_experts_gradients(*piece, gate_up[mine], down[mine], dy_piece, *dw, **most)
+            rows.append((y, dx, dweight))
+        return *map(jnp.concatenate, zip(*rows)), *dw
     parts = list(zip(*map(shard, range(shards))))
     y, dx, dweight = (sum(part[1:], part[0]).astype(part[0].dtype) for part in parts[:3])
     return y, dx, dweight.astype(weight.dtype), *(jnp.concatenate(part) for part in parts[3:])
@@ -76,7 +79,7 @@ def interpreted():
     return mock.patch.multiple(
         routed_experts, sum_by_token=sums,
         _mlp=lambda p, *a: pallas_tpu.mlp(a[0], p.weight_P, *a[1:], p.expert_T, p.used, interpret=True),
-        _mlp_gradients=lambda p, *a: pallas_tpu.mlp_gradients(a[0], p.weight_P, *a[1:3], p.expert_T, p.used, a[3], interpret=True))
+        _mlp_gradients=lambda p, *a: pallas_tpu.mlp_gradients(a[0], p.weight_P, *a[1:3], p.expert_T, p.used, *a[3:], interpret=True))
 
 
 def errors(got, expected) -> dict[str, float]:

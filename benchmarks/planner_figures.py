@@ -64,12 +64,12 @@ def main():
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
         print("| " + " | ".join(row(p)) + " |")
-    print_parts(plans.values(), lambda p: f"{label(p)} {mesh_text(p['mesh'])}")
+    print_parts(plans.values(), point)
     print("\n| slice | seconds waited for | bytes sent a device, GB |\n|---|---|---|")
     for p in filter(fits, plans.values()):
         waits = ", ".join(f"{name} {seconds:.3f}" for name, seconds in p["bound_seconds"].items() if seconds >= 5e-4)
         sent = ", ".join(f"{'+'.join(n['axes'])} {n['collective']} {n['bytes'] / 1e9:.1f}" for n in p["network"][:5])
-        print(f"| {label(p)} {mesh_text(p['mesh'])} | {waits} | {sent} |")
+        print(f"| {point(p)} | {waits} | {sent} |")
     print_parts(remat, lambda p: p["remat"])
     print("\n| remat | TFLOP executed, of the model | GB through HBM | step s | MFU |\n|---|---|---|---|---|")
     for p in remat:
@@ -92,6 +92,10 @@ def verdict(p):
 def label(p):
     """Its slice; the model, too, if it is not the released one."""
     return p["topology"] + f" ({p['config']})" * (p["config"] != "qwen3_next_80b_a3b")
+
+
+def point(p):
+    return f"{label(p)} {mesh_text(p['mesh'])}, {p['batch_size']:,} rows, {p['optimization_level']}"
 
 
 def print_parts(plans, label):

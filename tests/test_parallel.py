@@ -138,6 +138,7 @@ def test_split_experts_are_exact_at_any_imbalance(shards, monkeypatch):
     """Balanced; every choice on one shard, which overflows what there is room for; a shard and an expert with nothing."""
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", shards)
     monkeypatch.setattr(exchange, "CHUNK_BYTES", 4096)  # two chunks of 32 tokens
+    monkeypatch.setattr(exchange, "HALF_ROWS", 16)  # the gathered ones in halves
     monkeypatch.setattr(exchange, "_room", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)
     x, gate_up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16)))

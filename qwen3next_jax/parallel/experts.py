@@ -33,6 +33,7 @@ GATHERED_SHARDS = 8
 CHUNK_BYTES = 2**29  # rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of its memory if more:
 CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
 OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's
+HALF_ROWS = 256  # of each expert on average, that make the gathered exchange go in halves
 ROOM = 1.125  # rows that there is room for, as a multiple of what a shard receives under perfect balance
 
 
@@ -153,11 +154,14 @@ class _Whole:
 
 
 class _Gathered:
-    """Tokens gathered over the axis; the shards' parts of each summed where it came from."""
+    """Tokens gathered over the axis; the shards' parts of each summed where it came from. In two halves, where that leaves experts
+    rows enough: of one the rows travel while those of the other are computed."""
 
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.axis, self.room = options.axis, _room(expert_RA.size)
-        self.expert_NA = self._gather(expert_RA) - jax.lax.axis_index(self.axis) * experts
+        self.axis = options.axis
+        self.halves = 2 if expert_RA.size >= 2 * HALF_ROWS * experts and expert_RA.shape[0] % 2 == 0 else 1
+        self.room = _room(expert_RA.size // self.halves)
+        self.expert_RA, self.first = expert_RA, jax.lax.axis_index(self.axis) * experts
 
     def _gather(self, x):
         return jax.lax.all_gather(_row_major(x), self.axis, tiled=True)
@@ -165,14 +169,20 @@ class _Gathered:
     def _sum(self, part):
         return _row_major(jax.lax.psum_scatter(part, self.axis, tiled=True))
 
+    def _parts(self, x, weight, *dy):
+        """Of each half all shards' x, weight, expert and dy."""
+        halves = ([self._gather(half) for half in jnp.split(a, self.halves)] for a in (x, weight, self.expert_RA, *dy))
+        return [(x, weight, expert - self.first, *dy) for x, weight, expert, *dy in zip(*halves)]
+
     def forward(self, x, weight, gate_up, down):
-        return self._sum(routed_experts(self._gather(x), self._gather(weight), self.expert_NA, gate_up, down, room=self.room))
+        return jnp.concatenate([self._sum(routed_experts(*half, gate_up, down, room=self.room)) for half in self._parts(x, weight)])
 
     def backward(self, x, weight, gate_up, down, dy):
-        x, weight, dy = map(self._gather, (x, weight, dy))
-        dx, dweight, *dw = routed_experts_gradients(x, weight, self.expert_NA, gate_up, down, dy, room=self.room)
-        return self._sum(dx), self._sum(dweight), *dw
-
+        rows, dw = [], ()
+        for *half, dy_half in self._parts(x, weight, dy):
+            dx, dweight, *dw = routed_experts_gradients(*half, gate_up, down, dy_half, *dw, room=self.room)
+            rows.append((self._sum(dx), self._sum(dweight)))
+        return *map(jnp.concatenate, zip(*rows)), *dw
 
 def _row_major(x):
     """`x` in the layout of the kernels. A TPU's compiler would exchange rows in that of what comes before or after, and copy all of

@@ -29,7 +29,7 @@ def fits(x, gate_up, tile: int) -> bool:
         return False
     # What a step reads and writes is there twice; sums and the values between products, in float32, once.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
-    return max(2 * size * weights, (4 + 2 * size) * weights // _cores()) + rows < 0.95 * _vmem()
+    return max(2 * size * weights, (4 + 4 * size) * weights // _cores()) + rows < 0.95 * _vmem()
 
 
 def _vmem() -> int:
@@ -45,11 +45,13 @@ def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _call(kernel, scalars, inputs, in_specs, outputs, out_specs, grid, semantics, scratch=(), flops=0.0, twice=(), interpret=False):
-    """`twice`: inputs that each core reads."""
+def _call(kernel, scalars, inputs, in_specs, outputs, out_specs, grid, semantics, scratch=(), flops=0.0, twice=(), aliases=(),
+          interpret=False):
+    """`twice`: inputs that each core reads. aliases: (input, the output written in its place)."""
     sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *twice * (_cores() - 1))]
     return pl.pallas_call(
         kernel, out_shape=outputs, interpret=interpret, name=kernel.__name__.strip("_"),
+        input_output_aliases={len(scalars) + given: made for given, made in aliases},
         grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), grid=grid, in_specs=in_specs, out_specs=out_specs,
                                                scratch_shapes=scratch),
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=_vmem()),
@@ -70,8 +72,9 @@ def mlp(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, *, interpret: boo
                  (spec.written(spec.d),), (spec.tiles,), ("parallel",), flops=3 * spec.flops, interpret=interpret)[0]
 
 
-def mlp_gradients(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, dy_PD, *, interpret: bool = False):
-    """→ (dx [P, D], dweight [P] float32, dgate_up [E, D, F], ddown [E, I, D]); of an expert without a tile the last two are undefined."""
+def mlp_gradients(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, dy_PD, *before, interpret: bool = False):
+    """→ (dx [P, D], dweight [P] float32, dgate_up [E, D, F], ddown [E, I, D]). before: what the last two are added to; without it
+    those of an expert that has no tile are undefined."""
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
     dx, dweight, dhidden, activation = _call(
@@ -86,13 +89,14 @@ def mlp_gradients(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, dy_PD, 
     at = lambda t, used: jnp.minimum(t, used[0] - 1)
     row = lambda width: pl.BlockSpec((spec.tile, width), lambda c, t, e, used: (at(t, used), 0))
     row_part = pl.BlockSpec((spec.tile, part), lambda c, t, e, used: (at(t, used), c))
+    results = (pl.BlockSpec((1, part, f), lambda c, t, e, used: (e[at(t, used)], c, 0)),
+               pl.BlockSpec((1, i, part), lambda c, t, e, used: (e[at(t, used)], 0, c)))
     dgate_up, ddown = _call(
-        _expert_backward_weights, (expert_T, used), (x_PD, dhidden, activation, dy_PD), (row_part, row(f), row(i), row_part),
-        (shape(gate_up_EDF.shape, gate_up_EDF.dtype), shape(down_EID.shape, down_EID.dtype)),
-        (pl.BlockSpec((1, part, f), lambda c, t, e, used: (e[at(t, used)], c, 0)),
-         pl.BlockSpec((1, i, part), lambda c, t, e, used: (e[at(t, used)], 0, c))),
+        _expert_backward_weights, (expert_T, used), (x_PD, dhidden, activation, dy_PD, *before),
+        (row_part, row(f), row(i), row_part, *results[:len(before)]),
+        (shape(gate_up_EDF.shape, gate_up_EDF.dtype), shape(down_EID.shape, down_EID.dtype)), results,
         (cores, spec.tiles), ("parallel", "arbitrary"), (pltpu.VMEM((part, f), jnp.float32), pltpu.VMEM((i, part), jnp.float32)),
-        flops=3 * spec.flops, twice=(dhidden, activation), interpret=interpret)
+        flops=3 * spec.flops, twice=(dhidden, activation), aliases=[(4 + n, n) for n in range(len(before))], interpret=interpret)
     return dx, dweight[:, 0], dgate_up, ddown
 
 
@@ -143,14 +147,16 @@ def _expert_backward_rows(expert_T, used, x, weight, dy, gate_up, down, dx, dwei
         dx[...] = jnp.zeros_like(dx)
 
 
-def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, dgate_up, ddown, dgate_up_sum, ddown_sum):
+def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
+    *before, dgate_up, ddown, dgate_up_sum, ddown_sum = refs
     t = pl.program_id(1)
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
 
     @pl.when(t < used[0])
     def _():  # stores of every tile hide behind its products; those of zeros, or of the last tile alone, would not
-        for sums, result, left, right in ((dgate_up_sum, dgate_up, x, dhidden), (ddown_sum, ddown, activation, dy)):
-            total = jnp.where(first, 0.0, sums[...]) + _dot(left[...], right[...], _TN)
+        parts = (dgate_up_sum, dgate_up, x, dhidden), (ddown_sum, ddown, activation, dy)
+        for (sums, result, left, right), begin in zip(parts, [w[0].astype(jnp.float32) for w in before] or (0.0, 0.0)):
+            total = jnp.where(first, begin, sums[...]) + _dot(left[...], right[...], _TN)
             sums[...] = total
             result[0] = total.astype(result.dtype)
 

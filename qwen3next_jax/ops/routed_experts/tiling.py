@@ -47,15 +47,17 @@ def routed_experts(x, weight, expert, gate_up, down, *, room: int):
     return _loop(plan, an_expert, sum_by_token(y_PD, jnp.where(plan.here_P, plan.choice_P, weight.size), weight.shape))
 
 
-def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *, room: int):
-    """Gradients of `routed_experts` for that of its result, dy [N, D].
+def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *before, room: int):
+    """Gradients of `routed_experts` for that of its result, dy [N, D]. before: what those of gate_up and down are added to, in their
+    shapes and dtypes (of other tokens, so far).
 
     Returns:
       dx [N, D], dweight [N, A] in float32, dgate_up and ddown; all but dweight in the arguments' shapes and dtypes.
     """
     plan = _arrange(weight, expert, gate_up.shape[0], room)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
-    dx_PD, dweight_P, *dw = _mlp_gradients(plan, _rows(x, plan.token_P), flat, down, _rows(dy, plan.token_P))
+    before = [d.reshape(w.shape) for d, w in zip(before, (flat, down))]
+    dx_PD, dweight_P, *dw = _mlp_gradients(plan, _rows(x, plan.token_P), flat, down, _rows(dy, plan.token_P), *before)
     choice_P = jnp.where(plan.here_P, plan.choice_P, weight.size)
     dx_ND = sum_by_token(dx_PD, choice_P, weight.shape)
     dweight_Q = jnp.zeros(weight.size, _wide(weight)).at[choice_P].set(dweight_P, mode="drop", unique_indices=True)
@@ -71,7 +73,7 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *, room: int)
                     dweight_Q.at[left.choice_O].set(dweight_O, mode="drop", unique_indices=True))
         dw, dx_ND, dweight_Q = carry
         sums, dx_ND, dweight_Q = _steps(plan, e, weight, step, ([jnp.zeros_like(m) for m in w], dx_ND, dweight_Q))
-        begun = plan.begun_E[e]  # else nothing has been written there yet
+        begun = plan.begun_E[e] | bool(before)  # else nothing has been written there yet
         dw = [d.at[e].set((jnp.where(begun, d[e].astype(s.dtype), 0) + s).astype(d.dtype)) for d, s in zip(dw, sums)]
         return dw, dx_ND, dweight_Q
 
@@ -180,14 +182,15 @@ def _mlp(plan: _Plan, *arguments):
 
 
 def _mlp_gradients(plan: _Plan, *arguments):
-    def by_products(*arguments):
-        *inputs, sizes_E, dy_PD = arguments
-        return jax.vjp(lambda *a: _products(*a, sizes_E), *inputs)[1](dy_PD)
+    def by_products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, dy_PD, *before):
+        _, pullback = jax.vjp(lambda *a: _products(*a, sizes_E), x_PD, weight_P, gate_up_EDF, down_EID)
+        dx_PD, dweight_P, *dw = pullback(dy_PD)
+        return dx_PD, dweight_P, *(map(jnp.add, dw, before) if before else dw)
     return _choose(plan, by_products, pallas_tpu.mlp_gradients, *arguments)
 
 
-def _choose(plan: _Plan, products, kernel, x_PD, gate_up_EDF, down_EID, *dy_PD):
-    arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID, plan.sizes_E, *dy_PD
+def _choose(plan: _Plan, products, kernel, x_PD, gate_up_EDF, down_EID, *gradients):
+    arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID, plan.sizes_E, *gradients
     if not pallas_tpu.fits(x_PD, gate_up_EDF, x_PD.shape[0] // plan.expert_T.shape[0]):
         return products(*arguments)
     return jax.lax.platform_dependent(*arguments, plan.expert_T, plan.used, default=lambda *a: products(*a[:-2]),
