@@ -71,7 +71,8 @@ def show(name: str, lowered, top: int):
     count, written = passes(program)
     print(f"{name}: compiled in {seconds:.0f} s, arguments {memory.argument_size_in_bytes / 2**30:.2f} GiB, "
           f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products {programs.gpu_flops(program) / 1e12:.2f} TFLOP, "
-          f"largest array {max(sizes) / 2**30:.2f} GiB, {count:.0f} passes that write {written / 1e9:.1f} GB, collectives {dict(collections.Counter(COLLECTIVES.findall(text)))}", flush=True)
+          f"largest array {max(sizes) / 2**30:.2f} GiB, {count:.0f} passes that write {written / 1e9:.1f} GB, "
+          f"collectives {dict(collections.Counter(COLLECTIVES.findall(text)))}", flush=True)
     for gib, places, shape in largest_arrays(folder, top):
         print(f"  {gib:6.2f} GiB in {places:2} places  {shape}")
 
