@@ -89,6 +89,7 @@ def operators(config, place):
     from qwen3next_jax.model.block import mixer_class
     from qwen3next_jax.model.layers import Context, document_positions
     from qwen3next_jax.model.parameters import Make
+    from qwen3next_jax.ops.pallas_gated_norm import gated_norm
 
     m, b, t = config.model, config.train.batch_size, config.train.sequence_length
 
@@ -118,6 +119,8 @@ def operators(config, place):
                        (shaped(b, t, g, k), shaped(b, t, g, k), shaped(b, t, h, v), float_bth, float_bth), (ids,), shaped(b, t, h, v)),
         "convolution": (with_gradients(lambda x, w, ids: ops.causal_conv1d(x, w, segment_ids=ids)[0]),
                         (shaped(b, t, g, channels), shaped(m.linear_conv_kernel_dim, g, channels)), (ids,), shaped(b, t, g, channels)),
+        "norm and gate": (with_gradients(lambda o, gate, weight: gated_norm(o, gate, weight, m.rms_norm_eps)),
+                          (shaped(b, t, h * v), shaped(b, t, h * v), shaped(v, dtype=jnp.float32)), (), shaped(b, t, h * v)),
         "cross-entropy": (with_gradients(lambda x, w, targets, weights: ops.linear_cross_entropy(x, w, targets, weights)[0]),
                           (shaped(b * t, d), shaped(d, m.vocab_size, dtype=jnp.float32)),
                           (shaped(b * t, dtype=jnp.int32), shaped(b * t, dtype=jnp.float32)), shaped(dtype=jnp.float32)),
