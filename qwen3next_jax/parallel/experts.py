@@ -33,7 +33,7 @@ GATHERED_SHARDS = 8
 CHUNK_BYTES = 2**29  # rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of its memory if more:
 CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
 OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's
-HALF_ROWS = 256  # of each expert on average, that make the gathered exchange go in halves
+HALF_ROWS = 512  # of each expert on average, that make the gathered exchange go in halves
 ROOM = 1.125  # rows that there is room for, as a multiple of what a shard receives under perfect balance
 
 
@@ -163,26 +163,34 @@ class _Gathered:
         self.room = _room(expert_RA.size // self.halves)
         self.expert_RA, self.first = expert_RA, jax.lax.axis_index(self.axis) * experts
 
+    def forward(self, x, weight, gate_up, down):
+        def a_half(_, expert, x, weight):
+            return (), [routed_experts(x, weight, expert, gate_up, down, room=self.room)]
+        return self._halves(a_half, x, weight)[1][0]
+
+    def backward(self, x, weight, gate_up, down, dy):
+        def a_half(dw, expert, x, weight, dy):
+            dx, dweight, *dw = routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw, room=self.room)
+            return dw, [dx, dweight]
+        dw, (dx, dweight) = self._halves(a_half, x, weight, dy)
+        return dx, dweight, *dw
+
+    def _halves(self, a_half, *arrays):
+        """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums)."""
+        carry, parts = (), []
+        for expert, *rows in zip(*([self._gather(half) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))):
+            if parts:  # what was gathered is first read when the half before is done: until then it may travel
+                rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
+            carry, part = a_half(carry, expert - self.first, *rows)
+            parts.append(part)
+        return carry, [jnp.concatenate([self._sum(half) for half in halves]) for halves in zip(*parts)]
+
     def _gather(self, x):
         return jax.lax.all_gather(_row_major(x), self.axis, tiled=True)
 
     def _sum(self, part):
         return _row_major(jax.lax.psum_scatter(part, self.axis, tiled=True))
 
-    def _parts(self, x, weight, *dy):
-        """Of each half all shards' x, weight, expert and dy."""
-        halves = ([self._gather(half) for half in jnp.split(a, self.halves)] for a in (x, weight, self.expert_RA, *dy))
-        return [(x, weight, expert - self.first, *dy) for x, weight, expert, *dy in zip(*halves)]
-
-    def forward(self, x, weight, gate_up, down):
-        return jnp.concatenate([self._sum(routed_experts(*half, gate_up, down, room=self.room)) for half in self._parts(x, weight)])
-
-    def backward(self, x, weight, gate_up, down, dy):
-        rows, dw = [], ()
-        for *half, dy_half in self._parts(x, weight, dy):
-            dx, dweight, *dw = routed_experts_gradients(*half, gate_up, down, dy_half, *dw, room=self.room)
-            rows.append((self._sum(dx), self._sum(dweight)))
-        return *map(jnp.concatenate, zip(*rows)), *dw
 
 def _row_major(x):
     """`x` in the layout of the kernels. A TPU's compiler would exchange rows in that of what comes before or after, and copy all of

@@ -19,6 +19,7 @@ from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.ops.tpu import tpu
 
 _LARGEST_TILE = 256
+_FULL_TILE = 128  # a smaller one takes a matrix unit as long
 _LOOP_ROWS = 512
 
 
@@ -123,8 +124,9 @@ class _Plan(NamedTuple):
 def _arrange(weight_NA, expert_NA, experts: int, room: int) -> _Plan:
     choices = expert_NA.size
     room = min(room, choices)
-    # A fourth of the rows of an expert at most: half a tile of each is wasted.
-    size = min(1 << max((room // experts // 4).bit_length() - 1, 4), _LARGEST_TILE)
+    # Half a tile of each expert is wasted: a fourth of its rows at most, but for a tile that is not full a half.
+    fourth, half = (1 << max((room // experts // part).bit_length() - 1, 4) for part in (4, 2))
+    size = min(max(fourth, min(half, _FULL_TILE)), _LARGEST_TILE)
     most = choices // size + experts  # tiles, with at least one for each expert
     tiles = most if room == choices else min(-(-room // size) + experts // 2, most)
 
