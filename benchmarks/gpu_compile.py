@@ -14,9 +14,10 @@ plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the wheel nvidia-cu
     .gpu/bin/python benchmarks/gpu_compile.py
 
 Printed: seconds to compile, memory of the arguments (the state) and of everything else (temporaries), FLOPs of all products, a
-loop of unstated length counted once, the largest array, the collectives, and with --top what shares the temporaries' memory at its
-fullest, by shape. With --kernels, of all kernels: what ptxas says of registers and spills, and by count of the delta rule's
-copies and products, bytes between memory and chip and FLOPs. What no compiler says is a time.
+loop of unstated length counted once, the largest array, XLA's own passes over memory (fusions and copies that are neither product
+nor kernel) and what they write, the collectives, and with --top what shares the temporaries' memory at its fullest, by shape. With
+--kernels, of all kernels: what ptxas says of registers and spills, and by count of the delta rule's copies and products, bytes
+between memory and chip and FLOPs. What no compiler says is a time.
 """
 
 import argparse
@@ -47,6 +48,14 @@ def largest_arrays(folder: str, top: int):
     return [(gib, count[shape], shape) for shape, gib in size.most_common(top)]
 
 
+def passes(program) -> tuple[float, float]:
+    """How many fusions and copies run that are neither product nor kernel, and the bytes that they write."""
+    fused = {id(program.computations[name]) for _, i, _ in program.walk() if i.opcode == "fusion" for name in i.called}
+    own = [(times, times * i.bytes) for computation, i, times in program.walk() if id(computation) not in fused
+           and i.opcode in ("fusion", "fusion-start", "copy", "transpose") and not i.name.startswith("gemm_fusion")]
+    return sum(times for times, _ in own), sum(size for _, size in own)
+
+
 def show(name: str, lowered, top: int):
     from qwen3next_jax.planner import compiled as programs
     from qwen3next_jax.planner import hlo, planning
@@ -59,19 +68,28 @@ def show(name: str, lowered, top: int):
     seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
     program = hlo.parse(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
+    count, written = passes(program)
     print(f"{name}: compiled in {seconds:.0f} s, arguments {memory.argument_size_in_bytes / 2**30:.2f} GiB, "
           f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products {programs.gpu_flops(program) / 1e12:.2f} TFLOP, "
-          f"largest array {max(sizes) / 2**30:.2f} GiB, collectives {dict(collections.Counter(COLLECTIVES.findall(text)))}", flush=True)
+          f"largest array {max(sizes) / 2**30:.2f} GiB, {count:.0f} passes that write {written / 1e9:.1f} GB, "
+          f"collectives {dict(collections.Counter(COLLECTIVES.findall(text)))}", flush=True)
     for gib, places, shape in largest_arrays(folder, top):
         print(f"  {gib:6.2f} GiB in {places:2} places  {shape}")
 
 
 def operators(config, place):
-    """{name: (function, shapes)}: forward and backward of one layer's operators at the config's sizes, in bfloat16."""
+    """{name: (function, shapes)}: forward and backward of one layer's operators at the config's sizes, in bfloat16, and of the whole
+    recurrent layer, which computes again what a step does."""
     import jax
     import jax.numpy as jnp
+    from flax import nnx
 
     from qwen3next_jax import ops
+    from qwen3next_jax.model import remat
+    from qwen3next_jax.model.block import mixer_class
+    from qwen3next_jax.model.layers import Context, document_positions
+    from qwen3next_jax.model.parameters import Make
+    from qwen3next_jax.ops.pallas_gated_norm import gated_norm
 
     m, b, t = config.model, config.train.batch_size, config.train.sequence_length
 
@@ -89,6 +107,9 @@ def operators(config, place):
     e, d, i, n, q = m.num_experts, m.hidden_size, m.moe_intermediate_size, m.num_attention_heads, m.head_dim
     float_bth, ids = shaped(b, t, h, dtype=jnp.float32), shaped(b, t, dtype=jnp.int32)
     channels = 2 * k + h // g * v
+    graph, params = nnx.split(nnx.eval_shape(lambda: mixer_class("gated_deltanet")(m, Make(m, nnx.Rngs(0)), (0,))))
+    layer = remat.rematerialized(
+        lambda params, x, ids: nnx.merge(graph, params)(x, Context(document_positions(ids), ids))[0], "kept")
     return {
         "experts": (with_gradients(ops.expert_mlp), (shaped(rows, d), shaped(e, d, 2, i), shaped(e, i, d)),
                     (shaped(e, dtype=jnp.int32),), shaped(rows, d)),
@@ -98,9 +119,13 @@ def operators(config, place):
                        (shaped(b, t, g, k), shaped(b, t, g, k), shaped(b, t, h, v), float_bth, float_bth), (ids,), shaped(b, t, h, v)),
         "convolution": (with_gradients(lambda x, w, ids: ops.causal_conv1d(x, w, segment_ids=ids)[0]),
                         (shaped(b, t, g, channels), shaped(m.linear_conv_kernel_dim, g, channels)), (ids,), shaped(b, t, g, channels)),
+        "norm and gate": (with_gradients(lambda o, gate, weight: gated_norm(o, gate, weight, m.rms_norm_eps)),
+                          (shaped(b, t, h * v), shaped(b, t, h * v), shaped(v, dtype=jnp.float32)), (), shaped(b, t, h * v)),
         "cross-entropy": (with_gradients(lambda x, w, targets, weights: ops.linear_cross_entropy(x, w, targets, weights)[0]),
                           (shaped(b * t, d), shaped(d, m.vocab_size, dtype=jnp.float32)),
                           (shaped(b * t, dtype=jnp.int32), shaped(b * t, dtype=jnp.float32)), shaped(dtype=jnp.float32)),
+        "recurrent layer": (with_gradients(layer), (jax.tree.map(lambda p: shaped(*p.shape, dtype=p.dtype), params), shaped(b, t, d)),
+                            (ids,), shaped(b, t, d)),
     }
 
 

@@ -3,10 +3,12 @@
 import json
 import types
 
+import jax
 import pytest
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.ops import kernel_trial
 from qwen3next_jax.parallel import distributed
 from qwen3next_jax.parallel.launch import GKE, TPU_VM, Launch, find_launch, first_host, own_gpus, tasks_on_node
 
@@ -113,6 +115,23 @@ def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_na
         blocking_key_value_get=lambda key, _: json.dumps(said[int(key.rpartition("/")[2])])))
     with pytest.raises(UserError, match=rf"disagree on {name}: process 0 on host0 has {digests[name]}, process 1 on host1 another;"):
         distributed._judge("start", 1.0)
+
+
+CHIP = "on a GPU of compute capability 8.0: expected 9.0 (H100, H200)"
+
+
+@pytest.mark.parametrize("chip, other, told, refused", [("9.0", "right", "right", ""), ("8.0", "right", CHIP, CHIP),
+                                                        ("9.0", CHIP, "right", f"{CHIP} (process 1)")])
+def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, told, refused):
+    said = {}
+    monkeypatch.setattr("jax._src.distributed.global_state.client", types.SimpleNamespace(
+        key_value_set=lambda key, text, allow_overwrite: said.update({key: text}),
+        blocking_key_value_get=lambda key, _: said.get(key, other)))
+    monkeypatch.setattr(kernel_trial, "_known", {})
+    devices = [types.SimpleNamespace(compute_capability=chip)]
+    for name, value in (("process_count", 2), ("default_backend", "gpu"), ("local_devices", devices)):
+        monkeypatch.setattr(jax, name, lambda value=value: value)
+    assert (kernel_trial.hopper_refusal(), list(said.values())) == (refused, [told])
 
 
 def test_a_jax_without_the_key_value_store_is_told_before_anyone_waits(monkeypatch):

@@ -29,7 +29,8 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import fft_convolution, gated_delta_rule, pallas_causal_conv1d, pallas_gated_norm, pallas_gpu_gated_norm
+from qwen3next_jax.ops import (
+    fft_convolution, gated_delta_rule, kernel_trial, pallas_causal_conv1d, pallas_gated_norm, pallas_gpu_gated_norm)
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
@@ -233,18 +234,28 @@ def test_a_model_of_it_rematerialises_resumes_and_drafts(name):
 
 
 def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
-    """As TPUs have them, here on two shards of the heads and two of the tokens, by products in place of the kernels."""
-    graph, params = nnx.split(mixer_class("gated_deltanet")(BASE, Make(BASE, nnx.Rngs(0)), (0,)))
+    """As GPUs and TPUs have them, here on two shards of the heads and two of the tokens, by products in place of the kernels. Lowered for
+    a GPU the program has the kernels of norm and gate, one each way."""
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, tensor=2, context=2)), jax.devices()[:4])
 
-    def gradient(mesh):
+    layer = lambda config: mixer_class("gated_deltanet")(config, Make(config, nnx.Rngs(0)), (0,))
+
+    def gradient(config, mesh, graph, params, x, ids):
         def loss(params, x):
-            y, _, _ = _run(graph, gather(params, mesh, BASE.dtype), x, Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh))
+            y, _, _ = _run(graph, gather(params, mesh, config.dtype), x, Context(document_positions(ids), ids, mesh=mesh))
             return jnp.sum(jnp.sin(y)), y
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, X)
-    one = gradient(None)
-    monkeypatch.setattr(mixer_class("gated_deltanet"), "flattens", lambda self: True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), one, gradient(mesh))
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).trace(params, x)
+    graph, params = nnx.split(layer(BASE))
+    run = lambda mesh: gradient(BASE, mesh, graph, params, X, SEGMENTS).lower().compile()(params, X)
+    one = run(None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), one, run(mesh))
+
+    monkeypatch.setattr(kernel_trial, "takes", lambda trial, refusal="": trial.name == "norm and gate")
+    wide = dataclasses.replace(BASE, linear_value_head_dim=64, dtype="bfloat16")
+    x = jax.ShapeDtypeStruct((1, 128, 16), jnp.bfloat16)
+    traced = gradient(wide, mesh, *nnx.split(nnx.eval_shape(lambda: layer(wide))), x, jnp.ones((1, 128), jnp.int32))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
 def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
@@ -252,6 +263,7 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
     rng = np.random.default_rng(0)
     o, gate, dy, weight = (rng.normal(size=s) for s in (*[(2, 32, 256)] * 3, (128,)))
 
+    @jax.jit(static_argnums=0)
     def both_ways(dtype):
         y, pullback = jax.vjp(lambda *a: pallas_gated_norm.gated_norm(*a, 1e-6), *(jnp.asarray(a, dtype) for a in (o, gate, weight)))
         return y, *pullback(jnp.asarray(dy, dtype))

@@ -57,12 +57,13 @@ def takes(trial: Trial, refusal: str = "") -> bool:
 
 
 def hopper_refusal() -> str:
-    """Why kernels for Hopper GPUs do not run in this process; empty where they do, or are interpreted."""
+    """Why kernels for Hopper GPUs do not run in this process, or in another of the run; empty where they do, or are interpreted."""
     platform = jax.default_backend()
-    if platform not in ("gpu", "cpu"):
-        return f"on {platform}: expected a GPU, or a CPU to interpret it"
     chip = "9.0" if platform == "cpu" else getattr(jax.local_devices()[0], "compute_capability", "unknown")
-    return "" if chip == "9.0" else f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
+    why = "" if chip == "9.0" else f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
+    if platform not in ("gpu", "cpu"):
+        why = f"on {platform}: expected a GPU, or a CPU to interpret it"
+    return why if jax.process_count() == 1 else _agreed("chip", lambda: why)
 
 
 @functools.cache
@@ -82,13 +83,17 @@ def worst_of(names, got, want) -> tuple[str, float]:
 
 def verdict(device, trial: Trial, folder: pathlib.Path = FOLDER) -> str:
     """Empty where the kernels gave what the XLA form gives, in all processes; else what they did."""
-    call = trial.name, trial.kind
+    return _agreed((trial.name, trial.kind), lambda: _remembered(device, trial, folder))
+
+
+def _agreed(call, find: Callable[[], str]) -> str:
+    """What `find()` gives, once for each call, or where it is empty what it gives in another process."""
     if call not in _known:
-        _known[call] = _agreed(hashlib.sha256(repr(call).encode()).hexdigest()[:16], _remembered(device, trial, folder))
+        _known[call] = _of_all(hashlib.sha256(repr(call).encode()).hexdigest()[:16], find())
     return _known[call]
 
 
-def _agreed(key: str, found: str) -> str:
+def _of_all(key: str, found: str) -> str:
     if jax.process_count() == 1:
         return found
     from jax._src import distributed  # the store that the processes met in, which has no public name

@@ -256,7 +256,7 @@ def _code_digests() -> dict[str, str]:
     files = {f"code: qwen3next_jax/{path.relative_to(package)}": digests.of_file(path)[:12]
              for path in sorted(package.rglob("*.py"))}
     versions = {d.name: d.version for d in importlib.metadata.distributions()}
-    computing = re.compile("jax|jaxlib|libtpu|flax|optax|jax-cuda.*|nvidia-.*")
+    computing = re.compile("jax|jaxlib|libtpu|flax|optax|tokamax|jax-cuda.*|nvidia-.*")
     return files | {name: version for name, version in versions.items() if computing.fullmatch(name)}
 
 

@@ -157,10 +157,10 @@ class Recurrent(Mixer):
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
     def flattens(self) -> bool:
-        """Whether what passes between its kernels is flat: where a TPU is compiled for, and each head has whole lanes."""
+        """Whether what passes between its kernels is flat: on GPUs, and where a TPU is compiled for and each head has whole lanes."""
         c = self.config
         lanes = c.linear_key_head_dim % 128 == c.linear_value_head_dim % 128 == 0
-        return bool(tpu()) and c.short_convolution and c.linear_output_gate and lanes
+        return c.short_convolution and c.linear_output_gate and (bool(tpu()) and lanes or jax.default_backend() == "gpu")
 
     def _flat_recurrence(self, inputs: Inputs, context: Context) -> tuple[jax.Array, jax.Array]:
         """Convolution, delta rule, norm and gate with heads side by side in the last axis → ([B, T, H·V], final state)."""
