@@ -102,6 +102,8 @@ def main():
         show("products" + name, by_token(*given, shards=n))
         with interpreted():
             show("kernels" + name, by_token(*given, shards=n))
+    with interpreted():
+        show("kernels, tokens in halves", by_token(*given, pieces=2))
     show("products, three quarters in the loop", by_token(*given, room=given[2].size // 4))
 
 

@@ -18,8 +18,8 @@ Parts, the cheapest and most important first:
     tokamax       its attention and grouped products against the XLA form, and attention's time
 
 Each is a process of its own, and every result of it is printed and written to the JSON file at once. So what fails, does not end
-(--minutes) or is interrupted (Ctrl-C; twice within two seconds: all of them) costs itself alone, and stands in the file and in the
-table at the end with its reason. Kernels that are wrong are not timed. Please send the file to the authors.
+(--minutes) or is interrupted (Ctrl-C; twice within two seconds: all of them) costs itself alone, but for `correctness`, without which
+kernels are not timed, and stands in the file and in the table at the end with its reason. Please send the file to the authors.
 """
 
 import argparse
@@ -38,6 +38,7 @@ PARTS = "correctness", "operator", "training", "layer", "peers", "xla", "trainin
 OF_KERNELS = "operator", "training", "layer"  # are timed where `correctness` found none of theirs wrong
 NOT_INTERPRETED = "peers", "training_xla", "widths"
 NO_GPU = 3  # exit code of a part
+INTERRUPTED, GONE = "interrupted", "there is no GPU, or none any more"
 
 
 def write(file: pathlib.Path, results: dict):
@@ -69,13 +70,15 @@ def ended(args, name: str) -> str:
     except subprocess.TimeoutExpired:
         return f"not done after {args.minutes:g} minutes (--minutes)"
     except KeyboardInterrupt:
-        return "interrupted"
+        return INTERRUPTED
     finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a process on a GPU takes a second to end
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # and what it started
         child.wait()
+        signal.signal(signal.SIGINT, before)
     if code == NO_GPU:
-        raise SystemExit(2)  # it said why
+        return GONE
     return "" if code == 0 else f"its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
 
 
@@ -99,7 +102,8 @@ def main() -> int:
     file, asked = args.json, [name.strip() for name in args.parts.split(",") if args.parts]
     wrong = [f"--parts={name}: expected some of {', '.join(PARTS)}" for name in asked if name not in PARTS]
     wrong += [f"--config={args.config}: no such file"] * (not pathlib.Path(args.config).is_file())
-    wrong += ["--rounds and --minutes: expected more than nothing"] * (args.rounds < 1 or not args.minutes > 0)
+    wrong += [f"--{name}={value:g}: expected more than nothing" for name, value in (("rounds", args.rounds), ("minutes", args.minutes))
+              if not value > 0]
     wrong += ["no jax here: expected `uv run --extra gpu python benchmarks/gpu.py`"] * (importlib.util.find_spec("jax") is None)
     if not wrong:
         try:
@@ -112,12 +116,12 @@ def main() -> int:
         print(f"error: {wrong[0]}", file=sys.stderr)
         return 2
     write(file, {})
-    try:
+    with contextlib.suppress(KeyboardInterrupt):  # what is there is shown
         run_parts(args, file, asked)
-    except SystemExit:
-        file.unlink()
-        raise
     results = json.loads(file.read_text())
+    if [line.get("failed") for lines in results.values() for line in lines] == [GONE]:
+        file.unlink()
+        return 2  # the part said why
     table(results)
     print(f"written to {file}")
     lines = [line for name in PARTS for line in results.get(name, ())]
@@ -129,12 +133,14 @@ def run_parts(args, file, asked):
     if "correctness" not in chosen and set(chosen) & set(OF_KERNELS):
         chosen.insert(0, "correctness")
     terminated, interrupted = [], float("-inf")
-    signal.signal(signal.SIGTERM, lambda *_: (terminated.append(True), signal.raise_signal(signal.SIGINT)))
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, lambda *_: (terminated.append(True), signal.raise_signal(signal.SIGINT)))
     for name in chosen:
         checked = json.loads(file.read_text()).get("correctness", [])
         needed = [line for line in checked if name != "operator" or not line["what"].startswith(("convolution", "norm"))]
         if name in OF_KERNELS and not all(line.get("right") for line in needed):
-            why = "not timed, as not all of its kernels were found right"
+            unfinished = any("failed" in line and line["what"] == "correctness" for line in checked)
+            why = "not timed, as " + ("`correctness` did not come to its end" if unfinished else "not all of its kernels were found right")
         else:
             print(f"\n{name}", flush=True)
             begun = time.monotonic()
@@ -142,7 +148,9 @@ def run_parts(args, file, asked):
             print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
         if why:
             note(file, name, name, f"failed: {why}", failed=why)
-        if why == "interrupted":
+        if why == GONE:
+            return
+        if why == INTERRUPTED:
             if terminated or time.monotonic() - interrupted < 2:
                 return
             interrupted = time.monotonic()

@@ -51,7 +51,7 @@ def attempt(note, what: str):
     """What fails in here fails alone, and what is not installed is left out."""
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         note(what, f"left out: {error}", left_out=str(error))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
@@ -192,8 +192,12 @@ def check(args, note, kinds: dict):
         for what, f in kinds.items():
             judge(what, f)
         return
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        results = {pool.submit(f): what for what, f in kinds.items()}
+
+    def alone(f):  # a process that dies takes those of its pool with it
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(f).result()
+    with concurrent.futures.ThreadPoolExecutor(workers) as threads:
+        results = {threads.submit(alone, f): what for what, f in kinds.items()}
         for result in concurrent.futures.as_completed(results):
             judge(results[result], result.result)
 
@@ -259,7 +263,7 @@ def jla_times(args, note, what, sizes, backward):
 
 def configured(args):
     if importlib.util.find_spec("ml_collections") is None:
-        raise ImportError("a config file needs ml_collections, which is not installed")
+        raise ModuleNotFoundError("a config file needs ml_collections, which is not installed")
     config = from_dict(Config, runpy.run_path(args.config)["get_config"]().to_dict())
     if args.interpret:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1, sequence_length=64))

@@ -60,7 +60,7 @@ def test_a_size_that_is_no_number():
 
 
 def test_a_figure_that_does_not_exist():
-    done = subprocess.run([sys.executable, "benchmarks/planner_figures.py", "--compile=v6e_16x16,typo"], cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, "benchmarks/planner_figures.py", "--compile=v5e_16x16,typo"], cwd=ROOT, capture_output=True,
                           text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2 and "no point typo; known: all, v5p_8x8x8" in done.stderr
 

@@ -33,7 +33,7 @@ GATHERED_SHARDS = 8
 CHUNK_BYTES = 2**29  # rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of its memory if more:
 CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
 OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's
-HALF_ROWS = 512  # of each expert on average, that make the gathered exchange go in halves
+HALF_ROWS = 512  # of each expert in a half, on average, from which on the gathered exchange goes in halves
 ROOM = 1.125  # rows that there is room for, as a multiple of what a shard receives under perfect balance
 
 
@@ -98,7 +98,7 @@ def _experts_backward(options, inputs, dy_RD):
         dx, dweight, *dw = options.form(options, expert, gate_up.shape[0]).backward(x, weight, gate_up, down, dy)
         return _add(totals, dw) if totals else dw, (dx, dweight.astype(weight.dtype))
 
-    one = options.chunk == x_RD.shape[0]  # its gradients are written once, in the weights' dtype
+    one = options.chunk == x_RD.shape[0]  # its gradients stay in the weights' dtype
     totals = None if one else [_zeros_wide(w) for w in (gate_up, down)]
     (dgate_up, ddown), (dx_RD, dweight_RA) = _walk(options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD))
     return dx_RD, dweight_RA, None, dgate_up.astype(gate_up.dtype), ddown.astype(down.dtype)

@@ -21,15 +21,15 @@ _LANES = 128
 _SUM_TOKENS, _SUM_ROWS = 128, 256  # of a block and a tile of `sum_rows`
 
 
-def fits(x, gate_up, tile: int) -> bool:
+def fits(x, gate_up, tile: int, added: bool) -> bool:
     """Whether the kernels of the grouped SwiGLU take these shapes on the chip compiled for: whole lanes, and an expert's weights, or
-    their gradients, in VMEM."""
+    their gradients (`added`: and what they are added to), in VMEM."""
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
     if not tpu() or x.dtype not in (jnp.bfloat16, jnp.float32) or d % (_LANES * _cores()) or f % (2 * _LANES) or tile % (32 // size):
         return False
     # What a step reads and writes is there twice; sums and the values between products, in float32, once.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
-    return max(2 * size * weights, (4 + 4 * size) * weights // _cores()) + rows < 0.95 * _vmem()
+    return max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // _cores()) + rows < 0.95 * _vmem()
 
 
 def _vmem() -> int:

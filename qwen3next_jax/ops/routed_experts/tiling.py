@@ -19,7 +19,6 @@ from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.ops.tpu import tpu
 
 _LARGEST_TILE = 256
-_FULL_TILE = 128  # a smaller one takes a matrix unit as long
 _LOOP_ROWS = 512
 
 
@@ -124,9 +123,8 @@ class _Plan(NamedTuple):
 def _arrange(weight_NA, expert_NA, experts: int, room: int) -> _Plan:
     choices = expert_NA.size
     room = min(room, choices)
-    # Half a tile of each expert is wasted: a fourth of its rows at most, but for a tile that is not full a half.
-    fourth, half = (1 << max((room // experts // part).bit_length() - 1, 4) for part in (4, 2))
-    size = min(max(fourth, min(half, _FULL_TILE)), _LARGEST_TILE)
+    # A fourth of the rows of an expert at most: half a tile of each is wasted.
+    size = min(1 << max((room // experts // 4).bit_length() - 1, 4), _LARGEST_TILE)
     most = choices // size + experts  # tiles, with at least one for each expert
     tiles = most if room == choices else min(-(-room // size) + experts // 2, most)
 
@@ -193,7 +191,7 @@ def _mlp_gradients(plan: _Plan, *arguments):
 
 def _choose(plan: _Plan, products, kernel, x_PD, gate_up_EDF, down_EID, *gradients):
     arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID, plan.sizes_E, *gradients
-    if not pallas_tpu.fits(x_PD, gate_up_EDF, x_PD.shape[0] // plan.expert_T.shape[0]):
+    if not pallas_tpu.fits(x_PD, gate_up_EDF, x_PD.shape[0] // plan.expert_T.shape[0], added=len(gradients) > 1):
         return products(*arguments)
     return jax.lax.platform_dependent(*arguments, plan.expert_T, plan.used, default=lambda *a: products(*a[:-2]),
                                       tpu=lambda *a: kernel(*a[:4], *a[-2:], *a[5:-2]))
