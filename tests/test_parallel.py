@@ -137,7 +137,7 @@ def _routed(split, x, weight, expert, gate_up, down):
 def test_split_experts_are_exact_at_any_imbalance(shards, monkeypatch):
     """Balanced; every choice on one shard, which overflows what there is room for; a shard and an expert with nothing."""
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", shards)
-    monkeypatch.setattr(exchange, "CHUNK_BYTES", 4096)  # two chunks of 32 tokens
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 2048 if shards > 1 else 4096)  # two chunks of 32 tokens,
     monkeypatch.setattr(exchange, "HALF_ROWS", 16)  # the gathered ones in halves
     monkeypatch.setattr(exchange, "_room", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)

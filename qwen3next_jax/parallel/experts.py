@@ -56,7 +56,10 @@ def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str,
       [R, D] in x's dtype.
     """
     form = _Gathered if jax.lax.axis_size(axis) <= GATHERED_SHARDS else _Exchanged
-    return _experts(_Options(form, axis, axes, _chunk(x_RD, expert_RA)), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
+    chunk = _chunk(x_RD, expert_RA)
+    if form is _Gathered and _halves(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], gate_up_LD2I.shape[0]) == 2:
+        chunk = longer
+    return _experts(_Options(form, axis, axes, chunk), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
 
 
 class _Options(NamedTuple):
@@ -67,12 +70,12 @@ class _Options(NamedTuple):
     on_cpu: Callable | None = None
 
 
-def _chunk(x_RD, expert_RA) -> int:
-    """Tokens of a chunk: the largest divisor of all whose rows have room."""
+def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
+    """Tokens of a chunk: the largest divisor of all whose rows have room, one of its `parts` after another."""
     (tokens, choices), chip = expert_RA.shape, tpu()
     room = max(CHUNK_BYTES, chip.hbm_capacity_bytes * chip.num_cores // CHUNK_PART if chip else 0)
-    most = max(room // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
-    return next(tokens // parts for parts in range(1, tokens + 1) if tokens % parts == 0 and tokens // parts <= most)
+    most = max(parts * room // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
+    return next(tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most)
 
 
 # ---- one custom gradient around chunks ---------------------------------------------------------------------------
@@ -153,29 +156,32 @@ class _Whole:
 # ---- all tokens to all shards ------------------------------------------------------------------------------------
 
 
+def _halves(tokens: int, choices: int, experts: int) -> int:
+    return 2 if tokens * choices >= 2 * HALF_ROWS * experts and tokens % 2 == 0 else 1
+
+
 class _Gathered:
     """Tokens gathered over the axis; the shards' parts of each summed where it came from. In two halves, where that leaves experts
     rows enough: of one the rows travel while those of the other are computed."""
 
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.axis = options.axis
-        self.halves = 2 if expert_RA.size >= 2 * HALF_ROWS * experts and expert_RA.shape[0] % 2 == 0 else 1
+        self.axis, self.halves = options.axis, _halves(*expert_RA.shape, experts)
         self.room = _room(expert_RA.size // self.halves)
         self.expert_RA, self.first = expert_RA, jax.lax.axis_index(self.axis) * experts
 
     def forward(self, x, weight, gate_up, down):
         def a_half(_, expert, x, weight):
             return (), [routed_experts(x, weight, expert, gate_up, down, room=self.room)]
-        return self._halves(a_half, x, weight)[1][0]
+        return self._each(a_half, x, weight)[1][0]
 
     def backward(self, x, weight, gate_up, down, dy):
         def a_half(dw, expert, x, weight, dy):
             dx, dweight, *dw = routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw, room=self.room)
             return dw, [dx, dweight]
-        dw, (dx, dweight) = self._halves(a_half, x, weight, dy)
+        dw, (dx, dweight) = self._each(a_half, x, weight, dy)
         return dx, dweight, *dw
 
-    def _halves(self, a_half, *arrays):
+    def _each(self, a_half, *arrays):
         """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums)."""
         carry, parts = (), []
         for expert, *rows in zip(*([self._gather(half) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))):
