@@ -3,11 +3,11 @@
     uv run train.py --config=configs/qwen3_next_80b_a3b.py --config.train.init_from=PATH_TO_THE_RELEASED_WEIGHTS …
 
 What to begin with on a slice, with --config.parallel.mesh.expert=8 on each: what the planner's `--search --rows=…` ranks high by its
-arithmetic, of TPU7x what has been compiled; that, and how fast it should be, is in docs/planner.md.
+arithmetic and has been compiled; that, and how fast it should be, is in docs/planner.md.
 
     v5p:8x8x8     --config.train.batch_size=2048 --config.train.remat=dots    8M tokens a step, 16,384 a chip
     v6e:16x16     --config.train.batch_size=1024                              4M tokens a step, 16,384 a chip
-    tpu7x:4x4x4   --config.train.batch_size=128                               0.5M tokens a step, 4,096 a device
+    tpu7x:4x4x4   --config.train.batch_size=512 --config.train.remat=dots     2M tokens a step, 16,384 a device
 """
 
 from ml_collections import ConfigDict
