@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, from_dict
+from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
@@ -36,12 +37,12 @@ from qwen3next_jax.planner.topology import describe
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/qwen3_next_80b_a3b.py")
+    parser.add_argument("--config", type=pathlib.Path, default=pathlib.Path(__file__).parents[1] / "configs/qwen3_next_80b_a3b.py")
     parser.add_argument("--topology", default="v5p:2x2x2")
     parser.add_argument("--mesh", default="expert=8")
     parser.add_argument("--rows", type=int, default=1, help="of one chip")
     parser.add_argument("--tokens", type=int, default=4096, help="of a row on one chip")
-    parser.add_argument("--mixer", default="gated_deltanet")
+    parser.add_argument("--mixer", choices=MIXERS, default="gated_deltanet", metavar="NAME")
     parser.add_argument("--layers", type=int, default=1, help="one after another, as in a period of the model")
     parser.add_argument("--remat", default="block")
     parser.add_argument("--level", default="O1", help='optimization level of the compiler; "" for its default')
@@ -50,6 +51,8 @@ def main():
     parser.add_argument("--rules", choices=RULES, default=RULES[0])
     parser.add_argument("--hlo", type=pathlib.Path)
     arguments = parser.parse_args()
+    if not arguments.config.is_file():
+        parser.error(f"--config={arguments.config}: no such file")
     dumped = arguments.hlo or pathlib.Path(tempfile.mkdtemp(prefix="schedules-"))
     schedule.dump_to(dumped)
     jax.config.update("jax_platforms", "cpu")
@@ -60,7 +63,7 @@ def main():
         text = (dumped / "program.hlo").read_text()
     else:
         options = compiler_options(ParallelConfig(compiler_options=arguments.options), mesh)
-        config = from_dict(Config, runpy.run_path(arguments.config)["get_config"]().to_dict()).model
+        config = from_dict(Config, runpy.run_path(str(arguments.config))["get_config"]().to_dict()).model
         compiled = compile_layer(config, arguments.mixer, mesh, arguments.rows, arguments.tokens, arguments.layers, arguments.remat,
                                  options | ({"optimization_level": arguments.level} if arguments.level else {}))
         print(options_text(options))
@@ -76,7 +79,7 @@ def main():
 
     for rules in RULES:
         e = estimate(program, mesh, topology.chip, topology.shape, schedules, rules, part)
-        print(f"{pathlib.Path(arguments.config).stem}, {arguments.mixer}, {arguments.topology} {arguments.mesh}, "
+        print(f"{arguments.config.stem}, {arguments.mixer}, {arguments.topology} {arguments.mesh}, "
               f"{arguments.rows} × {arguments.tokens} tokens a chip, rules {rules}: "
               f"{e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.2f} GB, {e.flops / 1e12:.2f} TFLOP; "
               + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items()))
