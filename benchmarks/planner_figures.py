@@ -30,7 +30,7 @@ POINTS = {
     "v6e_16x16_16k_default": ("v6e:16x16", "data=32,expert=8", (BATCH + "1024",)),
     "small_v6e_2x2": ("v6e:2x2", "data=4", (QUICK, "--config=configs/small.py")),
     "small_v6e_2x2_default": ("v6e:2x2", "data=4", ("--config=configs/small.py",)),
-    "tpu7x_4x4x4_default": ("tpu7x:4x4x4", "data=16,expert=8", (BATCH + "128",)),
+    "tpu7x_4x4x4_default": ("tpu7x:4x4x4", "data=16,expert=8", (DOTS, BATCH + "128")),
     "tpu7x_4x4x4_16k_default": ("tpu7x:4x4x4", "data=16,expert=8", (DOTS, BATCH + "512")),
     "v5e_16x16": ("v5e:16x16", "data=32,expert=8", (QUICK, BATCH + "256", "--config.train.remat=offload")),
     "v5p_8x8x8_long_default": ("v5p:8x8x8", "data=2,expert=8,context=32", (DOTS, BATCH + "16", LENGTH + "262144")),
