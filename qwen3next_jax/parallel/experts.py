@@ -157,6 +157,7 @@ class _Whole:
 
 
 def _halves(tokens: int, choices: int, experts: int) -> int:
+    """In how many parts a shard's tokens go whose choices are spread over all shards: `experts` of a shard get as many."""
     return 2 if tokens * choices >= 2 * HALF_ROWS * experts and tokens % 2 == 0 else 1
 
 
