@@ -4,9 +4,9 @@
         [--tokens=4096] [--mixer=gated_deltanet] [--layers=1] [--remat=block] [--level=O1] [--options=NAME=VALUE,…]
         [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
 
-The layer (a mixer and experts) runs forward and backward, as inside a train step: `--rows` rows of
-`--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler started early runs beside the rest:
-its bytes count, and its time where it is waited for. `--hlo` reads the program and its schedules from FOLDER, or writes them there. No
+The layer (a mixer and experts) runs forward and backward, as inside a train step: `--layers` of them are the body of a scan of two
+trips, over `--rows` rows of `--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler started
+early runs beside the rest: its bytes count, and its time where it is waited for. `--hlo` reads the program and its schedules from FOLDER, or writes them there. No
 TPU takes part.
 """
 
@@ -33,6 +33,9 @@ from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import unknown_kernels
 from qwen3next_jax.planner.roofline import RULES, estimate
 from qwen3next_jax.planner.topology import describe
+
+
+PERIODS = 2  # trips of the loop over layers
 
 
 def main():
@@ -80,7 +83,7 @@ def main():
     for rules in RULES:
         e = estimate(program, mesh, topology.chip, topology.shape, schedules, rules, part)
         print(f"{arguments.config.stem}, {arguments.mixer}, {arguments.topology} {arguments.mesh}, "
-              f"{arguments.rows} × {arguments.tokens} tokens a chip, rules {rules}: "
+              f"{arguments.rows} × {arguments.tokens} tokens a chip, {PERIODS} × {arguments.layers} layers, rules {rules}: "
               f"{e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.2f} GB, {e.flops / 1e12:.2f} TFLOP; "
               + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items()))
     print("kernels of unknown cost:", unknown_kernels(program, schedules))
@@ -92,7 +95,8 @@ def main():
 
 
 def compile_layer(config: ModelConfig, mixer: str, mesh, rows: int, tokens: int, layers: int, remat: str, options: dict[str, str]):
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, mixer, True, Make(config, nnx.Rngs(0)), (0,))))
+    make = Make(config, nnx.Rngs(0)).stacked(PERIODS)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, mixer, True, make, (0,) * PERIODS)))
     params = jax.tree.map(lambda p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(
         mesh, storage_spec(p.declared, p.shape, mesh)))), params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     spread = mesh if mesh.size > 1 else None
@@ -106,13 +110,15 @@ def compile_layer(config: ModelConfig, mixer: str, mesh, rows: int, tokens: int,
         return Context(positions, jnp.ones_like(positions), counted=positions >= 0, mesh=spread)
 
     def step(params, x, dy, daux):
-        # As the layer scan does, the forward runs for its output and the backward starts from what it kept.
-        def run(params, x):
+        def period(x, params):
             auxes = []
             for layer in params:
-                x, aux = rematerialized(apply, remat)(layer, x)
+                x, aux = rematerialized(apply, remat, looped=True)(layer, x)
                 auxes.append(aux)
             return x, auxes
+
+        def run(params, x):
+            return jax.lax.scan(period, x, params)
         (y, aux), pullback = jax.vjp(run, params, x)
         dy, y = jax.lax.optimization_barrier((dy, y))
         return y, aux, pullback((dy, daux))
@@ -121,7 +127,8 @@ def compile_layer(config: ModelConfig, mixer: str, mesh, rows: int, tokens: int,
     shape = rows * mesh.shape["data"] * mesh.shape["expert"], tokens * mesh.shape["context"] * mesh.shape["tensor"], config.hidden_size
     x = jax.ShapeDtypeStruct(shape, config.dtype, sharding=spread_rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        _, aux = jax.eval_shape(apply, params, x)
+        _, aux = jax.eval_shape(apply, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params), x)
+        aux = jax.tree.map(lambda a: jax.ShapeDtypeStruct((PERIODS, *a.shape), a.dtype), aux)
         lowered = jax.jit(step).lower([params] * layers, x, x, [aux] * layers)
     return lowered.compile(options)
 

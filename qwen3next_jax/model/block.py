@@ -19,7 +19,8 @@ from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import kept
-from qwen3next_jax.parallel.rules import constrain
+from qwen3next_jax.parallel.experts import row_groups
+from qwen3next_jax.parallel.rules import apart, constrain, joined
 
 
 def mixer_class(name: str) -> type[Mixer]:
@@ -68,11 +69,21 @@ class Block(nnx.Module):
         def whole(x_BTD):  # over `tensor`; else the partitioner may split time over it between the matmuls
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
+        c, mesh, sparse = self.config, context.mesh, isinstance(self.mlp, SparseMoE)
+        together = not sparse or cache is not None or context.diagnose
+        groups = 1 if together else row_groups(x_BTD, c.num_experts_per_tok, c.num_experts, mesh)
         mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
-        mixed_BTD, diagnostics, cache = mix(whole(self.before(x_BTD, "mixer")), context, cache)
-        x_BTD = kept(whole(self.after(x_BTD, mixed_BTD, "mixer")))
-        y_BTD, aux = self.mlp(whole(self.before(x_BTD, "mlp")), context)
-        x_BTD = whole(self.after(x_BTD, y_BTD, "mlp"))
+        xs_BTD, contexts = [], []
+        for rows_BTD, tokens in apart((x_BTD, context.tokens), mesh, context.time, groups):
+            contexts.append(context._replace(**tokens))
+            mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), contexts[-1], cache)
+            xs_BTD.append(kept(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
+        inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
+        if sparse:
+            ys_BTD, aux = self.mlp(inputs_BTD, contexts)
+        else:
+            *ys_BTD, aux = self.mlp(*inputs_BTD, context)
+        x_BTD = joined([whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, ys_BTD)], mesh, context.time)
         if context.diagnose:
             aux["diagnostics"] = diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
         return x_BTD, aux, cache

@@ -39,6 +39,11 @@ class Context(NamedTuple):
     layer: jax.Array | int = 0
 
     @property
+    def tokens(self) -> dict[str, jax.Array | None]:
+        """What there is of each token."""
+        return {"positions": self.positions, "segment_ids": self.segment_ids, "counted": self.counted}
+
+    @property
     def time_axis(self) -> str | None:
         """The mesh axis that splits the tokens of a row, for operators that look back; None where none does."""
         return CONTEXT if self.time and shards(self.mesh, CONTEXT) > 1 else None

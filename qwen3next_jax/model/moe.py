@@ -5,7 +5,8 @@ Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E exper
 
 import functools
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.ops.used_experts import few_tokens, used_experts
 from qwen3next_jax.parallel.experts import split_experts, whole_experts
-from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, local, shards, storage_spec
+from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, joined, local, shards, storage_spec
 
 class DenseMLP(nnx.Module):
     """down(silu(gate x) · up x)."""
@@ -64,26 +65,32 @@ class SparseMoE(nnx.Module):
             if c.moe.shared_expert_gate:
                 self.shared_gate = make.matrix((d,), ". ->", kind="vector")
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        dtype, mesh = x_BTD.dtype, context.mesh
-        rows, tokens = activation_spec("batch", context.time, None), activation_spec("batch", context.time)
+    def __call__(self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]) -> tuple[Sequence[jax.Array], dict]:
+        """Of groups of rows, each with its context, that meet in the routed experts alone → (of each the result, auxiliary output)."""
+        context, dtype = contexts[0], xs_BTD[0].dtype
+        mesh = context.mesh
+        tokens = activation_spec("batch", context.time)
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
         weights = tuple((p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down))
         stored = (None,) * 3 if mesh is None else tuple(storage_spec(declared, shape, mesh) for declared, shape in weights)
         layer = (context.layer,) * (gate_up_ED2I.ndim - 4)  # decoding has those of all layers of the stack
-        routed = local(functools.partial(_routed, self.config, mesh, weights, layer), mesh, (rows, *stored, tokens, P()), (rows, P(), rows))
+        routed = local(functools.partial(_routed, self.config, mesh, weights, layer), mesh, (tokens, *stored, tokens, P()),
+                       (tokens, P(), tokens))
         bias_E = self.router_bias[...] if self.config.moe.router_bias else None
-        y_BTD, statistics, logits_BTE = routed(x_BTD, self.router[...], gate_up_ED2I, down_EID, context.counted, bias_E)
+        ys_BTD, statistics, logits = routed(xs_BTD, self.router[...], gate_up_ED2I, down_EID, [c.counted for c in contexts], bias_E)
         if self.config.shared_expert_intermediate_size:
-            shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
-            if self.config.moe.shared_expert_gate:
-                openness_BT1 = jax.nn.sigmoid((x_BTD @ self.shared_gate[...].astype(dtype))[..., None].astype(jnp.float32))
-                shared_BTD = openness_BT1.astype(dtype) * shared_BTD
-            y_BTD = y_BTD + shared_BTD
-        aux = statistics | {"router_logits": logits_BTE}
+            ys_BTD = [y_BTD + self._shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
+        aux = statistics | {"router_logits": joined(logits, mesh, context.time)}
         if context.diagnose:
-            aux["diagnostics"] = _diagnostics(self.config, logits_BTE, context.counted)
-        return y_BTD, aux
+            aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.counted)
+        return ys_BTD, aux
+
+    def _shared(self, x_BTD):
+        shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
+        if not self.config.moe.shared_expert_gate:
+            return shared_BTD
+        openness_BT1 = jax.nn.sigmoid((x_BTD @ self.shared_gate[...].astype(x_BTD.dtype))[..., None].astype(jnp.float32))
+        return openness_BT1.astype(x_BTD.dtype) * shared_BTD
 
     @staticmethod
     def hf_entries(config: ModelConfig) -> Iterator[Entry]:
@@ -114,11 +121,11 @@ def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
     yield one(f"{path}down", f"{name}.down_proj.weight", (1, 0), (d, i))
 
 
-def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple, x_BTD, router_DE, gate_up_ED2I, down_EID, counted_BT,
+def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple, xs_BTD, router_DE, gate_up_ED2I, down_EID, counted,
             bias_E):
-    """One device's tokens → (the routed experts' sum, router statistics of all devices, router logits)."""
-    dtype, by_token = x_BTD.dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
-    few = few_tokens(x_BTD.shape[0] * x_BTD.shape[1], config.num_experts_per_tok, config.num_experts, layer)
+    """One device's tokens, in groups → (of each the routed experts' sum, router statistics of all devices, router logits of each)."""
+    dtype, by_token = xs_BTD[0].dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
+    few = few_tokens(sum(x.shape[0] * x.shape[1] for x in xs_BTD), config.num_experts_per_tok, config.num_experts, layer)
     if layer and (by_token or not few):
         gate_up_ED2I, down_EID, layer = gate_up_ED2I[layer], down_EID[layer], ()
     if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
@@ -126,23 +133,28 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple
     if mesh is not None:
         router_DE, gate_up_ED2I, down_EID = (gather_local(w, declared, shape, mesh) for w, (declared, shape) in
                                              zip((router_DE, gate_up_ED2I, down_EID), weights))
-    x_RD = x_BTD.reshape(-1, config.hidden_size)
     # Float32 throughout: a bfloat16 router flips choices near ties. Three of a TPU's six bfloat16 passes are 2e-6 off for a bfloat16 x.
     precision = jax.lax.Precision.HIGH if tpu() and dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    logits_RE = kept(keeping_inputs(lambda x, w: jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=precision), x_RD,
-                                    router_DE))
-    share_RE, weight_RA, expert_RA = choose(config, logits_RE, bias_E)
-    weight_RA = weight_RA.astype(dtype)
+
+    def route(x_BTD, counted_BT):
+        x_RD = x_BTD.reshape(-1, config.hidden_size)
+        logits_RE = kept(keeping_inputs(lambda x, w: jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=precision), x_RD,
+                                        router_DE))
+        share_RE, weight_RA, expert_RA = choose(config, logits_RE, bias_E)
+        statistics = _router_statistics(logits_RE, share_RE, expert_RA, counted_BT)
+        return (x_RD, weight_RA.astype(dtype), expert_RA), statistics, logits_RE.reshape(*x_BTD.shape[:2], -1)
+
+    rows, statistics, logits = zip(*map(route, xs_BTD, counted))
+    statistics = jax.tree.map(lambda *groups: functools.reduce(operator.add, groups), *statistics)
     many = _sorted_experts if dtype.itemsize >= 4 else functools.partial(whole_experts, on_cpu=_sorted_experts)  # keeps its inputs alone
     run = whole_experts if by_token else functools.partial(_few_tokens_of_a_stack, *layer) if layer else _few_tokens if few else many
     if shards(mesh, EXPERTS) > 1:
         run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
-    y_RD = run(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
-    statistics = _router_statistics(logits_RE, share_RE, expert_RA, counted_BT)
+    y_RD = run(*map(jnp.concatenate, zip(*rows)), gate_up_ED2I, down_EID)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard held a part of every expert's width
         statistics = jax.lax.psum(statistics, TOKENS)
-    return y_RD.reshape(x_BTD.shape), statistics, logits_RE.reshape(*x_BTD.shape[:2], -1)
+    return [y.reshape(x.shape) for x, y in zip(xs_BTD, jnp.split(y_RD, len(xs_BTD)))], statistics, list(logits)
 
 
 def choose(config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:

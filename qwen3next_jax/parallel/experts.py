@@ -25,9 +25,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
 
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
 from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.parallel.rules import CONTEXT, EXPERTS, ROWS, shards
 
 GATHERED_SHARDS = 8
 CHUNK_BYTES = 2**29  # rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of its memory if more:
@@ -60,6 +62,17 @@ def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str,
     if form is _Gathered and _halves(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], gate_up_LD2I.shape[0]) == 2:
         chunk = longer
     return _experts(_Options(form, axis, axes, chunk), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
+
+
+def row_groups(x_BTD: jax.Array, choices: int, experts: int, mesh: Mesh | None) -> int:
+    """In how many groups each device's rows should go through a layer whose tokens choose so many of so many experts: in as many as the
+    gathered exchange takes their tokens, so that one's rows travel beside what another computes before and behind its experts."""
+    split = shards(mesh, EXPERTS)
+    rows, time = x_BTD.shape[0] // shards(mesh, *ROWS), x_BTD.shape[1] // shards(mesh, CONTEXT)
+    x_RD, expert_RA = (jax.ShapeDtypeStruct((rows * time, n), x_BTD.dtype) for n in (x_BTD.shape[2], choices))
+    groups = _halves(*expert_RA.shape, experts // split)
+    one_chunk = _chunk(x_RD, expert_RA, groups) == rows * time
+    return groups if 1 < split <= GATHERED_SHARDS and rows % groups == 0 and one_chunk else 1
 
 
 class _Options(NamedTuple):
@@ -179,18 +192,20 @@ class _Gathered:
         def a_half(dw, expert, x, weight, dy):
             dx, dweight, *dw = routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw, room=self.room)
             return dw, [dx, dweight]
-        dw, (dx, dweight) = self._each(a_half, x, weight, dy)
+        dw, (dx, dweight) = self._each(a_half, x, weight, dy, back=True)
         return dx, dweight, *dw
 
-    def _each(self, a_half, *arrays):
-        """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums)."""
+    def _each(self, a_half, *arrays, back: bool = False):
+        """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums).
+        `back`: from the last half to the first."""
+        halves = list(zip(*([self._gather(half) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))))
         carry, parts = (), []
-        for expert, *rows in zip(*([self._gather(half) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))):
+        for expert, *rows in reversed(halves) if back else halves:
             if parts:  # what was gathered is first read when the half before is done: until then it may travel
                 rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
             carry, part = a_half(carry, expert - self.first, *rows)
             parts.append(part)
-        return carry, [jnp.concatenate([self._sum(half) for half in halves]) for halves in zip(*parts)]
+        return carry, [jnp.concatenate([self._sum(half) for half in halves]) for halves in zip(*(reversed(parts) if back else parts))]
 
     def _gather(self, x):
         return jax.lax.all_gather(_row_major(x), self.axis, tiled=True)

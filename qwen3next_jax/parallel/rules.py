@@ -7,7 +7,7 @@ never split: a scan over it would gather it whole.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -106,6 +106,21 @@ def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Call
     if mesh is None:
         return f
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def apart(tree: Any, mesh: Mesh | None, time: str | None, groups: int) -> list[Any]:
+    """Of arrays [B, T, …] as many such trees of [B / groups, T, …]: each has a part of every device's rows. `time`: as in `Context`."""
+    def split(tree):
+        leaves, structure = jax.tree.flatten(tree)
+        return [structure.unflatten(part) for part in zip(*(jnp.split(x, groups) for x in leaves))]
+    spec = activation_spec("batch", time)
+    return [tree] if groups == 1 else local(split, mesh, spec, spec)(tree)
+
+
+def joined(xs: Sequence[jax.Array], mesh: Mesh | None, time: str | None) -> jax.Array:
+    """The inverse of `apart`."""
+    spec = activation_spec("batch", time)
+    return xs[0] if len(xs) == 1 else local(lambda *xs: jnp.concatenate(xs), mesh, spec, spec)(*xs)
 
 
 def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from qwen3next_jax.ops.attention.splash import BLOCK
+from qwen3next_jax.ops.attention.splash import block_size
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
 from qwen3next_jax.planner.schedule import Schedule
 
@@ -238,9 +238,9 @@ def visited(computation: Computation, instruction: Instruction) -> float:
     """Share of a kernel's grid whose bodies run: of causal attention the blocks on the diagonal and below it."""
     if not re.match(r"splash_m[hq]a_", instruction.name) or "/splash_causal/" not in instruction.op_name:
         return 1.0
-    length = next(s.dims[-2] for name in instruction.operands for s in computation[name].shapes if s.dtype in ("bf16", "f32")
-                  and len(s.dims) >= 3 and s.dims[-1] > 1)
-    blocks = -(-length // BLOCK)
+    q = next(s for name in instruction.operands for s in computation[name].shapes if s.dtype in ("bf16", "f32")
+             and len(s.dims) >= 3 and s.dims[-1] > 1)
+    blocks = -(-q.dims[-2] // block_size(*q.dims[-2:], 2 if q.dtype == "bf16" else 4))
     return (blocks + 1) / (2 * blocks)
 
 
