@@ -6,8 +6,8 @@
 
 The layer (a mixer and experts) runs forward and backward, as inside a train step: `--layers` of them are the body of a scan of two
 trips, over `--rows` rows of `--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler started
-early runs beside the rest: its bytes count, and its time where it is waited for. `--hlo` reads the program and its schedules from FOLDER, or writes them there. No
-TPU takes part.
+early runs beside the rest: its bytes count, and its time where it is waited for. `--hlo` reads the program and its schedules from
+FOLDER, or writes them there. No TPU takes part.
 """
 
 import argparse

@@ -106,7 +106,8 @@ def test_the_kernels_interpreted_match_the_products(width, activation, time, doc
     def interpreted(name, activation, x, kernel):
         assert pallas_causal_conv1d.takes(x, kernel)
         return {"cpu": functools.partial(getattr(pallas_causal_conv1d, name), activation, interpret=True)}
-    with mock.patch.multiple(pallas_causal_conv1d, _ROWS=16, _CHANNELS=128), mock.patch.object(module, "kernels", interpreted):
+    blocks = dict.fromkeys(("_FORWARD", "_BACKWARD"), (16, 128))
+    with mock.patch.multiple(pallas_causal_conv1d, **blocks), mock.patch.object(module, "kernels", interpreted):
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())

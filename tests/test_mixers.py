@@ -29,8 +29,7 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import (
-    fft_convolution, gated_delta_rule, kernel_trial, pallas_causal_conv1d, pallas_gated_norm, pallas_gpu_gated_norm)
+from qwen3next_jax.ops import fft_convolution, gated_delta_rule, kernel_trial, pallas_gated_norm, pallas_gpu_gated_norm
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
@@ -272,7 +271,7 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
 
     def interpreted(name, eps, o, weight):
         return {"cpu": functools.partial(getattr(pallas_gated_norm, name), eps, interpret=True)}
-    with mock.patch.object(pallas_gated_norm, "kernels", interpreted), mock.patch.multiple(pallas_causal_conv1d, _ROWS=16, _CHANNELS=128):
+    with mock.patch.object(pallas_gated_norm, "kernels", interpreted), mock.patch.object(pallas_gated_norm, "_BLOCK", (16, 128)):
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())

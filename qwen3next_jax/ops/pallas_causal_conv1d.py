@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from qwen3next_jax.ops.tpu import tpu
 
 _LANES = 128
-_ROWS, _CHANNELS = 256, 1024  # of a block, at most
+_FORWARD, _BACKWARD = (256, 1024), (128, 2048)  # rows and channels of a block, at most: what spills least of a column
 _EDGE = 16  # rows of a neighbour: a tile of bfloat16
 
 
@@ -81,16 +81,16 @@ def ages(ids, width: int):
     return jnp.where(here > 0, same, -1)
 
 
-def block_sizes(time: int, channels: int) -> tuple[int, int]:
+def block_sizes(time: int, channels: int, most: tuple[int, int]) -> tuple[int, int]:
     """Rows and channels of a block: the largest that divide both; time of whole tiles, channels of whole lanes."""
-    return (next(n for n in (_ROWS, 128, 64, 32, 16) if time % n == 0),
-            next(n for n in range(_CHANNELS, 0, -_LANES) if channels % n == 0))
+    return (next(n for n in (256, 128, 64, 32, 16) if n <= most[0] and time % n == 0),
+            next(n for n in range(most[1], 0, -_LANES) if channels % n == 0))
 
 
 class _Call:
     def __init__(self, x, kernel, age, interpret, backwards=False):
         self.batch, time, d = x.shape
-        self.rows, self.channels = block_sizes(time, d)
+        self.rows, self.channels = block_sizes(time, d, _BACKWARD if backwards else _FORWARD)
         self.blocks, self.size = time // self.rows, x.dtype.itemsize
         self.kernel, self.age, self.interpret = kernel.astype(jnp.float32), age, interpret
         at = (lambda t: self.blocks - 1 - t) if backwards else (lambda t: t)
@@ -133,6 +133,11 @@ def _taps(first, before, tail, x, width: int, lanes):
     return [x] + [extended[_EDGE - back:_EDGE - back + x.shape[0]] for back in range(1, width)]
 
 
+def _over_lanes(age):
+    """[R, 1] → [R, lanes], once for all columns: a comparison first would be spread over the lanes anew for each tap of each column."""
+    return jnp.broadcast_to(age, (age.shape[0], _LANES))
+
+
 def _own(age, x, back: int):
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
@@ -143,7 +148,7 @@ def _before_activation(kernel, age, taps, lanes):
 
 
 def _forward(activation, aged, kernel, *refs):
-    age = refs[0][0] if aged else None
+    age = _over_lanes(refs[0][0]) if aged else None
     before, tail, x, y = refs[aged:]
     first = pl.program_id(2) == 0
 
@@ -154,7 +159,7 @@ def _forward(activation, aged, kernel, *refs):
 
 
 def _backward(activation, aged, kernel, *refs):
-    age = refs[0][0] if aged else None
+    age = _over_lanes(refs[0][0]) if aged else None
     before, tail, x, dy, dx, dkernel, later = refs[aged:]
     width, t, blocks = kernel.shape[0], pl.program_id(2), pl.num_programs(2)
 

@@ -14,6 +14,7 @@ from qwen3next_jax.ops.pallas_causal_conv1d import block_sizes, columns
 from qwen3next_jax.ops.tpu import tpu
 
 _LANES = 128
+_BLOCK = 256, 1024  # rows and channels, at most
 
 
 def gated_norm(o, gate, weight, eps: float):
@@ -69,7 +70,7 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
     batch, time, d = like.shape
-    rows, channels = block_sizes(time, d)
+    rows, channels = block_sizes(time, d, _BLOCK)
     block = pl.BlockSpec((1, rows, channels), lambda c, b, t: (b, t, c))
     outputs, specs = [jax.ShapeDtypeStruct(like.shape, dtype) for dtype in dtypes], [block] * len(dtypes)
     if sums:  # of each block of channels
