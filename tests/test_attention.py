@@ -189,6 +189,7 @@ def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch)
         monkeypatch.setattr(splash, "tpu", lambda: types.SimpleNamespace(num_cores=2))
         monkeypatch.setattr(splash, "BLOCK", 128)
         monkeypatch.setattr(splash, "LONG_BLOCK", 256)
+        assert splash.block_size(1024, d, 4) == 256 and splash.block_size(1024, 256, 4) == splash.block_size(768, d, 4) == 128
     else:  # a JAX without the backward kernels' name
         monkeypatch.delattr("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd")
     arrays = inputs(2, t, 4, 2, d)
@@ -199,7 +200,7 @@ def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch)
 
 def test_splash_compiles_for_tpu(v6e):
     """The kernels, not the blockwise form, are in the program that the TPU compiler accepts, whether named or chosen."""
-    t, n, m, d = 1100, 4, 2, 256
+    t, n, m, d = 4000, 4, 2, 256  # the longest blocks of the widest heads
     shapes = [jax.ShapeDtypeStruct((2, t, heads, d), jnp.bfloat16, sharding=v6e) for heads in (n, m, m, n)]
     segment_ids = jax.ShapeDtypeStruct((2, t), jnp.int32, sharding=v6e)
 

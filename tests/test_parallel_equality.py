@@ -10,6 +10,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -93,6 +94,9 @@ def _check(axes, depth=MODEL.mtp_depth, steps=CONFIG.train.steps):
 @pytest.mark.parametrize("axes", SUBSET, ids=str)
 def test_the_run_equals_that_on_one_device(axes, monkeypatch):
     monkeypatch.setattr(exchange, "HALF_ROWS", 1)
+    rows = jax.ShapeDtypeStruct((CONFIG.train.batch_size, CONFIG.train.sequence_length, MODEL.hidden_size), jnp.float32)
+    groups = functools.partial(exchange.row_groups, choices=MODEL.num_experts_per_tok, experts=MODEL.num_experts, mesh=_on(axes, 1)[1])
+    assert groups(rows) == 2 and groups(rows.update(shape=(6, 64, 32))) == 1, "even rows go through the layers in two groups"
     _check(axes, depth=1, steps=4)
 
 

@@ -70,19 +70,20 @@ class Block(nnx.Module):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         c, mesh, sparse = self.config, context.mesh, isinstance(self.mlp, SparseMoE)
-        together = not sparse or cache is not None or context.diagnose
-        groups = 1 if together else row_groups(x_BTD, c.num_experts_per_tok, c.num_experts, mesh)
+        whole_rows = not sparse or cache is not None or context.diagnose  # what is diagnosed are means over all tokens
+        groups = 1 if whole_rows else row_groups(x_BTD, c.num_experts_per_tok, c.num_experts, mesh)
         mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
         xs_BTD, contexts = [], []
-        for rows_BTD, tokens in apart((x_BTD, context.tokens), mesh, context.time, groups):
-            contexts.append(context._replace(**tokens))
-            mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), contexts[-1], cache)
+        for rows_BTD, own in zip(apart(x_BTD, mesh, context.time, groups), context.apart(groups)):
+            contexts.append(own)
+            mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
             xs_BTD.append(kept(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
         inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
         if sparse:
             ys_BTD, aux = self.mlp(inputs_BTD, contexts)
         else:
-            *ys_BTD, aux = self.mlp(*inputs_BTD, context)
+            y_BTD, aux = self.mlp(inputs_BTD[0], context)
+            ys_BTD = [y_BTD]
         x_BTD = joined([whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, ys_BTD)], mesh, context.time)
         if context.diagnose:
             aux["diagnostics"] = diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)

@@ -66,7 +66,7 @@ class SparseMoE(nnx.Module):
                 self.shared_gate = make.matrix((d,), ". ->", kind="vector")
 
     def __call__(self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]) -> tuple[Sequence[jax.Array], dict]:
-        """Of groups of rows, each with its context, that meet in the routed experts alone → (of each the result, auxiliary output)."""
+        """Of groups of rows, each with its context, which the routed experts take as one → (of each the result, auxiliary output)."""
         context, dtype = contexts[0], xs_BTD[0].dtype
         mesh = context.mesh
         tokens = activation_spec("batch", context.time)

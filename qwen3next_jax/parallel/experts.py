@@ -197,7 +197,7 @@ class _Gathered:
 
     def _each(self, a_half, *arrays, back: bool = False):
         """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums).
-        `back`: from the last half to the first."""
+        `back`: from the last half to the first, which is how gradients come: the mixer of the last group had the last word."""
         halves = list(zip(*([self._gather(half) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))))
         carry, parts = (), []
         for expert, *rows in reversed(halves) if back else halves:
@@ -205,7 +205,8 @@ class _Gathered:
                 rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
             carry, part = a_half(carry, expert - self.first, *rows)
             parts.append(part)
-        return carry, [jnp.concatenate([self._sum(half) for half in halves]) for halves in zip(*(reversed(parts) if back else parts))]
+        parts = reversed(parts) if back else parts
+        return carry, [jnp.concatenate([self._sum(part) for part in each]) for each in zip(*parts)]
 
     def _gather(self, x):
         return jax.lax.all_gather(_row_major(x), self.axis, tiled=True)

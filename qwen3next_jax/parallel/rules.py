@@ -108,19 +108,20 @@ def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Call
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def apart(tree: Any, mesh: Mesh | None, time: str | None, groups: int) -> list[Any]:
-    """Of arrays [B, T, …] as many such trees of [B / groups, T, …]: each has a part of every device's rows. `time`: as in `Context`."""
-    def split(tree):
-        leaves, structure = jax.tree.flatten(tree)
-        return [structure.unflatten(part) for part in zip(*(jnp.split(x, groups) for x in leaves))]
-    spec = activation_spec("batch", time)
-    return [tree] if groups == 1 else local(split, mesh, spec, spec)(tree)
+def apart(x: jax.Array, mesh: Mesh | None, time: str | None, groups: int) -> list[jax.Array]:
+    """`x` [B, T, …] as so many arrays [B / groups, T, …] that each have a part of every device's rows. `time`: as in `Context`."""
+    if groups == 1:
+        return [x]
+    parts = jnp.split(x.reshape(shards(mesh, *ROWS), groups, -1, *x.shape[1:]), groups, axis=1)
+    return [constrain(part.reshape(-1, *x.shape[1:]), mesh, "batch", time) for part in parts]
 
 
 def joined(xs: Sequence[jax.Array], mesh: Mesh | None, time: str | None) -> jax.Array:
     """The inverse of `apart`."""
-    spec = activation_spec("batch", time)
-    return xs[0] if len(xs) == 1 else local(lambda *xs: jnp.concatenate(xs), mesh, spec, spec)(*xs)
+    if len(xs) == 1:
+        return xs[0]
+    parts = [x.reshape(shards(mesh, *ROWS), 1, -1, *x.shape[1:]) for x in xs]
+    return constrain(jnp.concatenate(parts, axis=1).reshape(-1, *xs[0].shape[1:]), mesh, "batch", time)
 
 
 def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
