@@ -32,11 +32,14 @@ GATHER = """  %x = bf16[1000000]{0} parameter(0)
 
 
 @needs_compiler
-@pytest.mark.parametrize("axis, links", [("data", 4), ("expert", 2)])
-def test_a_gather_takes_every_link_of_its_dimensions(axis, links):
-    others = {"data": 15, "expert": 3}[axis]
-    found = seconds("v5p:4x4x4", dict(data=16, expert=4), GATHER.replace("AXIS", axis))
-    assert found.bound == {f"network {axis}": pytest.approx(2e6 * others / (links * 100 * GB))}
+@pytest.mark.parametrize("name, sizes, axis, links", [
+    ("v5p:4x4x4", (16, 4), "data", 4), ("v5p:4x4x4", (16, 4), "expert", 2),
+    ("v6e:16x16", (32, 8), "expert", 2), ("v6e:16x16", (32, 8), "data", 2 / 2 + 2 / 4), ("v6e:16x16", (16, 16), "expert", 2)])
+def test_a_gather_takes_every_link_of_its_dimensions(name, sizes, axis, links):
+    """Of a network of two dimensions a group of 8 is a block of 2 × 4 in lines, of 16 a ring."""
+    axes = dict(zip(("data", "expert"), sizes))
+    found = seconds(name, axes, GATHER.replace("'data'=16,'expert'=4", "'data'={data},'expert'={expert}".format(**axes)).replace("AXIS", axis))
+    assert found.bound == {f"network {axis}": pytest.approx(2e6 * (axes[axis] - 1) / (links * 100 * GB))}
 
 
 @needs_compiler

@@ -22,8 +22,8 @@ DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config.mesh` over `devices` (None: all of this run; virtual and described ones serve too).
 
-    An axis takes whole dimensions of the chips' network, or contiguous parts of them, where it can. Where the devices are several
-    TPU slices, `data` alone spans the slower network between them.
+    An axis takes whole dimensions of the chips' network, or contiguous parts of them, where it can; `expert` a block rather than a line.
+    Where the devices are several TPU slices, `data` alone spans the slower network between them.
 
     Raises:
       UserError: the axes do not multiply to the number of devices, or `data` does not span the slices.
@@ -39,10 +39,29 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
         within, across = (sizes["data"] // slices, *shape[1:]), (slices, 1, 1, 1)
         grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
     elif devices[0].platform == "tpu":
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        grid = _blocks_of_experts(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True))
     else:
         grid = np.array(devices).reshape(shape)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+_RING = 16  # chips of a dimension that closes, where a network has two
+
+
+def _blocks_of_experts(grid: np.ndarray) -> np.ndarray:
+    """`grid` with each group of `expert` a block of both dimensions of a network that has two, where it would be a line of one: the
+    corners of a block have two links to send over, the ends of a line one. Data × expert alone."""
+    data, experts = grid.shape[:2]
+    place = np.array([device.coords for device in grid.flat])
+    sides, line = place.max(axis=0) + 1, np.ptp(place[:experts], axis=0) + 1
+    if sides[2:].prod() > 1 or not data * experts == grid.size == sides.prod() or not 2 < experts < _RING or experts not in line:
+        return grid
+    shapes = [(n, experts // n) for n in range(1, experts + 1) if experts % n == 0]
+    height, width = min(((h, w) for h, w in shapes if sides[0] % h == 0 and sides[1] % w == 0), key=sum)
+    corners = itertools.product(range(0, sides[0], height), range(0, sides[1], width))
+    of = {tuple(at[:2]): device for at, device in zip(place, grid.flat)}
+    blocks = [[of[x + i, y + j] for i in range(height) for j in range(width)] for x, y in corners]
+    return np.array(blocks, dtype=object).reshape(grid.shape)
 
 
 def one_device() -> Mesh:
