@@ -38,7 +38,8 @@ GATHER = """  %x = bf16[1000000]{0} parameter(0)
 def test_a_gather_takes_every_link_of_its_dimensions(name, sizes, axis, links):
     """Of a network of two dimensions a group of 8 is a block of 2 × 4 in lines, of 16 a ring."""
     axes = dict(zip(("data", "expert"), sizes))
-    found = seconds(name, axes, GATHER.replace("'data'=16,'expert'=4", "'data'={data},'expert'={expert}".format(**axes)).replace("AXIS", axis))
+    gather = GATHER.replace("'data'=16,'expert'=4", "'data'={data},'expert'={expert}".format(**axes))
+    found = seconds(name, axes, gather.replace("AXIS", axis))
     assert found.bound == {f"network {axis}": pytest.approx(2e6 * (axes[axis] - 1) / (links * 100 * GB))}
 
 
