@@ -18,6 +18,7 @@ from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, Opt
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.parallel import experts as exchange
 from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.parallel.row_groups import row_groups
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
 
 # Two periods; two key/value heads, so that tensor = 4 and 8 share them. Parameters of this size keep rounding errors at
@@ -95,7 +96,7 @@ def _check(axes, depth=MODEL.mtp_depth, steps=CONFIG.train.steps):
 def test_the_run_equals_that_on_one_device(axes, monkeypatch):
     monkeypatch.setattr(exchange, "HALF_ROWS", 1)
     rows = jax.ShapeDtypeStruct((CONFIG.train.batch_size, CONFIG.train.sequence_length, MODEL.hidden_size), jnp.float32)
-    groups = functools.partial(exchange.row_groups, choices=MODEL.num_experts_per_tok, experts=MODEL.num_experts, mesh=_on(axes, 1)[1])
+    groups = functools.partial(row_groups, config=MODEL, mesh=_on(axes, 1)[1])
     assert groups(rows) == 2 and groups(rows.update(shape=(6, 64, 32))) == 1, "even rows go through the layers in two groups"
     _check(axes, depth=1, steps=4)
 

@@ -19,8 +19,8 @@ from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import kept
-from qwen3next_jax.parallel.experts import row_groups
-from qwen3next_jax.parallel.rules import apart, constrain, joined
+from qwen3next_jax.parallel.row_groups import apart, joined, row_groups
+from qwen3next_jax.parallel.rules import constrain
 
 
 def mixer_class(name: str) -> type[Mixer]:
@@ -69,22 +69,17 @@ class Block(nnx.Module):
         def whole(x_BTD):  # over `tensor`; else the partitioner may split time over it between the matmuls
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
-        c, mesh, sparse = self.config, context.mesh, isinstance(self.mlp, SparseMoE)
-        whole_rows = not sparse or cache is not None or context.diagnose  # what is diagnosed are means over all tokens
-        groups = 1 if whole_rows else row_groups(x_BTD, c.num_experts_per_tok, c.num_experts, mesh)
+        sparse = isinstance(self.mlp, SparseMoE)
+        several = sparse and cache is None and not context.diagnose  # what is diagnosed are means over all tokens
         mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
         xs_BTD, contexts = [], []
-        for rows_BTD, own in zip(apart(x_BTD, mesh, context.time, groups), context.apart(groups)):
-            contexts.append(own)
+        for rows_BTD, own in apart(x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1):
             mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
             xs_BTD.append(kept(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
+            contexts.append(own)
         inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
-        if sparse:
-            ys_BTD, aux = self.mlp(inputs_BTD, contexts)
-        else:
-            y_BTD, aux = self.mlp(inputs_BTD[0], context)
-            ys_BTD = [y_BTD]
-        x_BTD = joined([whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, ys_BTD)], mesh, context.time)
+        y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)
+        x_BTD = joined([whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])], context)
         if context.diagnose:
             aux["diagnostics"] = diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
         return x_BTD, aux, cache

@@ -84,8 +84,7 @@ class Qwen3Next(nnx.Module):
             self.mtp = MultiTokenPrediction(c, make)
         check_declared(self)
 
-    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *,
-                 output_hidden_states: bool = False) -> Output:
+    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, output_hidden_states: bool = False) -> Output:
         """tokens [B, T] int32 → logits at every position and MTP depth.
 
         Args:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.parallel.rules import CONTEXT, apart, shards
+from qwen3next_jax.parallel.rules import CONTEXT, shards
 
 
 class Context(NamedTuple):
@@ -37,12 +37,6 @@ class Context(NamedTuple):
     time: str | None = "time"
     each: bool = False
     layer: jax.Array | int = 0
-
-    def apart(self, groups: int) -> list["Context"]:
-        """That of each group of rows (`parallel.rules.apart`)."""
-        fields = {name: getattr(self, name) for name in ("positions", "segment_ids", "counted")}
-        parts = {name: apart(x, self.mesh, self.time, groups) for name, x in fields.items() if x is not None}
-        return [self._replace(**{name: of[i] for name, of in parts.items()}) for i in range(groups)]
 
     @property
     def time_axis(self) -> str | None:

@@ -5,7 +5,6 @@ Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E exper
 
 import functools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -24,7 +23,8 @@ from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.ops.used_experts import few_tokens, used_experts
 from qwen3next_jax.parallel.experts import split_experts, whole_experts
-from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, joined, local, shards, storage_spec
+from qwen3next_jax.parallel.row_groups import joined
+from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, local, shards, storage_spec
 
 class DenseMLP(nnx.Module):
     """down(silu(gate x) · up x)."""
@@ -67,8 +67,7 @@ class SparseMoE(nnx.Module):
 
     def __call__(self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]) -> tuple[Sequence[jax.Array], dict]:
         """Of groups of rows, each with its context, which the routed experts take as one → (of each the result, auxiliary output)."""
-        context, dtype = contexts[0], xs_BTD[0].dtype
-        mesh = context.mesh
+        context, dtype, mesh = contexts[0], xs_BTD[0].dtype, contexts[0].mesh
         tokens = activation_spec("batch", context.time)
         gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
         weights = tuple((p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down))
@@ -80,7 +79,7 @@ class SparseMoE(nnx.Module):
         ys_BTD, statistics, logits = routed(xs_BTD, self.router[...], gate_up_ED2I, down_EID, [c.counted for c in contexts], bias_E)
         if self.config.shared_expert_intermediate_size:
             ys_BTD = [y_BTD + self._shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
-        aux = statistics | {"router_logits": joined(logits, mesh, context.time)}
+        aux = statistics | {"router_logits": joined(logits, context)}
         if context.diagnose:
             aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.counted)
         return ys_BTD, aux
@@ -145,7 +144,7 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple
         return (x_RD, weight_RA.astype(dtype), expert_RA), statistics, logits_RE.reshape(*x_BTD.shape[:2], -1)
 
     rows, statistics, logits = zip(*map(route, xs_BTD, counted))
-    statistics = jax.tree.map(lambda *groups: functools.reduce(operator.add, groups), *statistics)
+    statistics = jax.tree.map(lambda *groups: sum(groups), *statistics)
     many = _sorted_experts if dtype.itemsize >= 4 else functools.partial(whole_experts, on_cpu=_sorted_experts)  # keeps its inputs alone
     run = whole_experts if by_token else functools.partial(_few_tokens_of_a_stack, *layer) if layer else _few_tokens if few else many
     if shards(mesh, EXPERTS) > 1:

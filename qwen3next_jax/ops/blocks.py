@@ -7,6 +7,11 @@ from jax.ad_checkpoint import checkpoint_name
 KEPT = "kept"
 
 
+def wide(x):
+    """The dtype in which sums over x are kept: float32, or its own if that is wider."""
+    return jnp.promote_types(jnp.float32, x.dtype)
+
+
 def kept(tree, name: str = KEPT):
     """Arrays that took an operator to make: named, so that the backward pass may keep them and compute cheaper things again."""
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)

@@ -13,8 +13,7 @@ from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.pallas_causal_conv1d import kernels
 
 
-def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None,
-                  axis_name: str | None = None):
+def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None, axis_name: str | None = None):
     """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), each channel by itself.
 
     Args:

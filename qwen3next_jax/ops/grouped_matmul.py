@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
+from qwen3next_jax.ops.blocks import wide
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
 
@@ -131,19 +132,15 @@ _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 def _swiglu(hidden):
     """[…, 2I], gate before up → silu(gate) · up [..., I], in float32 inside."""
-    gate, up = jnp.split(hidden.astype(_wide(hidden)), 2, axis=-1)
+    gate, up = jnp.split(hidden.astype(wide(hidden)), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(hidden.dtype)
-
-
-def _wide(x):
-    return jnp.promote_types(jnp.float32, x.dtype)
 
 
 # ---- ragged_dot ---------------------------------------------------------------------------------------------------
 
 
 def _ragged(x, w, group_sizes):
-    return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=_wide(x)).astype(x.dtype)
+    return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=wide(x)).astype(x.dtype)
 
 
 def _ragged_gradients(x, w, group_sizes, dy):
@@ -201,23 +198,19 @@ def _plan(tiles: Tiles, group_sizes, rows: int, weights: int) -> _Plan:
     block_end_G = jnp.cumsum(blocks_G)
     block_start_G = block_end_G - blocks_G
 
+    ends_by = functools.partial(jnp.searchsorted, side="right", method="compare_all")
     block = jnp.arange(batches * batch).reshape(batches, batch)
-    rank = jnp.minimum(_rank(block_end_G, block), groups - 1)  # blocks beyond those needed come out empty
+    rank = jnp.minimum(ends_by(block_end_G, block), groups - 1)  # blocks beyond those needed come out empty
     row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(size)
     window = min(batch, groups)
     first = jnp.minimum(rank[:, 0], groups - window)
 
     index = jnp.arange(rows)
-    rank_R = jnp.minimum(_rank(end_G, index), groups - 1)
+    rank_R = jnp.minimum(ends_by(end_G, index), groups - 1)
     place = block_start_G[rank_R] * size + index - (end_G - size_G)[rank_R]
     return _Plan(group_G[rank], first, rank[:, None] == first[:, None, None] + jnp.arange(window)[:, None],
                  jnp.minimum(row, rows - 1), row < end_G[rank][..., None], place, index < end_G[-1],
                  jnp.cumsum(group_sizes > 0) - 1, groups)
-
-
-def _rank(end_G, index):
-    """How many groups end at or before each index."""
-    return jnp.sum(end_G <= index[..., None], axis=-1)
 
 
 def _walk(plan: _Plan, rows, weights, step):
@@ -239,7 +232,7 @@ def _walk(plan: _Plan, rows, weights, step):
         return tuple(_add(total, first, member, term, precision) for total, term in zip(totals, terms, strict=True)), outputs
 
     blocks = (jnp.where(plan.filled[..., None], x[plan.row], 0) for x in rows)
-    zeros = tuple(jnp.zeros((plan.groups, *w.shape[1:]), _wide(w)) for w in weights)
+    zeros = tuple(jnp.zeros((plan.groups, *w.shape[1:]), wide(w)) for w in weights)
     totals, outputs = jax.lax.scan(batch, zeros, (plan.group, plan.first, plan.member, *blocks))
     return (tuple(jnp.where(plan.used[:, None], y.reshape(-1, y.shape[-1])[plan.place], 0) for y in outputs),
             tuple(jnp.where((jnp.diff(plan.rank, prepend=-1) > 0)[:, None, None], total[plan.rank], 0).astype(w.dtype)
@@ -254,11 +247,11 @@ def _add(total, first, member_WK, term, precision):
 
 
 def _dot(x_KCD, w_KDF):
-    return jnp.einsum("kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=_wide(x_KCD)).astype(x_KCD.dtype)
+    return jnp.einsum("kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=wide(x_KCD)).astype(x_KCD.dtype)
 
 
 def _dot_transposed(y_KCF, w_KDF):
-    return jnp.einsum("kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=_wide(y_KCF)).astype(y_KCF.dtype)
+    return jnp.einsum("kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=wide(y_KCF)).astype(y_KCF.dtype)
 
 
 def _product(x_KCD, y_KCF):
@@ -266,18 +259,16 @@ def _product(x_KCD, y_KCF):
     # Without the barrier XLA would fold the transpose into the matmul, which takes half as long again on CPU.
     copied = lambda x: jax.lax.optimization_barrier(x.swapaxes(1, 2))
     x_KDC = jax.lax.platform_dependent(x_KCD, cpu=copied, default=lambda x: x.swapaxes(1, 2))
-    return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=_wide(x_KCD))
+    return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=wide(x_KCD))
 
 
 def _blocked(tiles, x, w, group_sizes):
-    plan = _plan(tiles, group_sizes, x.shape[0], w[0].size)
-    return _walk(plan, (x,), (), lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()))[0][0]
+    return _walk(_plan(tiles, group_sizes, x.shape[0], w[0].size), (x,), (), lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()))[0][0]
 
 
 def _blocked_gradients(tiles, x, w, group_sizes, dy):
     def step(group, x_KCD, dy_KCF):
         return (_dot_transposed(dy_KCF, w[group]),), (_product(x_KCD, dy_KCF),)
-
     (dx,), (dw,) = _walk(_plan(tiles, group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step)
     return dx, dw
 
@@ -286,7 +277,6 @@ def _blocked_mlp(tiles, x, gate_up, down, group_sizes):
     def step(group, x_KCD):
         hidden = _dot(x_KCD, gate_up[group])
         return (_dot(_swiglu(hidden), down[group]), hidden), ()
-
     return _walk(_plan(tiles, group_sizes, x.shape[0], gate_up[0].size), (x,), (), step)[0]
 
 
@@ -296,6 +286,5 @@ def _blocked_mlp_gradients(tiles, x, gate_up, down, group_sizes, hidden, dy):
         (dhidden,) = pullback(_dot_transposed(dy_KCD, down[group]))
         dx_KCD = _dot_transposed(dhidden, gate_up[group])
         return (dx_KCD,), (_product(x_KCD, dhidden), _product(activation, dy_KCD))
-
     (dx,), (dgate_up, ddown) = _walk(_plan(tiles, group_sizes, x.shape[0], gate_up[0].size), (x, hidden, dy), (gate_up, down), step)
     return dx, dgate_up, ddown

@@ -25,11 +25,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh
 
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
 from qwen3next_jax.ops.tpu import tpu
-from qwen3next_jax.parallel.rules import CONTEXT, EXPERTS, ROWS, shards
 
 GATHERED_SHARDS = 8
 CHUNK_BYTES = 2**29  # rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of its memory if more:
@@ -64,15 +62,11 @@ def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str,
     return _experts(_Options(form, axis, axes, chunk), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
 
 
-def row_groups(x_BTD: jax.Array, choices: int, experts: int, mesh: Mesh | None) -> int:
-    """In how many groups each device's rows should go through a layer whose tokens choose so many of so many experts: in as many as the
-    gathered exchange takes their tokens, so that one's rows travel beside what another computes before and behind its experts."""
-    split = shards(mesh, EXPERTS)
-    rows, time = x_BTD.shape[0] // shards(mesh, *ROWS), x_BTD.shape[1] // shards(mesh, CONTEXT)
-    x_RD, expert_RA = (jax.ShapeDtypeStruct((rows * time, n), x_BTD.dtype) for n in (x_BTD.shape[2], choices))
-    groups = _halves(*expert_RA.shape, experts // split)
-    one_chunk = _chunk(x_RD, expert_RA, groups) == rows * time
-    return groups if 1 < split <= GATHERED_SHARDS and rows % groups == 0 and one_chunk else 1
+def halves_of_all(tokens: int, width: int, choices: int, experts: int, dtype) -> int:
+    """In how many parts the gathered exchange takes all of a shard's tokens; 1, too, where it takes them in several chunks."""
+    x_RD, expert_RA = (jax.ShapeDtypeStruct((tokens, n), dtype) for n in (width, choices))
+    halves = _halves(tokens, choices, experts)
+    return halves if _chunk(x_RD, expert_RA, halves) == tokens else 1
 
 
 class _Options(NamedTuple):

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 from qwen3next_jax.config import MESH_AXES, Config, ParallelConfig
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.parallel.torus import blocks_of_experts
 
 DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
 
@@ -39,29 +40,10 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
         within, across = (sizes["data"] // slices, *shape[1:]), (slices, 1, 1, 1)
         grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
     elif devices[0].platform == "tpu":
-        grid = _blocks_of_experts(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True))
+        grid = blocks_of_experts(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True))
     else:
         grid = np.array(devices).reshape(shape)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
-_RING = 16  # chips of a dimension that closes, where a network has two
-
-
-def _blocks_of_experts(grid: np.ndarray) -> np.ndarray:
-    """`grid` with each group of `expert` a block of both dimensions of a network that has two, where it would be a line of one: the
-    corners of a block have two links to send over, the ends of a line one. Data × expert alone."""
-    data, experts = grid.shape[:2]
-    place = np.array([device.coords for device in grid.flat])
-    sides, line = place.max(axis=0) + 1, np.ptp(place[:experts], axis=0) + 1
-    if sides[2:].prod() > 1 or not data * experts == grid.size == sides.prod() or not 2 < experts < _RING or experts not in line:
-        return grid
-    shapes = [(n, experts // n) for n in range(1, experts + 1) if experts % n == 0]
-    height, width = min(((h, w) for h, w in shapes if sides[0] % h == 0 and sides[1] % w == 0), key=sum)
-    corners = itertools.product(range(0, sides[0], height), range(0, sides[1], width))
-    of = {tuple(at[:2]): device for at, device in zip(place, grid.flat)}
-    blocks = [[of[x + i, y + j] for i in range(height) for j in range(width)] for x, y in corners]
-    return np.array(blocks, dtype=object).reshape(grid.shape)
 
 
 def one_device() -> Mesh:

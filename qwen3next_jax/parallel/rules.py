@@ -7,7 +7,7 @@ never split: a scan over it would gather it whole.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -106,22 +106,6 @@ def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Call
     if mesh is None:
         return f
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def apart(x: jax.Array, mesh: Mesh | None, time: str | None, groups: int) -> list[jax.Array]:
-    """`x` [B, T, …] as so many arrays [B / groups, T, …] that each have a part of every device's rows. `time`: as in `Context`."""
-    if groups == 1:
-        return [x]
-    parts = jnp.split(x.reshape(shards(mesh, *ROWS), groups, -1, *x.shape[1:]), groups, axis=1)
-    return [constrain(part.reshape(-1, *x.shape[1:]), mesh, "batch", time) for part in parts]
-
-
-def joined(xs: Sequence[jax.Array], mesh: Mesh | None, time: str | None) -> jax.Array:
-    """The inverse of `apart`."""
-    if len(xs) == 1:
-        return xs[0]
-    parts = [x.reshape(shards(mesh, *ROWS), 1, -1, *x.shape[1:]) for x in xs]
-    return constrain(jnp.concatenate(parts, axis=1).reshape(-1, *xs[0].shape[1:]), mesh, "batch", time)
 
 
 def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:

@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.attention.xla import wide_dtype
+from qwen3next_jax.ops.blocks import wide
 from qwen3next_jax.ops.tpu import tpu
 
 LANES = 128
@@ -77,7 +77,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
     with _named(causal):
         o, (logsumexp,) = jax.vmap(kernel)(*inputs, _segments(q, segment_ids, kv_segment_ids, causal))
-    return _from_splash(o, q), logsumexp[:, :, :t].astype(wide_dtype(q))
+    return _from_splash(o, q), logsumexp[:, :, :t].astype(wide(q))
 
 
 def _backward_of_a_row(kernel):

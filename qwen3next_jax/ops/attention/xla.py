@@ -49,14 +49,10 @@ def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
 
 
 def _scores(scale, q_BMLD, k_BMCD, mask):
-    s_BMLC = jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=wide_dtype(q_BMLD)) * scale
+    s_BMLC = jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=blocks.wide(q_BMLD)) * scale
     b, _, _, c, keys = mask.shape
     grouped = s_BMLC.reshape(b, s_BMLC.shape[1], -1, c, keys)
     return jnp.where(mask, grouped, _HIDDEN).reshape(s_BMLC.shape)
-
-
-def wide_dtype(x):
-    return jnp.promote_types(jnp.float32, x.dtype)
 
 
 def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
@@ -85,7 +81,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
     size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids)
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
-    wide = wide_dtype(q)
+    wide = blocks.wide(q)
 
     def query_block(carry, inputs):
         q_BMLD, position_BC, segment_BC = inputs
@@ -119,7 +115,7 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
     size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids)
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
-    wide = wide_dtype(q)
+    wide = blocks.wide(q)
     delta_BTN = jnp.sum(o.astype(wide) * do.astype(wide), axis=-1)
 
     def query_block(carry, inputs):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.routed_experts import pallas_tpu
+from qwen3next_jax.ops.blocks import wide
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.ops.tpu import tpu
 
@@ -41,7 +42,7 @@ def routed_experts(x, weight, expert, gate_up, down, *, room: int):
         w = _matrices(e, flat, down)
 
         def step(left, y_ND):
-            y_OD = _dense(_rows(x, left.token_O).astype(_wide(x)), left.weight_O, *w)
+            y_OD = _dense(_rows(x, left.token_O).astype(wide(x)), left.weight_O, *w)
             return y_ND.at[left.into_O].add(y_OD.astype(x.dtype), mode="drop", unique_indices=True)
         return _steps(plan, e, weight, step, y_ND)
     return _loop(plan, an_expert, sum_by_token(y_PD, jnp.where(plan.here_P, plan.choice_P, weight.size), weight.shape))
@@ -60,15 +61,15 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *before, room
     dx_PD, dweight_P, *dw = _mlp_gradients(plan, _rows(x, plan.token_P), flat, down, _rows(dy, plan.token_P), *before)
     choice_P = jnp.where(plan.here_P, plan.choice_P, weight.size)
     dx_ND = sum_by_token(dx_PD, choice_P, weight.shape)
-    dweight_Q = jnp.zeros(weight.size, _wide(weight)).at[choice_P].set(dweight_P, mode="drop", unique_indices=True)
+    dweight_Q = jnp.zeros(weight.size, wide(weight)).at[choice_P].set(dweight_P, mode="drop", unique_indices=True)
 
     def an_expert(e, carry):
         w = _matrices(e, flat, down)
 
         def step(left, carry):
             sums, dx_ND, dweight_Q = carry
-            _, pullback = jax.vjp(_dense, _rows(x, left.token_O).astype(_wide(x)), left.weight_O, *w)
-            dx_OD, dweight_O, *terms = pullback(_rows(dy, left.token_O).astype(_wide(x)))
+            _, pullback = jax.vjp(_dense, _rows(x, left.token_O).astype(wide(x)), left.weight_O, *w)
+            dx_OD, dweight_O, *terms = pullback(_rows(dy, left.token_O).astype(wide(x)))
             return (jax.tree.map(jnp.add, sums, terms), dx_ND.at[left.into_O].add(dx_OD.astype(x.dtype), mode="drop", unique_indices=True),
                     dweight_Q.at[left.choice_O].set(dweight_O, mode="drop", unique_indices=True))
         dw, dx_ND, dweight_Q = carry
@@ -95,7 +96,7 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
     def gathered(rows, choice):  # not a scatter, which a GPU would add up in any order
         place_Q = jnp.full(shape[0] * shape[1], rows.shape[0]).at[choice].set(jnp.arange(rows.shape[0]), mode="drop", unique_indices=True)
         rows_NAD = rows.at[place_Q.reshape(shape)].get(mode="fill", fill_value=0)
-        return jnp.sum(rows_NAD, axis=1, dtype=_wide(rows)).astype(rows.dtype)
+        return jnp.sum(rows_NAD, axis=1, dtype=wide(rows)).astype(rows.dtype)
 
     if not tpu():
         return gathered(rows, choice)
@@ -137,7 +138,7 @@ def _arrange(weight_NA, expert_NA, experts: int, room: int) -> _Plan:
     filling_EM = jnp.where(jnp.arange(size) < (tiles_E * size - count_E)[:, None], jnp.arange(experts)[:, None], experts)
     filling = experts * size + _LOOP_ROWS  # choices that are none have numbers from Q on, and weight 0
     keys = jnp.concatenate([expert_Q, filling_EM.reshape(-1), jnp.full(_LOOP_ROWS, experts)])
-    weights = jnp.pad(weight_NA.reshape(-1).astype(_wide(weight_NA)), (0, filling))
+    weights = jnp.pad(weight_NA.reshape(-1).astype(wide(weight_NA)), (0, filling))
     _, *ordered = jax.lax.sort((keys, jnp.arange(choices + filling, dtype=jnp.int32), weights), num_keys=1, is_stable=True)
 
     rows, tile = tiles * size, jnp.arange(tiles)
@@ -160,16 +161,12 @@ def _rows(x, index):
     return x.at[index].get(mode="promise_in_bounds")
 
 
-def _wide(x):
-    return jnp.promote_types(jnp.float32, x.dtype)
-
-
 # ---- what the layout holds ---------------------------------------------------------------------------------------
 
 
 def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E):
     hidden_PF = grouped_matmul(x_PD, gate_up_EDF, sizes_E)
-    return grouped_matmul(_weighted_swiglu(hidden_PF.astype(_wide(x_PD)), weight_P).astype(x_PD.dtype), down_EID, sizes_E)
+    return grouped_matmul(_weighted_swiglu(hidden_PF.astype(wide(x_PD)), weight_P).astype(x_PD.dtype), down_EID, sizes_E)
 
 
 def _weighted_swiglu(hidden, weight):
@@ -230,7 +227,7 @@ def _steps(plan: _Plan, e, weight_NA, step, carry):
 
 
 def _matrices(e, gate_up_EDF, down_EID):
-    return tuple(w[e].astype(_wide(w)) for w in (gate_up_EDF, down_EID))
+    return tuple(w[e].astype(wide(w)) for w in (gate_up_EDF, down_EID))
 
 
 def _dense(x_OD, weight_O, gate_up_DF, down_ID):
