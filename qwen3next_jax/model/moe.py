@@ -144,7 +144,7 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple
         return (x_RD, weight_RA.astype(dtype), expert_RA), statistics, logits_RE.reshape(*x_BTD.shape[:2], -1)
 
     rows, statistics, logits = zip(*map(route, xs_BTD, counted))
-    statistics = jax.tree.map(lambda *groups: sum(groups), *statistics)
+    statistics = jax.tree.map(lambda first, *more: sum(more, first), *statistics)
     many = _sorted_experts if dtype.itemsize >= 4 else functools.partial(whole_experts, on_cpu=_sorted_experts)  # keeps its inputs alone
     run = whole_experts if by_token else functools.partial(_few_tokens_of_a_stack, *layer) if layer else _few_tokens if few else many
     if shards(mesh, EXPERTS) > 1:

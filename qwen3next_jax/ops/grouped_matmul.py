@@ -198,7 +198,7 @@ def _plan(tiles: Tiles, group_sizes, rows: int, weights: int) -> _Plan:
     block_end_G = jnp.cumsum(blocks_G)
     block_start_G = block_end_G - blocks_G
 
-    ends_by = functools.partial(jnp.searchsorted, side="right", method="compare_all")
+    ends_by = lambda end_G, index: jnp.sum(end_G <= index[..., None], axis=-1)  # how many groups do
     block = jnp.arange(batches * batch).reshape(batches, batch)
     rank = jnp.minimum(ends_by(block_end_G, block), groups - 1)  # blocks beyond those needed come out empty
     row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(size)
