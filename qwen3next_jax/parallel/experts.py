@@ -191,7 +191,7 @@ class _Gathered:
 
     def _each(self, a_half, *arrays, back: bool = False):
         """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums).
-        `back`: from the last half to the first, which is how gradients come: the mixer of the last group had the last word."""
+        `back`: from the last half to the first, the order in which gradients come back through the mixers of `row_groups`."""
         halves = list(zip(*([self._gather(half) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))))
         carry, parts = (), []
         for expert, *rows in reversed(halves) if back else halves:
