@@ -95,8 +95,10 @@ def main():
 
 
 def compile_layer(config: ModelConfig, mixer: str, mesh, rows: int, tokens: int, layers: int, remat: str, options: dict[str, str]):
-    make = Make(config, nnx.Rngs(0)).stacked(PERIODS)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, mixer, True, make, (0,) * PERIODS)))
+    def block():
+        return Block(config, mixer, True, Make(config, nnx.Rngs(0)).stacked(PERIODS), (0,) * PERIODS)
+
+    graphdef, params = nnx.split(nnx.eval_shape(block))
     params = jax.tree.map(lambda p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(
         mesh, storage_spec(p.declared, p.shape, mesh)))), params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     spread = mesh if mesh.size > 1 else None

@@ -67,10 +67,11 @@ def test_what_follows_no_parameter_is_an_error():
 def test_every_logical_axis_is_needed_and_dimensions_take_what_divides_them():
     parameters = declared(RELEASED.model)
     assert {axis for p in parameters.values() for axis in p.axes} == set(AXES)
-    mesh = _mesh(data=2, tensor=4)
-    for name, expected in (("q_proj", P(None, "data", "tensor", None)), ("k_proj", P(None, "data", None, "tensor"))):
+    for name, axes, expected in (("q_proj", {"data": 2, "tensor": 4}, P(None, "data", "tensor", None)),
+                                 ("k_proj", {"data": 2, "tensor": 4}, P(None, "data", None, "tensor")),
+                                 ("k_proj", {"data": 2, "context": 4}, P(None, ("context", "data"), None, None))):  # the longest outermost
         p = parameters[f"layers/3/mixer/{name}"]
-        assert storage_spec(p, p.stack + p.shape, mesh) == expected
+        assert storage_spec(p, p.stack + p.shape, _mesh(**axes)) == expected
 
 
 # ---- meshes ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     none      everything it needs
     kept      what products and operators made (`ops.blocks.kept`): "none" in bfloat16, where all mixers name what they keep
     block     each block's input; the rest is computed again
-    dots      also what costs most for its bytes: results of projections, dense MLPs and attention, the router's logits and choices
+    dots      also what costs most for its bytes: results of projections, dense MLPs, attention; the router's logits, choices; gathered rows
     offload   each block's input, in the host's memory (on CPU, which is the host, that is only another address)
 """
 
@@ -25,7 +25,7 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
 
     checkpoint, policies = functools.partial(jax.checkpoint, prevent_cse=not looped), jax.checkpoint_policies
     top_k, both = lambda of, *_, **__: of is jax.lax.top_k_p, policies.save_from_both_policies
-    small = both(policies.save_only_these_names("attention"), top_k)
+    small = both(policies.save_only_these_names("attention", "gathered rows"), top_k)
     kept, dots = (both(small, more) for more in (policies.save_only_these_names(KEPT), policies.dots_with_no_batch_dims_saveable))
     offloaded = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], offload_src="device", offload_dst="pinned_host")

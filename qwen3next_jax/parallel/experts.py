@@ -10,8 +10,8 @@ docs/parallel.md):
 
 A shard may receive anything between nothing and everything, but buffers are static: they have room for somewhat more than a
 balanced router sends, and what exceeds them is worked off in loops that a balanced one never enters (of the first form in
-`ops/routed_experts/`, of the second in rounds of their own). Tokens are walked in chunks. Only the inputs are kept for the
-backward pass, which exchanges them again: under remat the experts then run once forward and once backward.
+`ops/routed_experts/`, of the second in rounds of their own). Tokens are walked in chunks. The experts run once forward and once
+backward: only inputs are kept, and exchanged again, but for what was gathered all at once, which remat `dots` keeps.
 
 Letters: R tokens of this shard, N tokens that meet this shard's experts, D model, A choices per token, Q choices, P rows of
 a round, E experts, L experts of this shard, S shards.
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
 from qwen3next_jax.ops.tpu import tpu
 
@@ -39,7 +40,7 @@ ROOM = 1.125  # rows that there is room for, as a multiple of what a shard recei
 
 def whole_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, on_cpu: Callable | None = None):
     """`split_experts` where this device holds all experts, without a mesh axis. on_cpu: the form for a CPU, of the same arguments."""
-    options = _Options(_Whole, "", (), _chunk(x_RD, expert_RA), on_cpu)
+    options = _Options(_Whole, _chunk(x_RD, expert_RA), on_cpu=on_cpu)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
@@ -55,26 +56,35 @@ def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str,
     Returns:
       [R, D] in x's dtype.
     """
-    form = _Gathered if jax.lax.axis_size(axis) <= GATHERED_SHARDS else _Exchanged
-    chunk = _chunk(x_RD, expert_RA)
-    if form is _Gathered and _halves(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], gate_up_LD2I.shape[0]) == 2:
+    chunk, experts = _chunk(x_RD, expert_RA), gate_up_LD2I.shape[0]
+    if jax.lax.axis_size(axis) > GATHERED_SHARDS:
+        return _experts(_Options(_Exchanged, chunk, axis, axes), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
+    if halves(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], experts) == 2:
         chunk = longer
-    return _experts(_Options(form, axis, axes, chunk), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
+    elif chunk == x_RD.shape[0]:
+        # All at once: nothing would be beside a second gather when gradients begin.
+        x_ND, weight_NA, expert_NA = (kept(gather(a, axis), "gathered rows") for gather, a in (
+            (_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA)))
+        here = _Options(_Whole, x_ND.shape[0], room=_room(expert_RA.size))
+        expert_NA -= jax.lax.axis_index(axis) * experts
+        return _sum_rows(_experts(here, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID), axis)
+    return _experts(_Options(_Gathered, chunk, axis, axes), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
 
 
 def halves_of_all(tokens: int, width: int, choices: int, experts: int, dtype) -> int:
     """In how many parts the gathered exchange takes all of a shard's tokens; 1, too, where it takes them in several chunks."""
     x_RD, expert_RA = (jax.ShapeDtypeStruct((tokens, n), dtype) for n in (width, choices))
-    halves = _halves(tokens, choices, experts)
-    return halves if _chunk(x_RD, expert_RA, halves) == tokens else 1
+    parts = halves(tokens, choices, experts)
+    return parts if _chunk(x_RD, expert_RA, parts) == tokens else 1
 
 
 class _Options(NamedTuple):
     form: type
-    axis: str
-    axes: tuple[str, ...]
     chunk: int
+    axis: str = ""
+    axes: tuple[str, ...] = ()
     on_cpu: Callable | None = None
+    room: int | None = None  # of a chunk, where it is not all choices
 
 
 def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
@@ -143,7 +153,7 @@ def _room(balanced: int) -> int:
 
 class _Whole:
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.expert, self.on_cpu = expert_RA, options.on_cpu
+        self.expert, self.on_cpu, self.room = expert_RA, options.on_cpu, options.room or expert_RA.size
 
     def forward(self, x, weight, gate_up, down):
         return self._run(routed_experts, self.on_cpu, x, weight, self.expert, gate_up, down)
@@ -156,14 +166,14 @@ class _Whole:
         return self._run(routed_experts_gradients, self.on_cpu and gradients, x, weight, self.expert, gate_up, down, dy)
 
     def _run(self, by_token, on_cpu, *arguments):
-        by_token = functools.partial(by_token, room=self.expert.size)
+        by_token = functools.partial(by_token, room=self.room)
         return jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=by_token) if on_cpu else by_token(*arguments)
 
 
 # ---- all tokens to all shards ------------------------------------------------------------------------------------
 
 
-def _halves(tokens: int, choices: int, experts: int) -> int:
+def halves(tokens: int, choices: int, experts: int) -> int:
     """In how many parts a shard's tokens go whose choices are spread over all shards: `experts` of a shard get as many."""
     return 2 if tokens * choices >= 2 * HALF_ROWS * experts and tokens % 2 == 0 else 1
 
@@ -173,7 +183,7 @@ class _Gathered:
     rows enough: of one the rows travel while those of the other are computed."""
 
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.axis, self.halves = options.axis, _halves(*expert_RA.shape, experts)
+        self.axis, self.halves = options.axis, halves(*expert_RA.shape, experts)
         self.room = _room(expert_RA.size // self.halves)
         self.expert_RA, self.first = expert_RA, jax.lax.axis_index(self.axis) * experts
 
@@ -192,21 +202,28 @@ class _Gathered:
     def _each(self, a_half, *arrays, back: bool = False):
         """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums).
         `back`: from the last half to the first, the order in which gradients come back through the mixers of `row_groups`."""
-        halves = list(zip(*([self._gather(half) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))))
+        each = list(zip(*([_gather(half, self.axis) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))))
         carry, parts = (), []
-        for expert, *rows in reversed(halves) if back else halves:
+        for expert, *rows in reversed(each) if back else each:
             if parts:  # what was gathered is first read when the half before is done: until then it may travel
                 rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
             carry, part = a_half(carry, expert - self.first, *rows)
             parts.append(part)
         parts = reversed(parts) if back else parts
-        return carry, [jnp.concatenate([self._sum(part) for part in each]) for each in zip(*parts)]
+        return carry, [jnp.concatenate([_sum(part, self.axis) for part in these]) for these in zip(*parts)]
 
-    def _gather(self, x):
-        return jax.lax.all_gather(_row_major(x), self.axis, tiled=True)
 
-    def _sum(self, part):
-        return _row_major(jax.lax.psum_scatter(part, self.axis, tiled=True))
+def _gather(x, axis):
+    return jax.lax.all_gather(_row_major(x), axis, tiled=True)
+
+
+def _sum(part, axis):
+    return _row_major(jax.lax.psum_scatter(part, axis, tiled=True))
+
+
+_gather_rows, _sum_rows = (jax.custom_vjp(f, nondiff_argnums=(1,)) for f in (_gather, _sum))
+_gather_rows.defvjp(lambda x, axis: (_gather(x, axis), None), lambda axis, _, dx: (_sum(dx, axis),))
+_sum_rows.defvjp(lambda part, axis: (_sum(part, axis), None), lambda axis, _, dy: (_gather(dy, axis),))
 
 
 def _row_major(x):

@@ -21,11 +21,11 @@ from qwen3next_jax.parallel.gathering import all_gather
 from qwen3next_jax.trees import path_string
 
 ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"  # what is split over which mesh axes; rows: of a batch
-TOKENS = (*ROWS, CONTEXT)
-FSDP = TOKENS
+FSDP = TOKENS = (*ROWS, CONTEXT)
 STORED = (TENSOR,)  # by parameters that compute whole on every shard of it
 
-# Dimensions take, from the first on, those of their mesh axes that divide them and that no dimension before has taken.
+# Dimensions take, from the first on, those of their mesh axes that divide them and that no dimension before has taken, the longest
+# outermost: it is gathered last, when an array is largest, and as a rule has the most links.
 AXES: dict[str | None, str | tuple[str, ...] | None] = {
     "embed": FSDP,  # the model's width, where the other dimensions are split while computing
     "embed_out": STORED,  # the model's width where it is what a product gives
@@ -78,7 +78,7 @@ def _spec(dims: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
     taken: set[str] = set()
     for axes, size in zip((None,) * (len(shape) - len(dims)) + dims, shape):
         kept: list[str] = []
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        for axis in (axes,) if isinstance(axes, str) else sorted(axes or (), key=lambda axis: -mesh.shape[axis]):
             if mesh.shape[axis] > 1 and axis not in taken and size % (mesh.shape[axis] * math.prod(mesh.shape[a] for a in kept)) == 0:
                 kept.append(axis)
         taken.update(kept)

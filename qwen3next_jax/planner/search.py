@@ -17,6 +17,7 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
+from qwen3next_jax.parallel.experts import GATHERED_SHARDS, halves
 from qwen3next_jax.parallel.mesh import check_divides, mesh_text
 from qwen3next_jax.planner.ideal import DENSE, GROUPED, layer_bytes
 from qwen3next_jax.planner.topology import Topology
@@ -114,9 +115,11 @@ def estimated_bytes(config: Config) -> float:
 
 def _kept(config: Config) -> float:
     """Bytes that the layers keep for the backward pass, wherever they lie."""
-    m, remat = config.model, config.train.remat
-    operands = layer_bytes(m, experts=False)  # the experts keep their input alone
-    per_token = {"none": operands, "dots": operands / 2, "block": 2 * m.hidden_size, "offload": 2 * m.hidden_size}[remat]
+    m, remat, n = config.model, config.train.remat, config.parallel.mesh.expert
+    operands, at_once = layer_bytes(m, experts=False), 1 < n <= GATHERED_SHARDS and m.has_experts and halves(
+        int(_micro_batch_tokens(config)), m.num_experts_per_tok, m.num_experts // n) == 1
+    rows = 2 * m.hidden_size * n * at_once  # else the experts keep their input alone
+    per_token = {"none": operands + rows, "dots": operands / 2 + rows, "block": 2 * m.hidden_size, "offload": 2 * m.hidden_size}[remat]
     weights = 2 * _gathered(m, config.parallel.mesh) if remat == "none" and _devices(config.parallel.mesh) > 1 else 0
     return per_token * m.num_hidden_layers * _micro_batch_tokens(config) + weights
 
