@@ -134,12 +134,13 @@ def _routed(split, x, weight, expert, gate_up, down):
     return y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
 
-@pytest.mark.parametrize("shards", [exchange.GATHERED_SHARDS, 1], ids=("gathered", "exchanged"))
-def test_split_experts_are_exact_at_any_imbalance(shards, monkeypatch):
-    """Balanced; every choice on one shard, which overflows what there is room for; a shard and an expert with nothing."""
+@pytest.mark.parametrize("shards, chunk, half", [(8, 2048, 16), (8, 2**29, 512), (1, 4096, 512)], ids=("gathered", "at once", "exchanged"))
+def test_split_experts_are_exact_at_any_imbalance(shards, chunk, half, monkeypatch):
+    """Balanced; every choice on one shard, which overflows what there is room for; a shard and an expert with nothing. Two chunks of 32
+    tokens, the gathered ones in halves, or all at once."""
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", shards)
-    monkeypatch.setattr(exchange, "CHUNK_BYTES", 2048 if shards > 1 else 4096)  # two chunks of 32 tokens,
-    monkeypatch.setattr(exchange, "HALF_ROWS", 16)  # the gathered ones in halves
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(exchange, "HALF_ROWS", half)
     monkeypatch.setattr(exchange, "_room", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)
     x, gate_up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16)))
@@ -210,3 +211,14 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     saved = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)]
     default = jax.devices()[0].default_memory().kind
     assert saved == {"block": [default], "dots": [default] * 2, "kept": [default] * 2, "offload": ["pinned_host"]}[policy]
+
+
+@pytest.mark.parametrize("policy, gathers", [("block", 3), ("dots", 2), ("none", 2)])
+def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers):
+    """Those of x forward, those of dy backward, and those of x again: 128 rows of 8 shards."""
+    x, weight, gate_up, down = (jnp.ones(s) for s in ((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16)))
+    f = functools.partial(exchange.split_experts, axis="expert", axes=("expert",))
+    layer = local(lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w), _mesh(expert=8), (P("expert"), P("expert")), P("expert"))
+    gradient = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(rematerialized(layer, policy)(w, x) ** 2)))((gate_up, down), x)
+    lines = [line for line in gradient.pretty_print(use_color=False).splitlines() if "f32[128,16]" in line.split(" = ")[0]]
+    assert sum(" = all_gather[" in line for line in lines) == gathers

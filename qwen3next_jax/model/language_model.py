@@ -193,8 +193,7 @@ class Qwen3Next(nnx.Module):
 
         hidden = constrain(hidden, mesh, "batch", "time", None)  # what splits the loss further stays out of the layers
         divides = mesh is not None and hidden.shape[1] % shards(mesh, CONTEXT, TENSOR) == 0
-        time = "time_rows" if divides else "time"
-        axes = (*TOKENS, TENSOR) if divides else TOKENS
+        time, axes = ("time_rows", (*TOKENS, TENSOR)) if divides else ("time", TOKENS)
         tokens = activation_spec("batch", time)
         stored = None if mesh is None else storage_spec(declared, shape, mesh)
         return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens, tokens))(
@@ -253,9 +252,7 @@ class Qwen3Next(nnx.Module):
     def _run_mtp(self, hidden, embedded, context: Context, remat: str):
         """→ (per depth the normed states, router statistics summed over depths, [diagnostics of depth 0] or [])."""
         states, total, diagnostics = [], {}, []
-        segment_ids = context.segment_ids
-        if segment_ids is None:
-            segment_ids = jnp.ones(hidden.shape[:2], jnp.int32)
+        segment_ids = jnp.ones(hidden.shape[:2], jnp.int32) if context.segment_ids is None else context.segment_ids
         for depth in range(self.config.mtp_depth):
             counted = targets_in_document(segment_ids, 2 + depth)
             graphdef, params = nnx.split(self.mtp)
