@@ -218,7 +218,8 @@ def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers
     """Those of x forward, those of dy backward, and those of x again: 128 rows of 8 shards."""
     x, weight, gate_up, down = (jnp.ones(s) for s in ((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16)))
     f = functools.partial(exchange.split_experts, axis="expert", axes=("expert",))
-    layer = local(lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w), _mesh(expert=8), (P("expert"), P("expert")), P("expert"))
+    split = P("expert")
+    layer = local(lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w), _mesh(expert=8), (split, split), split)
     gradient = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(rematerialized(layer, policy)(w, x) ** 2)))((gate_up, down), x)
     lines = [line for line in gradient.pretty_print(use_color=False).splitlines() if "f32[128,16]" in line.split(" = ")[0]]
     assert sum(" = all_gather[" in line for line in lines) == gathers
