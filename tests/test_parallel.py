@@ -197,12 +197,14 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
 
 @pytest.mark.parametrize("policy", ["block", "dots", "kept", "offload"])
 def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
-    """A block of two matmuls, a scan over three: the residuals by shape and place, and the gradient."""
+    """A block of two matmuls and "attention", a scan over three: the residuals by shape and place, and the gradient."""
     weights = jax.random.normal(jax.random.key(0), (3, 2, 8, 8)) / 3
     x = jax.random.normal(jax.random.key(1), (5, 8))
 
     def loss(weights, policy):
-        block = rematerialized(lambda w, x: x + jnp.tanh(kept(x @ w[0])) @ w[1], policy, looped=policy != "offload")
+        def layer(w, x):
+            return x + jnp.tanh(kept(x @ w[0])) @ w[1] + kept(jnp.sin(x), "attention") ** 2 / 8
+        block = rematerialized(layer, policy, looped=policy != "offload")
         return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
@@ -210,7 +212,7 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     _, pullback = jax.vjp(lambda weights: loss(weights, policy), weights)
     saved = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)]
     default = jax.devices()[0].default_memory().kind
-    assert saved == {"block": [default], "dots": [default] * 2, "kept": [default] * 2, "offload": ["pinned_host"]}[policy]
+    assert saved == {"block": [default] * 2, "dots": [default] * 3, "kept": [default] * 3, "offload": ["pinned_host"]}[policy]
 
 
 @pytest.mark.parametrize("policy, gathers", [("block", 3), ("dots", 2), ("none", 2)])

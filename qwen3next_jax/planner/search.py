@@ -119,7 +119,9 @@ def _kept(config: Config) -> float:
     operands, at_once = layer_bytes(m, experts=False), 1 < n <= GATHERED_SHARDS and m.has_experts and halves(
         int(_micro_batch_tokens(config)), m.num_experts_per_tok, m.num_experts // n) == 1
     rows = 2 * m.hidden_size * n * at_once  # else the experts keep their input alone
-    per_token = {"none": operands + rows, "dots": operands / 2 + rows, "block": 2 * m.hidden_size, "offload": 2 * m.hidden_size}[remat]
+    attention = 2 * m.num_attention_heads * m.head_dim * sum("attention" in name for name in m.mixers) / m.num_hidden_layers
+    per_token = {"none": operands + rows, "dots": operands / 2 + rows, "block": 2 * m.hidden_size + attention,
+                 "offload": 2 * m.hidden_size}[remat]
     weights = 2 * _gathered(m, config.parallel.mesh) if remat == "none" and _devices(config.parallel.mesh) > 1 else 0
     return per_token * m.num_hidden_layers * _micro_batch_tokens(config) + weights
 
