@@ -215,7 +215,7 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     assert saved == {"block": [default] * 2, "dots": [default] * 3, "kept": [default] * 3, "offload": ["pinned_host"]}[policy]
 
 
-@pytest.mark.parametrize("policy, gathers", [("block", 3), ("dots", 2), ("none", 2)])
+@pytest.mark.parametrize("policy, gathers", [("block", 3), ("dots", 2), ("kept", 2)])
 def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers):
     """Those of x forward, those of dy backward, and those of x again: 128 rows of 8 shards."""
     x, weight, gate_up, down = (jnp.ones(s) for s in ((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16)))

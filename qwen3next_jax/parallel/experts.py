@@ -11,7 +11,7 @@ docs/parallel.md):
 A shard may receive anything between nothing and everything, but buffers are static: they have room for somewhat more than a
 balanced router sends, and what exceeds them is worked off in loops that a balanced one never enters (of the first form in
 `ops/routed_experts/`, of the second in rounds of their own). Tokens are walked in chunks. The experts run once forward and once
-backward: only inputs are kept, and exchanged again, but for what was gathered all at once, which remat `dots` keeps.
+backward: only inputs are kept, and exchanged again, but for what was gathered all at once, which remat `dots` and `none` keep.
 
 Letters: R tokens of this shard, N tokens that meet this shard's experts, D model, A choices per token, Q choices, P rows of
 a round, E experts, L experts of this shard, S shards.
@@ -62,7 +62,8 @@ def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str,
     if halves(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], experts) == 2:
         chunk = longer
     elif chunk == x_RD.shape[0]:
-        # All at once: nothing would be beside a second gather when gradients begin.
+        # All at once: gathered outside of `_experts`, so that remat can keep it. A second gather would begin a layer's gradients, with
+        # nothing beside it.
         x_ND, weight_NA, expert_NA = (kept(gather(a, axis), "gathered rows") for gather, a in (
             (_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA)))
         here = _Options(_Whole, x_ND.shape[0], room=_room(expert_RA.size))

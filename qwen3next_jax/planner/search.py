@@ -115,15 +115,20 @@ def estimated_bytes(config: Config) -> float:
 
 def _kept(config: Config) -> float:
     """Bytes that the layers keep for the backward pass, wherever they lie."""
-    m, remat, n = config.model, config.train.remat, config.parallel.mesh.expert
-    operands, at_once = layer_bytes(m, experts=False), 1 < n <= GATHERED_SHARDS and m.has_experts and halves(
-        int(_micro_batch_tokens(config)), m.num_experts_per_tok, m.num_experts // n) == 1
-    rows = 2 * m.hidden_size * n * at_once  # else the experts keep their input alone
+    m, remat, operands = config.model, config.train.remat, layer_bytes(config.model, experts=False)
+    rows = 2 * m.hidden_size * config.parallel.mesh.expert * _at_once(config)  # else the experts keep their input alone
     attention = 2 * m.num_attention_heads * m.head_dim * sum("attention" in name for name in m.mixers) / m.num_hidden_layers
     per_token = {"none": operands + rows, "dots": operands / 2 + rows, "block": 2 * m.hidden_size + attention,
                  "offload": 2 * m.hidden_size}[remat]
     weights = 2 * _gathered(m, config.parallel.mesh) if remat == "none" and _devices(config.parallel.mesh) > 1 else 0
     return per_token * m.num_hidden_layers * _micro_batch_tokens(config) + weights
+
+
+def _at_once(config: Config) -> bool:
+    """Whether the experts gather all rows of a micro-batch at once, and so may keep them."""
+    m, n = config.model, config.parallel.mesh.expert
+    return m.has_experts and 1 < n <= GATHERED_SHARDS and halves(
+        int(_micro_batch_tokens(config)), m.num_experts_per_tok, m.num_experts // n) == 1
 
 
 def estimated_seconds(config: Config, topology: Topology) -> float:
@@ -140,7 +145,8 @@ def estimated_seconds(config: Config, topology: Topology) -> float:
     moved = k * STACKED * _kept(config) / (chip.hbm_bandwidth / chip.devices_per_chip)
     weights = k * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)  # gathered for each pass, gradients once, in bfloat16
     layers, residual = m.num_hidden_layers, 2 * m.hidden_size * tokens * k
-    experts = 5 * layers * residual * (mesh.expert - 1) if m.has_experts else 0
+    exchanges = 5 - (train.remat in ("none", "dots") and _at_once(config))
+    experts = exchanges * layers * residual * (mesh.expert - 1) if m.has_experts else 0
     split = 8 * layers * residual * (mesh.tensor - 1) / mesh.tensor
     network = (weights + experts + split) / (2 * chip.link_bandwidth / chip.devices_per_chip) if devices > 1 else 0.0
     return max(compute + moved + (1 - HIDDEN) * network, network)
