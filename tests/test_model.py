@@ -10,7 +10,7 @@ from flax import nnx
 
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model import Qwen3Next, language_model
 
 TINY = ModelConfig(
     vocab_size=61, hidden_size=32, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=4,
@@ -115,14 +115,20 @@ def test_one_token_alone_is_the_first_of_many(packed):
     _close(single.logits[:, 0], run(params, tokens, segments, nothing)[0].logits[:, 0])
 
 
-def test_scanned_layers_equal_the_same_layers_one_by_one():
-    """Two layers of their own, then two periods."""
+def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
+    """Two layers of their own, then two periods, which a TPU takes without a loop."""
     stacks = ((0,), (1,), (2, 4), (3, 5))
     config = dataclasses.replace(TINY, mtp_depth=0, num_hidden_layers=6, mlp_only_layers=(0, 1))
     assert config.stacks == stacks and dataclasses.replace(TINY, mtp_depth=0).stacks == ((0, 2), (1, 3))
     graphdef, params = _model(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, TINY.vocab_size)
-    states = jax.jit(lambda p: nnx.merge(graphdef, p)(tokens, output_hidden_states=True).hidden_states)(params)
+
+    def run(params):
+        return nnx.merge(graphdef, params)(tokens, output_hidden_states=True).hidden_states
+    states = jax.jit(run)(params)
+    with monkeypatch.context() as patched:
+        patched.setattr(language_model, "tpu", lambda: "v6e")
+        assert "unroll=2" in str(jax.make_jaxpr(lambda params: run(params))(params))
     model, x = nnx.merge(graphdef, params), states[0]
     context = Context(jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12)))
     for layer in range(config.num_hidden_layers - 1):

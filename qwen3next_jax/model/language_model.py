@@ -26,9 +26,12 @@ from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, tar
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
+from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.parallel.rules import (
     CONTEXT, TENSOR, TOKENS, activation_spec, constrain, gather, gather_local, local, shards, storage_spec)
 from qwen3next_jax.trees import path_string
+
+UNROLLED = 4  # periods at most that a TPU takes without a loop
 
 
 class Features(NamedTuple):
@@ -93,8 +96,7 @@ class Qwen3Next(nnx.Module):
           output_hidden_states: also return each layer's output and router logits.
         """
         f = self.features(tokens, segment_ids, capture=output_hidden_states)
-        t = tokens.shape[1]
-        mtp_logits = tuple(self.logits(h[:, :max(t - 1 - d, 0)]) for d, h in enumerate(f.mtp_hidden))
+        mtp_logits = tuple(self.logits(h[:, :max(tokens.shape[1] - 1 - d, 0)]) for d, h in enumerate(f.mtp_hidden))
         return Output(self.logits(f.hidden), mtp_logits, pooled_balance_loss(f.router), f.hidden_states, f.router_logits)
 
     def features(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, remat: str = "none",
@@ -176,10 +178,9 @@ class Qwen3Next(nnx.Module):
         """
         tied = self.config.tie_word_embeddings
         parameter = self.embedding if tied else self.head
-        table, declared = parameter[...], parameter.declared
+        table, declared, shape = parameter[...], parameter.declared, parameter.shape
         if mesh is not None and declared.operand:
             table = table.astype(self.config.dtype)  # gathered so
-        shape = table.shape
 
         def sum_up(hidden_BTD, table, targets_BT, weights_BT):
             if mesh is not None:
@@ -231,8 +232,7 @@ class Qwen3Next(nnx.Module):
         in_place = [mixer_class(self.config.mixers[layers[0]]).in_place for layers in self.config.stacks]
         slots, states = ([own if has == wanted else None for has, own in zip(in_place, cache or [None] * len(in_place))]
                          for wanted in (True, False))
-        repeats = len(self.config.stacks[-1])
-        single = sum(len(layers) == 1 for layers in self.config.stacks)
+        repeats, single = len(self.config.stacks[-1]), sum(len(layers) == 1 for layers in self.config.stacks)
         first = jax.tree.map(lambda leaf: leaf[0], (list(params[:single]), states[:single]))
         (x, slots[:single]), (per_layer, first) = run((x, slots[:single]), graphdefs[:single], (*first, 0))
         states[:single] = jax.tree.map(lambda leaf: leaf[None], first)
@@ -240,12 +240,14 @@ class Qwen3Next(nnx.Module):
             params, layers = list(params[single:]), None if cache is None else jnp.arange(repeats)
             keep = lambda p: layers is not None and context.mesh is None and p.declared.experts > 1
             by_param = functools.partial(jax.tree.map, is_leaf=lambda leaf: hasattr(leaf, "declared"))
+            unrolled = cache is None and repeats <= UNROLLED and tpu() is not None  # nothing that is kept goes into a stack and back
 
             def period(carry, inputs):  # decoding keeps experts whole: cut out, all of a layer's would be copied for the few in use
-                own, states, layer = inputs
-                return run(carry, graphdefs[single:], (by_param(lambda p, own: p if keep(p) else own, params, own), states, layer), True)
+                own, *rest = inputs
+                return run(carry, graphdefs[single:], (by_param(lambda p, own: p if keep(p) else own, params, own), *rest), not unrolled)
             inputs = by_param(lambda p: p.replace(layers) if keep(p) else p, params), states[single:], layers
-            (x, slots[single:]), (auxes, states[single:]) = jax.lax.scan(period, (x, slots[single:]), inputs)
+            carry, (auxes, states[single:]) = jax.lax.scan(period, (x, slots[single:]), inputs, unroll=repeats if unrolled else 1)
+            x, slots[single:] = carry
             per_layer += [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
         return x, per_layer, [slot or state for slot, state in zip(slots, states)]
 
@@ -256,13 +258,12 @@ class Qwen3Next(nnx.Module):
         for depth in range(self.config.mtp_depth):
             counted = targets_in_document(segment_ids, 2 + depth)
             graphdef, params = nnx.split(self.mtp)
-            shifted = jnp.roll(embedded, -(1 + depth), axis=1)
 
             def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
                 params = gather(params, context.mesh, self.config.dtype)
                 x, aux, _ = nnx.merge(graphdef, params).before_norm(hidden, shifted, context._replace(counted=counted))
                 return constrain(x, context.mesh, "batch", "time", None), aux
-            x, aux = rematerialized(apply, remat)(params, hidden, shifted)
+            x, aux = rematerialized(apply, remat)(params, hidden, jnp.roll(embedded, -(1 + depth), axis=1))
             hidden = rms_norm(x, self.mtp.norm[...], self.config)  # outside: its gradient alone would have the experts run again
             aux.pop("router_logits", None)
             if context.diagnose:

@@ -140,9 +140,8 @@ def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
 
 
 def _stages(storage: P, use: P) -> list[P]:
-    """From `storage` to `use`, one mesh axis less at a time, inner ones first. Over several axes at once that together span all
-    dimensions of a torus the TPU compiler sums zero-padded parts instead of gathering (and sums instead of reduce-scattering):
-    twice the bytes."""
+    """From `storage` to `use`, one mesh axis less at a time, inner ones first. Over several axes at once that together span all dimensions
+    of a torus the TPU compiler sums zero-padded parts instead of gathering (and sums instead of reduce-scattering): twice the bytes."""
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):
         for left in reversed(range(len(axes))):
