@@ -22,6 +22,7 @@ import pytest
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.errors import UserError
+from qwen3next_jax.model.language_model import UNROLLED
 from qwen3next_jax.planner import topology
 from qwen3next_jax.parallel.chips import CHIPS
 from qwen3next_jax.parallel.compiler_options import compiler_options
@@ -160,7 +161,9 @@ def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
 
 @pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.slow)], ids=("recurrent layers", "every second of attention"))
 def plan(request):
-    of_kind = dataclasses.replace(MODEL, full_attention_interval=request.param, layer_types=())
+    periods = UNROLLED + 1  # else there is no loop over them
+    of_kind = dataclasses.replace(MODEL, full_attention_interval=request.param, layer_types=(),
+                                  num_hidden_layers=periods * max(request.param, 1))
     return make_plan_apart(dataclasses.replace(config(data=2, expert=2), model=of_kind), topology.describe("v6e:2x2"))
 
 
