@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import runpy
 import select
 import signal
 import subprocess
@@ -186,6 +187,14 @@ def test_real_train_step(plan):
     assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
     assert 0 < plan.mfu < plan.as_dict()["mfu_today"] < 0.5 and {"data", "expert"} == {axis for c in plan.collectives for axis in c.axes}
     assert {c.times for c in plan.collectives} >= {1, len(plan.config.model.stacks[-1])}
+
+
+def test_a_layer_alone_gathers_weights_and_exchanges_rows():
+    """benchmarks/block_plan.py, for two devices of a CPU."""
+    compile_layer = runpy.run_path(str(ROOT / "benchmarks/block_plan.py"))["compile_layer"]
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=2)), jax.devices()[:2])
+    program = compile_layer(MODEL, "gated_deltanet", mesh, 1, 64, 1, "dots", {}).as_text()
+    assert "all-gather(" in program and "reduce-scatter(" in program
 
 
 @needs_compiler

@@ -132,7 +132,7 @@ def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple
     if mesh is not None:
         router_DE, gate_up_ED2I, down_EID = (gather_local(w, declared, shape, mesh) for w, (declared, shape) in
                                              zip((router_DE, gate_up_ED2I, down_EID), weights))
-    if shards(mesh, EXPERTS) > 1:  # there before the first rows travel, as gathers of both at once hinder each other; so are gradients
+    if shards(mesh, EXPERTS) > 1:  # weights first, then rows travel: gathered together they wait for each other, and so do their gradients
         first_BTD, gate_up_ED2I, down_EID = jax.lax.optimization_barrier((xs_BTD[0], gate_up_ED2I, down_EID))
         xs_BTD = [first_BTD, *xs_BTD[1:]]
     # Float32 throughout: a bfloat16 router flips choices near ties. Three of a TPU's six bfloat16 passes are 2e-6 off for a bfloat16 x.
