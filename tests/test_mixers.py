@@ -29,7 +29,7 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import fft_convolution, gated_delta_rule, kernel_trial, pallas_gated_norm, pallas_gpu_gated_norm
+from qwen3next_jax.ops import fft_convolution, gated_delta_rule, kernel_trial, pallas_gated_norm, pallas_gpu_gated_norm, pallas_heads
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
@@ -282,6 +282,53 @@ def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
     with mock.patch.object(pallas_gpu_gated_norm, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
         name, apart = pallas_gpu_gated_norm.worst(1e-6, 128, interpret=True)
     assert apart < 1e-3, name
+
+
+@pytest.mark.parametrize("width, half", [(128, 64), (256, 32)])
+def test_the_kernels_between_attention_and_its_projections_interpreted_match_the_products(width, half):
+    """Three heads and two blocks of 32 tokens, against float64."""
+    rng, heads, time = np.random.default_rng(0), 3, 64
+    x, gate, dz, o, dy = (rng.normal(size=shape) for shape in (*[(2, time, heads * width)] * 3, *[(2, heads, time, width)] * 2))
+    weight, angles = rng.normal(size=width), 3 * rng.normal(size=(2, time, half))
+    cos, sin = pallas_heads._over_lanes(np.cos(angles), np.sin(angles))
+
+    def products():
+        y, place = jax.vjp(lambda x, weight: pallas_heads.whole_place(1e-6, half, x, weight, cos, sin), x, weight)
+        z, opened = jax.vjp(pallas_heads.whole_gate, o, gate)
+        return y, *place(dy), z, *opened(dz)
+
+    def kernels(x, weight, cos, sin, dy, o, gate, dz):
+        whole = {"interpret": True}
+        return (pallas_heads.place_forward(1e-6, half, x, weight, cos, sin, **whole),
+                *pallas_heads.place_backward(1e-6, half, x, weight, cos, sin, dy, **whole),
+                pallas_heads.gate_forward(o, gate, **whole), *pallas_heads.gate_backward(o, gate, dz, **whole))
+    with jax.enable_x64(True):
+        want = jax.jit(products)()
+    with mock.patch.object(pallas_heads, "_BLOCK", (32, 256)), mock.patch.object(pallas_heads, "_ROWS", 16):
+        got = jax.jit(kernels)(*(jnp.asarray(a, jnp.float32) for a in (x, weight, cos, sin, dy, o, gate, dz)))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 4}], ids=str)
+def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projections(axes):
+    """Packed documents, on one device and where each shard has one query head and two share a key head."""
+    config = dataclasses.replace(BASE, head_dim=128)
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:8]) if axes else None
+    graph, params = nnx.split(mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,)))
+    context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, diagnose=True)
+
+    def loss(params):
+        y, diagnostics, _ = _run(graph, params, X, context)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), (y, diagnostics)
+    both_ways = lambda: jax.jit(jax.grad(loss, has_aux=True))(params)
+    want = both_ways()
+    with mock.patch.object(pallas_heads, "takes", return_value=True), mock.patch.object(
+            pallas_heads, "place", wraps=pallas_heads.place) as placed:
+        got = both_ways()
+    assert placed.call_count == 2
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-6)
 
 
 def test_every_implementation_of_the_delta_rule_can_be_trained_with():

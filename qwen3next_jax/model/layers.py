@@ -62,16 +62,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted; `block.norm`: others); dtype of `x`."""
     if config.block.norm != "rms":
         return config.block.of("norm").apply(x, weight, config)
-    scale = weight.astype(jnp.float32)
-    return rms_norm_plain(x, 1.0 + scale if config.zero_centered_norm else scale, config.rms_norm_eps)
+    return rms_norm_plain(x, weight.astype(jnp.float32) + config.zero_centered_norm, config.rms_norm_eps)
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x̂ · weight: the form that the output norm of Gated DeltaNet alone uses."""
     def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        return (x32 * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
+        return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
 
     return keeping_inputs(normalise, x, weight.astype(jnp.float32))
 
@@ -83,21 +81,22 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
-def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
-    """Rotary position embedding (2104.09864, rotate-half form) of the first `config.rotary_dim` of D dimensions.
-
-    Angles are float32: at 262k positions a bfloat16 angle would be off by whole turns.
-    """
-    if config.rotary_dim == 0:
-        return x_BTND
+def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, rotary_dim / 2], float32: at 262k positions a bfloat16 angle would be off by whole turns."""
     half, theta = config.rotary_dim // 2, config.rope_theta
     slowdown, gain = config.block.of("rope_scaling")(half, theta, config.yarn_factor, config.max_position_embeddings)
     frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown
-    angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle) * gain, jnp.sin(angle) * gain
-    first, second, rest = jnp.split(x_BTND.astype(jnp.float32), (half, config.rotary_dim), axis=-1)
-    rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1)
-    return rotated.astype(x_BTND.dtype)
+    angle = positions_BT[:, :, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle) * gain, jnp.sin(angle) * gain
+
+
+def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
+    """Rotary position embedding (2104.09864, rotate-half form) of the first `config.rotary_dim` of D dimensions."""
+    if config.rotary_dim == 0:
+        return x_BTND
+    cos, sin = (x[:, :, None] for x in angles(positions_BT, config))
+    first, second, rest = jnp.split(x_BTND.astype(jnp.float32), (cos.shape[-1], config.rotary_dim), axis=-1)
+    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1).astype(x_BTND.dtype)
 
 
 def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:

@@ -58,7 +58,7 @@ class SparseMoE(nnx.Module):
         if c.moe.router_bias:
             self.router_bias = make.parameter(jnp.zeros, (e,), ".", kind="balance")
         self.expert_gate_up = make.matrix((e, d, 2, i), "experts | embed -> * mlp", gathered="operator")
-        self.expert_down = make.matrix((e, i, d), "experts | mlp -> embed", gathered="operator")
+        self.expert_down = make.matrix((e, i, d), "experts | mlp_in -> embed", gathered="operator")
         if s:
             self.shared_gate_up = make.matrix((d, 2, s), "embed -> * mlp")
             self.shared_down = make.matrix((s, d), "mlp -> embed")

@@ -26,8 +26,7 @@ class MultiTokenPrediction(nnx.Module):
     """norm → fc([embedding ; state]) → a layer of `full_mixer` → norm."""
 
     def __init__(self, config: ModelConfig, make: Make):
-        d = config.hidden_size
-        self.config = config
+        self.config, d = config, config.hidden_size
         self.embedding_norm = make.norm(d)
         self.hidden_norm = make.norm(d)
         self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first

@@ -1,8 +1,7 @@
 """What lies where on the mesh: one table from the logical axes of parameters to mesh axes, one for activations.
 
-A parameter is declared with the logical axis of each dimension (`model.parameters`). A tuple of mesh axes splits only to store less
-(FSDP, ZeRO-3: 1910.02054) and is gathered just before use; a plain name stays split while computing. The axis of stacked layers is
-never split: a scan over it would gather it whole.
+A parameter is declared with the logical axis of each dimension (`model.parameters`). Some mesh axes split it while computing, others only
+to store less (FSDP, ZeRO-3: 1910.02054): gathered just before use. The axis of stacked layers is never split: a scan would gather it whole.
 """
 
 import functools
@@ -22,24 +21,24 @@ from qwen3next_jax.trees import path_string
 
 ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"  # what is split over which mesh axes; rows: of a batch
 FSDP = TOKENS = (*ROWS, CONTEXT)
-STORED = (TENSOR,)  # by parameters that compute whole on every shard of it
 
-# Dimensions take, from the first on, those of their mesh axes that divide them and that no dimension before has taken, the longest
-# outermost: it is gathered last, when an array is largest, and as a rule has the most links.
-AXES: dict[str | None, str | tuple[str, ...] | None] = {
-    "embed": FSDP,  # the model's width, where the other dimensions are split while computing
-    "embed_out": STORED,  # the model's width where it is what a product gives
-    "vocab": TENSOR,
-    "query_heads": TENSOR,
-    "key_value_heads": TENSOR,
-    "head_width": STORED,  # where `tensor` exceeds the number of heads, which then stay whole
-    "key_heads": TENSOR,  # their value heads come along
-    "value_heads": TENSOR,
-    "channels": FSDP,  # of a convolution
-    "experts": EXPERTS,
-    "router": STORED,
-    "mlp": TENSOR,
-    None: None,
+# Over what a dimension is split while computing, and over what besides between steps: of these the longest is outermost, and so gathered
+# last, when an array is largest. Dimensions take, from the first on, those of their axes that divide them and that none before has taken.
+AXES: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "embed": ((), FSDP),  # the model's width, where the other dimensions are split while computing
+    "embed_out": ((), (TENSOR,)),  # the model's width where it is what a product gives
+    "vocab": ((TENSOR,), ()),
+    "query_heads": ((TENSOR,), ()),
+    "key_value_heads": ((TENSOR,), ()),
+    "head_width": ((), (TENSOR,)),  # where `tensor` exceeds the number of heads, which then stay whole
+    "key_heads": ((TENSOR,), ()),  # their value heads come along
+    "value_heads": ((TENSOR,), ()),
+    "channels": ((), FSDP),  # of a convolution
+    "experts": ((EXPERTS,), ()),
+    "router": ((), (TENSOR,)),
+    "mlp": ((TENSOR,), ()),
+    "mlp_in": ((TENSOR,), FSDP),  # of experts: gathered along their last dimension, a TPU would copy the whole to another layout
+    None: ((), ()),
 }
 
 
@@ -64,26 +63,28 @@ def check_axes(axes: tuple[str | None, ...]) -> None:
 
 def storage_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How a parameter (or its optimizer state) of this declaration lies on the mesh between steps."""
-    return _spec(tuple(AXES[axis] for axis in declared.axes), shape, mesh)
+    return _spec([(*AXES[axis][0], *sorted(AXES[axis][1], key=mesh.shape.get, reverse=True)) for axis in declared.axes], shape, mesh)
 
 
 def use_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How it lies while computing: the storage axes gathered."""
-    return _spec(tuple(None if isinstance(AXES[axis], tuple) else AXES[axis] for axis in declared.axes), shape, mesh)
+    return _spec([AXES[axis][0] for axis in declared.axes], shape, mesh)
 
 
-def _spec(dims: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
+def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
     """`dims` for the last dimensions of `shape`, each with those of its axes that divide it and that none before has taken."""
-    entries: list = []
-    taken: set[str] = set()
-    for axes, size in zip((None,) * (len(shape) - len(dims)) + dims, shape):
-        kept: list[str] = []
-        for axis in (axes,) if isinstance(axes, str) else sorted(axes or (), key=lambda axis: -mesh.shape[axis]):
-            if mesh.shape[axis] > 1 and axis not in taken and size % (mesh.shape[axis] * math.prod(mesh.shape[a] for a in kept)) == 0:
-                kept.append(axis)
-        taken.update(kept)
-        entries.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
+    entries: list[tuple[str, ...]] = []
+    for axes, size in zip([()] * (len(shape) - len(dims)) + dims, shape):
+        kept: tuple[str, ...] = ()
+        for axis in axes:
+            if mesh.shape[axis] > 1 and axis not in sum(entries, ()) and size % shards(mesh, axis, *kept) == 0:
+                kept += (axis,)
+        entries.append(kept)
     return P(*entries)
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def activation_spec(*names: str | None) -> P:
@@ -136,7 +137,7 @@ def gather_local(x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh:
 
 def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
     """Per dimension the axes, outer ones first, that split it in `storage` and not in `use`."""
-    return [() if stored == used else (stored,) if isinstance(stored, str) else stored for stored, used in zip(storage, use)]
+    return [_axes(stored)[len(_axes(used)):] for stored, used in zip(storage, use)]
 
 
 def _stages(storage: P, use: P) -> list[P]:
@@ -144,9 +145,9 @@ def _stages(storage: P, use: P) -> list[P]:
     of a torus the TPU compiler sums zero-padded parts instead of gathering (and sums instead of reduce-scattering): twice the bytes."""
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):
-        for left in reversed(range(len(axes))):
+        for _ in axes:
             entries = list(specs[-1])
-            entries[dim] = axes[:left] if left > 1 else axes[0] if left else use[dim]
+            entries[dim] = _axes(entries[dim])[:-1]
             specs.append(P(*entries))
     return specs
 

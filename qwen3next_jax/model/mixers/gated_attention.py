@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.errors import require
 from qwen3next_jax.model.hf_entries import Entry, one, vector
-from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm, rotate, token_mean
+from qwen3next_jax.model.layers import Context, angles, keeping_inputs, rms_norm, rotate, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import attention
+from qwen3next_jax.ops import attention, pallas_heads
 from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.cached_attention import cached_attention
 from qwen3next_jax.ops.cached_attention import write as write_in_place
-from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
+from qwen3next_jax.parallel.rules import CONTEXT, TENSOR, activation_spec, constrain, local, shards
 
 
 SHARPENED = 1024.0  # a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
@@ -55,6 +55,8 @@ class GatedAttention(Mixer):
     def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict, dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens' keys and values written)."""
         c, dtype = self.config, x_BTD.dtype
+        if cache is None and self.flattens(x_BTD, context):
+            return *self._flat(x_BTD, context), None
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
         query_gate_BTNK2 = kept(constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None))
         q_BTNK, gate_BTNK = jnp.split(query_gate_BTNK2, 2, axis=-1) if c.attention_output_gate else (query_gate_BTNK2, None)
@@ -70,6 +72,42 @@ class GatedAttention(Mixer):
         if context.diagnose and cache is None:
             diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
+
+    def flattens(self, x_BTD: jax.Array, context: Context) -> bool:
+        """Whether heads are side by side between projections and the kernels of `ops.pallas_heads`: those of a TPU, for what it takes."""
+        c, time = self.config, x_BTD.shape[1] // (shards(context.mesh, CONTEXT) if context.time else 1)
+        normed = c.qk_norm and c.mixer.qk_norm_over == "head" and c.block.norm == "rms"
+        return type(self) is GatedAttention and normed and c.attention_output_gate and pallas_heads.takes(
+            time, c.head_dim, c.rotary_dim, x_BTD.dtype)
+
+    def _flat(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        """`__call__` without a cache, with nothing but kernels from projection to projection. The scores' scale is in the queries' norm."""
+        c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
+        shared = m % shards(context.mesh, TENSOR) != 0
+        parts = *jnp.split(self.q_proj[...], 2, axis=-1), self.k_proj[...], self.v_proj[...]
+        names = "heads", "heads", *(None if shared else "heads",) * 2
+        through = lambda part: x_BTD @ part.astype(x_BTD.dtype).reshape(part.shape[0], -1)
+        q, gate, k, v = (kept(constrain(through(part), context.mesh, "batch", context.time, name)) for part, name in zip(parts, names))
+        norms = self.q_norm[...], self.k_norm[...]
+
+        def run(q, k, v, gate, norms, cos, sin, segment_ids):
+            weights = (norm.astype(jnp.float32) + c.zero_centered_norm for norm in norms)
+            q, k = (pallas_heads.place(x, weight * scale, cos, sin, c.rms_norm_eps).swapaxes(1, 2)
+                    for x, weight, scale in zip((q, k), weights, (c.head_dim ** -0.5, 1.0)))
+            k, v = (_own_head(x, q, n // m) if shared else x for x in (k, v.reshape(k.shape)))
+            o = attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis, scale=1.0)
+            return pallas_heads.gate(o.swapaxes(1, 2), gate)
+
+        split, tokens = activation_spec("batch", context.time, "heads"), activation_spec("batch", context.time)
+        keys = activation_spec("batch", context.time, names[2])
+        o_BTC = local(run, context.mesh, (split, keys, keys, split, P(), tokens, tokens, tokens), split)(
+            q, k, v, gate, norms, *angles(context.positions, c), context.segment_ids)
+        y_BTD = o_BTC @ self.o_proj[...].astype(x_BTD.dtype).reshape(-1, c.hidden_size)
+        if not context.diagnose:
+            return y_BTD, {}
+        q, gate, k = (x.reshape(*x.shape[:2], -1, c.head_dim) for x in (q, gate, k))
+        q, k = (self.placed(self.normed(x, norm), context.positions) for x, norm in zip((q, k), norms))
+        return y_BTD, self.diagnostics(q, k, gate, context)
 
     def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
         if self.config.mixer.qk_norm_over == "head":

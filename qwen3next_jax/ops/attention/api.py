@@ -9,6 +9,7 @@ import jax
 
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.attention import dispatch, ring
+from qwen3next_jax.ops.tpu import tpu
 
 IMPLEMENTATIONS = ("xla", "splash", "tokamax")
 
@@ -38,13 +39,11 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
     _check(q, k, v, segment_ids, implementation)
     if implementation == "tokamax":
         from qwen3next_jax.ops.attention import pallas_gpu  # a second to import
-        blocks = 1 if axis_name is None else 2  # of a shard
-        if why := pallas_gpu.refusal(*(x[:, :x.shape[1] // blocks] for x in (q, k, v))):
+        if why := pallas_gpu.refusal(*(x[:, :x.shape[1] // (1 if axis_name is None else 2)] for x in (q, k, v))):  # two blocks of a shard
             raise NotImplementedError(f"implementation='tokamax' {why}; use 'xla'")
     if axis_name is not None:
         _check_split(axis_name, q)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = dispatch.Options(implementation, scale)
+    options = dispatch.Options(implementation, q.shape[-1] ** -0.5 if scale is None else float(scale))
     if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
         return ring.attention(options, axis_name, q, k, v, segment_ids)
     return _operator(options, q, k, v, segment_ids, segment_ids)
@@ -73,8 +72,10 @@ def _operator(options, *inputs):
 
 
 def _operator_forward(options, *inputs):
-    o, logsumexp_BNT = blocks.kept(dispatch.forward(options, *inputs), "attention")
-    return o, (inputs, o, logsumexp_BNT)
+    o, logsumexp_BNT = dispatch.forward(options, *inputs)
+    order = (0, 2, 1, 3) if tpu() else (0, 1, 2, 3)  # splash's, of heads and tokens: what is kept is not turned, and back
+    o, logsumexp_BNT = blocks.kept((o.transpose(order), logsumexp_BNT), "attention")
+    return (o := o.transpose(order)), (inputs, o, logsumexp_BNT)
 
 
 def _operator_backward(options, residuals, do):

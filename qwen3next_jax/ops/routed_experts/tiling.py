@@ -90,8 +90,8 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
         it no two are alike. shape: (N, A).
     """
     def product(rows, choice):
-        token, order = jax.lax.sort((choice // shape[1], jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1)
-        return pallas_tpu.sum_rows(_rows(rows, order), token, shape[0])
+        choice, order = jax.lax.sort((choice, jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=False)
+        return pallas_tpu.sum_rows(_rows(rows, order), choice // shape[1], shape[0])
 
     def gathered(rows, choice):  # not a scatter, which a GPU would add up in any order
         place_Q = jnp.full(shape[0] * shape[1], rows.shape[0]).at[choice].set(jnp.arange(rows.shape[0]), mode="drop", unique_indices=True)
@@ -139,7 +139,12 @@ def _arrange(weight_NA, expert_NA, experts: int, room: int) -> _Plan:
     filling = experts * size + _LOOP_ROWS  # choices that are none have numbers from Q on, and weight 0
     keys = jnp.concatenate([expert_Q, filling_EM.reshape(-1), jnp.full(_LOOP_ROWS, experts)])
     weights = jnp.pad(weight_NA.reshape(-1).astype(wide(weight_NA)), (0, filling))
-    _, *ordered = jax.lax.sort((keys, jnp.arange(choices + filling, dtype=jnp.int32), weights), num_keys=1, is_stable=True)
+    numbers, bits = jnp.arange(choices + filling, dtype=jnp.int32), (choices + filling).bit_length()
+    if (experts + 1) << bits <= 2**31:  # key and number as one: half as many arrays to sort
+        numbers, weights = jax.lax.sort((keys << bits | numbers, weights), num_keys=1, is_stable=False)
+        ordered = numbers & (1 << bits) - 1, weights
+    else:
+        _, *ordered = jax.lax.sort((keys, numbers, weights), num_keys=1, is_stable=True)
 
     rows, tile = tiles * size, jnp.arange(tiles)
     choice_P, weight_P = (a[:rows] for a in ordered)
