@@ -1,6 +1,7 @@
-"""What the TPU kernels of attention and of the convolution cost, by the compiler's own schedule, with no TPU.
+"""What the TPU kernels of attention, beside it and of the convolution cost, by the compiler's own schedule, with no TPU.
 
-    python benchmarks/kernels_tpu_schedule.py [--topology=v5p:2x2x1] [--tokens=4096] [--heads=16] [--width=256] [--channels=8192]
+    python benchmarks/kernels_tpu_schedule.py [--topology=v5p:2x2x1] [--tokens=4096] [--heads=16] [--width=256] [--rotary=64]
+        [--channels=8192]
 
 One packed row of the released model in bfloat16, forward and backward, on one device: of each kernel the milliseconds of its bundles
 (a lower bound, docs/planner.md; of causal attention those of the blocks that its mask leaves), and of the copies of its windows if every
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qwen3next_jax.ops import attention, causal_conv1d
+from qwen3next_jax.ops import attention, causal_conv1d, pallas_heads
 from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import is_kernel, stated_bytes, visited
@@ -25,7 +26,7 @@ from qwen3next_jax.planner.topology import describe
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5p:2x2x1")
-    for name, default in {"tokens": 4096, "heads": 16, "key_heads": 2, "width": 256, "channels": 8192}.items():
+    for name, default in {"tokens": 4096, "heads": 16, "key_heads": 2, "width": 256, "rotary": 64, "channels": 8192}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="schedules-")
@@ -37,17 +38,20 @@ def main():
     def of(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct((1, arguments.tokens, *shape), dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def both_ways(x, kernel, q, k, v, ids):
-        def run(x, kernel, q, k, v):
-            return causal_conv1d(x, kernel, activation="silu", segment_ids=ids)[0], attention(q, k, v, segment_ids=ids)
-        outputs, pullback = jax.vjp(run, x, kernel, q, k, v)
+    def both_ways(x, kernel, q, k, v, flat, ids):
+        def run(x, kernel, q, k, v, flat):
+            placed = pallas_heads.place(flat, jnp.ones(arguments.width), *jnp.ones((2, 1, arguments.tokens, arguments.rotary // 2)), 1e-6)
+            o = attention(q, k, v, segment_ids=ids)
+            return causal_conv1d(x, kernel, activation="silu", segment_ids=ids)[0], o, placed, pallas_heads.gate(placed, flat)
+        outputs, pullback = jax.vjp(run, x, kernel, q, k, v, flat)
         return outputs, pullback(outputs)
 
     kernel = jax.ShapeDtypeStruct((4, arguments.channels), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
     heads = [of(n, arguments.width) for n in (arguments.heads, arguments.key_heads, arguments.key_heads)]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         cores = tpu().num_cores
-        compiled = jax.jit(both_ways).lower(of(arguments.channels), kernel, *heads, of(dtype=jnp.int32)).compile()
+        compiled = jax.jit(both_ways).lower(
+            of(arguments.channels), kernel, *heads, of(arguments.heads * arguments.width), of(dtype=jnp.int32)).compile()
     program = hlo.parse(compiled.as_text())
     schedules = schedule.read(folder, program)
     registers = arguments.tokens * arguments.channels / 1024 / cores

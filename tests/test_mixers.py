@@ -304,7 +304,7 @@ def test_the_kernels_between_attention_and_its_projections_interpreted_match_the
                 pallas_heads.gate_forward(o, gate, **whole), *pallas_heads.gate_backward(o, gate, dz, **whole))
     with jax.enable_x64(True):
         want = jax.jit(products)()
-    with mock.patch.object(pallas_heads, "_BLOCK", (32, 256)), mock.patch.object(pallas_heads, "_ROWS", 16):
+    with mock.patch.object(pallas_heads, "_BLOCK", (32, 256)):
         got = jax.jit(kernels)(*(jnp.asarray(a, jnp.float32) for a in (x, weight, cos, sin, dy, o, gate, dz)))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())

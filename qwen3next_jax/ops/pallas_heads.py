@@ -17,7 +17,6 @@ from qwen3next_jax.ops.tpu import tpu
 
 LANES = 128
 _BLOCK = 256, 1024  # rows and channels, at most
-_ROWS = 64  # worked at once: of more, not all would be in registers
 
 
 def takes(time: int, width: int, rotary: int, dtype) -> bool:
@@ -132,16 +131,12 @@ def _call(body, width, inputs, outputs, of_place=(), sums=False, interpret=False
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")))(*of_place, *inputs)
 
 
-def _parts(heads, body):
-    """`body`(head, its lanes, rows) for all parts of a block [1, N, R, K] of heads."""
-    _, n, r, width = heads.shape
-    size = min(_ROWS, r)
-
-    def step(i, _):
-        h, row = i // (r // size), i % (r // size)
-        body(h, pl.ds(pl.multiple_of(h * width, width), width), pl.ds(pl.multiple_of(row * size, size), size))
+def _each(heads, body):
+    """`body`(head, its lanes side by side) for those of a block [1, N, R, K]."""
+    def step(h, _):
+        body(h, pl.ds(pl.multiple_of(h * heads.shape[3], LANES), heads.shape[3]))
         return 0
-    jax.lax.fori_loop(0, n * (r // size), step, 0)
+    jax.lax.fori_loop(0, heads.shape[1], step, 0)
 
 
 def _normed(eps, x):
@@ -160,10 +155,10 @@ def _turned(x, cos, sin, half):
 
 
 def _place_kernel(eps, half, weight, cos, sin, x, y):
-    def part(h, lanes, rows):
-        _, normed = _normed(eps, x[0, rows, lanes].astype(jnp.float32))
-        y[0, h, rows] = _turned(normed * weight[...], cos[0, rows], sin[0, rows], half).astype(y.dtype)
-    _parts(y, part)
+    def head(h, lanes):
+        _, normed = _normed(eps, x[0, :, lanes].astype(jnp.float32))
+        y[0, h] = _turned(normed * weight[...], cos[0], sin[0], half).astype(y.dtype)
+    _each(y, head)
 
 
 def _place_backward_kernel(eps, half, weight, cos, sin, x, dy, dx, dweight):
@@ -171,24 +166,24 @@ def _place_backward_kernel(eps, half, weight, cos, sin, x, dy, dx, dweight):
     def _():
         dweight[...] = jnp.zeros_like(dweight)
 
-    def part(h, lanes, rows):
-        scale, normed = _normed(eps, x[0, rows, lanes].astype(jnp.float32))
-        d = _turned(dy[0, h, rows].astype(jnp.float32), cos[0, rows], -sin[0, rows], half)
+    def head(h, lanes):
+        scale, normed = _normed(eps, x[0, :, lanes].astype(jnp.float32))
+        d = _turned(dy[0, h].astype(jnp.float32), cos[0], -sin[0], half)
         dweight[...] += jnp.sum((d * normed).reshape(-1, 8, d.shape[1]), axis=0)
         d = d * weight[...]
-        dx[0, rows, lanes] = (scale * (d - normed * jnp.mean(d * normed, axis=-1, keepdims=True))).astype(dx.dtype)
-    _parts(dy, part)
+        dx[0, :, lanes] = (scale * (d - normed * jnp.mean(d * normed, axis=-1, keepdims=True))).astype(dx.dtype)
+    _each(dy, head)
 
 
 def _gate_kernel(o, gate, y):
-    def part(h, lanes, rows):
-        y[0, rows, lanes] = (o[0, h, rows].astype(jnp.float32) * jax.nn.sigmoid(gate[0, rows, lanes].astype(jnp.float32))).astype(y.dtype)
-    _parts(o, part)
+    def head(h, lanes):
+        y[0, :, lanes] = (o[0, h].astype(jnp.float32) * jax.nn.sigmoid(gate[0, :, lanes].astype(jnp.float32))).astype(y.dtype)
+    _each(o, head)
 
 
 def _gate_backward_kernel(o, gate, dy, do, dgate):
-    def part(h, lanes, rows):
-        open_, d = jax.nn.sigmoid(gate[0, rows, lanes].astype(jnp.float32)), dy[0, rows, lanes].astype(jnp.float32)
-        do[0, h, rows] = (d * open_).astype(do.dtype)
-        dgate[0, rows, lanes] = (d * o[0, h, rows].astype(jnp.float32) * open_ * (1 - open_)).astype(dgate.dtype)
-    _parts(o, part)
+    def head(h, lanes):
+        open_, d = jax.nn.sigmoid(gate[0, :, lanes].astype(jnp.float32)), dy[0, :, lanes].astype(jnp.float32)
+        do[0, h] = (d * open_).astype(do.dtype)
+        dgate[0, :, lanes] = (d * o[0, h].astype(jnp.float32) * open_ * (1 - open_)).astype(dgate.dtype)
+    _each(o, head)
