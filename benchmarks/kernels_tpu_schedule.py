@@ -40,7 +40,8 @@ def main():
 
     def both_ways(x, kernel, q, k, v, flat, ids):
         def run(x, kernel, q, k, v, flat):
-            placed = pallas_heads.place(flat, jnp.ones(arguments.width), *jnp.ones((2, 1, arguments.tokens, arguments.rotary // 2)), 1e-6)
+            turns = pallas_heads.over_lanes(*jnp.ones((2, 1, arguments.tokens, arguments.rotary // 2)))
+            placed = pallas_heads.place(flat, jnp.ones(arguments.width), *turns, arguments.rotary // 2, 1e-6)
             o = attention(q, k, v, segment_ids=ids)
             return causal_conv1d(x, kernel, activation="silu", segment_ids=ids)[0], o, placed, pallas_heads.gate(placed, flat)
         outputs, pullback = jax.vjp(run, x, kernel, q, k, v, flat)

@@ -286,11 +286,11 @@ def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
 
 @pytest.mark.parametrize("width, half", [(128, 64), (256, 32)])
 def test_the_kernels_between_attention_and_its_projections_interpreted_match_the_products(width, half):
-    """Three heads and two blocks of 32 tokens, against float64."""
-    rng, heads, time = np.random.default_rng(0), 3, 64
+    """Two blocks of two heads and two of 32 tokens, against float64."""
+    rng, heads, time = np.random.default_rng(0), 4, 64
     x, gate, dz, o, dy = (rng.normal(size=shape) for shape in (*[(2, time, heads * width)] * 3, *[(2, heads, time, width)] * 2))
     weight, angles = rng.normal(size=width), 3 * rng.normal(size=(2, time, half))
-    cos, sin = pallas_heads._over_lanes(np.cos(angles), np.sin(angles))
+    cos, sin = pallas_heads.over_lanes(np.cos(angles), np.sin(angles))
 
     def products():
         y, place = jax.vjp(lambda x, weight: pallas_heads.whole_place(1e-6, half, x, weight, cos, sin), x, weight)
@@ -304,7 +304,7 @@ def test_the_kernels_between_attention_and_its_projections_interpreted_match_the
                 pallas_heads.gate_forward(o, gate, **whole), *pallas_heads.gate_backward(o, gate, dz, **whole))
     with jax.enable_x64(True):
         want = jax.jit(products)()
-    with mock.patch.object(pallas_heads, "_BLOCK", (32, 256)):
+    with mock.patch.object(pallas_heads, "_BLOCK", (32, 2 * width)):
         got = jax.jit(kernels)(*(jnp.asarray(a, jnp.float32) for a in (x, weight, cos, sin, dy, o, gate, dz)))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())

@@ -25,10 +25,10 @@ def takes(time: int, width: int, rotary: int, dtype) -> bool:
     return bool(tpu()) and fits and dtype in (jnp.bfloat16, jnp.float32)
 
 
-def place(x, weight, cos, sin, eps: float):
-    """x [B, T, C] → [B, N, T, K]: each head over its root mean square, times the weight [K], turned (2104.09864) by the angles whose
-    cosines and sines [B, T, half] are given, channel i with channel half + i; float32 inside."""
-    return _place(eps, cos.shape[-1], x, weight, *_over_lanes(cos, sin))
+def place(x, weight, cos, sin, half: int, eps: float):
+    """x [B, T, C] → [B, N, T, K]: each head over its root mean square, times the weight [K], turned (2104.09864), channel i with channel
+    half + i, by angles of which `over_lanes` gives cosines and sines; float32 inside."""
+    return _place(eps, half, x, weight, cos, sin)
 
 
 def gate(o, gate):
@@ -36,8 +36,8 @@ def gate(o, gate):
     return _gate(o, gate)
 
 
-def _over_lanes(cos, sin):
-    """[B, T, L] each: 1 and 0 where nothing turns, sines with the sign that a channel's partner gets."""
+def over_lanes(cos, sin):
+    """[B, T, half] each → [B, T, L]: 1 and 0 where nothing turns, sines with the sign that a channel's partner gets."""
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])
     return (jnp.concatenate((cos, cos, jnp.ones(rest)), axis=-1), jnp.concatenate((-sin, sin, jnp.zeros(rest)), axis=-1))
 
@@ -104,11 +104,11 @@ def gate_backward(o, gate, dy, *, interpret: bool = False):
 
 
 def _call(body, width, inputs, outputs, of_place=(), sums=False, interpret=False):
-    """`outputs`: "h" for heads one after another [B, N, T, K], "c" for side by side [B, T, C], as `inputs` are by their rank."""
+    """`outputs`: of each "h" for heads one after another [B, N, T, K], or "c" for side by side [B, T, C]; in the flat input's dtype."""
     like = next(x for x in inputs if x.ndim == 3)
     batch, time, d = like.shape
-    rows, channels = block_sizes(time, d // width * LANES, (_BLOCK[0], _BLOCK[1] // width * LANES))  # a lane for each channel of a head's
-    heads = channels // LANES
+    rows, _ = block_sizes(time, LANES, (_BLOCK[0], LANES))
+    heads = next(n for n in range(_BLOCK[1] // width, 0, -1) if d // width % n == 0)
     spec = {"c": pl.BlockSpec((1, rows, heads * width), lambda c, b, t: (b, t, c)),
             "h": pl.BlockSpec((1, heads, rows, width), lambda c, b, t: (b, c, t, 0))}
     shape = {"c": jax.ShapeDtypeStruct(like.shape, like.dtype), "h": jax.ShapeDtypeStruct((batch, d // width, time, width), like.dtype)}

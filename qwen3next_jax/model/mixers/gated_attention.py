@@ -91,11 +91,14 @@ class GatedAttention(Mixer):
         norms = self.q_norm[...], self.k_norm[...]
 
         def run(q, k, v, gate, norms, cos, sin, segment_ids):
+            in_heads = lambda x: x.reshape(*x.shape[:2], -1, c.head_dim)
+            if shared:
+                k, v = (_own_head(in_heads(x), in_heads(q), n // m)[:, :, 0] for x in (k, v))
             weights = (norm.astype(jnp.float32) + c.zero_centered_norm for norm in norms)
-            q, k = (pallas_heads.place(x, weight * scale, cos, sin, c.rms_norm_eps).swapaxes(1, 2)
+            turns = pallas_heads.over_lanes(cos, sin)
+            q, k = (pallas_heads.place(x, weight * scale, *turns, c.rotary_dim // 2, c.rms_norm_eps).swapaxes(1, 2)
                     for x, weight, scale in zip((q, k), weights, (c.head_dim ** -0.5, 1.0)))
-            k, v = (_own_head(x, q, n // m) if shared else x for x in (k, v.reshape(k.shape)))
-            o = attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis, scale=1.0)
+            o = attention(q, k, in_heads(v), segment_ids=segment_ids, axis_name=context.time_axis, scale=1.0)
             return pallas_heads.gate(o.swapaxes(1, 2), gate)
 
         split, tokens = activation_spec("batch", context.time, "heads"), activation_spec("batch", context.time)

@@ -21,6 +21,7 @@ from qwen3next_jax.ops.tpu import tpu
 
 _LARGEST_TILE = 256
 _LOOP_ROWS = 512
+_LARGEST_NUMBER = 2**31
 
 
 def routed_experts(x, weight, expert, gate_up, down, *, room: int):
@@ -139,8 +140,8 @@ def _arrange(weight_NA, expert_NA, experts: int, room: int) -> _Plan:
     filling = experts * size + _LOOP_ROWS  # choices that are none have numbers from Q on, and weight 0
     keys = jnp.concatenate([expert_Q, filling_EM.reshape(-1), jnp.full(_LOOP_ROWS, experts)])
     weights = jnp.pad(weight_NA.reshape(-1).astype(wide(weight_NA)), (0, filling))
-    numbers, bits = jnp.arange(choices + filling, dtype=jnp.int32), (choices + filling).bit_length()
-    if (experts + 1) << bits <= 2**31:  # key and number as one: half as many arrays to sort
+    numbers, bits = jnp.arange(choices + filling, dtype=jnp.int32), (choices + filling - 1).bit_length()
+    if (experts + 1) << bits <= _LARGEST_NUMBER:  # key and number as one: half as many arrays to sort
         numbers, weights = jax.lax.sort((keys << bits | numbers, weights), num_keys=1, is_stable=False)
         ordered = numbers & (1 << bits) - 1, weights
     else:

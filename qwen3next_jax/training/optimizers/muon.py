@@ -101,7 +101,7 @@ class Layout(NamedTuple):
     @property
     def alike(self) -> tuple:
         """The same for parts whose matrices go into one stack."""
-        return self.shape[:-3], tuple(sorted(self.shape[-2:])), tuple(self.spec[:-3])
+        return self.shape[:-3], tuple(sorted(self.shape[-2:])), tuple(self.spec)
 
 
 def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -> Layout:
