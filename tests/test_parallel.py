@@ -67,10 +67,11 @@ def test_what_follows_no_parameter_is_an_error():
 def test_every_logical_axis_is_needed_and_dimensions_take_what_divides_them():
     parameters = declared(RELEASED.model)
     assert {axis for p in parameters.values() for axis in p.axes} == set(AXES)
+    # What splits a dimension while computing is outermost, then the longest of what only stores it.
     for name, axes, expected in (("mixer/q_proj", {"data": 2, "tensor": 4}, P(None, "data", "tensor", None)),
                                  ("mixer/k_proj", {"data": 2, "tensor": 4}, P(None, "data", None, "tensor")),
-                                 ("mlp/expert_down", {"data": 4, "tensor": 2}, P(None, None, ("tensor", "data"), None)),  # used so over `tensor`
-                                 ("mixer/k_proj", {"data": 2, "context": 4}, P(None, ("context", "data"), None, None))):  # the longest outermost
+                                 ("mlp/expert_down", {"data": 4, "tensor": 2}, P(None, None, ("tensor", "data"), None)),
+                                 ("mixer/k_proj", {"data": 2, "context": 4}, P(None, ("context", "data"), None, None))):
         p = parameters[f"layers/3/{name}"]
         assert storage_spec(p, p.stack + p.shape, _mesh(**axes)) == expected
 
