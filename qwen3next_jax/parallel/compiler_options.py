@@ -19,8 +19,10 @@ _SPARSE_CORES = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",  # else the tensor cores do the gathers, with what fuses into them
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
+# TPU7x's compiler lays bfloat16 out in tiles of 16 rows; kernels read tiles of 8, so that all that goes into one would be copied.
+_TILES = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
 # v4's compiler, and that of v5e, which has no sparse cores, take none of these.
-OF_CHIPS = {chip: _SPARSE_CORES for chip in ("v5p", "v6e", "tpu7x")}
+OF_CHIPS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES | _TILES}
 
 
 def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
