@@ -1,4 +1,5 @@
-"""Causal attention over packed rows, forward + backward in float32: blockwise against the plain softmax with its mask.
+"""Causal attention over packed rows, forward + backward in float32: blockwise against the plain
+softmax with its mask.
 
     uv run python benchmarks/attention.py
 
@@ -30,17 +31,28 @@ def with_gradients(f):
     def run(q, k, v, do, segment_ids):
         o, pullback = jax.vjp(lambda *a: f(*a, segment_ids), q, k, v)
         return o, *pullback(do)
+
     return jax.jit(run)
 
 
 def main():
-    candidates = {"plain softmax": with_gradients(plain),
-                  "blockwise": with_gradients(lambda q, k, v, s: attention(q, k, v, segment_ids=s))}
+    candidates = {
+        "plain softmax": with_gradients(plain),
+        "blockwise": with_gradients(lambda q, k, v, s: attention(q, k, v, segment_ids=s)),
+    }
     for b, t, n, m, d in PROBLEMS:
         rng = np.random.default_rng(0)
-        q, k, v, do = (jnp.asarray(rng.normal(size=(b, t, heads, d)), jnp.float32) for heads in (n, m, m, n))
+        q, k, v, do = (
+            jnp.asarray(rng.normal(size=(b, t, heads, d)), jnp.float32) for heads in (n, m, m, n)
+        )
         for documents in (1, 4):
-            arguments = q, k, v, do, jnp.asarray(np.sort(rng.integers(1, documents + 1, (b, t)), axis=1))
+            arguments = (
+                q,
+                k,
+                v,
+                do,
+                jnp.asarray(np.sort(rng.integers(1, documents + 1, (b, t)), axis=1)),
+            )
             results = [f(*arguments) for f in candidates.values()]
             for want, got in zip(*results, strict=True):
                 error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
@@ -52,8 +64,10 @@ def main():
                     jax.block_until_ready(f(*arguments))
                     times[name].append(1e3 * (time.perf_counter() - start))
             for name, ms in times.items():
-                print(f"B={b} T={t} N={n} M={m} D={d} documents={documents}  {name:14} "
-                      f"least {min(ms):8.1f} ms  median {np.median(ms):8.1f} ms")
+                print(
+                    f"B={b} T={t} N={n} M={m} D={d} documents={documents}  {name:14} "
+                    f"least {min(ms):8.1f} ms  median {np.median(ms):8.1f} ms"
+                )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""One layer of a model on a described TPU slice: milliseconds and bytes through HBM of its parts, by the planner's rules.
+"""One layer of a model on a described TPU slice: milliseconds and bytes through HBM of its
+parts, by the planner's rules.
 
-    python benchmarks/block_plan.py [--config=configs/qwen3_next_80b_a3b.py] [--topology=v5p:2x2x2] [--mesh=expert=8] [--rows=1]
-        [--tokens=4096] [--mixer=gated_deltanet] [--layers=1] [--remat=block] [--level=O1] [--options=NAME=VALUE,…]
-        [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
+    python benchmarks/block_plan.py [--config=configs/qwen3_next_80b_a3b.py]
+    [--topology=v5p:2x2x2] [--mesh=expert=8] [--rows=1]
+        [--tokens=4096] [--mixer=gated_deltanet] [--layers=1] [--remat=block] [--level=O1]
+        [--options=NAME=VALUE,…] [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
 
-The layer (a mixer and experts) runs forward and backward, as inside a train step: `--layers` of them are the body of a scan of two
-trips, over `--rows` rows of `--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler started
-early runs beside the rest: its bytes count, and its time where it is waited for. `--hlo` reads the program and its schedules from
-FOLDER, or writes them there. No TPU takes part.
+The layer (a mixer and experts) runs forward and backward, as inside a train step: `--layers` of
+them are the body of a scan of two trips, over `--rows` rows of `--tokens` a chip, parameters
+lying as on the mesh, gradients coming out so. What the compiler started early runs beside the
+rest: its bytes count, and its time where it is waited for. `--hlo` reads the program and its
+schedules from FOLDER, or writes them there. No TPU takes part.
 """
 
 import argparse
@@ -39,16 +42,26 @@ PERIODS = 2  # trips of the loop over layers
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=pathlib.Path, default=pathlib.Path(__file__).parents[1] / "configs/qwen3_next_80b_a3b.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config",
+        type=pathlib.Path,
+        default=pathlib.Path(__file__).parents[1] / "configs/qwen3_next_80b_a3b.py",
+    )
     parser.add_argument("--topology", default="v5p:2x2x2")
     parser.add_argument("--mesh", default="expert=8")
     parser.add_argument("--rows", type=int, default=1, help="of one chip")
     parser.add_argument("--tokens", type=int, default=4096, help="of a row on one chip")
     parser.add_argument("--mixer", choices=MIXERS, default="gated_deltanet", metavar="NAME")
-    parser.add_argument("--layers", type=int, default=1, help="one after another, as in a period of the model")
+    parser.add_argument(
+        "--layers", type=int, default=1, help="one after another, as in a period of the model"
+    )
     parser.add_argument("--remat", default="block")
-    parser.add_argument("--level", default="O1", help='optimization level of the compiler; "" for its default')
+    parser.add_argument(
+        "--level", default="O1", help='optimization level of the compiler; "" for its default'
+    )
     parser.add_argument("--options", default="", help="as config.parallel.compiler_options")
     parser.add_argument("--by", choices=("part", "instruction"), default="part")
     parser.add_argument("--rules", choices=RULES, default=RULES[0])
@@ -60,15 +73,27 @@ def main():
     schedule.dump_to(dumped)
     jax.config.update("jax_platforms", "cpu")
     topology = describe(arguments.topology)
-    sizes = {"data": 1} | {axis: int(size) for axis, size in (part.split("=") for part in arguments.mesh.split(","))}
+    sizes = {"data": 1} | {
+        axis: int(size) for axis, size in (part.split("=") for part in arguments.mesh.split(","))
+    }
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**sizes)), topology.devices)
     if (dumped / "program.hlo").exists():
         text = (dumped / "program.hlo").read_text()
     else:
         options = compiler_options(ParallelConfig(compiler_options=arguments.options), mesh)
-        config = from_dict(Config, runpy.run_path(str(arguments.config))["get_config"]().to_dict()).model
-        compiled = compile_layer(config, arguments.mixer, mesh, arguments.rows, arguments.tokens, arguments.layers, arguments.remat,
-                                 options | ({"optimization_level": arguments.level} if arguments.level else {}))
+        config = from_dict(
+            Config, runpy.run_path(str(arguments.config))["get_config"]().to_dict()
+        ).model
+        compiled = compile_layer(
+            config,
+            arguments.mixer,
+            mesh,
+            arguments.rows,
+            arguments.tokens,
+            arguments.layers,
+            arguments.remat,
+            options | ({"optimization_level": arguments.level} if arguments.level else {}),
+        )
         print(options_text(options))
         print(f"temporaries {compiled.memory_analysis().temp_size_in_bytes / 2**30:.2f} GiB")
         text = compiled.as_text()
@@ -78,34 +103,66 @@ def main():
 
     def part(instruction):
         shapes = [f"{s.dtype}{list(s.dims)}" for s in instruction.shapes]
-        return program.part(instruction) + f" | {instruction.name} {instruction.op_name} {shapes}" * (arguments.by == "instruction")
+        return program.part(
+            instruction
+        ) + f" | {instruction.name} {instruction.op_name} {shapes}" * (
+            arguments.by == "instruction"
+        )
 
     for rules in RULES:
         e = estimate(program, mesh, topology.chip, topology.shape, schedules, rules, part)
-        print(f"{arguments.config.stem}, {arguments.mixer}, {arguments.topology} {arguments.mesh}, "
-              f"{arguments.rows} × {arguments.tokens} tokens a chip, {PERIODS} × {arguments.layers} layers, rules {rules}: "
-              f"{e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.2f} GB, {e.flops / 1e12:.2f} TFLOP; "
-              + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items()))
+        print(
+            f"{arguments.config.stem}, {arguments.mixer}, {arguments.topology} {arguments.mesh}, "
+            f"{arguments.rows} × {arguments.tokens} tokens a chip, {PERIODS} × {arguments.layers} "
+            f"layers, rules {rules}: "
+            f"{e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.2f} GB, {e.flops / 1e12:.2f} TFLOP; "
+            + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items())
+        )
     print("kernels of unknown cost:", unknown_kernels(program, schedules))
     e = estimate(program, mesh, topology.chip, topology.shape, schedules, arguments.rules, part)
     print("| ms | GB | TFLOP | |\n|---|---|---|---|")
     for name, p in e.parts.items():
         if p.seconds >= 5e-6 or p.hbm_bytes >= 5e6:
-            print(f"| {p.seconds * 1e3:.2f} | {p.hbm_bytes / 1e9:.2f} | {p.flops / 1e12:.2f} | {name} |")
+            print(
+                f"| {p.seconds * 1e3:.2f} | {p.hbm_bytes / 1e9:.2f} | {p.flops / 1e12:.2f} | "
+                f"{name} |"
+            )
 
 
-def compile_layer(config: ModelConfig, mixer: str, mesh, rows: int, tokens: int, layers: int, remat: str, options: dict[str, str]):
+def compile_layer(
+    config: ModelConfig,
+    mixer: str,
+    mesh,
+    rows: int,
+    tokens: int,
+    layers: int,
+    remat: str,
+    options: dict[str, str],
+):
     def block():
-        return Block(config, mixer, True, Make(config, nnx.Rngs(0)).stacked(PERIODS), (0,) * PERIODS)
+        return Block(
+            config, mixer, True, Make(config, nnx.Rngs(0)).stacked(PERIODS), (0,) * PERIODS
+        )
 
     graphdef, params = nnx.split(nnx.eval_shape(block))
-    params = jax.tree.map(lambda p: p.replace(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(
-        mesh, storage_spec(p.declared, p.shape, mesh)))), params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    params = jax.tree.map(
+        lambda p: p.replace(
+            jax.ShapeDtypeStruct(
+                p.shape,
+                p.dtype,
+                sharding=NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)),
+            )
+        ),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
     spread = mesh if mesh.size > 1 else None
 
     def apply(params, x):
         x, aux, _ = nnx.merge(graphdef, gather(params, spread, config.dtype))(x, context(x), None)
-        return constrain(x, spread, "batch", "time", None), {name: aux[name] for name in ("load", "probability", "z", "tokens")}
+        return constrain(x, spread, "batch", "time", None), {
+            name: aux[name] for name in ("load", "probability", "z", "tokens")
+        }
 
     def context(x):
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
@@ -121,15 +178,22 @@ def compile_layer(config: ModelConfig, mixer: str, mesh, rows: int, tokens: int,
 
         def run(params, x):
             return jax.lax.scan(period, x, params)
+
         (y, aux), pullback = jax.vjp(run, params, x)
         dy, y = jax.lax.optimization_barrier((dy, y))
         return y, aux, pullback((dy, daux))
 
     spread_rows = NamedSharding(mesh, activation_spec("batch", "time", None))
-    shape = rows * mesh.shape["data"] * mesh.shape["expert"], tokens * mesh.shape["context"] * mesh.shape["tensor"], config.hidden_size
+    shape = (
+        rows * mesh.shape["data"] * mesh.shape["expert"],
+        tokens * mesh.shape["context"] * mesh.shape["tensor"],
+        config.hidden_size,
+    )
     x = jax.ShapeDtypeStruct(shape, config.dtype, sharding=spread_rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        _, aux = jax.eval_shape(apply, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params), x)
+        _, aux = jax.eval_shape(
+            apply, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params), x
+        )
         aux = jax.tree.map(lambda a: jax.ShapeDtypeStruct((PERIODS, *a.shape), a.dtype), aux)
         lowered = jax.jit(step).lower([params] * layers, x, x, [aux] * layers)
     return lowered.compile(options)

@@ -2,8 +2,9 @@
 
     uv run python benchmarks/checkpoint.py [--gigabytes=1] [--steps=40]
 
-First a state of that size is saved, compared bit for bit with what is restored, and timed (files in the page cache). Then
-configs/tiny.py trains with a save in the middle: the time beyond that of the same number of steps without one, in steps.
+First a state of that size is saved, compared bit for bit with what is restored, and timed (files
+in the page cache). Then configs/tiny.py trains with a save in the middle: the time beyond that
+of the same number of steps without one, in steps.
 """
 
 import argparse
@@ -43,16 +44,26 @@ def main() -> None:
 def throughput(gigabytes: float, repeats: int) -> None:
     rng = np.random.default_rng(0)
     arrays = 16
-    state = {f"w{i}": jnp.asarray(rng.standard_normal(int(gigabytes * 1e9 / 4 / arrays), dtype=np.float32)) for i in range(arrays)}
+    state = {
+        f"w{i}": jnp.asarray(
+            rng.standard_normal(int(gigabytes * 1e9 / 4 / arrays), dtype=np.float32)
+        )
+        for i in range(arrays)
+    }
     size = sum(leaf.nbytes for leaf in state.values()) / 1e9
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state)
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state
+    )
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
         with Checkpoints(pathlib.Path(folder), CheckpointConfig()) as checkpoints:
             checkpoints.save(1, state)
             checkpoints.wait()
             ((_, _, saved),) = checkpoints.events()
-        print(f"state of {size:.2f} GB; saved and sealed in {saved['seconds']:.2f} s ({size / saved['seconds']:.2f} GB/s)")
+        print(
+            f"state of {size:.2f} GB; saved and sealed in {saved['seconds']:.2f} s "
+            f"({size / saved['seconds']:.2f} GB/s)"
+        )
         verify, both = [], []
         for _ in range(repeats):
             begun = time.perf_counter()
@@ -64,11 +75,15 @@ def throughput(gigabytes: float, repeats: int) -> None:
                 both.append(time.perf_counter() - begun)
             jax.tree.map(np.testing.assert_array_equal, restored, state)
             del restored
-    print(f"verify: {size / min(verify):.2f} GB/s; restore with verify: {size / min(both):.2f} GB/s (best of {repeats})")
+    print(
+        f"verify: {size / min(verify):.2f} GB/s; restore with verify: {size / min(both):.2f} GB/s "
+        f"(best of {repeats})"
+    )
 
 
 def cost_of_a_save(steps: int, repeats: int) -> None:
     import sys
+
     sys.path.insert(0, str(ROOT))
     from configs import tiny
 
@@ -77,11 +92,17 @@ def cost_of_a_save(steps: int, repeats: int) -> None:
     state, step = init_state(config, mesh), make_train_step(config, mesh)
     rng = np.random.default_rng(0)
     shape = (config.train.batch_size, config.train.sequence_length)
-    batch = {"tokens": rng.integers(0, 256, shape).astype(np.int32), "segment_ids": np.ones(shape, np.int32)}
+    batch = {
+        "tokens": rng.integers(0, 256, shape).astype(np.int32),
+        "segment_ids": np.ones(shape, np.int32),
+    }
     for _ in range(3):
         state, values = step(state, batch)
     costs, calls = [], []
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder, Checkpoints(pathlib.Path(folder), CheckpointConfig()) as checkpoints:
+    with (
+        tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder,
+        Checkpoints(pathlib.Path(folder), CheckpointConfig()) as checkpoints,
+    ):
         for repeat in range(repeats):
             seconds = {}
             for saves in (False, True):
@@ -99,8 +120,12 @@ def cost_of_a_save(steps: int, repeats: int) -> None:
                 checkpoints.wait()
             costs.append((seconds[True] - seconds[False]) / (seconds[False] / steps))
     one = seconds[False] / steps
-    print(f"a step of configs/tiny.py: {one:.3f} s; a save holds the loop for {statistics.median(calls):.3f} s and costs "
-          f"{statistics.median(costs):.2f} steps in all (median of {repeats}; {', '.join(f'{c:.2f}' for c in costs)})")
+    print(
+        f"a step of configs/tiny.py: {one:.3f} s; a save holds the loop for "
+        f"{statistics.median(calls):.3f} s and costs "
+        f"{statistics.median(costs):.2f} steps in all (median of {repeats}; "
+        f"{', '.join(f'{c:.2f}' for c in costs)})"
+    )
 
 
 if __name__ == "__main__":

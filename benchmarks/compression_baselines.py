@@ -1,9 +1,11 @@
-"""What general compressors make of the held-out documents, in bits per byte: the yardstick for a model's held-out loss.
+"""What general compressors make of the held-out documents, in bits per byte: the yardstick for a
+model's held-out loss.
 
     python benchmarks/compression_baselines.py [--path=GLOB] [--heldout_fraction=0.02]
 
-Order-0, gzip and xz see the held-out bytes alone (the documents one after the other). The last line also gives xz the
-training documents: it is the growth of the compressed file when the held-out bytes are appended to them.
+Order-0, gzip and xz see the held-out bytes alone (the documents one after the other). The last
+line also gives xz the training documents: it is the growth of the compressed file when the
+held-out bytes are appended to them.
 """
 
 import argparse
@@ -20,7 +22,9 @@ _XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 
 
 def order_0_bits(data: bytes) -> float:
-    """Entropy of the bytes under their own frequencies, in bits for all of `data` (the table of frequencies is free)."""
+    """Entropy of the bytes under their own frequencies, in bits for all of `data` (the table of
+    frequencies is free).
+    """
     counts = np.bincount(np.frombuffer(data, np.uint8))
     counts = counts[counts > 0]
     return float(-(counts * np.log2(counts / len(data))).sum())
@@ -28,7 +32,9 @@ def order_0_bits(data: bytes) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", default=DataConfig.path, help="one glob; the default corpus when not given")
+    parser.add_argument(
+        "--path", default=DataConfig.path, help="one glob; the default corpus when not given"
+    )
     parser.add_argument("--text_field", default=DataConfig.text_field)
     parser.add_argument("--heldout_fraction", type=float, default=DataConfig.heldout_fraction)
     args = parser.parse_args()
@@ -38,11 +44,15 @@ def main() -> None:
     for side, document in split_documents(source, args.heldout_fraction):
         texts[side].append(document.text.encode())
     train, heldout = b"".join(texts[TRAIN]), b"".join(texts[HELDOUT])
-    xz = {name: len(lzma.compress(data, filters=_XZ)) for name, data in
-          (("heldout", heldout), ("train", train), ("both", train + heldout))}
+    xz = {
+        name: len(lzma.compress(data, filters=_XZ))
+        for name, data in (("heldout", heldout), ("train", train), ("both", train + heldout))
+    }
 
-    print(f"{source.name}: {len(texts[TRAIN])} training documents, {len(train)} bytes; "
-          f"{len(texts[HELDOUT])} held-out documents, {len(heldout)} bytes")
+    print(
+        f"{source.name}: {len(texts[TRAIN])} training documents, {len(train)} bytes; "
+        f"{len(texts[HELDOUT])} held-out documents, {len(heldout)} bytes"
+    )
     rows = [
         ("order-0 entropy", order_0_bits(heldout)),
         ("gzip -9", 8 * len(gzip.compress(heldout, 9, mtime=0))),

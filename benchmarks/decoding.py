@@ -1,20 +1,24 @@
 """Decoding on this machine: speed and cache by context length, drafting, transformers.
 
-    python benchmarks/decoding.py [--part=contexts] [--contexts=1024,4096,…] [--plot=docs/decoding.png]
-    python benchmarks/decoding.py --part=drafting --model=runs/tiny
+    python benchmarks/decoding.py [--part=contexts] [--contexts=1024,4096,…]
+    [--plot=docs/decoding.png] python benchmarks/decoding.py --part=drafting --model=runs/tiny
     python benchmarks/decoding.py --part=rounds --model=runs/tiny
     python benchmarks/decoding.py --part=replay --model=runs/tiny
     python benchmarks/decoding.py --part=memory [--length=262144]
-    python benchmarks/decoding.py --part=transformers --model=runs/tiny --python=/path/to/python/with/torch
+    python benchmarks/decoding.py --part=transformers --model=runs/tiny
+    --python=/path/to/python/with/torch
 
-contexts: prefill and decode throughput and bytes of cache of one row, random weights: three recurrent layers to one of attention, against
-attention alone and recurrent layers alone of the same number of parameters (the width of the experts makes up for the difference).
-drafting: `speculative` = 1 … against plain decoding, greedy, in turns, batch 1 and 8; the same tokens or it ends. What a round costs, in
-plain steps, is how many tokens a pass has to give for drafts to pay; with --config of random weights, whose drafts are refused, that alone.
-rounds: what a round of drafting costs and its parts alone, verifying and drafting, each in a loop of its own in one program, 64 tokens in.
-replay: what taking back a rejected draft costs: the recurrent states kept after each of K+1 tokens, or 2K+1 tokens run again.
-memory: a prompt of that length through a small model in chunks; peak memory of the process beyond what it had before.
-transformers: greedy generation of both from the same weights, tokens per CPU second, in turns.
+contexts: prefill and decode throughput and bytes of cache of one row, random weights: three
+recurrent layers to one of attention, against attention alone and recurrent layers alone of the
+same number of parameters (the width of the experts makes up for the difference). drafting:
+`speculative` = 1 … against plain decoding, greedy, in turns, batch 1 and 8; the same tokens or
+it ends. What a round costs, in plain steps, is how many tokens a pass has to give for drafts to
+pay; with --config of random weights, whose drafts are refused, that alone. rounds: what a round
+of drafting costs and its parts alone, verifying and drafting, each in a loop of its own in one
+program, 64 tokens in. replay: what taking back a rejected draft costs: the recurrent states kept
+after each of K+1 tokens, or 2K+1 tokens run again. memory: a prompt of that length through a
+small model in chunks; peak memory of the process beyond what it had before. transformers: greedy
+generation of both from the same weights, tokens per CPU second, in turns.
 """
 
 import argparse
@@ -50,10 +54,19 @@ LONG = 2**15
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("contexts", "drafting", "rounds", "replay", "memory", "transformers"), default="contexts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part",
+        choices=("contexts", "drafting", "rounds", "replay", "memory", "transformers"),
+        default="contexts",
+    )
     parser.add_argument("--config", default=str(ROOT / "configs" / "tiny.py"))
-    parser.add_argument("--model", help="folder of a run or a Hugging Face directory, in place of --config's random weights")
+    parser.add_argument(
+        "--model",
+        help="folder of a run or a Hugging Face directory, in place of --config's random weights",
+    )
     parser.add_argument("--contexts", default="1024,4096,16384,65536")
     parser.add_argument("--length", type=int, default=262_144)
     parser.add_argument("--runs", type=int, default=5)
@@ -62,8 +75,11 @@ def main() -> None:
     parser.add_argument("--python", help="interpreter with torch and transformers")
     args = parser.parse_args()
     cli.keep_freed_memory()  # as the commands do
-    print(f"{args.part}: {args.model or pathlib.Path(args.config).name}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} threads, "
-          f"jax {jax.__version__}", flush=True)
+    print(
+        f"{args.part}: {args.model or pathlib.Path(args.config).name}, greedy; "
+        f"{jax.devices()[0].device_kind}, {os.cpu_count()} threads, jax {jax.__version__}",
+        flush=True,
+    )
     globals()[f"_{args.part}"](args)
 
 
@@ -82,45 +98,74 @@ def _model(args: argparse.Namespace) -> Qwen3Next:
 
 
 def _prompts(rows: int, length: int, vocab_size: int) -> list[np.ndarray]:
-    """Bytes of the Python standard library (modulo the vocabulary, where it is smaller), every row from another place."""
-    text = b"".join(file.read_bytes() for file in sorted(pathlib.Path(os.__file__).parent.glob("*.py")))
+    """Bytes of the Python standard library (modulo the vocabulary, where it is smaller), every
+    row from another place.
+    """
+    text = b"".join(
+        file.read_bytes() for file in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
+    )
     tokens = np.frombuffer(text, np.uint8).astype(np.int32) % vocab_size
     return [np.resize(np.roll(tokens, -10_000 * row), length) for row in range(rows)]
 
 
 def _timed(model: Qwen3Next, prompts: list[np.ndarray], new: int, **options):
-    """→ (tokens of every row, seconds to the first piece, seconds and CPU seconds of the rest, its tokens, stream)."""
+    """→ (tokens of every row, seconds to the first piece, seconds and CPU seconds of the rest,
+    its tokens, stream).
+    """
     stream = generate(model, prompts, max_new_tokens=new, **options)
     started = time.perf_counter()
     pieces = [next(stream)]
     first, cpu = time.perf_counter(), time.process_time()
     pieces += stream
     seconds, cpu = time.perf_counter() - first, time.process_time() - cpu
-    return joined(pieces, len(prompts)), first - started, seconds, cpu, sum(len(t) for piece in pieces[1:] for t in piece), stream
+    return (
+        joined(pieces, len(prompts)),
+        first - started,
+        seconds,
+        cpu,
+        sum(len(t) for piece in pieces[1:] for t in piece),
+        stream,
+    )
 
 
-# ---- contexts ----------------------------------------------------------------------------------------------------
+# ---- contexts
+# --------------------------------------------------------------------------------------------------
 
 
 def _contexts(args: argparse.Namespace) -> None:
     hybrid = _config(args, mtp_depth=0)
-    forms = {"hybrid 3:1": hybrid, "attention": _of_equal_size(hybrid, full_attention_interval=1),
-             "recurrent": _of_equal_size(hybrid, full_attention_interval=0)}
+    forms = {
+        "hybrid 3:1": hybrid,
+        "attention": _of_equal_size(hybrid, full_attention_interval=1),
+        "recurrent": _of_equal_size(hybrid, full_attention_interval=0),
+    }
     measured = {name: {} for name in forms}
-    print(f"{'':12} {'parameters':>10} {'context':>8} {'prompt tokens/s':>16} {'ms/new token':>13} {'states, bytes':>14} "
-          f"{'slots, bytes':>14}")
+    print(
+        f"{'':12} {'parameters':>10} {'context':>8} {'prompt tokens/s':>16} {'ms/new token':>13} "
+        f"{'states, bytes':>14} {'slots, bytes':>14}"
+    )
     for context in map(int, args.contexts.split(",")):
         for name, config in forms.items():
             model, prompts = _random(config), _prompts(1, context, config.vocab_size)
             if context == min(map(int, args.contexts.split(","))):
                 _compare_with_forward(model, prompts[0])
             # A run as long as these takes minutes, and has no need of one before it.
-            runs = [_timed(model, prompts, NEW) for _ in range(args.runs + 1)][1:] if context < LONG else [_timed(model, prompts, NEW)]
-            prefill, step = (statistics.median(values) for values in zip(*((context / run[1], 1e3 * run[2] / run[4]) for run in runs)))
+            runs = (
+                [_timed(model, prompts, NEW) for _ in range(args.runs + 1)][1:]
+                if context < LONG
+                else [_timed(model, prompts, NEW)]
+            )
+            prefill, step = (
+                statistics.median(values)
+                for values in zip(*((context / run[1], 1e3 * run[2] / run[4]) for run in runs))
+            )
             size = cache_bytes(config, 1, cache_length(prompts, NEW))
             measured[name][context] = prefill, step, sum(size.values())
-            print(f"{name:12} {parameter_counts(config).total:10,} {context:8} {prefill:16,.0f} {step:13.3f} {size['state']:14,} "
-                  f"{size['slots']:14,}", flush=True)
+            print(
+                f"{name:12} {parameter_counts(config).total:10,} {context:8} {prefill:16,.0f} "
+                f"{step:13.3f} {size['state']:14,} {size['slots']:14,}",
+                flush=True,
+            )
     if args.plot:
         _plot(measured, args.plot)
 
@@ -128,7 +173,10 @@ def _contexts(args: argparse.Namespace) -> None:
 def _of_equal_size(like: ModelConfig, **changes) -> ModelConfig:
     """With the experts' width that brings the parameters nearest to those of `like`."""
     wanted = parameter_counts(like).total
-    configs = [dataclasses.replace(like, moe_intermediate_size=width, **changes) for width in range(8, 2 * like.moe_intermediate_size)]
+    configs = [
+        dataclasses.replace(like, moe_intermediate_size=width, **changes)
+        for width in range(8, 2 * like.moe_intermediate_size)
+    ]
     return min(configs, key=lambda config: abs(parameter_counts(config).total - wanted))
 
 
@@ -136,22 +184,31 @@ def _compare_with_forward(model: Qwen3Next, prompt: np.ndarray) -> None:
     (new,), *_ = _timed(model, [prompt], NEW)
     graphdef, params = nnx.split(model)
     whole = np.concatenate([prompt, new])[None]
-    logits = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens).logits)(params, whole)[0]
-    logits = np.asarray(logits)[len(prompt) - 1:-1]
+    logits = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens).logits)(
+        params, whole
+    )[0]
+    logits = np.asarray(logits)[len(prompt) - 1 : -1]
     # A tie within rounding may fall either way; nothing else may differ.
     behind = np.max(logits, axis=-1) - np.take_along_axis(logits, new[:, None], axis=-1)[:, 0]
-    assert np.max(behind) <= 1e-3 * np.max(np.abs(logits)), f"cached decoding differs from the forward pass at {np.argmax(behind)}"
+    assert np.max(behind) <= 1e-3 * np.max(np.abs(logits)), (
+        f"cached decoding differs from the forward pass at {np.argmax(behind)}"
+    )
 
 
 def _plot(measured: dict, file: str) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 4))
-    for axis, (i, title) in zip(axes, enumerate(("prompt tokens/s", "ms per new token", "bytes of cache"))):
+    for axis, (i, title) in zip(
+        axes, enumerate(("prompt tokens/s", "ms per new token", "bytes of cache"))
+    ):
         for name, points in measured.items():
-            axis.plot(list(points), [values[i] for values in points.values()], marker="o", label=name)
+            axis.plot(
+                list(points), [values[i] for values in points.values()], marker="o", label=name
+            )
         axis.set(title=title, xlabel="tokens of context", xscale="log", yscale="log")
         axis.grid(alpha=0.3)
     axes[0].legend()
@@ -160,7 +217,8 @@ def _plot(measured: dict, file: str) -> None:
     print(f"wrote {file}")
 
 
-# ---- drafting ----------------------------------------------------------------------------------------------------
+# ---- drafting
+# --------------------------------------------------------------------------------------------------
 
 
 def _drafting(args: argparse.Namespace) -> None:
@@ -173,26 +231,46 @@ def _drafting(args: argparse.Namespace) -> None:
                 tokens, _, seconds, cpu, count, stream = _timed(model, prompts, new, speculative=k)
                 if k == 0:
                     expected = tokens
-                assert all(np.array_equal(a, b) for a, b in zip(tokens, expected)), f"{k} drafts: other tokens than plain decoding"
+                assert all(np.array_equal(a, b) for a, b in zip(tokens, expected)), (
+                    f"{k} drafts: other tokens than plain decoding"
+                )
                 if turn:
                     rates[k].append((count / seconds, count / cpu))
                     told = stream if turn == args.runs else None
                 if turn == args.runs:
-                    (wall, cpu), (plain_wall, plain_cpu) = (np.median(rates[i], axis=0) for i in (k, 0))
-                    a_pass, by_depth = told.tokens / told.passes, ", ".join(f"{x:.2f}" for x in told.accepted / np.maximum(told.drafted, 1))
-                    print(f"batch {batch}, {k} drafts: {wall:7,.0f} tokens/s, {wall / plain_wall:.2f} × plain (per CPU second "
-                          f"{cpu / plain_cpu:.2f} ×); {a_pass:.2f} tokens per trunk pass, a round costs "
-                          f"{a_pass * plain_wall / wall:.2f} plain steps; accepted by depth {by_depth or '–'}", flush=True)
+                    (wall, cpu), (plain_wall, plain_cpu) = (
+                        np.median(rates[i], axis=0) for i in (k, 0)
+                    )
+                    a_pass, by_depth = (
+                        told.tokens / told.passes,
+                        ", ".join(f"{x:.2f}" for x in told.accepted / np.maximum(told.drafted, 1)),
+                    )
+                    print(
+                        f"batch {batch}, {k} drafts: {wall:7,.0f} tokens/s, "
+                        f"{wall / plain_wall:.2f} × plain (per CPU second "
+                        f"{cpu / plain_cpu:.2f} ×); {a_pass:.2f} tokens per trunk pass, a round "
+                        f"costs {a_pass * plain_wall / wall:.2f} plain steps; accepted by depth "
+                        f"{by_depth or '–'}",
+                        flush=True,
+                    )
         for k in range(1, 5 if batch > 1 else 1):
             rounds = [_timed(model, [prompt], new, speculative=k)[-1].passes for prompt in prompts]
-            print(f"batch {batch}, {k} drafts: alone its rows take {min(rounds)} … {max(rounds)} rounds, {np.mean(rounds):.0f} on average; "
-                  "together all run until the last has ended", flush=True)
+            print(
+                f"batch {batch}, {k} drafts: alone its rows take {min(rounds)} … {max(rounds)} "
+                f"rounds, {np.mean(rounds):.0f} on average; "
+                "together all run until the last has ended",
+                flush=True,
+            )
 
 
 def _rounds(args: argparse.Namespace) -> None:
     model, rounds = _model(args), 32
     graphdef, params = nnx.split(model)
-    number, nothing, greedy = Sampling(*map(np.float32, Sampling()))._replace(top_k=np.int32(0)), np.zeros(0, np.int32), (None, True, False)
+    number, nothing, greedy = (
+        Sampling(*map(np.float32, Sampling()))._replace(top_k=np.int32(0)),
+        np.zeros(0, np.int32),
+        (None, True, False),
+    )
 
     def program(batch: int, drafts: int, part: str):
         form = speculative if drafts else plain
@@ -200,14 +278,29 @@ def _rounds(args: argparse.Namespace) -> None:
 
         def verify(model, carry):
             state, hidden_BJD = carry
-            new_BJ, accepted_B, _, cache = speculative._verify(model, *greedy, state, number, np.uint32(0))
-            return state._replace(cache=cache, drafts=new_BJ[:, 1:], position=state.position + 1 + 0 * accepted_B), hidden_BJD
+            new_BJ, accepted_B, _, cache = speculative._verify(
+                model, *greedy, state, number, np.uint32(0)
+            )
+            return state._replace(
+                cache=cache, drafts=new_BJ[:, 1:], position=state.position + 1 + 0 * accepted_B
+            ), hidden_BJD
 
         def draft(model, carry):
             state, hidden_BJD = carry
             new_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
-            state = speculative._draft(model, *greedy, state, hidden_BJD, new_BJ, state.drafts[:, 0] % (drafts + 1), number, np.uint32(0))
-            return state._replace(position=state.position + 1), hidden_BJD + 1e-3 * state.drafts[:, :1, None]
+            state = speculative._draft(
+                model,
+                *greedy,
+                state,
+                hidden_BJD,
+                new_BJ,
+                state.drafts[:, 0] % (drafts + 1),
+                number,
+                np.uint32(0),
+            )
+            return state._replace(position=state.position + 1), hidden_BJD + 1e-3 * state.drafts[
+                :, :1, None
+            ]
 
         def run(params, state):
             model = nnx.merge(graphdef, params)
@@ -215,8 +308,13 @@ def _rounds(args: argparse.Namespace) -> None:
                 return form.advance(model, *greedy, state, rounds, nothing, number, np.uint32(0))[0]
             hidden_BJD = jnp.ones((batch, drafts + 1, model.config.hidden_size), model.config.dtype)
             one = {"verify": verify, "draft": draft}[part]
-            return jax.lax.fori_loop(0, rounds, lambda _, carry: one(model, carry), (state, hidden_BJD))[0]
-        start = lambda: form.start(model, 512, *(jnp.full(batch, n, jnp.int32) for n in (32, 64, 10**6)), **options)
+            return jax.lax.fori_loop(
+                0, rounds, lambda _, carry: one(model, carry), (state, hidden_BJD)
+            )[0]
+
+        start = lambda: form.start(
+            model, 512, *(jnp.full(batch, n, jnp.int32) for n in (32, 64, 10**6)), **options
+        )
         run = jax.jit(run, donate_argnums=1).lower(params, start()).compile()
 
         def seconds() -> float:
@@ -224,10 +322,14 @@ def _rounds(args: argparse.Namespace) -> None:
             started = time.perf_counter()
             jax.block_until_ready(run(params, state))
             return time.perf_counter() - started
+
         return seconds
 
     for batch in (1, 8):
-        parts = [(0, "whole"), *((k, part) for k in (1, 2) for part in ("whole", "verify", "draft"))]
+        parts = [
+            (0, "whole"),
+            *((k, part) for k in (1, 2) for part in ("whole", "verify", "draft")),
+        ]
         programs = {of: program(batch, *of) for of in parts}
         taken = {of: [] for of in parts}
         for _ in range(8 * args.runs):
@@ -236,8 +338,12 @@ def _rounds(args: argparse.Namespace) -> None:
         step = min(taken[0, "whole"])
         for (drafts, part), values in taken.items():
             name = f"{drafts} drafts, {part}" if drafts else "a plain step"
-            print(f"batch {batch}, {name:16} {1e6 * min(values) / rounds:7.0f} µs (median {1e6 * statistics.median(values) / rounds:.0f}), "
-                  f"{min(values) / step:.2f} plain steps", flush=True)
+            print(
+                f"batch {batch}, {name:16} {1e6 * min(values) / rounds:7.0f} µs (median "
+                f"{1e6 * statistics.median(values) / rounds:.0f}), "
+                f"{min(values) / step:.2f} plain steps",
+                flush=True,
+            )
 
 
 def _replay(args: argparse.Namespace) -> None:
@@ -250,19 +356,28 @@ def _replay(args: argparse.Namespace) -> None:
 
             def step(i, carry):
                 cache, tokens_BT = carry
-                positions_BT = i * size + jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+                positions_BT = i * size + jnp.broadcast_to(
+                    jnp.arange(size, dtype=jnp.int32), (batch, size)
+                )
                 hidden_BTD, cache = model.decode(tokens_BT, positions_BT, cache, each=each)
                 if each:
                     cache = after_token(model.config, cache, jnp.full(batch, size - 1))
-                return cache, (tokens_BT + jnp.argmax(model.logits(hidden_BTD), axis=-1)) % model.config.vocab_size
+                return cache, (
+                    tokens_BT + jnp.argmax(model.logits(hidden_BTD), axis=-1)
+                ) % model.config.vocab_size
+
             return jax.lax.fori_loop(0, steps, step, (cache, tokens_BT))[0]
+
         run, tokens = jax.jit(run), np.stack(_prompts(batch, size, model.config.vocab_size))
         return lambda: jax.block_until_ready(run(params, model.init_cache(batch, 512), tokens))
 
     for batch in (1, 8):
         forms = {"plain step": program(batch, 1, False)}
         for k in (1, 2, 3):
-            forms |= {f"{k} drafts, states kept": program(batch, k + 1, True), f"{k} drafts, run again": program(batch, 2 * k + 1, False)}
+            forms |= {
+                f"{k} drafts, states kept": program(batch, k + 1, True),
+                f"{k} drafts, run again": program(batch, 2 * k + 1, False),
+            }
         seconds = {name: [] for name in forms}
         for turn in range(4 * args.runs + 1):
             for name, run in forms.items():
@@ -270,16 +385,28 @@ def _replay(args: argparse.Namespace) -> None:
                 run()
                 seconds[name] += [time.perf_counter() - started] * (turn > 0)
         for name, values in seconds.items():
-            print(f"batch {batch}, {name:22} {1e6 * min(values) / steps:7.0f} µs a pass (median "
-                  f"{1e6 * statistics.median(values) / steps:.0f})", flush=True)
+            print(
+                f"batch {batch}, {name:22} {1e6 * min(values) / steps:7.0f} µs a pass (median "
+                f"{1e6 * statistics.median(values) / steps:.0f})",
+                flush=True,
+            )
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------
+# ---- memory
+# --------------------------------------------------------------------------------------------------
 
 
 def _memory(args: argparse.Namespace) -> None:
-    config = _config(args, mtp_depth=0, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=0,
-                     intermediate_size=64)
+    config = _config(
+        args,
+        mtp_depth=0,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=0,
+        intermediate_size=64,
+    )
     model = _random(config)
     for length in (args.length // 16, args.length):
         prompts = _prompts(1, length, config.vocab_size)
@@ -287,20 +414,40 @@ def _memory(args: argparse.Namespace) -> None:
         _, first, *_ = _timed(model, prompts, 2)
         size = cache_bytes(config, 1, cache_length(prompts, 2))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(f"prompt of {length:,} tokens: {first:.1f} s; cache {sum(size.values()) / 2**20:.1f} MiB; peak memory of the process grew by "
-              f"{(peak - before) / 2**10:.0f} MiB to {peak / 2**10:.0f} MiB", flush=True)
+        print(
+            f"prompt of {length:,} tokens: {first:.1f} s; cache {sum(size.values()) / 2**20:.1f} "
+            "MiB; peak memory of the process grew by "
+            f"{(peak - before) / 2**10:.0f} MiB to {peak / 2**10:.0f} MiB",
+            flush=True,
+        )
 
 
-# ---- transformers ------------------------------------------------------------------------------------------------
+# ---- transformers
+# ------------------------------------------------------------------------------------------------
 
 
 def _transformers(args: argparse.Namespace) -> None:
     model, new = _model(args), 128
     with tempfile.TemporaryDirectory() as folder:
         save_hf(model, f"{folder}/model")
-        peer = subprocess.Popen([args.python, str(ROOT / "benchmarks" / "transformers_peer.py"), "generate", f"{folder}/model"], text=True,
-                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        print("transformers {transformers}, torch {torch}".format(**json.loads(peer.stdout.readline())), flush=True)
+        peer = subprocess.Popen(
+            [
+                args.python,
+                str(ROOT / "benchmarks" / "transformers_peer.py"),
+                "generate",
+                f"{folder}/model",
+            ],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        print(
+            "transformers {transformers}, torch {torch}".format(
+                **json.loads(peer.stdout.readline())
+            ),
+            flush=True,
+        )
         for batch in (1, 8):
             prompts = _prompts(batch, 64, model.config.vocab_size)
             ours, theirs = [], []
@@ -309,15 +456,24 @@ def _transformers(args: argparse.Namespace) -> None:
                 cpu = time.process_time()
                 tokens = joined(stream, batch)
                 ours.append(batch * new / (time.process_time() - cpu))
-                peer.stdin.write(json.dumps({"prompts": [prompt.tolist() for prompt in prompts], "new": new}) + "\n")
+                peer.stdin.write(
+                    json.dumps({"prompts": [prompt.tolist() for prompt in prompts], "new": new})
+                    + "\n"
+                )
                 peer.stdin.flush()
                 answer = json.loads(peer.stdout.readline())
-                same = [int(np.argmin(np.append(a == np.array(b), False))) for a, b in zip(tokens, answer["tokens"])]
+                same = [
+                    int(np.argmin(np.append(a == np.array(b), False)))
+                    for a, b in zip(tokens, answer["tokens"])
+                ]
                 assert min(same) == new, f"transformers' tokens differ from {min(same)} on"
                 theirs.append(batch * new / answer["cpu"])
             ours, theirs = (statistics.median(values[1:]) for values in (ours, theirs))
-            print(f"batch {batch}: {ours:,.0f} tokens per CPU second, transformers {theirs:,.0f}: {ours / theirs:.1f} ×; same {new} tokens "
-                  f"in every row", flush=True)
+            print(
+                f"batch {batch}: {ours:,.0f} tokens per CPU second, transformers {theirs:,.0f}: "
+                f"{ours / theirs:.1f} ×; same {new} tokens in every row",
+                flush=True,
+            )
         peer.stdin.close()
         peer.wait()
 

@@ -1,10 +1,13 @@
-"""Errors of the experts' layer in bfloat16 against float64 of the same bfloat16 inputs: relative L2 of y and of each gradient.
+"""Errors of the experts' layer in bfloat16 against float64 of the same bfloat16 inputs: relative
+L2 of y and of each gradient.
 
     JAX_PLATFORMS=cpu python benchmarks/experts_precision.py [--shards=8]
 
-"one row a choice": each choice's row rounded, then weighted and summed in float32, as CPUs do it. "products", "kernels": the router's
-weight in the hidden layer and rows summed by token in a product, by XLA's products or the TPU's kernels, interpreted. "…, n
-shards": the experts in n parts whose results are summed one after another in bfloat16, the worst that a reduce-scatter does.
+"one row a choice": each choice's row rounded, then weighted and summed in float32, as CPUs do
+it. "products", "kernels": the router's weight in the hidden layer and rows summed by token in a
+product, by XLA's products or the TPU's kernels, interpreted. "…, n shards": the experts in n
+parts whose results are summed one after another in bfloat16, the worst that a reduce-scatter
+does.
 """
 
 import argparse
@@ -23,18 +26,37 @@ NAMES = ("y", "dx", "dweight", "dgate_up", "ddown")
 def inputs(tokens=512, choices=4, width=256, experts=16, hidden=128):
     """(x, weight, expert, gate_up, down, dy), bfloat16."""
     rng = np.random.default_rng(0)
-    x, gate_up, down, dy = (jnp.asarray(rng.standard_normal(s) * scale, jnp.bfloat16) for s, scale in (
-        ((tokens, width), 1), ((experts, width, 2, hidden), width**-0.5), ((experts, hidden, width), hidden**-0.5), ((tokens, width), 1)))
+    x, gate_up, down, dy = (
+        jnp.asarray(rng.standard_normal(s) * scale, jnp.bfloat16)
+        for s, scale in (
+            ((tokens, width), 1),
+            ((experts, width, 2, hidden), width**-0.5),
+            ((experts, hidden, width), hidden**-0.5),
+            ((tokens, width), 1),
+        )
+    )
     logits = rng.standard_normal((tokens, experts))
     expert = np.argsort(-logits, axis=1)[:, :choices]
     weight = np.exp(np.take_along_axis(logits, expert, axis=1))
-    return x, jnp.asarray(weight / weight.sum(1, keepdims=True), jnp.bfloat16), jnp.asarray(expert, jnp.int32), gate_up, down, dy
+    return (
+        x,
+        jnp.asarray(weight / weight.sum(1, keepdims=True), jnp.bfloat16),
+        jnp.asarray(expert, jnp.int32),
+        gate_up,
+        down,
+        dy,
+    )
 
 
 def exact(x, weight, expert, gate_up, down, dy):
     """y and gradients in float64."""
-    x, weight, gate_up, down, dy = (np.asarray(a, np.float64) for a in (x, weight, gate_up, down, dy))
-    expert, y, dx, dweight, dgate_up, ddown = np.asarray(expert), *(np.zeros_like(a) for a in (x, x, weight, gate_up, down))
+    x, weight, gate_up, down, dy = (
+        np.asarray(a, np.float64) for a in (x, weight, gate_up, down, dy)
+    )
+    expert, y, dx, dweight, dgate_up, ddown = (
+        np.asarray(expert),
+        *(np.zeros_like(a) for a in (x, x, weight, gate_up, down)),
+    )
     for e in range(gate_up.shape[0]):
         token, choice = np.nonzero(expert == e)
         w = weight[token, choice][:, None]
@@ -51,20 +73,30 @@ def exact(x, weight, expert, gate_up, down, dy):
 
 
 def a_row_a_choice(x, weight, expert, gate_up, down, dy):
-    y, pullback = jax.vjp(lambda x, w, g, d: _sorted_experts(x, w, expert, g, d), x, weight, gate_up, down)
+    y, pullback = jax.vjp(
+        lambda x, w, g, d: _sorted_experts(x, w, expert, g, d), x, weight, gate_up, down
+    )
     return y, *pullback(dy)
 
 
 def by_token(x, weight, expert, gate_up, down, dy, shards=1, room=None, pieces=1):
-    """The form of accelerators, `pieces` of the tokens one after another; `room` below all choices leaves some of them to the loop."""
+    """The form of accelerators, `pieces` of the tokens one after another; `room` below all
+    choices leaves some of them to the loop.
+    """
+
     def shard(n):
         mine = slice(n * gate_up.shape[0] // shards, (n + 1) * gate_up.shape[0] // shards)
         dw, rows, most = (), [], dict(room=room or expert.size // pieces)
-        for *piece, dy_piece in zip(*(jnp.split(a, pieces) for a in (x, weight, expert - mine.start, dy))):
+        for *piece, dy_piece in zip(
+            *(jnp.split(a, pieces) for a in (x, weight, expert - mine.start, dy))
+        ):
             y = routed_experts.routed_experts(*piece, gate_up[mine], down[mine], **most)
-            dx, dweight, *dw = routed_experts.routed_experts_gradients(*piece, gate_up[mine], down[mine], dy_piece, *dw, **most)
+            dx, dweight, *dw = routed_experts.routed_experts_gradients(
+                *piece, gate_up[mine], down[mine], dy_piece, *dw, **most
+            )
             rows.append((y, dx, dweight))
         return *map(jnp.concatenate, zip(*rows)), *dw
+
     parts = list(zip(*map(shard, range(shards))))
     y, dx, dweight = (sum(part[1:], part[0]).astype(part[0].dtype) for part in parts[:3])
     return y, dx, dweight.astype(weight.dtype), *(jnp.concatenate(part) for part in parts[3:])
@@ -72,23 +104,36 @@ def by_token(x, weight, expert, gate_up, down, dy, shards=1, room=None, pieces=1
 
 def interpreted():
     """A context in which the TPU's kernels stand in for products and sums."""
+
     def sums(rows, choice, shape):
-        token, order = jax.lax.sort((choice // shape[1], jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1)
+        token, order = jax.lax.sort(
+            (choice // shape[1], jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1
+        )
         return pallas_tpu.sum_rows(rows[order], token, shape[0], interpret=True)
 
     return mock.patch.multiple(
-        routed_experts, sum_by_token=sums,
-        _mlp=lambda p, *a: pallas_tpu.mlp(a[0], p.weight_P, *a[1:], p.expert_T, p.used, interpret=True),
-        _mlp_gradients=lambda p, *a: pallas_tpu.mlp_gradients(a[0], p.weight_P, *a[1:3], p.expert_T, p.used, *a[3:], interpret=True))
+        routed_experts,
+        sum_by_token=sums,
+        _mlp=lambda p, *a: pallas_tpu.mlp(
+            a[0], p.weight_P, *a[1:], p.expert_T, p.used, interpret=True
+        ),
+        _mlp_gradients=lambda p, *a: pallas_tpu.mlp_gradients(
+            a[0], p.weight_P, *a[1:3], p.expert_T, p.used, *a[3:], interpret=True
+        ),
+    )
 
 
 def errors(got, expected) -> dict[str, float]:
-    return {name: float(np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-300))
-            for name, a, b in zip(NAMES, got, expected, strict=True)}
+    return {
+        name: float(np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-300))
+        for name, a, b in zip(NAMES, got, expected, strict=True)
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shards", type=int, default=8)
     shards = parser.parse_args().shards
     given = inputs()
@@ -96,7 +141,12 @@ def main():
     print("| relative L2 error, % | " + " | ".join(NAMES) + " |\n|---|---|---|---|---|---|")
 
     def show(name, got):
-        print(f"| {name} | " + " | ".join(f"{100 * error:.3f}" for error in errors(got, expected).values()) + " |")
+        print(
+            f"| {name} | "
+            + " | ".join(f"{100 * error:.3f}" for error in errors(got, expected).values())
+            + " |"
+        )
+
     show("one row a choice", a_row_a_choice(*given))
     for name, n in (("", 1), (f", {shards} shards", shards)):
         show("products" + name, by_token(*given, shards=n))

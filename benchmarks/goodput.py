@@ -1,9 +1,11 @@
-"""Share of wall time that a run spends on steps that count, while it is killed again and again under its supervisor.
+"""Share of wall time that a run spends on steps that count, while it is killed again and again
+under its supervisor.
 
     uv run python benchmarks/goodput.py --minutes=30 --kill_every=120
 
-trains configs/tiny.py for so long, sends SIGKILL to the training process (not to the supervisor) every `kill_every` seconds,
-ends it with SIGTERM, and reads metrics.jsonl: the seconds of the steps that were kept, over the wall time.
+trains configs/tiny.py for so long, sends SIGKILL to the training process (not to the supervisor)
+every `kill_every` seconds, ends it with SIGTERM, and reads metrics.jsonl: the seconds of the
+steps that were kept, over the wall time.
 """
 
 import argparse
@@ -30,12 +32,22 @@ def main() -> None:
     options = parser.parse_args()
     workdir = ROOT / options.workdir
     shutil.rmtree(workdir, ignore_errors=True)
-    command = [sys.executable, "train.py", "--config=configs/tiny.py", f"--workdir={workdir}", "--config.train.steps=100000",
-               f"--config.checkpoint.every={options.checkpoint_every}", "--config.train.log_every=1", "--config.eval.every=1000000",
-               "--max-restarts=1000"]
+    command = [
+        sys.executable,
+        "train.py",
+        "--config=configs/tiny.py",
+        f"--workdir={workdir}",
+        "--config.train.steps=100000",
+        f"--config.checkpoint.every={options.checkpoint_every}",
+        "--config.train.log_every=1",
+        "--config.eval.every=1000000",
+        "--max-restarts=1000",
+    ]
     loads, kills, begun = [], 0, time.time()
     with (ROOT / "runs" / "goodput.log").open("w") as log:
-        supervisor = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        supervisor = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        )
         end, next_kill = begun + 60 * options.minutes, begun + options.kill_every
         while time.time() < end and supervisor.poll() is None:
             time.sleep(1)
@@ -62,13 +74,22 @@ def _report(events: list[dict], wall: float, kills: int, code: int, loads: list[
     productive = sum(e["seconds"] for e in steps)
     lost = [e["lost_steps"] for e in starts[1:]]
     away = [e["time"] - e["previous_end"] for e in starts[1:] if e["previous_end"]]
-    print(f"{wall / 60:.1f} minutes, {kills} SIGKILLs, {len(starts)} starts, exit code {code}, last step {steps[-1]['step']}")
-    print(f"goodput {productive / wall:.1%}: {productive:.0f} s of steps that count in {wall:.0f} s")
+    print(
+        f"{wall / 60:.1f} minutes, {kills} SIGKILLs, {len(starts)} starts, exit code {code}, last "
+        f"step {steps[-1]['step']}"
+    )
+    print(
+        f"goodput {productive / wall:.1%}: {productive:.0f} s of steps that count in {wall:.0f} s"
+    )
     if lost:
-        print(f"steps lost a kill: mean {statistics.mean(lost):.1f}, most {max(lost)}; from the last event to the next start: "
-              f"median {statistics.median(away):.1f} s")
-    print(f"a step: median {statistics.median(e['seconds'] / e['steps'] for e in steps):.2f} s; load of the machine: mean "
-          f"{statistics.mean(loads):.1f} on {os.cpu_count()} cores")
+        print(
+            f"steps lost a kill: mean {statistics.mean(lost):.1f}, most {max(lost)}; from the "
+            f"last event to the next start: median {statistics.median(away):.1f} s"
+        )
+    print(
+        f"a step: median {statistics.median(e['seconds'] / e['steps'] for e in steps):.2f} s; "
+        f"load of the machine: mean {statistics.mean(loads):.1f} on {os.cpu_count()} cores"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""What the TPU kernels of attention, beside it and of the convolution cost, by the compiler's own schedule, with no TPU.
+"""What the TPU kernels of attention, beside it and of the convolution cost, by the compiler's
+own schedule, with no TPU.
 
-    python benchmarks/kernels_tpu_schedule.py [--topology=v5p:2x2x1] [--tokens=4096] [--heads=16] [--width=256] [--rotary=64]
+    python benchmarks/kernels_tpu_schedule.py [--topology=v5p:2x2x1] [--tokens=4096] [--heads=16]
+    [--width=256] [--rotary=64]
         [--channels=8192]
 
-One packed row of the released model in bfloat16, forward and backward, on one device: of each kernel the milliseconds of its bundles
-(a lower bound, docs/planner.md; of causal attention those of the blocks that its mask leaves), and of the copies of its windows if every
-step of its grid made them, which is what the planner prices. Cycles a register: of the convolution, for each 8 × 128 numbers and core.
+One packed row of the released model in bfloat16, forward and backward, on one device: of each
+kernel the milliseconds of its bundles (a lower bound, docs/planner.md; of causal attention those
+of the blocks that its mask leaves), and of the copies of its windows if every step of its grid
+made them, which is what the planner prices. Cycles a register: of the convolution, for each 8 ×
+128 numbers and core.
 """
 
 import argparse
@@ -24,9 +28,18 @@ from qwen3next_jax.planner.topology import describe
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--topology", default="v5p:2x2x1")
-    for name, default in {"tokens": 4096, "heads": 16, "key_heads": 2, "width": 256, "rotary": 64, "channels": 8192}.items():
+    for name, default in {
+        "tokens": 4096,
+        "heads": 16,
+        "key_heads": 2,
+        "width": 256,
+        "rotary": 64,
+        "channels": 8192,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="schedules-")
@@ -36,23 +49,48 @@ def main():
     chip, mesh = topology.chip, Mesh(np.array(topology.devices[:1]), ("data",))
 
     def of(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct((1, arguments.tokens, *shape), dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+        return jax.ShapeDtypeStruct(
+            (1, arguments.tokens, *shape), dtype, sharding=NamedSharding(mesh, PartitionSpec())
+        )
 
     def both_ways(x, kernel, q, k, v, flat, ids):
         def run(x, kernel, q, k, v, flat):
-            turns = pallas_heads.over_lanes(*jnp.ones((2, 1, arguments.tokens, arguments.rotary // 2)))
-            placed = pallas_heads.place(flat, jnp.ones(arguments.width), *turns, arguments.rotary // 2, 1e-6)
+            turns = pallas_heads.over_lanes(
+                *jnp.ones((2, 1, arguments.tokens, arguments.rotary // 2))
+            )
+            placed = pallas_heads.place(
+                flat, jnp.ones(arguments.width), *turns, arguments.rotary // 2, 1e-6
+            )
             o = attention(q, k, v, segment_ids=ids)
-            return causal_conv1d(x, kernel, activation="silu", segment_ids=ids)[0], o, placed, pallas_heads.gate(placed, flat)
+            return (
+                causal_conv1d(x, kernel, activation="silu", segment_ids=ids)[0],
+                o,
+                placed,
+                pallas_heads.gate(placed, flat),
+            )
+
         outputs, pullback = jax.vjp(run, x, kernel, q, k, v, flat)
         return outputs, pullback(outputs)
 
-    kernel = jax.ShapeDtypeStruct((4, arguments.channels), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
-    heads = [of(n, arguments.width) for n in (arguments.heads, arguments.key_heads, arguments.key_heads)]
+    kernel = jax.ShapeDtypeStruct(
+        (4, arguments.channels), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
+    )
+    heads = [
+        of(n, arguments.width) for n in (arguments.heads, arguments.key_heads, arguments.key_heads)
+    ]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         cores = tpu().num_cores
-        compiled = jax.jit(both_ways).lower(
-            of(arguments.channels), kernel, *heads, of(arguments.heads * arguments.width), of(dtype=jnp.int32)).compile()
+        compiled = (
+            jax.jit(both_ways)
+            .lower(
+                of(arguments.channels),
+                kernel,
+                *heads,
+                of(arguments.heads * arguments.width),
+                of(dtype=jnp.int32),
+            )
+            .compile()
+        )
     program = hlo.parse(compiled.as_text())
     schedules = schedule.read(folder, program)
     registers = arguments.tokens * arguments.channels / 1024 / cores
@@ -61,9 +99,13 @@ def main():
         for i in computation.values():
             if is_kernel(i) and i.name in schedules:
                 cycles = schedules[i.name].cycles * visited(computation, i)
-                copies = (stated_bytes(i) or schedules[i.name].copied) / (chip.hbm_bandwidth / chip.devices_per_chip)
+                copies = (stated_bytes(i) or schedules[i.name].copied) / (
+                    chip.hbm_bandwidth / chip.devices_per_chip
+                )
                 each = f"{cycles / registers:.1f}" if "conv" in i.name else ""
-                print(f"| {i.name} | {cycles / chip.clock * 1e3:.3f} | {copies * 1e3:.3f} | {each} |")
+                print(
+                    f"| {i.name} | {cycles / chip.clock * 1e3:.3f} | {copies * 1e3:.3f} | {each} |"
+                )
 
 
 if __name__ == "__main__":

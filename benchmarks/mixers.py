@@ -1,13 +1,17 @@
-"""Every mixer of config/mixers.py: lines, errors against its paper's recurrence in float64, time of a training step of configs/tiny.py.
+"""Every mixer of config/mixers.py: lines, errors against its paper's recurrence in float64, time
+of a training step of configs/tiny.py.
 
     python benchmarks/mixers.py                       # the errors, as rows of docs/mixers.md
-    python benchmarks/mixers.py --steps=8 [names …]   # instead: the time of a step, over that with Gated DeltaNet, in turns
-    python benchmarks/mixers.py --layers [names …]    # instead: a layer (of kda) over one of Gated DeltaNet, forward and backward
+    python benchmarks/mixers.py --steps=8 [names …]   # instead: the time of a step, over that
+    with Gated DeltaNet, in turns python benchmarks/mixers.py --layers [names …]    # instead: a
+    layer (of kda) over one of Gated DeltaNet, forward and backward
 
-Errors: largest of the output's and of any gradient's, each over the largest number of its array, of a layer of `tests/test_mixers.py`'s
-sizes on 70 tokens; in bfloat16 the recurrence gets the rounded numbers. A gradient far below the others counts as one thousandth of the
-largest. Where nothing is timed, programs are compiled quickly, as the tests' are. Times: medians of so many steps after the first two, both
-programs in one process. Of a step its CPU time, on which what else the machine does tells less; for that of a layer it must be idle.
+Errors: largest of the output's and of any gradient's, each over the largest number of its array,
+of a layer of `tests/test_mixers.py`'s sizes on 70 tokens; in bfloat16 the recurrence gets the
+rounded numbers. A gradient far below the others counts as one thousandth of the largest. Where
+nothing is timed, programs are compiled quickly, as the tests' are. Times: medians of so many
+steps after the first two, both programs in one process. Of a step its CPU time, on which what
+else the machine does tells less; for that of a layer it must be idle.
 """
 
 import argparse
@@ -19,7 +23,9 @@ import sys
 import time
 
 if not any(argument.startswith(("--steps", "--layers")) for argument in sys.argv[1:]):
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
 
 import jax
 import numpy as np
@@ -43,21 +49,38 @@ from qwen3next_jax.model.parameters import Make  # noqa: E402
 from qwen3next_jax.parallel.mesh import make_mesh  # noqa: E402
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step  # noqa: E402
 
-SETTINGS = {"sliding_window": {"window": 64}, "mla": {"latent_rank": 64}}  # of sizes that suit configs/tiny.py
+# of sizes that suit configs/tiny.py
+SETTINGS = {"sliding_window": {"window": 64}, "mla": {"latent_rank": 64}}
 
 
 class Step:
-    """A training step of configs/tiny.py with this mixer in place of the recurrent layers (`mla`: of attention)."""
+    """A training step of configs/tiny.py with this mixer in place of the recurrent layers
+    (`mla`: of attention).
+    """
 
     def __init__(self, name: str):
         config = from_dict(Config, load_config_file(ROOT / "configs" / "tiny.py"))
         mixer = dataclasses.replace(config.model.mixer, **SETTINGS.get(name, {}))
-        model = dataclasses.replace(config.model, mixer=mixer, **{"full_mixer" if name == "mla" else "linear_mixer": name})
-        config, mesh = dataclasses.replace(config, model=model), make_mesh(config.parallel, jax.devices()[:1])
-        shape, sharding = (config.train.batch_size, config.train.sequence_length), batch_sharding(mesh)
+        model = dataclasses.replace(
+            config.model, mixer=mixer, **{"full_mixer" if name == "mla" else "linear_mixer": name}
+        )
+        config, mesh = (
+            dataclasses.replace(config, model=model),
+            make_mesh(config.parallel, jax.devices()[:1]),
+        )
+        shape, sharding = (
+            (config.train.batch_size, config.train.sequence_length),
+            batch_sharding(mesh),
+        )
         tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
-        self.batch = jax.device_put({"tokens": tokens, "segment_ids": np.ones(shape, np.int32)}, sharding)
-        self.state, self.step, self.seconds = init_state(config, mesh), make_train_step(config, mesh), []
+        self.batch = jax.device_put(
+            {"tokens": tokens, "segment_ids": np.ones(shape, np.int32)}, sharding
+        )
+        self.state, self.step, self.seconds = (
+            init_state(config, mesh),
+            make_train_step(config, mesh),
+            [],
+        )
         self.parameters = parameter_counts(model).total
 
     def take(self):
@@ -77,21 +100,42 @@ def times_of(step: Step, peer: Step, steps: int) -> float:
 
 
 def layer(name: str, batch: int, length: int, heads: int, width: int):
-    """Forward and backward of one float32 layer, key heads half as many as value heads; → a call that runs it."""
-    config = ModelConfig(hidden_size=heads * width, linear_num_key_heads=heads // 2, linear_num_value_heads=heads, dtype="float32",
-                         linear_key_head_dim=width, linear_value_head_dim=width, num_attention_heads=heads, num_key_value_heads=heads // 2,
-                         head_dim=width, max_position_embeddings=8192, decay_init="log_uniform",
-                         mixer=MixerConfig(**SETTINGS.get(name, {})))
+    """Forward and backward of one float32 layer, key heads half as many as value heads; → a call
+    that runs it.
+    """
+    config = ModelConfig(
+        hidden_size=heads * width,
+        linear_num_key_heads=heads // 2,
+        linear_num_value_heads=heads,
+        dtype="float32",
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=width,
+        max_position_embeddings=8192,
+        decay_init="log_uniform",
+        mixer=MixerConfig(**SETTINGS.get(name, {})),
+    )
     graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
-    x, dy = (jax.random.normal(jax.random.key(i), (batch, length, config.hidden_size)) for i in range(2))
+    x, dy = (
+        jax.random.normal(jax.random.key(i), (batch, length, config.hidden_size)) for i in range(2)
+    )
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
-    run = jax.jit(jax.grad(lambda params, x: (nnx.merge(graph, params)(x, Context(positions))[0] * dy).sum(), argnums=(0, 1)))
+    run = jax.jit(
+        jax.grad(
+            lambda params, x: (nnx.merge(graph, params)(x, Context(positions))[0] * dy).sum(),
+            argnums=(0, 1),
+        )
+    )
     return lambda: jax.block_until_ready(run(params, x))
 
 
 def layers(names):
     """Of kda in two shapes, of others in the first, which is that of configs/tiny.py."""
-    for name, shape in [(name, (8, 256, 4, 32)) for name in names or ("kda",)] + [("kda", (1, 1024, 8, 64))] * (not names):
+    for name, shape in [(name, (8, 256, 4, 32)) for name in names or ("kda",)] + [
+        ("kda", (1, 1024, 8, 64))
+    ] * (not names):
         calls, seconds = [layer(mixer, *shape) for mixer in (name, "gated_deltanet")], ([], [])
         for _ in range(22):
             for call, times in zip(calls, seconds):
@@ -100,11 +144,16 @@ def layers(names):
                 times.append(time.perf_counter() - start)
         of, one = (1e3 * statistics.median(times[2:]) for times in seconds)
         sizes = "{} × {} tokens, {} value heads of {}".format(*shape)
-        print(f"{sizes}: {name} {of:.1f} ms, Gated DeltaNet {one:.1f} ms, {of / one:.2f} ×", flush=True)
+        print(
+            f"{sizes}: {name} {of:.1f} ms, Gated DeltaNet {one:.1f} ms, {of / one:.2f} ×",
+            flush=True,
+        )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="of config/mixers.py; all")
     parser.add_argument("--steps", type=int, default=0, help="steps that are timed")
     parser.add_argument("--layers", action="store_true", help="time layers")
@@ -117,7 +166,10 @@ def main():
         peer = Step("gated_deltanet")
         for name in a.names or REFERENCES:
             step = Step(name)
-            print(f"| `{name}` | {times_of(step, peer, a.steps):.2f} × | {step.parameters:,} |", flush=True)
+            print(
+                f"| `{name}` | {times_of(step, peer, a.steps):.2f} × | {step.parameters:,} |",
+                flush=True,
+            )
         return
     print("| mixer | lines | output float32 | gradients | output bfloat16 | gradients |")
     for name in a.names or REFERENCES:
@@ -129,11 +181,18 @@ def main():
             row += [f"{output:.1e}", f"{max(jax.tree.leaves(gradients)):.1e}"]
         if max(jax.tree.leaves(gradients)) > 0.05:
             _, gradients = errors(name, config, dtype, 70, of_reference=True)
-            row[-1] += f" (the recurrence itself in bfloat16: {max(jax.tree.leaves(gradients)):.1e})"
+            row[-1] += (
+                f" (the recurrence itself in bfloat16: {max(jax.tree.leaves(gradients)):.1e})"
+            )
         print(f"| {' | '.join(row)} |", flush=True)
     for number in (0, 300) if not a.names or "mlstm" in a.names else ():
-        output, gradients = errors("mlstm", base("mlstm"), "float32", 70, added={"input_bias": number})
-        print(f"mlstm with {number} added to its input gates, float32: {output:.1e}, {max(jax.tree.leaves(gradients)):.1e}")
+        output, gradients = errors(
+            "mlstm", base("mlstm"), "float32", 70, added={"input_bias": number}
+        )
+        print(
+            f"mlstm with {number} added to its input gates, float32: {output:.1e}, "
+            f"{max(jax.tree.leaves(gradients)):.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Held-out loss of configs/tiny.py after 500 steps with each optimizer: three seeds at the best learning rate of a search.
+"""Held-out loss of configs/tiny.py after 500 steps with each optimizer: three seeds at the best
+learning rate of a search.
 
-    python benchmarks/optimizers.py                       # all of it; what a run's folder already holds is not trained again
-    taskset -c 0 python benchmarks/optimizers.py adamw    # one optimizer alone, beside the other on another core;
-    taskset -c 1 python benchmarks/optimizers.py muon     # then the first line prints the table of both
+    python benchmarks/optimizers.py                       # all of it; what a run's folder
+    already holds is not trained again taskset -c 0 python benchmarks/optimizers.py adamw    #
+    one optimizer alone, beside the other on another core; taskset -c 1 python
+    benchmarks/optimizers.py muon     # then the first line prints the table of both
 
-The search is the same for every optimizer, with seed 0: half, once and twice the config's rate, then twice further in the direction of
-the best as long as that is the outermost. Batches, steps, warm-up, schedule, decay and clipping are the config's. Prints every run
-as JSON, then the table.
+The search is the same for every optimizer, with seed 0: half, once and twice the config's rate,
+then twice further in the direction of the best as long as that is the outermost. Batches, steps,
+warm-up, schedule, decay and clipping are the config's. Prints every run as JSON, then the table.
 """
 
 import argparse
@@ -27,12 +29,24 @@ SEEDS = (0, 1, 2)
 
 
 def run(optimizer: str, rate: float, seed: int, steps: int) -> dict:
-    """Figures of one training, a process of its own. `loss` is infinite where the guards stopped it."""
+    """Figures of one training, a process of its own. `loss` is infinite where the guards stopped
+    it.
+    """
     folder = ROOT / "runs" / "optimizers" / str(steps) / f"{optimizer},rate={rate:g},seed={seed}"
-    command = [sys.executable, "train.py", "--config=configs/tiny.py", f"--config.optimizer.name={optimizer}",
-               f"--config.optimizer.learning_rate={rate:g}", f"--config.train.seed={seed}", f"--config.train.steps={steps}",
-               f"--config.eval.every={steps}", f"--config.checkpoint.every={steps}", "--config.eval.sample_tokens=0",
-               "--config.telemetry.diagnostics_every=0", f"--workdir={folder}"]
+    command = [
+        sys.executable,
+        "train.py",
+        "--config=configs/tiny.py",
+        f"--config.optimizer.name={optimizer}",
+        f"--config.optimizer.learning_rate={rate:g}",
+        f"--config.train.seed={seed}",
+        f"--config.train.steps={steps}",
+        f"--config.eval.every={steps}",
+        f"--config.checkpoint.every={steps}",
+        "--config.eval.sample_tokens=0",
+        "--config.telemetry.diagnostics_every=0",
+        f"--workdir={folder}",
+    ]
     figures = _figures(folder, steps)
     if figures is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +55,12 @@ def run(optimizer: str, rate: float, seed: int, steps: int) -> dict:
         if code not in (ExitCode.DONE, ExitCode.DIVERGED):
             raise SystemExit(f"exit code {code}: see {folder / 'log.txt'}")
         figures = _figures(folder, steps)
-    figures = {"optimizer": optimizer, "learning_rate": rate, "seed": seed, "steps": steps} | figures
+    figures = {
+        "optimizer": optimizer,
+        "learning_rate": rate,
+        "seed": seed,
+        "steps": steps,
+    } | figures
     print(json.dumps(figures), flush=True)
     return figures
 
@@ -54,8 +73,14 @@ def _figures(folder: pathlib.Path, steps: int) -> dict | None:
     heldout = [event for event in events if event["event"] == "heldout" and event["step"] == steps]
     if not heldout:
         return None
-    speed = statistics.median(event["tokens_per_second"] for event in events if event["event"] == "train")
-    return {"loss": heldout[-1]["loss"], "bits_per_byte": heldout[-1]["bits_per_byte"], "tokens_per_second": speed}
+    speed = statistics.median(
+        event["tokens_per_second"] for event in events if event["event"] == "train"
+    )
+    return {
+        "loss": heldout[-1]["loss"],
+        "bits_per_byte": heldout[-1]["bits_per_byte"],
+        "tokens_per_second": speed,
+    }
 
 
 def compared(optimizer: str, steps: int) -> tuple[list[dict], list[dict]]:
@@ -64,7 +89,10 @@ def compared(optimizer: str, steps: int) -> tuple[list[dict], list[dict]]:
     while (best := min(tried, key=lambda rate: tried[rate]["loss"])) in (min(tried), max(tried)):
         further = best / 2 if best == min(tried) else best * 2
         tried[further] = run(optimizer, further, SEEDS[0], steps)
-    return [tried[rate] for rate in sorted(tried)], [tried[best], *(run(optimizer, best, seed, steps) for seed in SEEDS[1:])]
+    return [tried[rate] for rate in sorted(tried)], [
+        tried[best],
+        *(run(optimizer, best, seed, steps) for seed in SEEDS[1:]),
+    ]
 
 
 def main() -> None:
@@ -73,13 +101,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
     rows = {name: compared(name, options.steps) for name in options.optimizers or OPTIMIZERS}
-    print("\n| optimizer | learning rate | held-out loss, by seed | mean | bits per byte | tokens/s | search (seed 0) |")
+    print(
+        "\n| optimizer | learning rate | held-out loss, by seed | mean | bits per byte | tokens/s "
+        "| search (seed 0) |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, (tried, runs) in rows.items():
-        mean = {figure: statistics.fmean(r[figure] for r in runs) for figure in ("loss", "bits_per_byte", "tokens_per_second")}
-        print(f"| {name} | {runs[0]['learning_rate']:g} | {' '.join(f'{r["loss"]:.4f}' for r in runs)} | {mean['loss']:.4f} | "
-              f"{mean['bits_per_byte']:.4f} | {mean['tokens_per_second']:,.0f} | "
-              f"{', '.join(f'{r["learning_rate"]:g}: {r["loss"]:.4f}' for r in tried)} |")
+        mean = {
+            figure: statistics.fmean(r[figure] for r in runs)
+            for figure in ("loss", "bits_per_byte", "tokens_per_second")
+        }
+        print(
+            f"| {name} | {runs[0]['learning_rate']:g} | "
+            f"{' '.join(f'{r["loss"]:.4f}' for r in runs)} | {mean['loss']:.4f} | "
+            f"{mean['bits_per_byte']:.4f} | {mean['tokens_per_second']:,.0f} | "
+            f"{', '.join(f'{r["learning_rate"]:g}: {r["loss"]:.4f}' for r in tried)} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""How far this implementation is from transformers' own Qwen3-Next, Qwen3.5 and Kimi Linear, quantity by quantity, in float32.
+"""How far this implementation is from transformers' own Qwen3-Next, Qwen3.5 and Kimi Linear,
+quantity by quantity, in float32.
 
-A reference directory holds a small random-weight checkpoint and `cases.safetensors`, what transformers computed from
-it (of a wrapper, those of the same text model without one). With `--python` (an interpreter that has torch and transformers) the
-model is also exported, loaded there, and its logits compared.
+A reference directory holds a small random-weight checkpoint and `cases.safetensors`, what
+transformers computed from it (of a wrapper, those of the same text model without one). With
+`--python` (an interpreter that has torch and transformers) the model is also exported, loaded
+there, and its logits compared.
 
     python benchmarks/parity.py [--gradients] [--python=/path/to/python]
 """
@@ -28,9 +30,13 @@ from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCES = {  # checkpoint → the directory with its cases
-    "qwen3_next_tiny": "qwen3_next_tiny", "qwen3_5_tiny": "qwen3_5_tiny", "qwen3_5_wrapper_tiny": "qwen3_5_tiny",
-    "qwen3_5_moe_tiny": "qwen3_5_moe_tiny", "qwen3_5_moe_wrapper_fused_mtp_tiny": "qwen3_5_moe_tiny",
-    "kimi_linear_tiny": "kimi_linear_tiny"}
+    "qwen3_next_tiny": "qwen3_next_tiny",
+    "qwen3_5_tiny": "qwen3_5_tiny",
+    "qwen3_5_wrapper_tiny": "qwen3_5_tiny",
+    "qwen3_5_moe_tiny": "qwen3_5_moe_tiny",
+    "qwen3_5_moe_wrapper_fused_mtp_tiny": "qwen3_5_moe_tiny",
+    "kimi_linear_tiny": "kimi_linear_tiny",
+}
 FIXTURES = ROOT / "tests" / "fixtures"
 
 
@@ -48,39 +54,88 @@ class Row(NamedTuple):
 
 
 def measure(reference: str = "qwen3_next_tiny") -> list[Row]:
-    """Every quantity of `cases.safetensors` against this implementation, export → import, and what YaRN makes of longer texts."""
-    directory, cases = FIXTURES / reference, load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")
+    """Every quantity of `cases.safetensors` against this implementation, export → import, and
+    what YaRN makes of longer texts.
+    """
+    directory, cases = (
+        FIXTURES / reference,
+        load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors"),
+    )
     model = load_hf(directory)
     params, run = nnx.state(model, nnx.Param), _programs(_text_form(model.config))
     losses, out, gradient = run.gradients(params, jnp.asarray(cases["input_ids"]))
     rows = [
         Row("logits", "logits", _max_error(out.logits, cases["logits"]), 1e-4),
-        *(Row("MTP logits", f"mtp_logits, depth {d}", _max_error(logits, cases["mtp_logits"]), 1e-4)
-          for d, logits in enumerate(out.mtp_logits)),
-        *(Row("losses", name, _relative(value, cases[name]), 1e-5) for name, value in losses.items() if name in cases),
+        *(
+            Row(
+                "MTP logits",
+                f"mtp_logits, depth {d}",
+                _max_error(logits, cases["mtp_logits"]),
+                1e-4,
+            )
+            for d, logits in enumerate(out.mtp_logits)
+        ),
+        *(
+            Row("losses", name, _relative(value, cases[name]), 1e-5)
+            for name, value in losses.items()
+            if name in cases
+        ),
     ]
-    rows += [Row("hidden states", f"hidden_states.{i}", _max_error(x, cases[f"hidden_states.{i}"]), 1e-4)
-             for i, x in enumerate(out.hidden_states)]
-    rows += [Row("router logits", name := f"router_logits.{i}", _max_error(x.reshape(-1, x.shape[-1]), cases[name]), 1e-4)
-             for i, x in enumerate(out.router_logits)]
+    rows += [
+        Row("hidden states", f"hidden_states.{i}", _max_error(x, cases[f"hidden_states.{i}"]), 1e-4)
+        for i, x in enumerate(out.hidden_states)
+    ]
+    rows += [
+        Row(
+            "router logits",
+            name := f"router_logits.{i}",
+            _max_error(x.reshape(-1, x.shape[-1]), cases[name]),
+            1e-4,
+        )
+        for i, x in enumerate(out.router_logits)
+    ]
     ours = _fuse_experts(hf_tensors(gradient, _text_form(model.config)), model.config.num_experts)
     graded = sorted(name.removeprefix("grad.") for name in cases if name.startswith("grad."))
-    rows += [Row("gradients", name, _relative_l2(ours[name], cases[f"grad.{name}"]), 1e-3) for name in graded]
-    rows.append(Row("greedy", "greedy continuation: tokens that differ", _greedy_differences(run, params, cases), 0))
-    rows.append(Row("export", "export → import: tensors whose bits differ", _round_trip_differences(model, directory), 0))
+    rows += [
+        Row("gradients", name, _relative_l2(ours[name], cases[f"grad.{name}"]), 1e-3)
+        for name in graded
+    ]
+    rows.append(
+        Row(
+            "greedy",
+            "greedy continuation: tokens that differ",
+            _greedy_differences(run, params, cases),
+            0,
+        )
+    )
+    rows.append(
+        Row(
+            "export",
+            "export → import: tensors whose bits differ",
+            _round_trip_differences(model, directory),
+            0,
+        )
+    )
     if (directory / "yarn.safetensors").exists():
         rows.append(_yarn_row(model, load_file(directory / "yarn.safetensors")))
     return rows
 
 
 def _text_form(config: ModelConfig) -> ModelConfig:
-    """The form that the cases name gradients by. What is computed does not depend on it, so that forms share programs."""
-    return dataclasses.replace(config, hf_form="qwen3_5_text" if config.hf_form == "qwen3_5" else config.hf_form, hf_fused_experts=())
+    """The form that the cases name gradients by. What is computed does not depend on it, so that
+    forms share programs.
+    """
+    return dataclasses.replace(
+        config,
+        hf_form="qwen3_5_text" if config.hf_form == "qwen3_5" else config.hf_form,
+        hf_fused_experts=(),
+    )
 
 
 class Programs(NamedTuple):
-    """gradients: (params, tokens) → (losses, output, gradient of the next token's cross-entropy; in the multi-token prediction module
-    that of its own). logits: (params, tokens) → logits."""
+    """gradients: (params, tokens) → (losses, output, gradient of the next token's cross-entropy;
+    in the multi-token prediction module that of its own). logits: (params, tokens) → logits.
+    """
 
     gradients: Callable
     logits: Callable
@@ -91,62 +146,104 @@ def _programs(config: ModelConfig) -> Programs:
     graph = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))[0]
 
     def cross_entropy(logits, targets):
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1))
+        return -jnp.mean(
+            jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+        )
 
     def losses(params, tokens):
         out = nnx.merge(graph, params)(tokens, output_hidden_states=True)
-        mtp = cross_entropy(out.mtp_logits[0][:, :-1], tokens[:, 2:]) if out.mtp_logits else jnp.zeros(())
+        mtp = (
+            cross_entropy(out.mtp_logits[0][:, :-1], tokens[:, 2:])
+            if out.mtp_logits
+            else jnp.zeros(())
+        )
         return (cross_entropy(out.logits[:, :-1], tokens[:, 1:]), mtp), out
 
     def gradients(params, tokens):
-        (main, mtp), pull, out = jax.vjp(lambda params: losses(params, tokens), params, has_aux=True)
-        gradient, = pull((jnp.ones(()), jnp.zeros(())))
+        (main, mtp), pull, out = jax.vjp(
+            lambda params: losses(params, tokens), params, has_aux=True
+        )
+        (gradient,) = pull((jnp.ones(()), jnp.zeros(())))
         if config.mtp_depth:
             gradient["mtp"] = pull((jnp.zeros(()), jnp.ones(())))[0]["mtp"]
-        return {"cross_entropy": main, "mtp_cross_entropy": mtp, "balance_loss": out.balance_loss}, out, gradient
+        return (
+            {"cross_entropy": main, "mtp_cross_entropy": mtp, "balance_loss": out.balance_loss},
+            out,
+            gradient,
+        )
 
-    return Programs(jax.jit(gradients), jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens).logits))
+    return Programs(
+        jax.jit(gradients), jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens).logits)
+    )
 
 
 def _fuse_experts(tensors: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
     """Adds the fused forms [E, 2I, D] (gate | up) and [E, D, I] to per-expert tensors."""
     fused = dict(tensors)
-    for layer in {name.split("0.gate_proj")[0] for name in tensors if name.endswith("experts.0.gate_proj.weight")}:
-        gate, up, down = (np.stack([tensors[f"{layer}{e}.{part}_proj.weight"] for e in range(experts)])
-                          for part in ("gate", "up", "down"))
-        fused |= {f"{layer}gate_up_proj": np.concatenate((gate, up), axis=1), f"{layer}down_proj": down}
+    for layer in {
+        name.split("0.gate_proj")[0]
+        for name in tensors
+        if name.endswith("experts.0.gate_proj.weight")
+    }:
+        gate, up, down = (
+            np.stack([tensors[f"{layer}{e}.{part}_proj.weight"] for e in range(experts)])
+            for part in ("gate", "up", "down")
+        )
+        fused |= {
+            f"{layer}gate_up_proj": np.concatenate((gate, up), axis=1),
+            f"{layer}down_proj": down,
+        }
     return fused
 
 
 def _greedy_differences(run: Programs, params: nnx.State, cases: dict[str, np.ndarray]) -> int:
-    """Reads the reference's continuation once: it is this model's own greedy one iff every token in it is what this
-    model ranks first after the tokens before it."""
+    """Reads the reference's continuation once: it is this model's own greedy one iff every token
+    in it is what this model ranks first after the tokens before it.
+    """
     continued, prompt = cases["greedy"], cases["input_ids"].shape[1]
     chosen = np.asarray(jnp.argmax(run.logits(params, jnp.asarray(continued)), axis=-1))
-    return int(np.sum(chosen[:, prompt - 1:-1] != continued[:, prompt:]))
+    return int(np.sum(chosen[:, prompt - 1 : -1] != continued[:, prompt:]))
 
 
 def _yarn_row(model: Qwen3Next, case: dict[str, np.ndarray]) -> Row:
     """Logits at the end of a text longer than the trained context, which YaRN stretches by four."""
     config = dataclasses.replace(_text_form(model.config), yarn_factor=4.0)
     logits = _programs(config).logits(nnx.state(model, nnx.Param), jnp.asarray(case["input_ids"]))
-    return Row("YaRN", f"YaRN × 4: logits at {case['input_ids'].shape[1]} tokens, {config.max_position_embeddings} trained",
-               _max_error(logits[:, -case["logits"].shape[1]:], case["logits"]), 1e-4)
+    return Row(
+        "YaRN",
+        f"YaRN × 4: logits at {case['input_ids'].shape[1]} tokens, "
+        f"{config.max_position_embeddings} trained",
+        _max_error(logits[:, -case["logits"].shape[1] :], case["logits"]),
+        1e-4,
+    )
 
 
 def _round_trip_differences(model: Qwen3Next, reference: pathlib.Path) -> int:
-    """Checkpoint → model → export: names and bits, those of a vision tower included, against the original file."""
+    """Checkpoint → model → export: names and bits, those of a vision tower included, against the
+    original file.
+    """
     with tempfile.TemporaryDirectory() as directory:
         save_hf(model, f"{directory}/export")
-        original, back = (load_file(f"{place}/model.safetensors") for place in (reference, f"{directory}/export"))
-    same = [name for name in original if name in back and original[name].tobytes() == back[name].tobytes()]
+        original, back = (
+            load_file(f"{place}/model.safetensors") for place in (reference, f"{directory}/export")
+        )
+    same = [
+        name
+        for name in original
+        if name in back and original[name].tobytes() == back[name].tobytes()
+    ]
     return len(original.keys() | back.keys()) - len(same)
 
 
 def transformers_rows(python: str, reference: str = "qwen3_next_tiny") -> list[Row]:
-    """The export, loaded by transformers in the interpreter `python`, against this implementation; with YaRN, too."""
+    """The export, loaded by transformers in the interpreter `python`, against this
+    implementation; with YaRN, too.
+    """
     model = load_hf(FIXTURES / reference)
-    tokens, rows = load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")["input_ids"], []
+    tokens, rows = (
+        load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")["input_ids"],
+        [],
+    )
     for factor in (1.0, 4.0) if model.config.rotary_dim else (1.0,):
         model.config = dataclasses.replace(model.config, yarn_factor=factor)
         run = _programs(_text_form(model.config))
@@ -154,17 +251,42 @@ def transformers_rows(python: str, reference: str = "qwen3_next_tiny") -> list[R
         with tempfile.TemporaryDirectory() as directory:
             save_hf(model, f"{directory}/export")
             save_file({"input_ids": tokens}, f"{directory}/tokens.safetensors")
-            peer = subprocess.run([python, str(ROOT / "benchmarks" / "transformers_peer.py"), "logits", f"{directory}/export",
-                                   f"{directory}/tokens.safetensors", f"{directory}/logits.safetensors"],
-                                  check=True, capture_output=True, text=True)
+            peer = subprocess.run(
+                [
+                    python,
+                    str(ROOT / "benchmarks" / "transformers_peer.py"),
+                    "logits",
+                    f"{directory}/export",
+                    f"{directory}/tokens.safetensors",
+                    f"{directory}/logits.safetensors",
+                ],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
             theirs = load_file(f"{directory}/logits.safetensors")
         report, words = json.loads(peer.stdout.splitlines()[-1]), ", YaRN × 4" * (factor > 1)
         cases = {"input_ids": tokens, "greedy": theirs["greedy"]}
-        rows += [Row("transformers", f"logits of the export in transformers {report['transformers']}{words}",
-                     _max_error(ours, theirs["logits"]), 1e-4),
-                 Row("transformers", "greedy continuation there: tokens that differ",
-                     _greedy_differences(run, nnx.state(model, nnx.Param), cases), 0),
-                 Row("transformers", "tensors of the export that it misses or misreads", report["missing"], 0)]
+        rows += [
+            Row(
+                "transformers",
+                f"logits of the export in transformers {report['transformers']}{words}",
+                _max_error(ours, theirs["logits"]),
+                1e-4,
+            ),
+            Row(
+                "transformers",
+                "greedy continuation there: tokens that differ",
+                _greedy_differences(run, nnx.state(model, nnx.Param), cases),
+                0,
+            ),
+            Row(
+                "transformers",
+                "tensors of the export that it misses or misreads",
+                report["missing"],
+                0,
+            ),
+        ]
     return rows
 
 
@@ -186,22 +308,38 @@ def _relative(ours, theirs) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reference", choices=REFERENCES, action="append", help="one of them alone")
-    parser.add_argument("--gradients", action="store_true", help="list every gradient tensor, not the worst alone")
-    parser.add_argument("--python", help="interpreter with torch and transformers, to load the export there")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--reference", choices=REFERENCES, action="append", help="one of them alone"
+    )
+    parser.add_argument(
+        "--gradients", action="store_true", help="list every gradient tensor, not the worst alone"
+    )
+    parser.add_argument(
+        "--python", help="interpreter with torch and transformers, to load the export there"
+    )
     args = parser.parse_args()
     failures = 0
     for reference in args.reference or REFERENCES:
-        rows = measure(reference) + (transformers_rows(args.python, reference) if args.python else [])
+        rows = measure(reference) + (
+            transformers_rows(args.python, reference) if args.python else []
+        )
         print(f"{reference:62} {'error':>9} {'bar':>7}")
         gradients = sorted((r for r in rows if r.group == "gradients"), key=lambda r: -r.error)
         for row in rows:
             if row.group != "gradients" or args.gradients:
                 _print(row)
-        _print(gradients[0]._replace(name=f"worst of {len(gradients)} gradients: {gradients[0].name}"))
+        _print(
+            gradients[0]._replace(name=f"worst of {len(gradients)} gradients: {gradients[0].name}")
+        )
         failed = [r for r in rows if not r.passes]
-        print(f"{len(rows) - len(failed)} of {len(rows)} within their bars" + "".join(f"; FAILED {r.name}" for r in failed), end="\n\n")
+        print(
+            f"{len(rows) - len(failed)} of {len(rows)} within their bars"
+            + "".join(f"; FAILED {r.name}" for r in failed),
+            end="\n\n",
+        )
         failures += len(failed)
     return 1 if failures else 0
 

@@ -1,7 +1,8 @@
-"""What the sharded program costs on one device: a train step with the mesh's constraints and `shard_map`s, against one without.
+"""What the sharded program costs on one device: a train step with the mesh's constraints and
+`shard_map`s, against one without.
 
-`train.py` on one device runs the program without (`training.step.compute_mesh`); here both are compiled and run in turns on the same
-batch, after giving the same loss.
+`train.py` on one device runs the program without (`training.step.compute_mesh`); here both are
+compiled and run in turns on the same batch, after giving the same loss.
 
     uv run python benchmarks/sharding_overhead.py [--config=configs/tiny.py] [--steps=60]
 """
@@ -25,7 +26,9 @@ WARM_UP = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default="configs/tiny.py")
     parser.add_argument("--steps", type=int, default=60, help="of each of the two")
     arguments = parser.parse_args()
@@ -41,7 +44,12 @@ def main() -> None:
     steps = {"unsharded": compiled()}
     with mock.patch.object(step_module, "compute_mesh", lambda mesh: mesh):
         steps["sharded"] = compiled()
-    print({name: f"{step.as_text().count(chr(10)):,} lines of compiled program" for name, step in steps.items()})
+    print(
+        {
+            name: f"{step.as_text().count(chr(10)):,} lines of compiled program"
+            for name, step in steps.items()
+        }
+    )
     states = {name: step_module.init_state(config, mesh) for name in steps}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(WARM_UP + arguments.steps):
@@ -56,9 +64,14 @@ def main() -> None:
             np.testing.assert_allclose(losses["sharded"], losses["unsharded"], rtol=1e-5)
     measured = {name: values[WARM_UP:] for name, values in times.items()}
     base = statistics.median(measured["unsharded"])
-    quarters = statistics.quantiles([b - a for a, b in zip(measured["unsharded"], measured["sharded"])], n=4)
-    print(f"unsharded step {base:.4f} s (median of {arguments.steps}); the sharded one takes {quarters[1] / base:+.2%} "
-          f"(middle half of the pairs: {quarters[0] / base:+.2%} … {quarters[2] / base:+.2%})")
+    quarters = statistics.quantiles(
+        [b - a for a, b in zip(measured["unsharded"], measured["sharded"])], n=4
+    )
+    print(
+        f"unsharded step {base:.4f} s (median of {arguments.steps}); the sharded one takes "
+        f"{quarters[1] / base:+.2%} "
+        f"(middle half of the pairs: {quarters[0] / base:+.2%} … {quarters[2] / base:+.2%})"
+    )
 
 
 if __name__ == "__main__":

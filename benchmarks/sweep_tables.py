@@ -1,7 +1,9 @@
-"""The tables of docs/sweeps.md, from a sweep's results.json: one row per value of the x axis, every seed's figure.
+"""The tables of docs/sweeps.md, from a sweep's results.json: one row per value of the x axis,
+every seed's figure.
 
-    python benchmarks/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy" [more figures]
-    python benchmarks/sweep_tables.py docs/sweeps/mqar.json            # which figures there are, and the findings
+python benchmarks/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy" [more figures] python
+benchmarks/sweep_tables.py docs/sweeps/mqar.json            # which figures there are, and the
+findings
 """
 
 import argparse
@@ -10,14 +12,19 @@ import pathlib
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=pathlib.Path)
     parser.add_argument("figures", nargs="*")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     points, axes = results["points"], results["axes"]
-    known = [name for name in dict.fromkeys(key for point in points for key in point)
-             if name not in axes and name not in ("point", "command")]
+    known = [
+        name
+        for name in dict.fromkeys(key for point in points for key in point)
+        if name not in axes and name not in ("point", "command")
+    ]
     if unknown := [figure for figure in arguments.figures if figure not in known]:
         parser.error(f"no such figures as {', '.join(unknown)}: there are {', '.join(known)}")
     if not arguments.figures:
@@ -26,15 +33,45 @@ def main():
     seeds = [axis for axis in axes if axis.rpartition(".")[2] == "seed"]
     others = [axis for axis in axes if axis != x and axis not in seeds]
     for figure in arguments.figures:
-        columns = list(dict.fromkeys(tuple(point[axis] for axis in others) for point in points if figure in point))
-        names = [", ".join(f"{axis.rpartition('.')[2]} {value}" for axis, value in zip(others, column)) for column in columns]
-        print(f"\n{figure}{''.join(f', {axis.rpartition(".")[2]} {", ".join(axes[axis])}' for axis in seeds if axis != x)}\n")
-        print(f"| {x.rpartition('.')[2]} | " + " | ".join(name or figure for name in names) + " |\n|---|" + "---|" * len(columns))
+        columns = list(
+            dict.fromkeys(
+                tuple(point[axis] for axis in others) for point in points if figure in point
+            )
+        )
+        names = [
+            ", ".join(f"{axis.rpartition('.')[2]} {value}" for axis, value in zip(others, column))
+            for column in columns
+        ]
+        averaged = [
+            f", {axis.rpartition('.')[2]} {', '.join(axes[axis])}" for axis in seeds if axis != x
+        ]
+        print(f"\n{figure}{''.join(averaged)}\n")
+        print(
+            f"| {x.rpartition('.')[2]} | "
+            + " | ".join(name or figure for name in names)
+            + " |\n|---|"
+            + "---|" * len(columns)
+        )
         for value in axes[x]:
-            cells = [[point[figure] for point in points
-                      if point[x] == value and tuple(point[axis] for axis in others) == column and figure in point] for column in columns]
-            print(f"| {value} | " + " | ".join(" ".join(f"{number:.4g}" for number in cell) for cell in cells) + " |")
-    print(f"\n{len(points)} points, {sum(point['seconds'] for point in points) / 60:.0f} minutes in all")
+            cells = [
+                [
+                    point[figure]
+                    for point in points
+                    if point[x] == value
+                    and tuple(point[axis] for axis in others) == column
+                    and figure in point
+                ]
+                for column in columns
+            ]
+            print(
+                f"| {value} | "
+                + " | ".join(" ".join(f"{number:.4g}" for number in cell) for cell in cells)
+                + " |"
+            )
+    print(
+        f"\n{len(points)} points, {sum(point['seconds'] for point in points) / 60:.0f} minutes in "
+        "all"
+    )
 
 
 if __name__ == "__main__":

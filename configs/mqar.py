@@ -1,9 +1,11 @@
-"""Multi-query associative recall (Zoology): two layers of width 64 that must look up values by key. Two minutes on a laptop.
+"""Multi-query associative recall (Zoology): two layers of width 64 that must look up values by
+key. Two minutes on a laptop.
 
     uv run train.py --config=configs/mqar.py
 
-The order of the layers decides: a recurrent layer first and attention second learns 8 and 16 pairs (--config.data.synthetic.pairs=16)
-within some 350 steps, no other order does in 1,200. docs/sweeps.md has the figures.
+The order of the layers decides: a recurrent layer first and attention second learns 8 and 16
+pairs (--config.data.synthetic.pairs=16) within some 350 steps, no other order does in 1,200.
+docs/sweeps.md has the figures.
 """
 
 from ml_collections import ConfigDict
@@ -30,7 +32,8 @@ def get_config() -> ConfigDict:
     model.num_experts = 0
     model.intermediate_size = 128
     model.mtp_depth = 0
-    model.rope_theta = 10_000.0  # the released model's 10 million, made for 262k tokens, hardly turns in 64: see docs/sweeps.md
+    # the released model's 10 million, made for 262k tokens, hardly turns in 64: see docs/sweeps.md
+    model.rope_theta = 10_000.0
     model.dtype = "float32"
 
     config.data.source = "mqar"

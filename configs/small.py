@@ -1,6 +1,7 @@
 """The canonical small model: about 100M parameters, 44M of them active per token; one accelerator.
 
-    uv run train.py --config=configs/small.py --config.data.path='my/texts/**/*.jsonl' --config.data.tokenizer=tokenizer.json
+    uv run train.py --config=configs/small.py --config.data.path='my/texts/**/*.jsonl'
+    --config.data.tokenizer=tokenizer.json
 
 With no data given it trains on the Python standard library's source, byte by byte.
 """

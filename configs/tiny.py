@@ -1,6 +1,7 @@
-"""Minutes on a laptop: a byte-level hybrid with experts and multi-token prediction, on the Python standard library.
+"""Minutes on a laptop: a byte-level hybrid with experts and multi-token prediction, on the
+Python standard library.
 
-    uv run train.py --config=configs/tiny.py
+uv run train.py --config=configs/tiny.py
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,6 @@
-"""Pretrain and study Qwen3-Next in JAX. The public names are imported on first use, so that commands start quickly."""
+"""Pretrain and study Qwen3-Next in JAX. The public names are imported on first use, so that
+commands start quickly.
+"""
 
 import importlib
 

@@ -1,5 +1,6 @@
-"""Configuration files, which are Python, and the settings that a command line changes in them. What a file does wrong is
-one line that names it and the line of it."""
+"""Configuration files, which are Python, and the settings that a command line changes in them.
+What a file does wrong is one line that names it and the line of it.
+"""
 
 import ast
 import contextlib
@@ -16,14 +17,20 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
-    """What `function()` of a Python file returns. `flag` ("--config=") is what the user wrote before the path.
+    """What `function()` of a Python file returns. `flag` ("--config=") is what the user wrote
+    before the path.
 
     Raises:
       UserError: there is no such file or function, or whatever the file does wrong.
     """
     if not path.is_file():
-        reason = "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
-        raise UserError(f"{flag}{path}: {reason}{did_you_mean(path.name, [f.name for f in path.parent.glob('*.py')])}")
+        reason = (
+            "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
+        )
+        raise UserError(
+            f"{flag}{path}: "
+            f"{reason}{did_you_mean(path.name, [f.name for f in path.parent.glob('*.py')])}"
+        )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None:
         raise UserError(f"{flag}{path}: expected a Python file, whose name ends in .py")
@@ -33,15 +40,26 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
         if callable(found := getattr(module, function, None)):
             return found()
     except SyntaxError as error:
-        raise UserError(f"{flag}{error.filename or path}, line {error.lineno}: {error.msg}") from error
+        raise UserError(
+            f"{flag}{error.filename or path}, line {error.lineno}: {error.msg}"
+        ) from error
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         where = f", line {lines[-1]}" if lines else ""
         said = str(error)
-        if said.startswith(("'", '"')):  # a ConfigDict's AttributeError is the text of a KeyError: quoted, its lines and quotes escaped
+        # a ConfigDict's AttributeError is the text of a KeyError: quoted, its lines and quotes
+        # escaped
+        if said.startswith(("'", '"')):
             with contextlib.suppress(ValueError, SyntaxError):
                 said = str(ast.literal_eval(said))
-        raise UserError(f"{flag}{path}{where}: {type(error).__name__}" + (f": {' '.join(said.split())}" if said else "")) from error
+        raise UserError(
+            f"{flag}{path}{where}: {type(error).__name__}"
+            + (f": {' '.join(said.split())}" if said else "")
+        ) from error
     raise UserError(f"{flag}{path}: it has no function {function}()")
 
 
@@ -54,7 +72,10 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
     config = call_file(path, "get_config", flag)
     if not hasattr(config, "to_dict"):
         what = "nothing (is a `return config` missing?)" if config is None else short(config)
-        raise UserError(f"{flag}{path}: get_config() returned {what}: expected the ConfigDict of a run, as in configs/tiny.py")
+        raise UserError(
+            f"{flag}{path}: get_config() returned {what}: expected the ConfigDict of a run, as in "
+            "configs/tiny.py"
+        )
     return config.to_dict()
 
 
@@ -82,9 +103,12 @@ def setting(name: str) -> Any:
     path = name.split(".")
     for depth, key in enumerate(path):
         if not isinstance(settings, Mapping) or key not in settings:
-            where = "--" + ".".join(("config", *path[:depth + 1]))
+            where = "--" + ".".join(("config", *path[: depth + 1]))
             known = settings if isinstance(settings, Mapping) else ()
-            raise UserError(f"{where}: no such setting{did_you_mean(key, known) or (f'; known here: {', '.join(known)}' if known else '')}")
+            hint = did_you_mean(key, known)
+            if known and not hint:
+                hint = f"; known here: {', '.join(known)}"
+            raise UserError(f"{where}: no such setting{hint}")
         settings = settings[key]
     if isinstance(settings, Mapping):
         raise UserError(f"--config.{name}: a group of settings: name one of {', '.join(settings)}")
@@ -92,8 +116,8 @@ def setting(name: str) -> Any:
 
 
 def fill_from_tokenizer(values: dict[str, Any]) -> None:
-    """Where the nested dict `values` leaves `model.vocab_size` at 0 and trains on text, sets it, and the end token, to those of
-    `data.tokenizer`.
+    """Where the nested dict `values` leaves `model.vocab_size` at 0 and trains on text, sets it,
+    and the end token, to those of `data.tokenizer`.
 
     Raises:
       UserError: the tokenizer cannot be used.
@@ -121,5 +145,7 @@ def _value(text: str, default: Any, where: str) -> Any:
         try:
             return type(default)(text)
         except ValueError as error:
-            raise UserError(f"{where}: expected a {'whole ' if isinstance(default, int) else ''}number") from error
+            raise UserError(
+                f"{where}: expected a {'whole ' if isinstance(default, int) else ''}number"
+            ) from error
     return text

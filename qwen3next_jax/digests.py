@@ -19,11 +19,13 @@ def of_json(value: Any) -> str:
 
 
 def of_file(path: str | os.PathLike, start: int = 0, length: int = sys.maxsize) -> str:
-    """Of the local file's bytes from `start` on, `length` of them at most; nothing but a buffer is in memory."""
+    """Of the local file's bytes from `start` on, `length` of them at most; nothing but a buffer
+    is in memory.
+    """
     digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 18))
     with pathlib.Path(path).open("rb", buffering=0) as file:
         file.seek(start)
-        while length and (count := file.readinto(buffer[:min(len(buffer), length)])):
+        while length and (count := file.readinto(buffer[: min(len(buffer), length)])):
             digest.update(buffer[:count])
             length -= count
     return digest.hexdigest()

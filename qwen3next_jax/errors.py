@@ -1,5 +1,6 @@
-"""How a command ends: the one exception for mistakes a user can make (a single line that says what, where, what was
-expected, what to do), and the exit codes."""
+"""How a command ends: the one exception for mistakes a user can make (a single line that says
+what, where, what was expected, what to do), and the exit codes.
+"""
 
 import contextlib
 import difflib
@@ -9,18 +10,30 @@ from collections.abc import Iterable, Iterator
 
 
 class ExitCode(enum.IntEnum):
-    """What a scheduler or supervisor sees. A process ended by a signal from outside has the signal's code instead."""
+    """What a scheduler or supervisor sees. A process ended by a signal from outside has the
+    signal's code instead.
+    """
 
-    DONE = 0  # trained to the last step, or the command did what it was asked
-    CRASHED = 1  # an error nobody foresaw (a traceback says which); of `verify`: something is damaged
-    USER_ERROR = 2  # a mistake in what was given: the same command fails again
-    DIVERGED = 3  # the guards stopped the run: the same command stops again
-    HANG = 4  # no step ended within the limit; the stacks are in the run's folder
-    NOT_SAVED = 5  # ended or interrupted, but the last save failed: the same command goes on from the one before
-    GAVE_UP = 6  # the supervisor: too many restarts, or none of them got anywhere
-    UNREACHABLE = 7  # the run's processes did not find each other in time
-    INTERRUPTED = 130  # a signal: saved, and the same command goes on from there
-    ABORTED = 131  # a second signal: left at once, without saving
+    # trained to the last step, or the command did what it was asked
+    DONE = 0
+    # an error nobody foresaw (a traceback says which); of `verify`: something is damaged
+    CRASHED = 1
+    # a mistake in what was given: the same command fails again
+    USER_ERROR = 2
+    # the guards stopped the run: the same command stops again
+    DIVERGED = 3
+    # no step ended within the limit; the stacks are in the run's folder
+    HANG = 4
+    # ended or interrupted, but the last save failed: the same command goes on from the one before
+    NOT_SAVED = 5
+    # the supervisor: too many restarts, or none of them got anywhere
+    GAVE_UP = 6
+    # the run's processes did not find each other in time
+    UNREACHABLE = 7
+    # a signal: saved, and the same command goes on from there
+    INTERRUPTED = 130
+    # a second signal: left at once, without saving
+    ABORTED = 131
 
 
 # Ends after which the same command may go on, besides those by a signal.
@@ -28,7 +41,9 @@ RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE)
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. Commands print its text as one line, without a traceback, and exit with `exit_code`."""
+    """A mistake in what the user gave. Commands print its text as one line, without a traceback,
+    and exit with `exit_code`.
+    """
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.USER_ERROR):
         super().__init__(message)
@@ -43,7 +58,9 @@ def require(condition: bool, message: str) -> None:
 
 @contextlib.contextmanager
 def told(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """A `with` block in which an error of these kinds becomes a UserError: `what`, and the reason in brackets."""
+    """A `with` block in which an error of these kinds becomes a UserError: `what`, and the
+    reason in brackets.
+    """
     try:
         yield
     except kinds as error:
@@ -51,19 +68,27 @@ def told(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """What an error of the system or of a library says, in one line and without the path that is named beside it."""
+    """What an error of the system or of a library says, in one line and without the path that is
+    named beside it.
+    """
     return getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
 
 
 def warn(message: str, word: str = "warning") -> None:
-    """One line on standard error. Where that is a file on a full disk, the run goes on all the same."""
+    """One line on standard error. Where that is a file on a full disk, the run goes on all the
+    same.
+    """
     with contextlib.suppress(OSError):
         print(f"{word}: {message}", file=sys.stderr, flush=True)
 
 
 def short(value: object) -> str:
     """`value` as Python writes it, cut where a line would no longer be one to read."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of more than 40 digits"
+    text = (
+        repr(value)
+        if not isinstance(value, int) or abs(value) < 10**40
+        else "a number of more than 40 digits"
+    )
     return text if len(text) <= 80 else text[:77] + "…"
 
 

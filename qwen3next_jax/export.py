@@ -1,10 +1,12 @@
 """Writes a run's newest checkpoint as a Hugging Face directory.
 
-    python -m qwen3next_jax.export --workdir=runs/tiny --out=exported [--step=N] [--dtype=bfloat16] [--mesh=data=8]
+    python -m qwen3next_jax.export --workdir=runs/tiny --out=exported [--step=N]
+    [--dtype=bfloat16] [--mesh=data=8]
 
-The weights are read onto the run's mesh and written tensor by tensor. The same command after a kill keeps the files that are whole.
-A run that began with a Hugging Face directory is written in that one's form, with what it has beside the text model
-(docs/families.md): --form for another, --source where it has moved, --novision without its vision tower.
+The weights are read onto the run's mesh and written tensor by tensor. The same command after a
+kill keeps the files that are whole. A run that began with a Hugging Face directory is written in
+that one's form, with what it has beside the text model (docs/families.md): --form for another,
+--source where it has moved, --novision without its vision tower.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ def main() -> int:
     out = cli.local_folder("out", _out.value)
     cli.check_model("workdir", workdir)
     loading = get_loading()
-    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing stays under the name, what is whole is kept beside it
+    # as Ctrl-C: nothing stays under the name, what is whole is kept beside it
+    signal.signal(signal.SIGTERM, _interrupt)
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.interop.huggingface import save_hf
@@ -33,17 +36,31 @@ def main() -> int:
 
     require_new(out)
     with joined(loading.launch, workdir):
-        model, tokenizer, step, _, identity = load_model(workdir, loading.step, loading.mesh, loading.dtype)
-        if step is not None:  # a run ends its documents with its tokenizer's token, whatever the config's number says
+        model, tokenizer, step, _, identity = load_model(
+            workdir, loading.step, loading.mesh, loading.dtype
+        )
+        # a run ends its documents with its tokenizer's token, whatever the config's number says
+        if step is not None:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
         source = cli.local_folder("source", _source.value) if _source.value else began_with(workdir)
         model.config = in_form(model.config, _form.value, source)
-        save_hf(model, out, tokenizer, dtype=loading.dtype, identity=identity, source=source if source and source.is_dir() else None,
-                vision=_vision.value)
+        save_hf(
+            model,
+            out,
+            tokenizer,
+            dtype=loading.dtype,
+            identity=identity,
+            source=source if source and source.is_dir() else None,
+            vision=_vision.value,
+        )
         files = sorted(f for f in out.rglob("*") if f.is_file())
         size = sum(f.stat().st_size for f in files)
-        print(f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB" + ("" if step is None else f", the model after step {step}")
-              + f"; next: uv run python -m qwen3next_jax.generate --model={_out.value} --prompt='def '")
+        print(
+            f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB"
+            + ("" if step is None else f", the model after step {step}")
+            + f"; next: uv run python -m qwen3next_jax.generate --model={_out.value} "
+            "--prompt='def '"
+        )
     return 0
 
 
@@ -54,10 +71,20 @@ def _interrupt(number: int, frame: object) -> None:
 _workdir = cli.define_workdir_flag(default_from_config=False)
 _out = flags.DEFINE_string("out", None, "new folder to write")
 get_loading = cli.define_loading_flags()
-_form = flags.DEFINE_enum("form", None, ["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"],
-                          "what to write it as (default: as what it began)")
-_source = flags.DEFINE_string("source", None, "the Hugging Face directory that it began with (default: where the run's configuration says)")
-_vision = flags.DEFINE_bool("vision", True, "whether that one's vision tower is taken over, where the form has one")
+_form = flags.DEFINE_enum(
+    "form",
+    None,
+    ["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"],
+    "what to write it as (default: as what it began)",
+)
+_source = flags.DEFINE_string(
+    "source",
+    None,
+    "the Hugging Face directory that it began with (default: where the run's configuration says)",
+)
+_vision = flags.DEFINE_bool(
+    "vision", True, "whether that one's vision tower is taken over, where the form has one"
+)
 
 if __name__ == "__main__":
     cli.run(main)

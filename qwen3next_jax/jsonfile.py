@@ -1,6 +1,8 @@
-"""JSON that others wrote: from regular files only, of bounded size and depth, and what is wrong with it in one line.
+"""JSON that others wrote: from regular files only, of bounded size and depth, and what is wrong
+with it in one line.
 
-Python's own reader waits at a FIFO for ever, and answers deep nesting and long integers with errors of kinds of their own.
+Python's own reader waits at a FIFO for ever, and answers deep nesting and long integers with
+errors of kinds of their own.
 """
 
 import errno
@@ -13,7 +15,15 @@ from etils import epath
 
 DEPTH = 100  # levels of lists and objects: whoever walks through the result may do so by recursion
 MAX_BYTES = 1 << 28  # the index of the released model's shards has 8 MB
-_NAMES = {dict: "object", list: "list", str: "string", bool: "truth value", int: "number", float: "number", type(None): "null"}
+_NAMES = {
+    dict: "object",
+    list: "list",
+    str: "string",
+    bool: "truth value",
+    int: "number",
+    float: "number",
+    type(None): "null",
+}
 
 
 def parse(text: str | bytes, kind: type = dict) -> Any:
@@ -39,8 +49,12 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
         return value
     level = [value]
     for _ in range(DEPTH):
-        level = [child for inner in level for child in (inner.values() if isinstance(inner, dict) else inner)
-                 if isinstance(child, (dict, list))]
+        level = [
+            child
+            for inner in level
+            for child in (inner.values() if isinstance(inner, dict) else inner)
+            if isinstance(child, (dict, list))
+        ]
         if not level:
             return value
     raise ValueError(f"nested more than {DEPTH} levels deep")
@@ -71,10 +85,18 @@ def open_regular(path: str | os.PathLike) -> Any:
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Raises OSError where a local `path` is missing or no regular file, which for many a reader means to wait for ever."""
+    """Raises OSError where a local `path` is missing or no regular file, which for many a reader
+    means to wait for ever.
+    """
     if "://" in os.fspath(path):
         return
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a socket or a device"
+        what = (
+            "a folder"
+            if stat.S_ISDIR(mode)
+            else "a FIFO"
+            if stat.S_ISFIFO(mode)
+            else "a socket or a device"
+        )
         raise OSError(errno.EINVAL, f"{what}, not a regular file", os.fspath(path))

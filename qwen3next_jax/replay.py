@@ -1,6 +1,6 @@
 """Runs the step again at which the guards ended a run, and says which gradients were not all right.
 
-    python -m qwen3next_jax.replay WORKDIR/dumps/STEP
+python -m qwen3next_jax.replay WORKDIR/dumps/STEP
 """
 
 import pathlib
@@ -17,7 +17,10 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         raise UserError("expected one folder: python -m qwen3next_jax.replay WORKDIR/dumps/STEP")
     if not pathlib.Path(arguments[0], "dump.json").is_file():  # before JAX loads
-        raise UserError(f"{arguments[0]}: not a dump of a step (it has no dump.json): expected a folder such as WORKDIR/dumps/STEP")
+        raise UserError(
+            f"{arguments[0]}: not a dump of a step (it has no dump.json): expected a folder such "
+            "as WORKDIR/dumps/STEP"
+        )
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     import jax
@@ -34,17 +37,38 @@ def main(arguments: list[str]) -> int:
         print(f"row {row}: {', '.join(names)}")
 
     part = part_at(dump.config, dump.step)
-    gradients = jax.device_get(jax.jit(make_gradients(part.config, one_device()))(dump.state["params"], dump.batch)[0])
-    table = Table("parameter", "norm", "not finite", "gradient norm", "not finite", "largest", title="before the update",
-                  title_justify="left")
-    for (path, value), gradient in zip(jax.tree_util.tree_leaves_with_path(jax.device_get(dump.state["params"])),
-                                       jax.tree.leaves(gradients), strict=True):
-        table.add_row(path_string(path, "."), *_summary(np.asarray(value)),
-                      *_summary(np.asarray(gradient)), f"{np.max(np.abs(gradient)):.3g}")
+    gradients = jax.device_get(
+        jax.jit(make_gradients(part.config, one_device()))(dump.state["params"], dump.batch)[0]
+    )
+    table = Table(
+        "parameter",
+        "norm",
+        "not finite",
+        "gradient norm",
+        "not finite",
+        "largest",
+        title="before the update",
+        title_justify="left",
+    )
+    for (path, value), gradient in zip(
+        jax.tree_util.tree_leaves_with_path(jax.device_get(dump.state["params"])),
+        jax.tree.leaves(gradients),
+        strict=True,
+    ):
+        table.add_row(
+            path_string(path, "."),
+            *_summary(np.asarray(value)),
+            *_summary(np.asarray(gradient)),
+            f"{np.max(np.abs(gradient)):.3g}",
+        )
     Console(highlight=False).print(table)
 
-    _, values = make_train_step(part.config, one_device(), part.schedule_from)(dump.state, dump.batch)
-    scalars = {name: float(value) for name, value in values.items() if getattr(value, "ndim", None) == 0}
+    _, values = make_train_step(part.config, one_device(), part.schedule_from)(
+        dump.state, dump.batch
+    )
+    scalars = {
+        name: float(value) for name, value in values.items() if getattr(value, "ndim", None) == 0
+    }
     print("the step: " + ", ".join(f"{name} {value:.6g}" for name, value in scalars.items()))
     return 0
 

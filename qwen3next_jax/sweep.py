@@ -1,11 +1,13 @@
 """Runs an ablation sweep and writes its report.
 
-    python -m qwen3next_jax.sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2] [--emit]
+    python -m qwen3next_jax.sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio]
+    [--workers=2] [--emit]
         [--set optimizer.learning_rate=1e-3]
 
-The same command after an interruption goes on where it was; finished points are not run again. report.html and results.csv
-in the workdir are rewritten whenever a point ends. With --emit the points run elsewhere, each by the command printed for it;
-once all have, this command without --emit writes their report.
+The same command after an interruption goes on where it was; finished points are not run again.
+report.html and results.csv in the workdir are rewritten whenever a point ends. With --emit the
+points run elsewhere, each by the command printed for it; once all have, this command without
+--emit writes their report.
 """
 
 import ast
@@ -22,7 +24,10 @@ from qwen3next_jax.errors import ExitCode, UserError
 
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
-        raise UserError(f"{len(arguments)} sweep files given: expected one, such as python -m qwen3next_jax.sweep configs/sweeps/ratio.py")
+        raise UserError(
+            f"{len(arguments)} sweep files given: expected one, such as python -m "
+            "qwen3next_jax.sweep configs/sweeps/ratio.py"
+        )
     path = arguments[0]
     changes = _changes(_set.value)
     # Imported here, so that a mistyped flag, and a mistake in the file, is answered at once.
@@ -37,7 +42,9 @@ def main(arguments: Sequence[str]) -> int:
     from qwen3next_jax.sweeps.results import read_result
 
     check_points(sweep)
-    workdir = cli.local_folder("workdir", _workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}")
+    workdir = cli.local_folder(
+        "workdir", _workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}"
+    )
     runner.open_sweep(sweep, workdir)
     commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
     if _emit.value:
@@ -49,11 +56,16 @@ def main(arguments: Sequence[str]) -> int:
         console.print(line, markup=False, soft_wrap=True)
 
     def after(failed: dict[str, str]) -> None:
-        results = [read_result(point, runner.folder(workdir, point), failed.get(point.name, "")) for point in sweep.points]
+        results = [
+            read_result(point, runner.folder(workdir, point), failed.get(point.name, ""))
+            for point in sweep.points
+        ]
         write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
 
     tell(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
-    code = runner.Runner(sweep, workdir, workers=_workers.value, retries=_retries.value, tell=tell, after=after).run()
+    code = runner.Runner(
+        sweep, workdir, workers=_workers.value, retries=_retries.value, tell=tell, after=after
+    ).run()
     tell(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 
@@ -63,7 +75,9 @@ def _changes(assignments: Sequence[str]) -> dict[str, Any]:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
-            raise UserError(f"--set {assignment}: expected SETTING=VALUE, such as --set train.seed=1")
+            raise UserError(
+                f"--set {assignment}: expected SETTING=VALUE, such as --set train.seed=1"
+            )
         changes[name] = _literal(text)
     return changes
 
@@ -75,11 +89,19 @@ def _literal(text: str) -> Any:
         return text
 
 
-_workdir = flags.DEFINE_string("workdir", None, "folder of the sweep (default: runs/sweeps/NAME OF THE FILE)")
+_workdir = flags.DEFINE_string(
+    "workdir", None, "folder of the sweep (default: runs/sweeps/NAME OF THE FILE)"
+)
 _workers = flags.DEFINE_integer("workers", 1, "points that run at the same time", lower_bound=1)
-_retries = flags.DEFINE_integer("retries", 2, "how often a point that died is started again", lower_bound=0)
-_set = flags.DEFINE_multi_string("set", [], "SETTING=VALUE for every point; may be given several times")
-_emit = flags.DEFINE_boolean("emit", False, "print one command per point, for a cluster's scheduler, instead of running them")
+_retries = flags.DEFINE_integer(
+    "retries", 2, "how often a point that died is started again", lower_bound=0
+)
+_set = flags.DEFINE_multi_string(
+    "set", [], "SETTING=VALUE for every point; may be given several times"
+)
+_emit = flags.DEFINE_boolean(
+    "emit", False, "print one command per point, for a cluster's scheduler, instead of running them"
+)
 
 if __name__ == "__main__":
     cli.run(main, arguments="SWEEP_FILE")

@@ -1,10 +1,11 @@
-"""Compares runs, exports and prepared data with the digests they carry: a table, and exit code 1 where anything is damaged.
+"""Compares runs, exports and prepared data with the digests they carry: a table, and exit code 1
+where anything is damaged.
 
     python -m qwen3next_jax.verify PATH [PATH …]
 
-A PATH is the folder of a run (its run.json, tokenizer, checkpoints and dumps), a Hugging Face directory with SHA256SUMS,
-or a folder of prepared rows (or the one that holds several of them: `data.prepared_dir`), of whose shards every row is read,
-but not the padding between rows.
+A PATH is the folder of a run (its run.json, tokenizer, checkpoints and dumps), a Hugging Face
+directory with SHA256SUMS, or a folder of prepared rows (or the one that holds several of them:
+`data.prepared_dir`), of whose shards every row is read, but not the padding between rows.
 """
 
 import pathlib
@@ -30,7 +31,11 @@ def main(arguments: list[str]) -> int:
     table = Table("", "what", "state", box=SIMPLE)
     for path in map(pathlib.Path, arguments):
         for name, damage in verify(path):
-            table.add_row(escape(str(path)), escape(name), "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}")
+            table.add_row(
+                escape(str(path)),
+                escape(name),
+                "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}",
+            )
             looked, damaged = looked + 1, damaged + (damage is not None)
     console.print(table)
     print(f"{looked} looked at, {damaged} damaged")
@@ -47,12 +52,26 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
         return _verify_run(path)
     if (path / "config.json").exists():
         return _verify_export(path)
-    prepared = [path] if (path / "metadata.json").exists() or list(path.glob("*.array_record")) else sorted(
-        p for p in path.glob("*") if p.is_dir() and not p.name.startswith(".") and list(p.glob("*.array_record")))
+    prepared = (
+        [path]
+        if (path / "metadata.json").exists() or list(path.glob("*.array_record"))
+        else sorted(
+            p
+            for p in path.glob("*")
+            if p.is_dir() and not p.name.startswith(".") and list(p.glob("*.array_record"))
+        )
+    )
     if prepared:
         return _verify_prepared(prepared)
-    reason = "no such folder" if not path.exists() else "it has no run.json, config.json or prepared rows"
-    raise UserError(f"{path}: neither the folder of a run, nor a Hugging Face directory, nor prepared data ({reason})")
+    reason = (
+        "no such folder"
+        if not path.exists()
+        else "it has no run.json, config.json or prepared rows"
+    )
+    raise UserError(
+        f"{path}: neither the folder of a run, nor a Hugging Face directory, nor prepared data "
+        f"({reason})"
+    )
 
 
 def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
@@ -83,7 +102,10 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
 
     findings = list(verify_hf(directory))
     if not findings:
-        raise UserError(f"{directory}: it has no SHA256SUMS, and safetensors carry no digests: nothing to verify it by")
+        raise UserError(
+            f"{directory}: it has no SHA256SUMS, and safetensors carry no digests: nothing to "
+            "verify it by"
+        )
     return iter(findings)
 
 

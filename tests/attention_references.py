@@ -1,7 +1,9 @@
-"""What each kind of attention computes, every pair of tokens by itself, for one row [T, D] of one document: oracles of test_mixers.py and
-test_block.py. Positions turn the query by the distance alone, where the model turns queries and keys by their places.
+"""What each kind of attention computes, every pair of tokens by itself, for one row [T, D] of
+one document: oracles of test_mixers.py and test_block.py. Positions turn the query by the
+distance alone, where the model turns queries and keys by their places.
 
-Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is the ModelConfig, `p` the parameters by name.
+Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is the ModelConfig,
+`p` the parameters by name.
 """
 
 import functools
@@ -17,35 +19,53 @@ def norm(c, x, weight):
     centre = 1 if c.zero_centered_norm else 0
     if c.block.norm == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
-        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + c.rms_norm_eps) * (centre + weight[0]) + weight[1]
-    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + c.rms_norm_eps) * (centre + weight)
+        return (
+            x
+            / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + c.rms_norm_eps)
+            * (centre + weight[0])
+            + weight[1]
+        )
+    return (
+        x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + c.rms_norm_eps) * (centre + weight)
+    )
 
 
 def turned(c, x, distance, theta):
-    """x [..., K] with its first rotated dimensions turned by `distance` [...] (and those of K by θ^(-2i/R))."""
+    """x [..., K] with its first rotated dimensions turned by `distance` [...] (and those of K by
+    θ^(-2i/R)).
+    """
     half = c.rotary_dim // 2
     angle = distance[..., None] * theta ** (-np.arange(half) * 2 / c.rotary_dim)
-    first, second, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = first * cos - second * sin, second * cos + first * sin
-    return jnp.concatenate([first, second, jnp.broadcast_to(rest, (*first.shape[:-1], rest.shape[-1]))], axis=-1)
+    return jnp.concatenate(
+        [first, second, jnp.broadcast_to(rest, (*first.shape[:-1], rest.shape[-1]))], axis=-1
+    )
 
 
 def attention(c, p, x, *, seen, distance=None, theta=None, bias=None, selected=None):
-    """seen [T, S] bool; distance [T, S], None: no positions; theta: [T, 1, 1, 1] or None for the model's; bias [N, T, S]; selected: (more
-    pairs [T, S], how many of them)."""
+    """seen [T, S] bool; distance [T, S], None: no positions; theta: [T, 1, 1, 1] or None for the
+    model's; bias [N, T, S]; selected: (more pairs [T, S], how many of them).
+    """
     gated, n, m = c.attention_output_gate, c.num_attention_heads, c.num_key_value_heads
     q = jnp.einsum("td,dnk->tnk", x, p["q_proj"])
-    q, gate = (q[..., :c.head_dim], q[..., c.head_dim:]) if gated else (q, None)
+    q, gate = (q[..., : c.head_dim], q[..., c.head_dim :]) if gated else (q, None)
     k, v = (jnp.einsum("td,dmk->tmk", x, p[name]) for name in ("k_proj", "v_proj"))
     if c.qk_norm:
         flat = (lambda y: y.reshape(len(x), -1)) if c.mixer.qk_norm_over == "layer" else lambda y: y
-        q, k = (norm(c, flat(y), p[name]).reshape(y.shape) for y, name in ((q, "q_norm"), (k, "k_norm")))
+        q, k = (
+            norm(c, flat(y), p[name]).reshape(y.shape) for y, name in ((q, "q_norm"), (k, "k_norm"))
+        )
     k, v = (jnp.repeat(y, n // m, axis=1) for y in (k, v))
     pairs = q[:, None]
     if distance is not None:
-        pairs = turned(c, pairs, jnp.asarray(distance)[..., None], c.rope_theta if theta is None else theta)
-    scores = jnp.sum(pairs * k[None], axis=-1).transpose(2, 0, 1) / math.sqrt(c.head_dim) + (0 if bias is None else bias)
+        pairs = turned(
+            c, pairs, jnp.asarray(distance)[..., None], c.rope_theta if theta is None else theta
+        )
+    scores = jnp.sum(pairs * k[None], axis=-1).transpose(2, 0, 1) / math.sqrt(c.head_dim) + (
+        0 if bias is None else bias
+    )
     seen = jnp.broadcast_to(jnp.asarray(seen), scores.shape)
     if selected is not None:
         more = jnp.where(selected[0], scores, -jnp.inf)
@@ -63,7 +83,11 @@ def places(x):
 def mask(c, x):
     t, s, causal = places(x)
     prefix = c.mixer.prefix_tokens
-    return {"causal": causal, "prefix": causal | (t < prefix) & (s < prefix), "bidirectional": causal | True}[c.mixer.mask]
+    return {
+        "causal": causal,
+        "prefix": causal | (t < prefix) & (s < prefix),
+        "bidirectional": causal | True,
+    }[c.mixer.mask]
 
 
 def rotated(c, p, x):
@@ -95,13 +119,19 @@ def bucket(distance, buckets, largest, both_ways):
         first, distance = (buckets if distance < 0 else 0), abs(distance)
     if distance < buckets // 2:
         return first + max(distance, 0)
-    further = math.log(distance / (buckets // 2)) / math.log(largest / (buckets // 2)) * (buckets - buckets // 2)
+    further = (
+        math.log(distance / (buckets // 2))
+        / math.log(largest / (buckets // 2))
+        * (buckets - buckets // 2)
+    )
     return first + min(buckets // 2 + int(further), buckets - 1)
 
 
 def t5_bias(c, p, x):
     t, s, _ = places(x)
-    of = np.vectorize(lambda d: bucket(int(d), c.mixer.buckets, c.mixer.max_distance, c.mixer.mask != "causal"))
+    of = np.vectorize(
+        lambda d: bucket(int(d), c.mixer.buckets, c.mixer.max_distance, c.mixer.mask != "causal")
+    )
     return attention(c, p, x, seen=mask(c, x), bias=p["bias"][:, of(t - s)])
 
 
@@ -112,7 +142,9 @@ def rerope(c, p, x):
 
 def leaky_rerope(c, p, x):
     (t, s, causal), w = places(x), c.mixer.window
-    return attention(c, p, x, seen=causal, distance=np.where(t - s < w, t - s, w + (t - s - w) / c.mixer.stretch))
+    return attention(
+        c, p, x, seen=causal, distance=np.where(t - s < w, t - s, w + (t - s - w) / c.mixer.stretch)
+    )
 
 
 def lambda_window(c, p, x, selects=False):
@@ -132,11 +164,24 @@ def parallel_windows(c, p, x):
 def dynamic_ntk(c, p, x):
     t, s, causal = places(x)
     length, trained, r = t + 1, c.max_position_embeddings, c.rotary_dim
-    growth = np.where(length > trained, c.yarn_factor * length / trained - (c.yarn_factor - 1), 1.0) ** (r / (r - 2))
-    return attention(c, p, x, seen=causal, distance=t - s, theta=c.rope_theta * growth[..., None, None])
+    growth = np.where(
+        length > trained, c.yarn_factor * length / trained - (c.yarn_factor - 1), 1.0
+    ) ** (r / (r - 2))
+    return attention(
+        c, p, x, seen=causal, distance=t - s, theta=c.rope_theta * growth[..., None, None]
+    )
 
 
 REFERENCES = dict(
-    gated_attention=rotated, nope_attention=nope_attention, masked_attention=masked_attention, alibi=alibi, t5_bias=t5_bias, rerope=rerope,
-    leaky_rerope=leaky_rerope, dynamic_ntk=dynamic_ntk, lambda_window=lambda_window, parallel_windows=parallel_windows,
-    selected_tokens=functools.partial(lambda_window, selects=True))
+    gated_attention=rotated,
+    nope_attention=nope_attention,
+    masked_attention=masked_attention,
+    alibi=alibi,
+    t5_bias=t5_bias,
+    rerope=rerope,
+    leaky_rerope=leaky_rerope,
+    dynamic_ntk=dynamic_ntk,
+    lambda_window=lambda_window,
+    parallel_windows=parallel_windows,
+    selected_tokens=functools.partial(lambda_window, selects=True),
+)

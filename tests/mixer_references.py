@@ -1,7 +1,8 @@
-"""What each mixer of the table computes, token by token as its paper prints it, for one row [T, D] of one document: the oracles of
-test_mixers.py and benchmarks/mixers.py.
+"""What each mixer of the table computes, token by token as its paper prints it, for one row [T,
+D] of one document: the oracles of test_mixers.py and benchmarks/mixers.py.
 
-Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is the ModelConfig, `p` the parameters by name.
+Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is the ModelConfig,
+`p` the parameters by name.
 """
 
 import dataclasses
@@ -19,8 +20,10 @@ from qwen3next_jax.model.parameters import Make
 
 
 def outer(q, k, v, g, beta=None, *, erase=False, bonus=None, normaliser=False, erase_key=None):
-    """S ← e^g S, S ← S + β k (v − Sᵀk)ᵀ (or + β k vᵀ), o = Sᵀq; with a bonus o = Sᵀq + (Σ q u k) v of the state before. q, k [T, H, K],
-    v [T, H, V], g [T, H] or [T, H, K]. With `normaliser` also zᵀq, z ← e^g z + β k. `erase_key`: Sᵀe for Sᵀk."""
+    """S ← e^g S, S ← S + β k (v − Sᵀk)ᵀ (or + β k vᵀ), o = Sᵀq; with a bonus o = Sᵀq + (Σ q u k)
+    v of the state before. q, k [T, H, K], v [T, H, V], g [T, H] or [T, H, K]. With `normaliser`
+    also zᵀq, z ← e^g z + β k. `erase_key`: Sᵀe for Sᵀk.
+    """
     beta = jnp.ones(v.shape[:2]) if beta is None else beta
     g = jnp.broadcast_to(g[..., None] if g.ndim == 2 else g, k.shape)
     v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1))], axis=-1) if normaliser else v
@@ -30,22 +33,41 @@ def outer(q, k, v, g, beta=None, *, erase=False, bonus=None, normaliser=False, e
         read = lambda s: jnp.einsum("hkv,hk->hv", s, q)
         o = None if bonus is None else read(s) + jnp.sum(q * bonus * k, axis=-1, keepdims=True) * v
         s = jnp.exp(g)[..., None] * s
-        s = s + beta[:, None, None] * k[..., None] * (v - jnp.einsum("hkv,hk->hv", s, e) if erase else v)[:, None]
+        s = (
+            s
+            + beta[:, None, None]
+            * k[..., None]
+            * (v - jnp.einsum("hkv,hk->hv", s, e) if erase else v)[:, None]
+        )
         return s, read(s) if bonus is None else o
-    _, o = jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1])), (q, k, v, g, beta, k if erase_key is None else erase_key))
+
+    _, o = jax.lax.scan(
+        step,
+        jnp.zeros((*k.shape[1:], v.shape[-1])),
+        (q, k, v, g, beta, k if erase_key is None else erase_key),
+    )
     return (o[..., :-1], o[..., -1:]) if normaliser else o
 
 
 def slab(c, p, x, name="in_proj", convolved=False):
-    """q, k [T, H, K], v and (if it is there) gate [T, H, V] of the fused projection, after convolution and SiLU where there is one."""
-    g, h, k, v = c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+    """q, k [T, H, K], v and (if it is there) gate [T, H, V] of the fused projection, after
+    convolution and SiLU where there is one.
+    """
+    g, h, k, v = (
+        c.linear_num_key_heads,
+        c.linear_num_value_heads,
+        c.linear_key_head_dim,
+        c.linear_value_head_dim,
+    )
     y = jnp.einsum("td,dgc->tgc", x, p[name])
-    y, gate = y[..., :2 * k + h // g * v], y[..., 2 * k + h // g * v:]
+    y, gate = y[..., : 2 * k + h // g * v], y[..., 2 * k + h // g * v :]
     if convolved:
         padded = jnp.pad(y, ((len(p["conv_kernel"]) - 1, 0), (0, 0), (0, 0)))
-        y = jax.nn.silu(sum(padded[w:w + len(x)] * kernel for w, kernel in enumerate(p["conv_kernel"])))
+        y = jax.nn.silu(
+            sum(padded[w : w + len(x)] * kernel for w, kernel in enumerate(p["conv_kernel"]))
+        )
     wide = lambda y: jnp.repeat(y, h // g, axis=1)
-    q, key, value = wide(y[..., :k]), wide(y[..., k:2 * k]), y[..., 2 * k:].reshape(len(x), h, v)
+    q, key, value = wide(y[..., :k]), wide(y[..., k : 2 * k]), y[..., 2 * k :].reshape(len(x), h, v)
     return q, key, value, gate.reshape(len(x), h, -1) if gate.size else None
 
 
@@ -58,8 +80,18 @@ softplus, sigmoid, silu = jax.nn.softplus, jax.nn.sigmoid, jax.nn.silu
 def gated_deltanet(c, p, x):
     q, k, v, z = slab(c, p, x, "in_proj_qkvz", convolved=True)
     h, r = v.shape[1], v.shape[1] // c.linear_num_key_heads
-    b, a = (y.reshape(-1, h) for y in jnp.split(jnp.einsum("td,dgr->tgr", x, p["in_proj_ba"]), [r], axis=-1))
-    o = outer(unit(q) * q.shape[-1] ** -0.5, unit(k), v, -jnp.exp(p["a_log"]) * softplus(a + p["dt_bias"]), sigmoid(b), erase=True)
+    b, a = (
+        y.reshape(-1, h)
+        for y in jnp.split(jnp.einsum("td,dgr->tgr", x, p["in_proj_ba"]), [r], axis=-1)
+    )
+    o = outer(
+        unit(q) * q.shape[-1] ** -0.5,
+        unit(k),
+        v,
+        -jnp.exp(p["a_log"]) * softplus(a + p["dt_bias"]),
+        sigmoid(b),
+        erase=True,
+    )
     return out(p, rms(c, o) * p["norm"] * silu(z))
 
 
@@ -82,7 +114,10 @@ def mamba2(c, p, x):
 def gla(c, p, x):
     q, k, v, z = slab(c, p, x)
     logit = jnp.einsum("tr,rhk->thk", x @ p["decay_down"], p["decay_up"]) + p["decay_bias"]
-    return out(p, rms(c, outer(q * q.shape[-1] ** -0.5, k, v, -softplus(-logit) / 16)) * p["norm"] * silu(z))
+    return out(
+        p,
+        rms(c, outer(q * q.shape[-1] ** -0.5, k, v, -softplus(-logit) / 16)) * p["norm"] * silu(z),
+    )
 
 
 def hgrn2(c, p, x):
@@ -99,7 +134,10 @@ def rwkv6(c, p, x):
     mixed = [x + (before - x) * (p["mix"][i] + low[:, i] @ p["mix_up"][i]) for i in range(5)]
     part = lambda i, name: jnp.einsum("td,dgc->tgc", mixed[i], p[f"{name}_proj"])
     w = p["decay"] + jnp.einsum("tr,rhk->thk", jnp.tanh(mixed[0] @ p["decay_down"]), p["decay_up"])
-    v, z = (part(i, name).reshape(len(x), c.linear_num_value_heads, -1) for i, name in ((2, "value"), (4, "gate")))
+    v, z = (
+        part(i, name).reshape(len(x), c.linear_num_value_heads, -1)
+        for i, name in ((2, "value"), (4, "gate"))
+    )
     o = outer(heads(part(3, "receptance")), heads(part(1, "key")), v, -jnp.exp(w), bonus=p["bonus"])
     return out(p, rms(c, o - o.mean(axis=-1, keepdims=True)) * p["norm"] * silu(z))
 
@@ -120,7 +158,9 @@ def rotated(x):
     half = x.shape[-1] // 2
     angle = (jnp.arange(len(x))[:, None] * 10_000.0 ** (-jnp.arange(half) / half))[:, None]
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=-1)
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=-1
+    )
 
 
 def retnet(c, p, x):
@@ -128,7 +168,9 @@ def retnet(c, p, x):
     g = jnp.broadcast_to(jnp.log(1 - 2.0 ** (-5 - jnp.arange(v.shape[1]))), v.shape[:2])
     if "decay_proj" in p:
         g = -softplus(-x @ p["decay_proj"]) / 16
-    return out(p, rms(c, outer(rotated(q), rotated(k) * k.shape[-1] ** -0.5, v, g)) * p["norm"] * silu(z))
+    return out(
+        p, rms(c, outer(rotated(q), rotated(k) * k.shape[-1] ** -0.5, v, g)) * p["norm"] * silu(z)
+    )
 
 
 def lightning(c, p, x):
@@ -142,11 +184,14 @@ def lightning(c, p, x):
 
 def gated_rfa(c, p, x):
     q, k, v, _ = slab(c, p, x)
-    omega = jax.lax.stop_gradient(jnp.repeat(p["frequencies"], v.shape[1] // c.linear_num_key_heads, axis=0))
+    omega = jax.lax.stop_gradient(
+        jnp.repeat(p["frequencies"], v.shape[1] // c.linear_num_key_heads, axis=0)
+    )
 
     def features(y):
         angle = jnp.einsum("thk,hfk->thf", unit(y), omega)
         return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1) / jnp.sqrt(omega.shape[1])
+
     logit = x @ p["decay_proj"]
     o, z = outer(features(q), features(k), v, -softplus(-logit), sigmoid(-logit), normaliser=True)
     return out(p, rms(c, o / (jnp.where(z < 0, -1, 1) * jnp.maximum(jnp.abs(z), 1e-6))) * p["norm"])
@@ -171,6 +216,7 @@ def gsa(c, p, x):
         values = f[..., None] * values + (1 - f)[..., None] * v[:, None]
         weights = jax.nn.softmax(jnp.einsum("hkm,hk->hm", keys, q), axis=-1)
         return (keys, values), jnp.einsum("hmv,hm->hv", values, weights)
+
     slots = forget.shape[1:]
     empty = jnp.zeros((slots[0], k.shape[-1], slots[1])), jnp.zeros((*slots, v.shape[-1]))
     return out(p, rms(c, silu(jax.lax.scan(step, empty, (q, k, v, forget))[1])) * p["norm"])
@@ -182,17 +228,23 @@ def abc(c, p, x):
     causal = jnp.where(np.tril(np.ones((len(x), len(x)), bool))[..., None, None], s[None], -jnp.inf)
     weights = jax.nn.softmax(causal, axis=1)  # of token j in each slot at time i
     keys, values = (jnp.einsum("ijhm,jhc->ihmc", weights, y) for y in (k, v))
-    o = jnp.einsum("ihm,ihmv->ihv", jax.nn.softmax(jnp.einsum("ihmk,ihk->ihm", keys, q), axis=-1), values)
+    o = jnp.einsum(
+        "ihm,ihmv->ihv", jax.nn.softmax(jnp.einsum("ihmk,ihk->ihm", keys, q), axis=-1), values
+    )
     return out(p, rms(c, silu(o)) * p["norm"])
 
 
 def rwkv4(c, p, x):
     before = jnp.pad(x, ((1, 0), (0, 0)))[:-1]
-    r, k, v = ((p["mix"][i] * x + (1 - p["mix"][i]) * before) @ p[f"{name}_proj"] for i, name in enumerate(("receptance", "key", "value")))
-    i, j = np.ogrid[:len(x), :len(x)]
+    r, k, v = (
+        (p["mix"][i] * x + (1 - p["mix"][i]) * before) @ p[f"{name}_proj"]
+        for i, name in enumerate(("receptance", "key", "value"))
+    )
+    i, j = np.ogrid[: len(x), : len(x)]
     age = jnp.asarray(np.maximum(i - 1 - j, 0))[..., None]
-    weight = jnp.where((j < i)[..., None], jnp.exp(k[None] - age * jnp.exp(p["decay"])), 0) + jnp.where((j == i)[..., None],
-                                                                                                       jnp.exp(p["bonus"] + k[None]), 0)
+    weight = jnp.where(
+        (j < i)[..., None], jnp.exp(k[None] - age * jnp.exp(p["decay"])), 0
+    ) + jnp.where((j == i)[..., None], jnp.exp(p["bonus"] + k[None]), 0)
     return (sigmoid(r) * jnp.einsum("ijd,jd->id", weight, v) / weight.sum(axis=1)) @ p["out_proj"]
 
 
@@ -202,22 +254,32 @@ def dfw(c, p, x):
 
     def step(s, token):
         q, k, v, f = token
-        s = f[:, :k.shape[-1], None] * s * f[:, None, k.shape[-1]:] + k[..., None] * v[:, None]
+        s = f[:, : k.shape[-1], None] * s * f[:, None, k.shape[-1] :] + k[..., None] * v[:, None]
         return s, jnp.einsum("hkv,hk->hv", s, q)
-    return out(p, rms(c, jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1])), (q, k, v, decay))[1]) * p["norm"])
+
+    return out(
+        p,
+        rms(c, jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1])), (q, k, v, decay))[1])
+        * p["norm"],
+    )
 
 
 def mamba(c, p, x):
     x, z = jnp.split(jnp.einsum("td,dhc->thc", x, p["in_proj"]), 2, axis=-1)
     padded = jnp.pad(x, ((c.linear_conv_kernel_dim - 1, 0), (0, 0), (0, 0)))
-    x = silu(sum(padded[w:w + len(x)] * kernel for w, kernel in enumerate(p["conv_kernel"])))
-    low, b, read = jnp.split(jnp.einsum("thv,hvr->tr", x, p["x_proj"]), np.cumsum([len(p["step_up"]), c.mixer.state_size]), axis=-1)
+    x = silu(sum(padded[w : w + len(x)] * kernel for w, kernel in enumerate(p["conv_kernel"])))
+    low, b, read = jnp.split(
+        jnp.einsum("thv,hvr->tr", x, p["x_proj"]),
+        np.cumsum([len(p["step_up"]), c.mixer.state_size]),
+        axis=-1,
+    )
     dt = softplus(jnp.einsum("tr,rhv->thv", low, p["step_up"]) + p["dt_bias"])
 
     def step(h, token):
         x, b, read, dt = token
         h = jnp.exp(-dt[..., None] * jnp.exp(p["a_log"])) * h + (dt * x)[..., None] * b
         return h, h @ read + p["skip"] * x
+
     y = jax.lax.scan(step, jnp.zeros(p["a_log"].shape), (x, b, read, dt))[1]
     return out(p, y * silu(z))
 
@@ -227,7 +289,7 @@ def gdn2(c, p, x):
     low = lambda name: jnp.einsum("tr,rhk->thk", x @ p[f"{name}_down"], p[f"{name}_up"])
     g = -jnp.exp(p["a_log"])[:, None] * softplus(low("decay") + p["dt_bias"])
     gates = sigmoid(jnp.einsum("td,dhc->thc", x, p["beta_proj"]))
-    b, w = gates[..., :k.shape[-1]], gates[..., k.shape[-1]:]
+    b, w = gates[..., : k.shape[-1]], gates[..., k.shape[-1] :]
     o = outer(unit(q) * q.shape[-1] ** -0.5, unit(k), w * v, g, erase=True, erase_key=b * unit(k))
     return out(p, rms(c, o) * p["norm"] * silu(low("gate")))
 
@@ -238,8 +300,16 @@ def s4d(c, p, x):
     a = jax.lax.complex(-jnp.exp(p["a_log"]), p["a_imag"])
     step = jnp.exp(p["log_step"])[..., None]
     weight = jax.lax.complex(p["read"][..., 0], p["read"][..., 1]) * (jnp.exp(step * a) - 1) / a
-    kernel = 2 * jnp.einsum("hvn,lhvn->lhv", weight, jnp.exp(jnp.arange(len(x))[:, None, None, None] * step * a)).real
-    y = jnp.stack([jnp.einsum("lhv,lhv->hv", kernel[:t + 1], x[t::-1]) for t in range(len(x))]) + p["skip"] * x
+    kernel = (
+        2
+        * jnp.einsum(
+            "hvn,lhvn->lhv", weight, jnp.exp(jnp.arange(len(x))[:, None, None, None] * step * a)
+        ).real
+    )
+    y = (
+        jnp.stack([jnp.einsum("lhv,lhv->hv", kernel[: t + 1], x[t::-1]) for t in range(len(x))])
+        + p["skip"] * x
+    )
     value, gate = jnp.moveaxis(jnp.einsum("thv,hvpd->tpd", jax.nn.gelu(y), p["out_proj"]), 1, 0)
     return value * sigmoid(gate)
 
@@ -251,12 +321,18 @@ def ttt(c, p, x):
     def f(w, x):
         y = jnp.einsum("hkv,hk->hv", w, x)
         y = y - y.mean(axis=-1, keepdims=True)
-        return x + p["scale"] * y / jnp.sqrt((y * y).mean(axis=-1, keepdims=True) + c.rms_norm_eps) + p["shift"]
+        return (
+            x
+            + p["scale"] * y / jnp.sqrt((y * y).mean(axis=-1, keepdims=True) + c.rms_norm_eps)
+            + p["shift"]
+        )
+
     def step(carry, token):
         (w, start), (t, q, k, v, rate) = carry, token
         start = jnp.where(t % c.mixer.block == 0, w, start)
         w = w - rate[:, None, None] * jax.grad(lambda w: jnp.sum((f(w, k) - v) ** 2) / 2)(start)
         return (w, start), f(w, q)
+
     tokens = jnp.arange(len(x)), q, k, v, sigmoid(x @ p["rate_proj"]) / k.shape[-1]
     return out(p, rms(c, jax.lax.scan(step, (p["start"], p["start"]), tokens)[1]) * p["norm"])
 
@@ -274,14 +350,20 @@ def titans(c, p, x):
         past = momentum * past - rate / c.mixer.block * surprise
         m = kept * m + past
         return (m, start, past), jnp.einsum("hkv,hk->hv", m, q)
+
     empty = jnp.zeros((*k.shape[1:], v.shape[-1]))
-    return out(p, rms(c, jax.lax.scan(step, (empty,) * 3, (jnp.arange(len(x)), q, k, v, gates))[1]) * p["norm"])
+    return out(
+        p,
+        rms(c, jax.lax.scan(step, (empty,) * 3, (jnp.arange(len(x)), q, k, v, gates))[1])
+        * p["norm"],
+    )
 
 
 def rnn(c, p, x):
     def step(h, row):
         h = jnp.tanh(row + jnp.einsum("hv,hvc->hc", h, p["recurrent"]))
         return h, h
+
     x = jnp.einsum("td,dhc->thc", x, p["in_proj"]) + p["bias"]
     return out(p, jax.lax.scan(step, jnp.zeros(p["out_proj"].shape[:2]), x)[1])
 
@@ -289,10 +371,13 @@ def rnn(c, p, x):
 def lstm(c, p, x):
     def step(carry, row):
         h, memory = carry
-        take, forget, new, give = jnp.split(row + jnp.einsum("hv,hvc->hc", h, p["recurrent"]), 4, axis=-1)
+        take, forget, new, give = jnp.split(
+            row + jnp.einsum("hv,hvc->hc", h, p["recurrent"]), 4, axis=-1
+        )
         memory = sigmoid(forget) * memory + sigmoid(take) * jnp.tanh(new)
         h = sigmoid(give) * jnp.tanh(memory)
         return (h, memory), h
+
     x = jnp.einsum("td,dhc->thc", x, p["in_proj"]) + p["bias"]
     return out(p, jax.lax.scan(step, (jnp.zeros(p["out_proj"].shape[:2]),) * 2, x)[1])
 
@@ -300,16 +385,25 @@ def lstm(c, p, x):
 def hyena(c, p, x):
     """With the sums of both convolutions written out."""
     n, lag = len(x), jnp.arange(len(x))[:, None] / c.max_position_embeddings
-    u = jnp.pad(jnp.einsum("td,dhc->thc", x, p["in_proj"]), ((len(p["conv_kernel"]) - 1, 0), (0, 0), (0, 0)))
-    z, *gates = jnp.split(sum(u[w:w + n] * kernel for w, kernel in enumerate(p["conv_kernel"])), 3, axis=-1)
+    u = jnp.pad(
+        jnp.einsum("td,dhc->thc", x, p["in_proj"]), ((len(p["conv_kernel"]) - 1, 0), (0, 0), (0, 0))
+    )
+    z, *gates = jnp.split(
+        sum(u[w : w + n] * kernel for w, kernel in enumerate(p["conv_kernel"])), 3, axis=-1
+    )
     bands = len(p["filter_in"]) // 2
-    features = jnp.concatenate([lag, *(wave(2 * jnp.pi * lag * jnp.arange(bands)) for wave in (jnp.cos, jnp.sin))], axis=-1)
+    features = jnp.concatenate(
+        [lag, *(wave(2 * jnp.pi * lag * jnp.arange(bands)) for wave in (jnp.cos, jnp.sin))], axis=-1
+    )
     for weight in (p["filter_in"], p["filter_hidden"]):
         features = jnp.sin(10 * features @ weight)
     window = jnp.exp(-lag[..., None] * p["window"]) + 0.05
     for i, gate in enumerate(gates):
         kernel = jnp.einsum("lw,whv->lhv", features, p["filter_out"][:, i]) * window
-        z = gate * (jnp.stack([jnp.sum(kernel[:t + 1] * z[t::-1], axis=0) for t in range(n)]) + p["bias"][i] * z)
+        z = gate * (
+            jnp.stack([jnp.sum(kernel[: t + 1] * z[t::-1], axis=0) for t in range(n)])
+            + p["bias"][i] * z
+        )
     return out(p, z)
 
 
@@ -317,12 +411,16 @@ def scored_attention(c, p, x, scores):
     """Softmax of the scores [N, T, T] of queries and keys [T, N, K] over the tokens up to each."""
     wide = lambda y: jnp.repeat(y, c.num_attention_heads // y.shape[1], axis=1)
     q, k, v = (wide(jnp.einsum("td,dnk->tnk", x, p[f"{name}_proj"])) for name in "qkv")
-    weights = jax.nn.softmax(jnp.where(np.tril(np.ones((len(x), len(x)), bool)), scores(q, k), -jnp.inf), axis=-1)
+    weights = jax.nn.softmax(
+        jnp.where(np.tril(np.ones((len(x), len(x)), bool)), scores(q, k), -jnp.inf), axis=-1
+    )
     return jnp.einsum("tnk,nkd->td", jnp.einsum("nij,jnk->ink", weights, v), p["o_proj"])
 
 
 def bahdanau(c, p, x):
-    return scored_attention(c, p, x, lambda q, k: jnp.einsum("ijnk,nk->nij", jnp.tanh(q[:, None] + k[None]), p["score"]))
+    return scored_attention(
+        c, p, x, lambda q, k: jnp.einsum("ijnk,nk->nij", jnp.tanh(q[:, None] + k[None]), p["score"])
+    )
 
 
 def luong(c, p, x):
@@ -334,48 +432,94 @@ def softmax_attention(q, k, v, seen, scale, sink=None):
     s = jnp.where(seen, jnp.einsum("inc,jnc->nij", q, k) * scale, -jnp.inf)
     if sink is not None:
         s = jnp.concatenate([s, jnp.broadcast_to(sink[:, None, None], (*s.shape[:2], 1))], axis=-1)
-    return jnp.einsum("nij,jnv->inv", jax.nn.softmax(s, axis=-1)[..., :len(k)], v)
+    return jnp.einsum("nij,jnv->inv", jax.nn.softmax(s, axis=-1)[..., : len(k)], v)
 
 
 def partly_rotated(c, x, width):
     """RoPE of the last or only `width` numbers; rotate-half."""
-    angle = (jnp.arange(len(x))[:, None] * c.rope_theta ** (-jnp.arange(width // 2) / (width // 2)))[:, None]
+    angle = (
+        jnp.arange(len(x))[:, None] * c.rope_theta ** (-jnp.arange(width // 2) / (width // 2))
+    )[:, None]
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=-1)
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=-1
+    )
 
 
 def sliding_window(c, p, x):
-    r, (i, j) = c.rotary_dim, np.ogrid[:len(x), :len(x)]
+    r, (i, j) = c.rotary_dim, np.ogrid[: len(x), : len(x)]
     q, gate = jnp.split(jnp.einsum("td,dnk->tnk", x, p["q_proj"]), 2, axis=-1)
-    k, v = (jnp.repeat(jnp.einsum("td,dmk->tmk", x, p[name]), q.shape[1] // c.num_key_value_heads, axis=1) for name in ("k_proj", "v_proj"))
+    k, v = (
+        jnp.repeat(
+            jnp.einsum("td,dmk->tmk", x, p[name]), q.shape[1] // c.num_key_value_heads, axis=1
+        )
+        for name in ("k_proj", "v_proj")
+    )
     q, k = (rms(c, y) * (1 + p[name]) for y, name in ((q, "q_norm"), (k, "k_norm")))
-    q, k = (jnp.concatenate([partly_rotated(c, y[..., :r], r), y[..., r:]], axis=-1) for y in (q, k))
+    q, k = (
+        jnp.concatenate([partly_rotated(c, y[..., :r], r), y[..., r:]], axis=-1) for y in (q, k)
+    )
     seen = (j <= i) & ((i - j < c.mixer.window) | (j < c.mixer.first_tokens))
-    o = softmax_attention(q, k, v, seen, c.head_dim ** -0.5, p.get("sink"))
+    o = softmax_attention(q, k, v, seen, c.head_dim**-0.5, p.get("sink"))
     return jnp.einsum("tnk,nkd->td", o * sigmoid(gate), p["o_proj"])
 
 
 def mla(c, p, x):
     shared = c.mixer.shared_key_width or c.rotary_dim
-    plain, rotated = c.head_dim - shared, lambda y: jnp.concatenate([partly_rotated(c, y[..., :c.rotary_dim], c.rotary_dim),
-                                                                     y[..., c.rotary_dim:]], axis=-1)
+    plain, rotated = (
+        c.head_dim - shared,
+        lambda y: jnp.concatenate(
+            [partly_rotated(c, y[..., : c.rotary_dim], c.rotary_dim), y[..., c.rotary_dim :]],
+            axis=-1,
+        ),
+    )
     y = rms(c, x @ p["q_down"]) * (1 + p["q_norm"]) if c.mixer.query_rank else x
     q = jnp.einsum("td,dnk->tnk", y, p["q_proj"])
-    latent = rms(c, (x @ p["kv_down"])[:, :c.mixer.latent_rank]) * (1 + p["kv_norm"])
+    latent = rms(c, (x @ p["kv_down"])[:, : c.mixer.latent_rank]) * (1 + p["kv_norm"])
     k, v = jnp.split(jnp.einsum("tl,lnp->tnp", latent, p["kv_up"]), 2, axis=-1)
     if shared:
-        of_all = rotated((x @ p["kv_down"])[:, None, c.mixer.latent_rank:])
+        of_all = rotated((x @ p["kv_down"])[:, None, c.mixer.latent_rank :])
         q = jnp.concatenate([q[..., :plain], rotated(q[..., plain:])], axis=-1)
         k = jnp.concatenate([k, jnp.broadcast_to(of_all, (*k.shape[:2], shared))], axis=-1)
-    o = softmax_attention(q, k, v, np.tril(np.ones((len(x), len(x)), bool)), c.head_dim ** -0.5)
-    return jnp.einsum("tnp,npd->td", o * sigmoid(jnp.einsum("td,dnp->tnp", x, p["gate_proj"])), p["o_proj"])
+    o = softmax_attention(q, k, v, np.tril(np.ones((len(x), len(x)), bool)), c.head_dim**-0.5)
+    return jnp.einsum(
+        "tnp,npd->td", o * sigmoid(jnp.einsum("td,dnp->tnp", x, p["gate_proj"])), p["o_proj"]
+    )
 
 
-REFERENCES = dict(
-    gated_deltanet=gated_deltanet, kda=kda, mamba2=mamba2, sliding_window=sliding_window, gla=gla, hgrn2=hgrn2, rwkv6=rwkv6, mla=mla,
-    linear=linear, retnet=retnet, lightning=lightning, gated_retention=retnet, gated_rfa=gated_rfa, mlstm=mlstm, gsa=gsa, abc=abc, dfw=dfw,
-    rwkv4=rwkv4, mamba=mamba, gdn2=gdn2, s4d=s4d, ttt=ttt, titans=titans, lstm=lstm, rnn=rnn,
-    hyena=hyena, bahdanau=bahdanau, luong=luong) | attention_references.REFERENCES
+REFERENCES = (
+    dict(
+        gated_deltanet=gated_deltanet,
+        kda=kda,
+        mamba2=mamba2,
+        sliding_window=sliding_window,
+        gla=gla,
+        hgrn2=hgrn2,
+        rwkv6=rwkv6,
+        mla=mla,
+        linear=linear,
+        retnet=retnet,
+        lightning=lightning,
+        gated_retention=retnet,
+        gated_rfa=gated_rfa,
+        mlstm=mlstm,
+        gsa=gsa,
+        abc=abc,
+        dfw=dfw,
+        rwkv4=rwkv4,
+        mamba=mamba,
+        gdn2=gdn2,
+        s4d=s4d,
+        ttt=ttt,
+        titans=titans,
+        lstm=lstm,
+        rnn=rnn,
+        hyena=hyena,
+        bahdanau=bahdanau,
+        luong=luong,
+    )
+    | attention_references.REFERENCES
+)
 
 
 @functools.cache
@@ -383,21 +527,27 @@ def _gradient(name, config):
     def theirs(p, x, dy):
         y = REFERENCES[name](config, p, x)
         return jnp.sum(y * dy), y
+
     return jax.jit(jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True))
 
 
 def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
-    """Largest relative error of (output, any gradient) of a layer in `dtype` against its reference in float64, given the same numbers.
+    """Largest relative error of (output, any gradient) of a layer in `dtype` against its
+    reference in float64, given the same numbers.
 
-    An error is of the largest number of the array; of gradients that are all but zero, of the largest gradient of a parameter.
-    added: {parameter: a number that is added to all of it}. of_reference: instead of the reference itself, computed in `dtype`.
+    An error is of the largest number of the array; of gradients that are all but zero, of the
+    largest gradient of a parameter. added: {parameter: a number that is added to all of it}.
+    of_reference: instead of the reference itself, computed in `dtype`.
     """
     config = dataclasses.replace(config, dtype=dtype)
     graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(seed)), (0,)))
     rng = np.random.default_rng(seed)
     rounded = lambda x: jnp.asarray(x, dtype).astype(jnp.float32)
-    params = jax.tree.map(lambda p: p.replace(rounded(p[...]) if p.declared.operand else p[...]), params,
-                          is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    params = jax.tree.map(
+        lambda p: p.replace(rounded(p[...]) if p.declared.operand else p[...]),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
     for parameter, number in (added or {}).items():
         params[parameter] = params[parameter].replace(params[parameter][...] + number)
     x, dy = (rounded(rng.normal(size=(length, config.hidden_size))) for _ in range(2))
@@ -407,6 +557,7 @@ def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     def ours(params, x):
         y, _, _ = nnx.merge(graph, params)(x[None].astype(dtype), Context(positions))
         return jnp.sum(y[0].astype(jnp.float32) * dy), y[0]
+
     if of_reference:
         narrow = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, dtype), tree)
         (_, y), d = _gradient(name, config)(*map(narrow, (nnx.to_pure_dict(params), x, dy)))
@@ -421,5 +572,10 @@ def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
 
     def relative(got, want, least):
         want = np.asarray(want)
-        return float(np.abs(np.asarray(got, np.float64) - want).max() / max(np.abs(want).max(), least))
-    return relative(y, want_y, 0), jax.tree.map(lambda a, b: relative(a, b, 1e-3 * largest), d, want)
+        return float(
+            np.abs(np.asarray(got, np.float64) - want).max() / max(np.abs(want).max(), least)
+        )
+
+    return relative(y, want_y, 0), jax.tree.map(
+        lambda a, b: relative(a, b, 1e-3 * largest), d, want
+    )

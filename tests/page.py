@@ -8,7 +8,11 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "extending.md"
 
 def example(name: str, folder: pathlib.Path) -> str:
     """Writes the page's file `name` into `folder`; its code."""
-    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if block.startswith(f"# {name}\n"))
+    code = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        if block.startswith(f"# {name}\n")
+    )
     (folder / name).write_text(code)
     return code
 

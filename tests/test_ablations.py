@@ -1,4 +1,6 @@
-"""Each ablation switch does what its name says: both mixers against their formulas written out token by token in NumPy."""
+"""Each ablation switch does what its name says: both mixers against their formulas written out
+token by token in NumPy.
+"""
 
 import dataclasses
 
@@ -20,9 +22,24 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.layers import Context
 
 BASE = ModelConfig(
-    vocab_size=31, hidden_size=12, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2, num_key_value_heads=1,
-    head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=4,
-    num_experts=0, intermediate_size=16, mtp_depth=0, decay_init="log_uniform", dtype="float32", initializer_range=0.3)
+    vocab_size=31,
+    hidden_size=12,
+    num_hidden_layers=2,
+    full_attention_interval=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=4,
+    num_experts=0,
+    intermediate_size=16,
+    mtp_depth=0,
+    decay_init="log_uniform",
+    dtype="float32",
+    initializer_range=0.3,
+)
 T = 9
 
 
@@ -42,22 +59,24 @@ def recurrent_layer(c, p, x_TD):
     """One Gated DeltaNet layer of one key head (G = 1) and two value heads."""
     k, v, h = c.linear_key_head_dim, c.linear_value_head_dim, c.linear_num_value_heads
     mixed = x_TD @ p["in_proj_qkvz"][:, 0]
-    z, mixed = mixed[:, 2 * k + h * v:], mixed[:, :2 * k + h * v]
+    z, mixed = mixed[:, 2 * k + h * v :], mixed[:, : 2 * k + h * v]
     if c.short_convolution:
         padded = np.concatenate([np.zeros((3, mixed.shape[1])), mixed])
-        mixed = sum(padded[w:w + T] * p["conv_kernel"][w, 0] for w in range(4))
+        mixed = sum(padded[w : w + T] * p["conv_kernel"][w, 0] for w in range(4))
     mixed = mixed * sigmoid(mixed)
     ba = x_TD @ p["in_proj_ba"][:, 0] if "in_proj_ba" in p else None
     out = np.zeros((T, h, v))
     for head in range(h):
         state = np.zeros((k, v))
         for t in range(T):
-            q_t, k_t = unit(mixed[t, :k]) / np.sqrt(k), unit(mixed[t, k:2 * k])
-            v_t = mixed[t, 2 * k + head * v:2 * k + (head + 1) * v]
+            q_t, k_t = unit(mixed[t, :k]) / np.sqrt(k), unit(mixed[t, k : 2 * k])
+            v_t = mixed[t, 2 * k + head * v : 2 * k + (head + 1) * v]
             beta = sigmoid(ba[t, head]) if c.beta_gate else 1.0
             if c.decay_gate:
                 a = ba[t, head + (h if c.beta_gate else 0)]
-                state = state * np.exp(-np.exp(p["a_log"][head]) * np.log1p(np.exp(a + p["dt_bias"][head])))
+                state = state * np.exp(
+                    -np.exp(p["a_log"][head]) * np.log1p(np.exp(a + p["dt_bias"][head]))
+                )
             error = v_t - state.T @ k_t if c.erase else v_t
             state = state + beta * np.outer(k_t, error)
             out[t, head] = state.T @ q_t
@@ -71,8 +90,8 @@ def recurrent_layer(c, p, x_TD):
 def attention_layer(c, p, x_TD):
     """One gated attention layer without positions (NoPE), two query heads over one key head."""
     q = np.einsum("td,dnk->tnk", x_TD, p["q_proj"])
-    gate = q[..., c.head_dim:]
-    q, k, v = q[..., :c.head_dim], x_TD @ p["k_proj"][:, 0], x_TD @ p["v_proj"][:, 0]
+    gate = q[..., c.head_dim :]
+    q, k, v = q[..., : c.head_dim], x_TD @ p["k_proj"][:, 0], x_TD @ p["v_proj"][:, 0]
     if c.qk_norm:
         centre = 1.0 if c.zero_centered_norm else 0.0
         q, k = rms(q, centre + p["q_norm"]), rms(k, centre + p["k_norm"])
@@ -84,7 +103,11 @@ def attention_layer(c, p, x_TD):
     return np.einsum("tnk,nkd->td", out, p["o_proj"])
 
 
-@pytest.mark.parametrize("off", [(), *((name,) for name in ABLATIONS), ABLATIONS], ids=lambda off: "+".join(off) or "none")
+@pytest.mark.parametrize(
+    "off",
+    [(), *((name,) for name in ABLATIONS), ABLATIONS],
+    ids=lambda off: "+".join(off) or "none",
+)
 def test_both_mixers_follow_their_formulas(off):
     config = dataclasses.replace(BASE, partial_rotary_factor=0.0, **dict.fromkeys(off, False))
     assert config.ablated == tuple(name for name in ABLATIONS if name in off)
@@ -95,10 +118,18 @@ def test_both_mixers_follow_their_formulas(off):
         rng = np.random.default_rng(2)
         for name in ("q_norm", "k_norm", "norm"):  # not at their start, where some forms agree
             if hasattr(module, name):
-                getattr(module, name)[...] = jnp.asarray(rng.uniform(0.2, 0.8, getattr(module, name)[...].shape), jnp.float32)
-        params = {name: np.asarray(value[...], np.float64) for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+                getattr(module, name)[...] = jnp.asarray(
+                    rng.uniform(0.2, 0.8, getattr(module, name)[...].shape), jnp.float32
+                )
+        params = {
+            name: np.asarray(value[...], np.float64)
+            for name, value in vars(module).items()
+            if isinstance(value, nnx.Param)
+        }
         y, _, _ = module(x_BTD, context)
-        np.testing.assert_allclose(y[0], layer(config, params, x_BTD[0].astype(np.float64)), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            y[0], layer(config, params, x_BTD[0].astype(np.float64)), rtol=0, atol=2e-5
+        )
 
 
 def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
@@ -112,13 +143,20 @@ def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
         model = nnx.merge(graphdef, params)
         hidden, _ = model.decode(tokens, tokens, model.init_cache(1, T))
         logits, pullback = jax.vjp(lambda p: nnx.merge(graphdef, p)(tokens).logits, params)
-        return model.logits(hidden), logits, *pullback(jax.grad(lambda x: jnp.sum(jax.nn.log_softmax(x)[..., 0]))(logits))
+        return (
+            model.logits(hidden),
+            logits,
+            *pullback(jax.grad(lambda x: jnp.sum(jax.nn.log_softmax(x)[..., 0]))(logits)),
+        )
+
     decoded, logits, gradient = run(params)
     np.testing.assert_allclose(decoded, logits, rtol=0, atol=1e-5)
     for path, g in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.abs(g).max() > 0, jax.tree_util.keystr(path)
     assert parameter_counts(config).total == sum(leaf.size for leaf in jax.tree.leaves(params))
-    with pytest.raises(UserError, match="model.short_convolution = False: transformers' Qwen3Next always has it"):
+    with pytest.raises(
+        UserError, match="model.short_convolution = False: transformers' Qwen3Next always has it"
+    ):
         save_hf(model, tmp_path / "hf")
 
 
@@ -129,12 +167,21 @@ def test_without_positions_the_order_of_the_past_does_not_matter():
     def last(factor, x_BTD):
         config = dataclasses.replace(BASE, partial_rotary_factor=factor)
         return GatedAttention(config, Make(config, nnx.Rngs(1)), (0,))(x_BTD, context)[0][0, -1]
+
     swapped = x_BTD[:, [2, 1, 0, *range(3, T)]]
     np.testing.assert_allclose(last(0.0, x_BTD), last(0.0, swapped), atol=1e-5)
     assert np.abs(last(0.5, x_BTD) - last(0.5, swapped)).max() > 1e-3
 
 
-@pytest.mark.parametrize("placement, expected", [("last", "LLFLLF"), ("middle", "LFLLFL"), ("first", "FLLFLL")])
+@pytest.mark.parametrize(
+    "placement, expected", [("last", "LLFLLF"), ("middle", "LFLLFL"), ("first", "FLLFLL")]
+)
 def test_placement_of_the_full_layer_in_its_interval(placement, expected):
-    config = dataclasses.replace(BASE, num_hidden_layers=6, full_attention_interval=3, full_attention_placement=placement, layer_types=())
+    config = dataclasses.replace(
+        BASE,
+        num_hidden_layers=6,
+        full_attention_interval=3,
+        full_attention_placement=placement,
+        layer_types=(),
+    )
     assert config.pattern == tuple({"L": LINEAR, "F": FULL}[letter] for letter in expected)

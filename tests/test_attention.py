@@ -1,4 +1,6 @@
-"""Attention against the plain softmax in float64, over packing, padding, cached decoding and every head ratio."""
+"""Attention against the plain softmax in float64, over packing, padding, cached decoding and
+every head ratio.
+"""
 
 import functools
 import os
@@ -25,7 +27,9 @@ def oracle(q, k, v, mask, scale=None):
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(x, jnp.float64) for x in (q, k, v))
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        scores = jnp.einsum("btnd,bsnd->bnts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = jnp.einsum("btnd,bsnd->bnts", q, k) * (
+            q.shape[-1] ** -0.5 if scale is None else scale
+        )
         scores = jnp.where(mask[:, None], scores, -jnp.inf)
         peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e300)
         p = jnp.exp(scores - peak)
@@ -66,29 +70,47 @@ def assert_near(got, expected, relative):
 
 
 def tolerance(t, dtype=jnp.float32):
-    # Random rounding of sums of T terms (float32), or of the bfloat16 operands of three chained matmuls.
+    # Random rounding of sums of T terms (float32), or of the bfloat16 operands of three chained
+    # matmuls.
     return 4 * EPSILON * t**0.5 if dtype == jnp.float32 else 4 * 2.0**-9
 
 
-@pytest.mark.parametrize("t, n, m, packed", [(1, 2, 2, False), (63, 4, 2, True), (64, 4, 1, False), (65, 3, 3, True), (200, 8, 2, False),
-                                             (200, 8, 2, True)])
+@pytest.mark.parametrize(
+    "t, n, m, packed",
+    [
+        (1, 2, 2, False),
+        (63, 4, 2, True),
+        (64, 4, 1, False),
+        (65, 3, 3, True),
+        (200, 8, 2, False),
+        (200, 8, 2, True),
+    ],
+)
 def test_equals_the_plain_softmax(t, n, m, packed):
     arrays = inputs(2, t, n, m, 16)
-    segment_ids = np.sort(np.random.default_rng(1).integers(1, 5, (2, t)), axis=1) if packed else None
+    segment_ids = (
+        np.sort(np.random.default_rng(1).integers(1, 5, (2, t)), axis=1) if packed else None
+    )
     got = output_and_gradients(lambda *x: attention(*x, segment_ids=segment_ids), *arrays)
-    assert_near(got, oracle_output_and_gradients(*arrays, causal(2, t, segment_ids)), tolerance(t + 16))
+    assert_near(
+        got, oracle_output_and_gradients(*arrays, causal(2, t, segment_ids)), tolerance(t + 16)
+    )
 
 
 def test_scale_is_used_as_given():
     q, k, v, _ = inputs(1, 70, 2, 1, 8)
-    np.testing.assert_allclose(attention(q, k, v, scale=0.7), oracle(q, k, v, causal(1, 70), 0.7), atol=1e-5)
+    np.testing.assert_allclose(
+        attention(q, k, v, scale=0.7), oracle(q, k, v, causal(1, 70), 0.7), atol=1e-5
+    )
 
 
 def test_bfloat16_operands_float32_softmax():
     arrays = inputs(1, 150, 4, 2, 32, dtype=jnp.bfloat16)
     got = output_and_gradients(attention, *arrays)
     assert all(x.dtype == jnp.bfloat16 for x in got)
-    assert_near(got, oracle_output_and_gradients(*arrays, causal(1, 150)), tolerance(150, jnp.bfloat16))
+    assert_near(
+        got, oracle_output_and_gradients(*arrays, causal(1, 150)), tolerance(150, jnp.bfloat16)
+    )
 
 
 def test_packed_documents_are_separate_documents():
@@ -97,7 +119,10 @@ def test_packed_documents_are_separate_documents():
     segment_ids = np.repeat(np.arange(1, 4), lengths)[None]
     packed = output_and_gradients(lambda *x: attention(*x, segment_ids=segment_ids), q, k, v, do)
     edges = np.cumsum((0, *lengths))
-    alone = [output_and_gradients(attention, *(x[:, a:b] for x in (q, k, v, do))) for a, b in zip(edges, edges[1:])]
+    alone = [
+        output_and_gradients(attention, *(x[:, a:b] for x in (q, k, v, do)))
+        for a, b in zip(edges, edges[1:])
+    ]
     assert_near(packed, [jnp.concatenate(x, axis=1) for x in zip(*alone)], tolerance(100))
 
 
@@ -116,7 +141,9 @@ def test_padding_gives_nothing_to_other_rows():
 
 @pytest.mark.parametrize("new, layers", [(1, 1), (8, 2), (9, 1)])
 def test_cached_decoding_equals_the_whole(new, layers, monkeypatch):
-    """Rows stand at different positions of a cache that is longer than what is filled, no multiple of the blocks, and not read further."""
+    """Rows stand at different positions of a cache that is longer than what is filled, no
+    multiple of the blocks, and not read further.
+    """
     for name in ("_BLOCK", "_BLOCK_OF_FEW"):
         monkeypatch.setattr(cached, name, 32)
     t, capacity = 150, 200
@@ -129,8 +156,14 @@ def test_cached_decoding_equals_the_whole(new, layers, monkeypatch):
     def run(q, new_k, new_v, k, v):
         k, v = (write(x, new, layers - 1, positions[:, 0]) for x, new in ((k, new_k), (v, new_v)))
         return cached_attention(q, k, v, layers - 1, positions)
+
     filled = np.arange(capacity) < positions[:, :1]
-    stored = [np.where(filled[..., None, None], np.pad(x, ((0, 0), (0, capacity - t), (0, 0), (0, 0))), 1e4) for x in (k, v)]
+    stored = [
+        np.where(
+            filled[..., None, None], np.pad(x, ((0, 0), (0, capacity - t), (0, 0), (0, 0))), 1e4
+        )
+        for x in (k, v)
+    ]
     caches = [jnp.stack([np.full_like(x, np.nan)] * (layers - 1) + [x]) for x in stored]
     got = run(*(x[rows, positions] for x in (q, k, v)), *caches)
     np.testing.assert_allclose(got, whole[rows, positions], atol=4 * EPSILON * t**0.5 * 4)
@@ -144,7 +177,9 @@ def test_tokens_before_the_first_slot_are_dropped():
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_decoding_copies_no_cache(layers):
-    """Steps of a loop over equal layers: what the program needs beyond its donated caches is less than a layer's, of blocks alone."""
+    """Steps of a loop over equal layers: what the program needs beyond its donated caches is
+    less than a layer's, of blocks alone.
+    """
     shape = (layers, 1, 16384, 2, 32)
 
     def step(i, carry):
@@ -152,17 +187,28 @@ def test_decoding_copies_no_cache(layers):
             q, k, v = carry
             k, v = (write(x, q[:, :, :2], r, jnp.full(1, i)) for x in (k, v))
             return (cached_attention(q, k, v, r, jnp.full((1, 1), i)), k, v), None
+
         return jax.lax.scan(layer, carry, jnp.arange(layers))[0]
-    run = jax.jit(lambda q, k, v: jax.lax.fori_loop(0, 9000, step, (q, k, v)), donate_argnums=(1, 2))
+
+    run = jax.jit(
+        lambda q, k, v: jax.lax.fori_loop(0, 9000, step, (q, k, v)), donate_argnums=(1, 2)
+    )
     cache = jax.ShapeDtypeStruct(shape, jnp.float32)
-    memory = run.lower(jax.ShapeDtypeStruct((1, 1, 4, 32), jnp.float32), cache, cache).compile().memory_analysis()
+    memory = (
+        run.lower(jax.ShapeDtypeStruct((1, 1, 4, 32), jnp.float32), cache, cache)
+        .compile()
+        .memory_analysis()
+    )
     assert memory.temp_size_in_bytes < cache.size * 4 / layers / 2
 
 
 def test_a_query_without_any_key_gives_zeros_and_no_gradient():
     q, k, v, do = inputs(1, 3, 2, 1, 8, s=80)
     kv_segment_ids = np.repeat((1, 0), (70, 10))[None]
-    options, arrays = dispatch.Options(None, 8**-0.5, causal=False), (q, k, v, np.array([[1, 2, 2]]), kv_segment_ids)
+    options, arrays = (
+        dispatch.Options(None, 8**-0.5, causal=False),
+        (q, k, v, np.array([[1, 2, 2]]), kv_segment_ids),
+    )
     o, logsumexp = dispatch.forward(options, *arrays)
     dq, dk, dv = dispatch.backward(options, arrays, o, logsumexp, do)
     mask = np.zeros((1, 3, 80), bool)
@@ -174,39 +220,61 @@ def test_a_query_without_any_key_gives_zeros_and_no_gradient():
 def test_memory_is_linear_in_the_length():
     t, d = 4096, 32
     shapes = [jax.ShapeDtypeStruct((1, t, n, d), jnp.float32) for n in (2, 1, 1, 2)]
-    step = jax.jit(lambda q, k, v, do: jax.vjp(lambda *x: attention(*x, segment_ids=jnp.ones((1, t), jnp.int32)), q, k, v)[1](do))
+    step = jax.jit(
+        lambda q, k, v, do: jax.vjp(
+            lambda *x: attention(*x, segment_ids=jnp.ones((1, t), jnp.int32)), q, k, v
+        )[1](do)
+    )
     compiled = step.lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < t * t  # not even one byte per pair
 
 
-# ---- splash -------------------------------------------------------------------------------------------------------
+# ---- splash
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("t, d, private", [(100, 64, False), (1000, 64, True)])
 def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch):
-    if private:  # each key/value head on a core of its own; blocks of queries larger than those of keys in a product
+    # each key/value head on a core of its own; blocks of queries larger than those of keys in a
+    # product
+    if private:
         splash = sys.modules["qwen3next_jax.ops.attention.splash"]
         monkeypatch.setattr(splash, "tpu", lambda: types.SimpleNamespace(num_cores=2))
         monkeypatch.setattr(splash, "BLOCK", 128)
         monkeypatch.setattr(splash, "LONG_BLOCK", 256)
-        assert splash.block_size(1024, d, 4) == 256 and splash.block_size(1024, 256, 4) == splash.block_size(768, d, 4) == 128
+        assert (
+            splash.block_size(1024, d, 4) == 256
+            and splash.block_size(1024, 256, 4) == splash.block_size(768, d, 4) == 128
+        )
     else:  # a JAX without the backward kernels' name
-        monkeypatch.delattr("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd")
+        monkeypatch.delattr(
+            "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd"
+        )
     arrays = inputs(2, t, 4, 2, d)
     segment_ids = np.stack([np.repeat((1, 2, 0), (40, t - 50, 10)), np.ones(t, int)])
-    got = output_and_gradients(lambda *x: attention(*x, segment_ids=segment_ids, implementation="splash"), *arrays)
-    assert_near(got, oracle_output_and_gradients(*arrays, causal(2, t, segment_ids)), tolerance(t + d))
+    got = output_and_gradients(
+        lambda *x: attention(*x, segment_ids=segment_ids, implementation="splash"), *arrays
+    )
+    assert_near(
+        got, oracle_output_and_gradients(*arrays, causal(2, t, segment_ids)), tolerance(t + d)
+    )
 
 
 def test_splash_compiles_for_tpu(v6e):
-    """The kernels, not the blockwise form, are in the program that the TPU compiler accepts, whether named or chosen."""
+    """The kernels, not the blockwise form, are in the program that the TPU compiler accepts,
+    whether named or chosen.
+    """
     t, n, m, d = 4000, 4, 2, 256  # the longest blocks of the widest heads
-    shapes = [jax.ShapeDtypeStruct((2, t, heads, d), jnp.bfloat16, sharding=v6e) for heads in (n, m, m, n)]
+    shapes = [
+        jax.ShapeDtypeStruct((2, t, heads, d), jnp.bfloat16, sharding=v6e) for heads in (n, m, m, n)
+    ]
     segment_ids = jax.ShapeDtypeStruct((2, t), jnp.int32, sharding=v6e)
 
     @functools.partial(jax.jit, static_argnums=5)
     def step(q, k, v, do, segment_ids, named):
-        o, pullback = jax.vjp(lambda *x: attention(*x, segment_ids=segment_ids, implementation=named), q, k, v)
+        o, pullback = jax.vjp(
+            lambda *x: attention(*x, segment_ids=segment_ids, implementation=named), q, k, v
+        )
         return o, pullback(do)
 
     named, chosen = (step.lower(*shapes, segment_ids, name) for name in ("splash", None))
@@ -217,31 +285,48 @@ def test_splash_compiles_for_tpu(v6e):
 @pytest.fixture(scope="module")
 def v6e():
     """Sharding on one described (not attached) TPU v6e."""
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v6e-4")
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v6e-4"
+    )
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2x1")
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
 def test_the_trial_on_a_gpu_refuses_attention_across_documents():
-    """The XLA form without the ids stands in for the kernels, whose limits are those of the documents."""
+    """The XLA form without the ids stands in for the kernels, whose limits are those of the
+    documents.
+    """
     ids = jnp.asarray([[1, 1, 3, 3, 3, 4, 0, 0], [2] * 8, [0] * 8, [1, 2, 3, 4, 5, 6, 7, 9]])
     start, end = pallas_gpu._seen(ids[:, 2:], ids)
-    np.testing.assert_array_equal((start[:, 0, :, None] <= np.arange(8)) & (np.arange(8) < end[:, 0, :, None]),
-                                  ids[:, 2:, None] == ids[:, None])
-    form = lambda run: lambda q, k, v, segments, kv_segments, *rest, **settings: run(q, k, v, None, None, *rest, block=128, **settings)
+    np.testing.assert_array_equal(
+        (start[:, 0, :, None] <= np.arange(8)) & (np.arange(8) < end[:, 0, :, None]),
+        ids[:, 2:, None] == ids[:, None],
+    )
+    form = lambda run: (
+        lambda q, k, v, segments, kv_segments, *rest, **settings: run(
+            q, k, v, None, None, *rest, block=128, **settings
+        )
+    )
     assert pallas_gpu.worst(64, (form(xla.forward), form(xla.backward)))[1] > 2 * pallas_gpu.APART
 
 
-# ---- what cannot be -----------------------------------------------------------------------------------------------
+# ---- what cannot be
+# -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change, error, name", [
-    (dict(implementation="flash"), ValueError, "implementation"),
-    (dict(segment_ids=np.ones((1, 7), int)), ValueError, "segment_ids"),
-    (dict(k=jnp.zeros((1, 9, 2, 4)), v=jnp.zeros((1, 9, 2, 4))), ValueError, "k"),
-    (dict(q=jnp.zeros((1, 8, 3, 4))), ValueError, "heads"),
-])
+@pytest.mark.parametrize(
+    "change, error, name",
+    [
+        (dict(implementation="flash"), ValueError, "implementation"),
+        (dict(segment_ids=np.ones((1, 7), int)), ValueError, "segment_ids"),
+        (dict(k=jnp.zeros((1, 9, 2, 4)), v=jnp.zeros((1, 9, 2, 4))), ValueError, "k"),
+        (dict(q=jnp.zeros((1, 8, 3, 4))), ValueError, "heads"),
+    ],
+)
 def test_errors_name_the_argument(change, error, name):
-    arguments = dict(q=jnp.zeros((1, 8, 4, 4)), k=jnp.zeros((1, 8, 2, 4)), v=jnp.zeros((1, 8, 2, 4))) | change
+    arguments = (
+        dict(q=jnp.zeros((1, 8, 4, 4)), k=jnp.zeros((1, 8, 2, 4)), v=jnp.zeros((1, 8, 2, 4)))
+        | change
+    )
     with pytest.raises(error, match=name):
         attention(**arguments)

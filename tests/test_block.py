@@ -1,4 +1,6 @@
-"""The rest of the block as settings (`model.block`, `model.mixer.mask`, …): each against its formula in float64, and what it refuses."""
+"""The rest of the block as settings (`model.block`, `model.mixer.mask`, …): each against its
+formula in float64, and what it refuses.
+"""
 
 import dataclasses
 import types
@@ -25,9 +27,22 @@ from qwen3next_jax.model.further.positions import Learned, Sinusoidal
 from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
 
-BASE = ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=1, num_attention_heads=4,
-                   num_key_value_heads=2, head_dim=8, partial_rotary_factor=0.5, num_experts=0, intermediate_size=24, mtp_depth=0,
-                   max_position_embeddings=64, dtype="float32", initializer_range=0.3)
+BASE = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    num_hidden_layers=2,
+    full_attention_interval=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    partial_rotary_factor=0.5,
+    num_experts=0,
+    intermediate_size=24,
+    mtp_depth=0,
+    max_position_embeddings=64,
+    dtype="float32",
+    initializer_range=0.3,
+)
 T = 12
 
 
@@ -40,34 +55,73 @@ def block(c, p, x, alpha):
         m = p["mlp"]
         if "up" in m:
             up = x @ m["up"]
-            return {"gelu": gelu, "relu": lambda x: jnp.where(x > 0, x, 0), "relu2": lambda x: jnp.where(x > 0, x * x, 0)}[c.block.mlp](
-                up) @ m["down"]
+            return {
+                "gelu": gelu,
+                "relu": lambda x: jnp.where(x > 0, x, 0),
+                "relu2": lambda x: jnp.where(x > 0, x * x, 0),
+            }[c.block.mlp](up) @ m["down"]
         gate, up = x @ m["gate_up"][:, 0], x @ m["gate_up"][:, 1]
-        return ({"swiglu": gate / (1 + jnp.exp(-gate)), "geglu": gelu(gate)}[c.block.mlp] * up) @ m["down"]
-    for part, f in (("mixer", lambda x: REFERENCES["gated_attention"](c, p["mixer"], x)), ("mlp", mlp)):
-        x = {"pre": lambda: x + f(of(part, x)), "post": lambda: of(part, x + f(x)), "olmo2": lambda: x + of(part, f(x)),
-             "sandwich": lambda: x + of(f"after_{part}", f(of(part, x))), "deep": lambda: of(part, alpha * x + f(x))}[c.block.placement]()
+        return ({"swiglu": gate / (1 + jnp.exp(-gate)), "geglu": gelu(gate)}[c.block.mlp] * up) @ m[
+            "down"
+        ]
+
+    for part, f in (
+        ("mixer", lambda x: REFERENCES["gated_attention"](c, p["mixer"], x)),
+        ("mlp", mlp),
+    ):
+        x = {
+            "pre": lambda: x + f(of(part, x)),
+            "post": lambda: of(part, x + f(x)),
+            "olmo2": lambda: x + of(part, f(x)),
+            "sandwich": lambda: x + of(f"after_{part}", f(of(part, x))),
+            "deep": lambda: of(part, alpha * x + f(x)),
+        }[c.block.placement]()
     return x
 
 
 # Every placement and every MLP once; "none" is none.
-KINDS = [dict(placement="sandwich", norm="layer", mlp="geglu", over="layer"), dict(placement="deep", norm="rms", mlp="relu2", over="head"),
-         dict(placement="post", norm="layer", mlp="relu", over="head"), dict(placement="olmo2", norm="rms", mlp="gelu", over="layer"),
-         dict(placement="pre", norm="layer", mlp="swiglu", over="layer", zero_centered_norm=False)]
+KINDS = [
+    dict(placement="sandwich", norm="layer", mlp="geglu", over="layer"),
+    dict(placement="deep", norm="rms", mlp="relu2", over="head"),
+    dict(placement="post", norm="layer", mlp="relu", over="head"),
+    dict(placement="olmo2", norm="rms", mlp="gelu", over="layer"),
+    dict(placement="pre", norm="layer", mlp="swiglu", over="layer", zero_centered_norm=False),
+]
 
 
-@pytest.mark.parametrize("kind", [kind if i < 1 else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)],
-                         ids=lambda kind: "-".join(map(str, kind.values())))
+@pytest.mark.parametrize(
+    "kind",
+    [kind if i < 1 else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)],
+    ids=lambda kind: "-".join(map(str, kind.values())),
+)
 def test_a_block_is_its_formula(kind):
-    """Output and gradients of every parameter, which every placement, norm and MLP of the tables is in; norms away from their start."""
-    assert {kind["placement"] for kind in KINDS} == set(PLACEMENTS) and {*(kind["mlp"] for kind in KINDS), "none"} == set(MLPS)
-    over, *rest = kind["over"], {name: x for name, x in kind.items() if name not in ("over", "zero_centered_norm")}
-    c = dataclasses.replace(BASE, block=BlockConfig(**rest[0]), mixer=MixerConfig(qk_norm_over=over),
-                            zero_centered_norm=kind.get("zero_centered_norm", True))
-    graph, params = nnx.split(c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,)))
+    """Output and gradients of every parameter, which every placement, norm and MLP of the tables
+    is in; norms away from their start.
+    """
+    assert {kind["placement"] for kind in KINDS} == set(PLACEMENTS) and {
+        *(kind["mlp"] for kind in KINDS),
+        "none",
+    } == set(MLPS)
+    over, *rest = (
+        kind["over"],
+        {name: x for name, x in kind.items() if name not in ("over", "zero_centered_norm")},
+    )
+    c = dataclasses.replace(
+        BASE,
+        block=BlockConfig(**rest[0]),
+        mixer=MixerConfig(qk_norm_over=over),
+        zero_centered_norm=kind.get("zero_centered_norm", True),
+    )
+    graph, params = nnx.split(
+        c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
+    )
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, T, c.hidden_size))
-    moved = lambda p: p.replace(p[...] + 0.3 * rng.normal(size=p.shape).astype(np.float32)) if p.declared.kind == "norm" else p
+    moved = lambda p: (
+        p.replace(p[...] + 0.3 * rng.normal(size=p.shape).astype(np.float32))
+        if p.declared.kind == "norm"
+        else p
+    )
     params = jax.tree.map(moved, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     positions = jnp.arange(T, dtype=jnp.int32)[None]
 
@@ -76,33 +130,59 @@ def test_a_block_is_its_formula(kind):
     def ours(params):
         y, _, _ = nnx.merge(graph, params)(jnp.asarray(x, jnp.float32)[None], Context(positions))
         return jnp.sum(y[0] * dy)
+
     got = ours(params)
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (nnx.to_pure_dict(params), x, dy))
+        wide = jax.tree.map(
+            lambda a: jnp.asarray(np.asarray(a, np.float64)), (nnx.to_pure_dict(params), x, dy)
+        )
         theirs = lambda p, x, dy: jnp.sum(block(c, p, x, (2 * c.num_hidden_layers) ** 0.25) * dy)
         want = jax.jit(jax.value_and_grad(theirs))(*wide)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * largest), (got[0], nnx.to_pure_dict(got[1])), want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * largest),
+        (got[0], nnx.to_pure_dict(got[1])),
+        want,
+    )
 
 
 def test_deep_norm_starts_smaller():
     def start(name):
         c = dataclasses.replace(BASE, block=BlockConfig(placement=name))
-        return nnx.to_pure_dict(nnx.state(c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))))
-    ratio = jax.tree.map(lambda a, b: np.linalg.norm(b) / max(np.linalg.norm(a), 1e-9), start("post"), start("deep"))
-    smaller = {path[-1].key for path, r in jax.tree_util.tree_leaves_with_path(ratio) if abs(r - 16**-0.25) < 1e-6}
+        return nnx.to_pure_dict(
+            nnx.state(
+                c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
+            )
+        )
+
+    ratio = jax.tree.map(
+        lambda a, b: np.linalg.norm(b) / max(np.linalg.norm(a), 1e-9), start("post"), start("deep")
+    )
+    smaller = {
+        path[-1].key
+        for path, r in jax.tree_util.tree_leaves_with_path(ratio)
+        if abs(r - 16**-0.25) < 1e-6
+    }
     assert smaller == {"v_proj", "o_proj", "gate_up", "down"}
 
 
-# ---- masks --------------------------------------------------------------------------------------------------------------
+# ---- masks
+# --------------------------------------------------------------------------------------------------
 
 PREFIX = MixerConfig(mask="prefix", prefix_tokens=5)
 
 
-@pytest.mark.parametrize("name, mixer", [
-    ("t5_bias", dataclasses.replace(PREFIX, buckets=8, max_distance=12)), ("masked_attention", PREFIX), ("alibi", PREFIX),
-    ("masked_attention", MixerConfig(mask="bidirectional")), ("alibi", MixerConfig(mask="bidirectional")),
-    ("t5_bias", MixerConfig(mask="bidirectional", buckets=8, max_distance=12))])
+@pytest.mark.parametrize(
+    "name, mixer",
+    [
+        ("t5_bias", dataclasses.replace(PREFIX, buckets=8, max_distance=12)),
+        ("masked_attention", PREFIX),
+        ("alibi", PREFIX),
+        ("masked_attention", MixerConfig(mask="bidirectional")),
+        ("alibi", MixerConfig(mask="bidirectional")),
+        ("t5_bias", MixerConfig(mask="bidirectional", buckets=8, max_distance=12)),
+    ],
+)
 @pytest.mark.slow
 def test_masks_are_their_dense_forms(name, mixer):
     output, gradients = errors(name, dataclasses.replace(BASE, mixer=mixer), "float32", 40)
@@ -110,11 +190,21 @@ def test_masks_are_their_dense_forms(name, mixer):
 
 
 def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
-    """Two layers under the prefix mask with learned positions and LayerNorm behind: encoder and decoder in one row."""
-    config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX, block=BlockConfig("post", "layer", "relu", "learned"))
+    """Two layers under the prefix mask with learned positions and LayerNorm behind: encoder and
+    decoder in one row.
+    """
+    config = dataclasses.replace(
+        BASE,
+        full_mixer="masked_attention",
+        mixer=PREFIX,
+        block=BlockConfig("post", "layer", "relu", "learned"),
+    )
     graph, params = nnx.split(nnx.jit(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))())
     tokens = np.random.default_rng(0).integers(0, 32, (1, 20)).astype(np.int32)
-    segments, places = np.repeat([[1, 2]], [8, 12], axis=1).astype(np.int32), np.arange(12, dtype=np.int32)[None]
+    segments, places = (
+        np.repeat([[1, 2]], [8, 12], axis=1).astype(np.int32),
+        np.arange(12, dtype=np.int32)[None],
+    )
     batch = {"tokens": tokens, "segment_ids": segments}
 
     @jax.jit
@@ -124,34 +214,52 @@ def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
         for part in (slice(0, 7), slice(7, 8), slice(8, 12)):
             x, cache = model.decode(tokens[:, 8:][:, part], places[:, part], cache)
             hidden.append(x)
-        return model(tokens, segments).logits[0, 8:], model.logits(jnp.concatenate(hidden, axis=1))[0], model(rows).logits
-    inside, behind = (tokens[:, 8:] ^ (np.arange(12) == place) for place in (2, 5))  # the first five are the prefix
-    packed, steps, (document, of_prefix, of_rest) = run(params, np.concatenate([tokens[:, 8:], inside, behind]))
+        return (
+            model(tokens, segments).logits[0, 8:],
+            model.logits(jnp.concatenate(hidden, axis=1))[0],
+            model(rows).logits,
+        )
+
+    # the first five are the prefix
+    inside, behind = (tokens[:, 8:] ^ (np.arange(12) == place) for place in (2, 5))
+    packed, steps, (document, of_prefix, of_rest) = run(
+        params, np.concatenate([tokens[:, 8:], inside, behind])
+    )
     np.testing.assert_allclose(packed, document, rtol=0, atol=2e-5)
     np.testing.assert_allclose(steps, document, rtol=0, atol=2e-5)
     differs = lambda row: (np.abs(row - document).max(axis=-1) > 1e-4).tolist()
     assert differs(of_prefix) == [True] * 12 and differs(of_rest) == [False] * 5 + [True] * 7
 
-    np.testing.assert_array_equal(predicted(config, batch)["target_mask"][0], np.r_[np.arange(8) >= 5, np.arange(12) >= 5])
-    marked = predicted(config, batch | {"target_mask": np.arange(20)[None] % 2 == 0})["target_mask"][0]
+    np.testing.assert_array_equal(
+        predicted(config, batch)["target_mask"][0], np.r_[np.arange(8) >= 5, np.arange(12) >= 5]
+    )
+    marked = predicted(config, batch | {"target_mask": np.arange(20)[None] % 2 == 0})[
+        "target_mask"
+    ][0]
     assert np.flatnonzero(marked).tolist() == [6, 14, 16, 18] and predicted(BASE, batch) is batch
 
 
 def test_what_a_mask_cannot_do():
     config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX)
-    with pytest.raises(UserError, match="prompt 1 has 5 tokens with model.mixer.prefix_tokens = 5: expected the whole prefix"):
+    with pytest.raises(
+        UserError,
+        match="prompt 1 has 5 tokens with model.mixer.prefix_tokens = 5: expected the whole prefix",
+    ):
         check_request(config, [np.arange(9), np.arange(5)], 2, 0.0)
     with pytest.raises(UserError, match="a prompt goes through the model 4 tokens at a time"):
         check_request(config, [np.arange(9)], 2, 0.0, chunk=4)
     both_ways = dataclasses.replace(config, mixer=MixerConfig(mask="bidirectional"))
     layer = mixer_class("masked_attention")(both_ways, Make(both_ways, nnx.Rngs(0)), (0,))
     with pytest.raises(UserError, match="expected 'causal' or 'prefix' to generate"):
-        layer(jnp.zeros((1, 2, 16)), Context(jnp.asarray([[0, 1]])), layer.init_cache(both_ways, 1, 4))
+        layer(
+            jnp.zeros((1, 2, 16)), Context(jnp.asarray([[0, 1]])), layer.init_cache(both_ways, 1, 4)
+        )
     with pytest.raises(UserError, match="expected 'causal' or 'prefix' to train"):
         predicted(both_ways, {})
 
 
-# ---- positions ----------------------------------------------------------------------------------------------------------
+# ---- positions
+# --------------------------------------------------------------------------------------------------
 
 
 def test_stretched_rotations():
@@ -159,74 +267,165 @@ def test_stretched_rotations():
     plain = theta ** (-2 * i / 8)
     truncated = np.array([f if f >= once else once / 4 if f > once / 4 else 0 for f in plain])
     assert (truncated[:3] == plain[:3]).all() and truncated[3] == once / 4 != plain[3]
-    for name, frequency in (("linear", plain / 4), ("ntk", (theta * 4 ** (8 / 6)) ** (-2 * i / 8)), ("truncated", truncated)):
+    for name, frequency in (
+        ("linear", plain / 4),
+        ("ntk", (theta * 4 ** (8 / 6)) ** (-2 * i / 8)),
+        ("truncated", truncated),
+    ):
         slower, gain = BlockConfig(rope_scaling=name).of("rope_scaling")(4, theta, 4.0, 64)
         np.testing.assert_allclose(plain * slower, frequency, rtol=1e-6)
         assert gain == 1
-    c = dataclasses.replace(BASE, partial_rotary_factor=1.0, yarn_factor=4.0, block=BlockConfig(rope_scaling="linear"), rope_theta=theta)
+    c = dataclasses.replace(
+        BASE,
+        partial_rotary_factor=1.0,
+        yarn_factor=4.0,
+        block=BlockConfig(rope_scaling="linear"),
+        rope_theta=theta,
+    )
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 1, 8)), jnp.float32)
     at = lambda place, c: rotate(x, jnp.full((1, 1), place), c)
-    np.testing.assert_allclose(at(200, c), at(50, dataclasses.replace(c, yarn_factor=1.0, block=BlockConfig())), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        at(200, c),
+        at(50, dataclasses.replace(c, yarn_factor=1.0, block=BlockConfig())),
+        rtol=0,
+        atol=1e-5,
+    )
 
 
 def test_positions_that_are_added():
-    make = Make(dataclasses.replace(BASE, block=BlockConfig(positions="learned"), max_position_embeddings=12), nnx.Rngs(0))
+    make = Make(
+        dataclasses.replace(
+            BASE, block=BlockConfig(positions="learned"), max_position_embeddings=12
+        ),
+        nnx.Rngs(0),
+    )
     x, positions = jnp.zeros((1, 12, 16)), jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
     learned = Learned(make.config, make)
     np.testing.assert_array_equal(learned(x, positions)[0], learned.table[...][positions[0]])
-    with pytest.raises(UserError, match="rows of 13 tokens with model.block.positions = 'learned': expected at most 12"):
+    with pytest.raises(
+        UserError,
+        match="rows of 13 tokens with model.block.positions = 'learned': expected at most 12",
+    ):
         learned(jnp.zeros((1, 13, 16)), positions)
-    want = [[f(t / 10_000 ** (2 * i / 16)) for i in range(8) for f in (np.sin, np.cos)] for t in np.asarray(positions[0])]
+    want = [
+        [f(t / 10_000 ** (2 * i / 16)) for i in range(8) for f in (np.sin, np.cos)]
+        for t in np.asarray(positions[0])
+    ]
     np.testing.assert_allclose(Sinusoidal(BASE, make)(x, positions)[0], want, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"block": BlockConfig(placement="sandwhich")}, r"model.block.placement = 'sandwhich': expected one of .*did you mean 'sandwich'"),
-    ({"block": BlockConfig(mlp="relu"), "num_experts": 16}, r"model.block.mlp = 'relu': every layer has experts"),
-    ({"block": BlockConfig(rope_scaling="ntk")}, r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: nothing is stretched"),
-    ({"yarn_factor": 2.0, "full_mixer": "alibi"}, r"model.yarn_factor = 2.0: no layer of this model reads it .*: expected 1.0"),
-    ({"yarn_factor": 2.0, "full_mixer": "dynamic_ntk", "block": BlockConfig(rope_scaling="ntk")}, r"block.rope_scaling = 'ntk': no layer"),
-    ({"yarn_factor": 2.0, "partial_rotary_factor": 0.0}, r"model.yarn_factor = 2 with 0 rotated dimensions"),
-    ({"mixer": MixerConfig(qk_norm_over="layer"), "qk_norm": False}, r"model.mixer.qk_norm_over = 'layer' with model.qk_norm = False"),
-    ({"mixer": PREFIX}, r"model.mixer.mask = 'prefix': no layer of this model reads it"),
-    ({"mixer": MixerConfig(mask="prefix"), "full_mixer": "alibi"}, r"mask = 'prefix' with model.mixer.prefix_tokens = 0: expected"),
-    ({"mixer": PREFIX, "full_mixer": "alibi", "mtp_depth": 1}, r"model.mtp_depth = 1: the module would see the token that it predicts"),
-    ({"full_mixer": "dynamic_ntk", "partial_rotary_factor": 0.25}, r"'dynamic_ntk' with 2 rotated dimensions"),
-])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"block": BlockConfig(placement="sandwhich")},
+            r"model.block.placement = 'sandwhich': expected one of .*did you mean 'sandwich'",
+        ),
+        (
+            {"block": BlockConfig(mlp="relu"), "num_experts": 16},
+            r"model.block.mlp = 'relu': every layer has experts",
+        ),
+        (
+            {"block": BlockConfig(rope_scaling="ntk")},
+            r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: nothing is stretched",
+        ),
+        (
+            {"yarn_factor": 2.0, "full_mixer": "alibi"},
+            r"model.yarn_factor = 2.0: no layer of this model reads it .*: expected 1.0",
+        ),
+        (
+            {
+                "yarn_factor": 2.0,
+                "full_mixer": "dynamic_ntk",
+                "block": BlockConfig(rope_scaling="ntk"),
+            },
+            r"block.rope_scaling = 'ntk': no layer",
+        ),
+        (
+            {"yarn_factor": 2.0, "partial_rotary_factor": 0.0},
+            r"model.yarn_factor = 2 with 0 rotated dimensions",
+        ),
+        (
+            {"mixer": MixerConfig(qk_norm_over="layer"), "qk_norm": False},
+            r"model.mixer.qk_norm_over = 'layer' with model.qk_norm = False",
+        ),
+        ({"mixer": PREFIX}, r"model.mixer.mask = 'prefix': no layer of this model reads it"),
+        (
+            {"mixer": MixerConfig(mask="prefix"), "full_mixer": "alibi"},
+            r"mask = 'prefix' with model.mixer.prefix_tokens = 0: expected",
+        ),
+        (
+            {"mixer": PREFIX, "full_mixer": "alibi", "mtp_depth": 1},
+            r"model.mtp_depth = 1: the module would see the token that it predicts",
+        ),
+        (
+            {"full_mixer": "dynamic_ntk", "partial_rotary_factor": 0.25},
+            r"'dynamic_ntk' with 2 rotated dimensions",
+        ),
+    ],
+)
 def test_settings_that_do_not_fit(settings, message):
     with pytest.raises(UserError, match=message):
         declared(dataclasses.replace(BASE, **settings))
 
 
-@pytest.mark.parametrize("settings, named", [({"block": BlockConfig(norm="layer")}, "block.norm = 'layer'"),
-                                             ({"mixer": MixerConfig(qk_norm_over="layer")}, "mixer.qk_norm_over = 'layer'")])
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"block": BlockConfig(norm="layer")}, "block.norm = 'layer'"),
+        ({"mixer": MixerConfig(qk_norm_over="layer")}, "mixer.qk_norm_over = 'layer'"),
+    ],
+)
 def test_no_hugging_face_form(settings, named):
     check_hf_form(BASE)
-    with pytest.raises(UserError, match=f"model.{named}: transformers' Qwen3Next has .* no Hugging Face form"):
+    with pytest.raises(
+        UserError, match=f"model.{named}: transformers' Qwen3Next has .* no Hugging Face form"
+    ):
         check_hf_form(dataclasses.replace(BASE, **settings))
 
 
 def test_weights_of_attention_serve_as_their_kin():
-    """Only where the same arrays mean the same: other ways to read keys, and of stretching rotations."""
+    """Only where the same arrays mean the same: other ways to read keys, and of stretching
+    rotations.
+    """
     trained = dataclasses.replace(BASE, mixer=MixerConfig(qk_norm_over="layer"))
-    other = dataclasses.replace(trained, full_mixer="lambda_window", mixer=dataclasses.replace(trained.mixer, window=8, first_tokens=2))
-    assert other.differs(trained) == ("layer_types", "mixer") and weights_differ(other, trained) == ()
+    other = dataclasses.replace(
+        trained,
+        full_mixer="lambda_window",
+        mixer=dataclasses.replace(trained.mixer, window=8, first_tokens=2),
+    )
+    assert (
+        other.differs(trained) == ("layer_types", "mixer") and weights_differ(other, trained) == ()
+    )
     of_prefix = dataclasses.replace(trained.mixer, mask="prefix", prefix_tokens=5)
-    assert weights_differ(dataclasses.replace(trained, full_mixer="masked_attention", mixer=of_prefix), trained) == ()
+    assert (
+        weights_differ(
+            dataclasses.replace(trained, full_mixer="masked_attention", mixer=of_prefix), trained
+        )
+        == ()
+    )
     t5 = dataclasses.replace(trained, full_mixer="t5_bias")
     assert weights_differ(dataclasses.replace(t5, mixer=of_prefix), t5) == ("mixer",)
     longer = dataclasses.replace(trained, yarn_factor=4.0, block=BlockConfig(rope_scaling="ntk"))
     assert weights_differ(longer, trained) == ("yarn_factor",)
-    for settings, name in [({"full_mixer": "alibi"}, "layer_types"), ({"layer_types": ("rerope", "gated_attention")}, "layer_types"),
-                           ({"mixer": MixerConfig()}, "mixer"), ({"block": BlockConfig(placement="olmo2")}, "block")]:
+    for settings, name in [
+        ({"full_mixer": "alibi"}, "layer_types"),
+        ({"layer_types": ("rerope", "gated_attention")}, "layer_types"),
+        ({"mixer": MixerConfig()}, "mixer"),
+        ({"block": BlockConfig(placement="olmo2")}, "block"),
+    ]:
         assert weights_differ(dataclasses.replace(trained, **settings), trained) == (name,)
 
 
 def test_pairs_are_counted_as_they_are_seen():
     t, s = np.arange(23)[:, None], np.arange(23)[None]
-    for name, mixer in [("masked_attention", MixerConfig()), ("masked_attention", PREFIX),
-                        ("masked_attention", MixerConfig(mask="bidirectional")), ("lambda_window", MixerConfig(window=6, first_tokens=3)),
-                        ("parallel_windows", MixerConfig(window=4, contexts=3))]:
+    for name, mixer in [
+        ("masked_attention", MixerConfig()),
+        ("masked_attention", PREFIX),
+        ("masked_attention", MixerConfig(mask="bidirectional")),
+        ("lambda_window", MixerConfig(window=6, first_tokens=3)),
+        ("parallel_windows", MixerConfig(window=4, contexts=3)),
+    ]:
         config, kind = dataclasses.replace(BASE, mixer=mixer), mixer_class(name)
         for length in (5, 10, 14, 23):
             seen = kind.seen(types.SimpleNamespace(config=config), t[:length], s[:, :length])

@@ -1,4 +1,6 @@
-"""A run that begins with another one: its whole state goes on bitwise, its weights go anywhere, and what cannot be is said in a line."""
+"""A run that begins with another one: its whole state goes on bitwise, its weights go anywhere,
+and what cannot be is said in a line.
+"""
 
 import dataclasses
 import json
@@ -11,7 +13,15 @@ import pytest
 
 from qwen3next_jax import digests
 from qwen3next_jax.config import (
-    CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TelemetryConfig, TrainConfig)
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TelemetryConfig,
+    TrainConfig,
+)
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
 from qwen3next_jax.errors import UserError
@@ -25,18 +35,36 @@ from qwen3next_jax.training.step import abstract_train_state, init_state
 
 STEPS, BRANCHED = 30, 10
 CONFIG = Config(
-    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, full_attention_interval=1, num_attention_heads=1,
-                      num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-                      shared_expert_intermediate_size=8, mtp_depth=0, dtype="float32",
-                      moe=MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False)),
+    model=ModelConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        full_attention_interval=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        mtp_depth=0,
+        dtype="float32",
+        moe=MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False),
+    ),
     data=DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)),
     train=TrainConfig(steps=STEPS, batch_size=4, sequence_length=32, log_every=1),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5), checkpoint=CheckpointConfig(every=BRANCHED),
-    eval=EvalConfig(every=1000, rows=4, sample_tokens=0), telemetry=TelemetryConfig(diagnostics_every=0))
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+    checkpoint=CheckpointConfig(every=BRANCHED),
+    eval=EvalConfig(every=1000, rows=4, sample_tokens=0),
+    telemetry=TelemetryConfig(diagnostics_every=0),
+)
 
 
 def with_(**sections):
-    groups = {name: dataclasses.replace(getattr(CONFIG, name), **changes) for name, changes in sections.items()}
+    groups = {
+        name: dataclasses.replace(getattr(CONFIG, name), **changes)
+        for name, changes in sections.items()
+    }
     return dataclasses.replace(CONFIG, **groups)
 
 
@@ -49,7 +77,11 @@ def parent(tmp_path_factory):
 
 def losses(workdir):
     events = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return {e["step"]: (e["loss"], e["grad_norm"], e["learning_rate"]) for e in events if e["event"] == "train"}
+    return {
+        e["step"]: (e["loss"], e["grad_norm"], e["learning_rate"])
+        for e in events
+        if e["event"] == "train"
+    }
 
 
 def saved(workdir, step, config=CONFIG):
@@ -66,7 +98,9 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     shutil.copytree(parent, gone)
     config = with_(train={"init_from": f"{gone}@{BRANCHED}", "init_state": "all"})
     assert train(config, tmp_path / "branch") == 0
-    assert losses(tmp_path / "branch") == {step: theirs[step] for step in range(BRANCHED + 1, STEPS + 1)}
+    assert losses(tmp_path / "branch") == {
+        step: theirs[step] for step in range(BRANCHED + 1, STEPS + 1)
+    }
     same(saved(tmp_path / "branch", STEPS), trained)
     assert np.any(trained["params"]["layers"][0]["mlp"]["router_bias"])
     digest = digests.of_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
@@ -76,20 +110,31 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     shutil.rmtree(gone)
     shutil.rmtree(tmp_path / "branch" / "checkpoints" / "30")
     shutil.rmtree(tmp_path / "branch" / "checkpoints" / "20")  # to the copy of what it began with
-    assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0  # run.json is written anew
+    # run.json is written anew
+    assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0
     same(saved(tmp_path / "branch", STEPS), trained)
     assert read_run(tmp_path / "branch")["parent"] == record
 
 
 def begun(config, mesh=None):
     """→ (its first state, what its first step reads)."""
-    return start_state(config, mesh or one_device(), open_stages(config), preflight.find_parent(config, pathlib.Path("nowhere")))
+    return start_state(
+        config,
+        mesh or one_device(),
+        open_stages(config),
+        preflight.find_parent(config, pathlib.Path("nowhere")),
+    )
 
 
 def test_the_weights_alone_begin_another_run_on_other_devices(parent):
-    config = with_(train={"init_from": str(parent), "sequence_length": 64, "batch_size": 8}, optimizer={"name": "muon"},
-                   data={"synthetic": SyntheticConfig(pairs=8)})
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2, 1, 1, 1), ("data", "expert", "context", "tensor"))
+    config = with_(
+        train={"init_from": str(parent), "sequence_length": 64, "batch_size": 8},
+        optimizer={"name": "muon"},
+        data={"synthetic": SyntheticConfig(pairs=8)},
+    )
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()[:2]).reshape(2, 1, 1, 1), ("data", "expert", "context", "tensor")
+    )
     state, _ = begun(config, mesh)
     same(state["params"], saved(parent, STEPS)["params"])
     fresh = init_state(config, mesh, state["params"])
@@ -97,33 +142,58 @@ def test_the_weights_alone_begin_another_run_on_other_devices(parent):
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, fresh)
 
 
-@pytest.mark.parametrize("change, row, anew", [
-    ({"optimizer": {"learning_rate": 1e-3}}, 4 * BRANCHED, False), ({"train": {"batch_size": 3}}, 4 * BRANCHED, True),
-    ({"data": {"seed": 1}}, 0, True)], ids=str)
+@pytest.mark.parametrize(
+    "change, row, anew",
+    [
+        ({"optimizer": {"learning_rate": 1e-3}}, 4 * BRANCHED, False),
+        ({"train": {"batch_size": 3}}, 4 * BRANCHED, True),
+        ({"data": {"seed": 1}}, 0, True),
+    ],
+    ids=str,
+)
 def test_the_whole_state_on_other_data(parent, change, row, anew):
     whole = {"init_from": f"{parent}@{BRANCHED}", "init_state": "all"}
-    (state, reading), held = begun(with_(**change | {"train": change.get("train", {}) | whole})), saved(parent, BRANCHED)
+    (state, reading), held = (
+        begun(with_(**change | {"train": change.get("train", {}) | whole})),
+        saved(parent, BRANCHED),
+    )
     for name in ("params", "opt_state", "step"):
         same(state[name], held[name])
     assert (reading.step, reading.row, int(state["guards"]["data_offset"])) == (BRANCHED, row, 0)
     assert int(state["guards"]["entries"]) == (0 if anew else BRANCHED)
 
 
-@pytest.mark.parametrize("init_from, change, message", [
-    ("{}/nowhere@10", {}, "there is no folder .*nowhere"),
-    ("{}/nowhere", {}, "it is no folder here: expected a run"),
-    ("{}@15", {}, "it has no checkpoint of step 15; saved steps: 10, 20, 30"),
-    ("{}@20", {"model": {"moe_intermediate_size": 24}}, "its moe_intermediate_size is 8, model.moe_intermediate_size = 24"),
-    ("{}@20", {"optimizer": {"name": "muon"}}, "its optimizer.name is 'adamw', here it is 'muon'"),
-    ("{}", {}, "train.steps = 30 is the total, of which 30 are taken")])
-def test_what_cannot_be_is_told_before_anything_is_read(parent, tmp_path, init_from, change, message):
+@pytest.mark.parametrize(
+    "init_from, change, message",
+    [
+        ("{}/nowhere@10", {}, "there is no folder .*nowhere"),
+        ("{}/nowhere", {}, "it is no folder here: expected a run"),
+        ("{}@15", {}, "it has no checkpoint of step 15; saved steps: 10, 20, 30"),
+        (
+            "{}@20",
+            {"model": {"moe_intermediate_size": 24}},
+            "its moe_intermediate_size is 8, model.moe_intermediate_size = 24",
+        ),
+        (
+            "{}@20",
+            {"optimizer": {"name": "muon"}},
+            "its optimizer.name is 'adamw', here it is 'muon'",
+        ),
+        ("{}", {}, "train.steps = 30 is the total, of which 30 are taken"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_read(
+    parent, tmp_path, init_from, change, message
+):
     config = with_(train={"init_from": init_from.format(parent), "init_state": "all"}, **change)
     with pytest.raises(UserError, match=message) as told:
         preflight.check(config, tmp_path)
     assert "\n" not in str(told.value)
 
 
-def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_with(parent, tmp_path):
+def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_with(
+    parent, tmp_path
+):
     """Although its parent has saved later ones since."""
     config = with_(train={"init_from": str(parent)})
     assert preflight.find_parent(config, tmp_path)["step"] == STEPS

@@ -1,4 +1,6 @@
-"""The causal convolution against a loop over tokens in float64, with documents, states and gradients."""
+"""The causal convolution against a loop over tokens in float64, with documents, states and
+gradients.
+"""
 
 import functools
 import sys
@@ -12,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.ops import causal_conv1d, pallas_causal_conv1d, pallas_gpu_causal_conv1d
 
-module = sys.modules["qwen3next_jax.ops.causal_conv1d"]  # its name in the package is that of the function
+# its name in the package is that of the function
+module = sys.modules["qwen3next_jax.ops.causal_conv1d"]
 B, T, D = 3, 11, 5
 
 
@@ -36,7 +39,11 @@ def by_token(x, kernel, state, ids, activation):
 
 def problem(width, seed=0):
     rng = np.random.default_rng(seed)
-    return rng.normal(size=(B, T, D)), rng.normal(size=(width, D)), rng.normal(size=(B, width - 1, D))
+    return (
+        rng.normal(size=(B, T, D)),
+        rng.normal(size=(width, D)),
+        rng.normal(size=(B, width - 1, D)),
+    )
 
 
 LAYOUTS = {
@@ -89,34 +96,69 @@ def test_gradients_match_finite_differences(layout):
         np.testing.assert_allclose((np.asarray(gradients[i]) * direction[i]).sum(), want, rtol=1e-7)
 
 
-@pytest.mark.parametrize("width, activation, time, documents", [(4, "silu", 48, True), (2, None, 64, False)])
+@pytest.mark.parametrize(
+    "width, activation, time, documents", [(4, "silu", 48, True), (2, None, 64, False)]
+)
 def test_the_kernels_interpreted_match_the_products(width, activation, time, documents):
-    """Blocks of 16 tokens and two columns of lanes, against the products in float64; a document ends on a block's edge and by it."""
+    """Blocks of 16 tokens and two columns of lanes, against the products in float64; a document
+    ends on a block's edge and by it.
+    """
     rng = np.random.default_rng(2)
-    x, kernel, state, dy = (rng.normal(size=s) for s in ((2, time, 256), (width, 256), (2, width - 1, 256), (2, time, 256)))
-    ids = jnp.asarray([[1] * 15 + [2] * 2 + [4] * (time - 20) + [0] * 3, [1] * 16 + [2] * (time - 16)]) if documents else None
+    x, kernel, state, dy = (
+        rng.normal(size=s)
+        for s in ((2, time, 256), (width, 256), (2, width - 1, 256), (2, time, 256))
+    )
+    ids = (
+        jnp.asarray(
+            [[1] * 15 + [2] * 2 + [4] * (time - 20) + [0] * 3, [1] * 16 + [2] * (time - 16)]
+        )
+        if documents
+        else None
+    )
 
     def both_ways(dtype):
         def f(x, kernel, state):
-            return causal_conv1d(x, kernel, activation=activation, initial_state=state, segment_ids=ids)[0]
+            return causal_conv1d(
+                x, kernel, activation=activation, initial_state=state, segment_ids=ids
+            )[0]
+
         y, pullback = jax.vjp(f, *(jnp.asarray(a, dtype) for a in (x, kernel, state)))
         return y, *pullback(jnp.asarray(dy, dtype))
+
     with jax.enable_x64(True):
         want = both_ways(jnp.float64)
+
     def interpreted(name, activation, x, kernel):
         assert pallas_causal_conv1d.takes(x, kernel)
-        return {"cpu": functools.partial(getattr(pallas_causal_conv1d, name), activation, interpret=True)}
+        return {
+            "cpu": functools.partial(
+                getattr(pallas_causal_conv1d, name), activation, interpret=True
+            )
+        }
+
     blocks = dict.fromkeys(("_FORWARD", "_BACKWARD"), (16, 128))
-    with mock.patch.multiple(pallas_causal_conv1d, **blocks), mock.patch.object(module, "kernels", interpreted):
+    with (
+        mock.patch.multiple(pallas_causal_conv1d, **blocks),
+        mock.patch.object(module, "kernels", interpreted),
+    ):
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("activation, dtype, width", [("silu", "bfloat16", 4), pytest.param(None, "float32", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "activation, dtype, width",
+    [("silu", "bfloat16", 4), pytest.param(None, "float32", 2, marks=pytest.mark.slow)],
+)
 def test_kernels_for_hopper_interpreted(activation, dtype, width):
-    """With documents and as one, with the inputs before the first and all gradients; races are errors."""
-    with mock.patch.object(pallas_gpu_causal_conv1d, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
+    """With documents and as one, with the inputs before the first and all gradients; races are
+    errors.
+    """
+    with mock.patch.object(
+        pallas_gpu_causal_conv1d,
+        "INTERPRETER",
+        plgpu.InterpretGPUParams(detect_races=True, on_race="raise"),
+    ):
         name, apart = pallas_gpu_causal_conv1d.worst(activation, dtype, width, interpret=True)
     assert apart < 1e-3, name
 
@@ -126,7 +168,8 @@ def test_two_halves_chained_by_the_state_are_the_whole():
     x = jnp.asarray(x.reshape(B, T, 1, D), jnp.float32)
     kernel = jnp.asarray(kernel.reshape(4, 1, D), jnp.float32)
     whole, final = causal_conv1d(x, kernel)
-    first, state = causal_conv1d(x[:, :2], kernel)  # shorter than the kernel: part of the state is the zeros before it
+    # shorter than the kernel: part of the state is the zeros before it
+    first, state = causal_conv1d(x[:, :2], kernel)
     second, last = causal_conv1d(x[:, 2:], kernel, initial_state=state)
     np.testing.assert_array_equal(np.concatenate([first, second], axis=1), whole)
     np.testing.assert_array_equal(last, final)

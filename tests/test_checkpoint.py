@@ -1,4 +1,6 @@
-"""Checkpoints: what is kept and what deleted, failed saves, the verify command, what may change on resume."""
+"""Checkpoints: what is kept and what deleted, failed saves, the verify command, what may change
+on resume.
+"""
 
 import dataclasses
 import pathlib
@@ -68,25 +70,35 @@ def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys)
         if directory.name == "20":
             raise OSError(28, "No space left on device")
         return seal(directory, *named)
+
     monkeypatch.setattr(checkpoint_module.manifest, "seal", full)
     told = _save(tmp_path, [20, 30], keep_last=2)
     assert [(event, step) for event, step, _ in told] == [("save_failed", 20), ("checkpoint", 30)]
-    assert _steps(tmp_path) == [10, 30] and "checkpoints/20 could not be saved" in capsys.readouterr().err
+    assert (
+        _steps(tmp_path) == [10, 30]
+        and "checkpoints/20 could not be saved" in capsys.readouterr().err
+    )
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_or_read_costs_no_new_one(tmp_path, monkeypatch, capsys):
+def test_an_old_checkpoint_that_cannot_be_deleted_or_read_costs_no_new_one(
+    tmp_path, monkeypatch, capsys
+):
     _save(tmp_path, [10, 20], keep_last=2)
 
     def held(path, **_):
         raise OSError(39, "Directory not empty", str(path))
+
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module.shutil, "rmtree", held)
         told = _save(tmp_path, [30], keep_last=2)
-    assert [(event, step) for event, step, _ in told] == [("checkpoint", 30)] and "not be deleted" in capsys.readouterr().err
+    assert [(event, step) for event, step, _ in told] == [
+        ("checkpoint", 30)
+    ] and "not be deleted" in capsys.readouterr().err
     assert manifest.find_damage(tmp_path / "checkpoints" / "30") is None
 
     def unreadable(*_):
         raise OSError(5, "Input/output error")
+
     monkeypatch.setattr(manifest.digests, "of_file", unreadable)
     assert "Input/output error" in manifest.find_damage(tmp_path / "checkpoints" / "20")
 
@@ -108,7 +120,7 @@ def test_every_piece_of_a_file_is_compared(tmp_path, monkeypatch, size):
     (tmp_path / "data").write_bytes(content)
     assert manifest.seal(tmp_path) == size and manifest.find_damage(tmp_path) is None
     for at in range(0, size, 33):
-        (tmp_path / "data").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+        (tmp_path / "data").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         assert "SHA-256 differs" in manifest.find_damage(tmp_path)
         assert manifest.find_damage(tmp_path, sizes_only=True) is None
     (tmp_path / "data").write_bytes(content + b"x")
@@ -127,11 +139,15 @@ def test_verify_names_the_damaged_checkpoint(tmp_path):
     _flip(tmp_path / "checkpoints" / "10")
     result = _verify(tmp_path)
     assert result.returncode == 1 and "3 looked at, 1 damaged" in result.stdout
-    assert re.search(r"checkpoints/10 .*damaged.*SHA-256 differs", result.stdout) and re.search(r"checkpoints/20 +ok", result.stdout)
+    assert re.search(r"checkpoints/10 .*damaged.*SHA-256 differs", result.stdout) and re.search(
+        r"checkpoints/20 +ok", result.stdout
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     result = _verify(empty)
-    assert result.returncode == ExitCode.USER_ERROR and "neither the folder of a run" in result.stderr
+    assert (
+        result.returncode == ExitCode.USER_ERROR and "neither the folder of a run" in result.stderr
+    )
 
 
 SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval=0)
@@ -148,10 +164,20 @@ def _open(workdir, config, data="data", tokens="tokens"):
 def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
     config = Config(model=SMALL)
     (tmp_path / "metrics.jsonl").write_text('{"event": "start", "step": 0, "time": 1.0}\n')
-    assert _open(tmp_path, dataclasses.replace(config, name="mistyped"), "other") == [] == _open(tmp_path, config)  # nothing trained yet
+    # nothing trained yet
+    assert (
+        _open(tmp_path, dataclasses.replace(config, name="mistyped"), "other")
+        == []
+        == _open(tmp_path, config)
+    )
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 10, "time": 1.0}\n')
-    moved = dataclasses.replace(config, train=TrainConfig(steps=2000), data=DataConfig(path="moved/*.txt"))
-    assert _open(tmp_path, moved) == ["config.data.path: '' → 'moved/*.txt'", "config.train.steps: 1000 → 2000"]
+    moved = dataclasses.replace(
+        config, train=TrainConfig(steps=2000), data=DataConfig(path="moved/*.txt")
+    )
+    assert _open(tmp_path, moved) == [
+        "config.data.path: '' → 'moved/*.txt'",
+        "config.train.steps: 1000 → 2000",
+    ]
     assert read_run(tmp_path)["changes"][1] == ["config.train.steps", 1000, 2000]
     assert _open(tmp_path, moved) == []
     record = read_run(tmp_path)
@@ -159,8 +185,14 @@ def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
     write_run(tmp_path, record)
     assert _open(tmp_path, moved) == []
     before = (tmp_path / "run.json").read_bytes()
-    for change, message in (({"config": dataclasses.replace(moved, train=TrainConfig(steps=2000, seed=1))}, "train.seed = 0, not 1"),
-                            ({"data": "0" * 20}, "run on other data"), ({"tokens": "0" * 20}, "run on other tokens")):
+    for change, message in (
+        (
+            {"config": dataclasses.replace(moved, train=TrainConfig(steps=2000, seed=1))},
+            "train.seed = 0, not 1",
+        ),
+        ({"data": "0" * 20}, "run on other data"),
+        ({"tokens": "0" * 20}, "run on other tokens"),
+    ):
         with pytest.raises(UserError, match=message):
             _open(tmp_path, **{"config": moved} | change)
     assert (tmp_path / "run.json").read_bytes() == before
@@ -191,4 +223,7 @@ def test_what_is_moved_aside_does_not_fill_the_disk(tmp_path):
     with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
         assert checkpoints.newest_good_step() is None
         checkpoints.begin(0)
-    assert sorted(p.name.partition("-")[0] for p in (tmp_path / "damaged").iterdir()) == ["10", "11"]
+    assert sorted(p.name.partition("-")[0] for p in (tmp_path / "damaged").iterdir()) == [
+        "10",
+        "11",
+    ]

@@ -22,33 +22,90 @@ GENERATE = ("-m", "qwen3next_jax.generate", "--prompt=x")
 
 def _run(*command, **environment):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
-@pytest.mark.parametrize("command, message", [
-    (["train.py"], "--config is missing: expected a file such as --config=configs/tiny.py"),
-    (["train.py", TINY, "--config.train.stesp=5"], "--config.train.stesp: no such setting (did you mean 'steps'?)"),
-    (["train.py", TINY, "--config.train.steps", "many"], "--config.train.steps=many: expected a whole number"),
-    (["train.py", TINY, "--config.train=5"], "--config.train: a group of settings: name one of steps, "),
-    (["train.py", TINY, "--workdri=x"], "--workdri: no such flag (did you mean --workdir?)"),
-    (["train.py", "--config=configs/tiy.py"], "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)"),
-    (["train.py", "--config=configs"], "--config=configs: a folder"),
-    (["train.py", TINY, "steps=5"], "unexpected argument 'steps=5'"),
-    (["train.py", TINY, "--config.model.num_experts_per_tok=9"], "model.num_experts_per_tok = 9: expected 1 … model.num_experts = 8"),
-    (["train.py", TINY, "--config.data.path=nowhere/*.txt"], "data.path 'nowhere/*.txt' matches no file: there is no 'nowhere'"),
-    (["train.py", TINY, "--config.name=../../evil"], "name = '../../evil': expected the name of a folder, without '/'"),
-    (["eval.py"], "--workdir is missing"),
-    (["eval.py", "--workdir=docs", "--config.data.path=x"], "--config is missing (--config.data.path changes a setting of it)"),
-    (["eval.py", "--workdir=docs", "--suite=heldut"], "--suite = 'heldut': expected one of "),
-    (["eval.py", "--workdir=docs"], "--workdir=docs: not the folder of a run, nor a Hugging Face directory (it has neither"),
-    ([*GENERATE, "--model=nowhere"], "--model=nowhere: not the folder of a run, nor a Hugging Face directory (no such folder)"),
-    ([*GENERATE, "--model=nowhere", "--max_new_tokens=0"], "--max_new_tokens=0: 0 is not a positive integer"),
-    ([*GENERATE, "--model=tests/fixtures/qwen3_next_tiny", "--max_new_tokens=99999999"], "expected less than the model's context, 512"),
-    ([*GENERATE, "--model=nowhere", "--temperature=nan"], "--temperature=nan: expected a finite number"),
-    (["-m", "qwen3next_jax.sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"], "train.stesp"),
-    (["-m", "qwen3next_jax.report", "nowhere"], "nowhere: not the folder of a run"),
-    (["-m", "qwen3next_jax.export", "--workdir=nowhere", "--out=x"], "--workdir=nowhere: not the folder of a run"),
-], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (["train.py"], "--config is missing: expected a file such as --config=configs/tiny.py"),
+        (
+            ["train.py", TINY, "--config.train.stesp=5"],
+            "--config.train.stesp: no such setting (did you mean 'steps'?)",
+        ),
+        (
+            ["train.py", TINY, "--config.train.steps", "many"],
+            "--config.train.steps=many: expected a whole number",
+        ),
+        (
+            ["train.py", TINY, "--config.train=5"],
+            "--config.train: a group of settings: name one of steps, ",
+        ),
+        (["train.py", TINY, "--workdri=x"], "--workdri: no such flag (did you mean --workdir?)"),
+        (
+            ["train.py", "--config=configs/tiy.py"],
+            "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)",
+        ),
+        (["train.py", "--config=configs"], "--config=configs: a folder"),
+        (["train.py", TINY, "steps=5"], "unexpected argument 'steps=5'"),
+        (
+            ["train.py", TINY, "--config.model.num_experts_per_tok=9"],
+            "model.num_experts_per_tok = 9: expected 1 … model.num_experts = 8",
+        ),
+        (
+            ["train.py", TINY, "--config.data.path=nowhere/*.txt"],
+            "data.path 'nowhere/*.txt' matches no file: there is no 'nowhere'",
+        ),
+        (
+            ["train.py", TINY, "--config.name=../../evil"],
+            "name = '../../evil': expected the name of a folder, without '/'",
+        ),
+        (["eval.py"], "--workdir is missing"),
+        (
+            ["eval.py", "--workdir=docs", "--config.data.path=x"],
+            "--config is missing (--config.data.path changes a setting of it)",
+        ),
+        (["eval.py", "--workdir=docs", "--suite=heldut"], "--suite = 'heldut': expected one of "),
+        (
+            ["eval.py", "--workdir=docs"],
+            "--workdir=docs: not the folder of a run, nor a Hugging Face directory (it has neither",
+        ),
+        (
+            [*GENERATE, "--model=nowhere"],
+            "--model=nowhere: not the folder of a run, nor a Hugging Face directory (no such "
+            "folder)",
+        ),
+        (
+            [*GENERATE, "--model=nowhere", "--max_new_tokens=0"],
+            "--max_new_tokens=0: 0 is not a positive integer",
+        ),
+        (
+            [*GENERATE, "--model=tests/fixtures/qwen3_next_tiny", "--max_new_tokens=99999999"],
+            "expected less than the model's context, 512",
+        ),
+        (
+            [*GENERATE, "--model=nowhere", "--temperature=nan"],
+            "--temperature=nan: expected a finite number",
+        ),
+        (
+            ["-m", "qwen3next_jax.sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"],
+            "train.stesp",
+        ),
+        (["-m", "qwen3next_jax.report", "nowhere"], "nowhere: not the folder of a run"),
+        (
+            ["-m", "qwen3next_jax.export", "--workdir=nowhere", "--out=x"],
+            "--workdir=nowhere: not the folder of a run",
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
 def test_a_mistake_is_one_line_before_jax_is_loaded(tmp_path, command, message):
     (tmp_path / "jax.py").write_text("raise ImportError('JAX was loaded')")
     result = _run(*command, PYTHONPATH=str(tmp_path))
@@ -58,42 +115,86 @@ def test_a_mistake_is_one_line_before_jax_is_loaded(tmp_path, command, message):
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("command", [["train.py", "--help"], ["eval.py", "-h"], ["-m", "qwen3next_jax.generate", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [["train.py", "--help"], ["eval.py", "-h"], ["-m", "qwen3next_jax.generate", "--help"]],
+    ids=" ".join,
+)
 def test_help_shows_the_commands_own_flags(command):
     result = _run(*command)
     flag = {"train.py": "--max-restarts", "eval.py": "--suite"}.get(command[0], "--temperature")
-    assert result.returncode == 0 and flag in result.stdout and "--verbosity" not in result.stdout and result.stderr == ""
-    assert ("--config=" in result.stdout) == ("--config.GROUP.NAME" in result.stdout) == (command[0] != "-m")
+    assert (
+        result.returncode == 0
+        and flag in result.stdout
+        and "--verbosity" not in result.stdout
+        and result.stderr == ""
+    )
+    assert (
+        ("--config=" in result.stdout)
+        == ("--config.GROUP.NAME" in result.stdout)
+        == (command[0] != "-m")
+    )
 
 
 HEAD = "from configs.tiny import get_config as tiny\ndef get_config():\n  c = tiny()\n"
 
 
-@pytest.mark.parametrize("text, message", [
-    (HEAD + "  c.trian.steps = 3\n  return c\n", ", line 4: AttributeError: 'trian' Did you mean \"train\""),
-    (HEAD + "  c.train.steps = 'a'\n  return c\n", ", line 4: TypeError: "),
-    (HEAD + "  1 / 0\n", ", line 4: ZeroDivisionError: division by zero"),
-    ("import nowhere\n", ", line 1: ModuleNotFoundError: No module named 'nowhere'"), ("def get_config(:\n", ", line 1: invalid syntax"),
-    (HEAD, "get_config() returned nothing"), ("def get_config(): return {}\n", "get_config() returned {}"),
-    ("x = 1\n", "it has no function get_config()"),
-    (HEAD + "  exit(3)\n", ", line 4: SystemExit: 3"),
-], ids=("misspelled", "type", "zero", "import", "syntax", "None", "dict", "no function", "exit"))
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            HEAD + "  c.trian.steps = 3\n  return c\n",
+            ", line 4: AttributeError: 'trian' Did you mean \"train\"",
+        ),
+        (HEAD + "  c.train.steps = 'a'\n  return c\n", ", line 4: TypeError: "),
+        (HEAD + "  1 / 0\n", ", line 4: ZeroDivisionError: division by zero"),
+        ("import nowhere\n", ", line 1: ModuleNotFoundError: No module named 'nowhere'"),
+        ("def get_config(:\n", ", line 1: invalid syntax"),
+        (HEAD, "get_config() returned nothing"),
+        ("def get_config(): return {}\n", "get_config() returned {}"),
+        ("x = 1\n", "it has no function get_config()"),
+        (HEAD + "  exit(3)\n", ", line 4: SystemExit: 3"),
+    ],
+    ids=("misspelled", "type", "zero", "import", "syntax", "None", "dict", "no function", "exit"),
+)
 def test_a_mistake_in_the_config_file_is_one_line_with_its_place(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(UserError) as error:
         load_config_file(path)
-    assert str(error.value).startswith(f"--config={path}") and message in str(error.value) and "\n" not in str(error.value)
+    assert (
+        str(error.value).startswith(f"--config={path}")
+        and message in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_the_command_line_sets_values_of_every_type():
     values = default_config()
-    apply_overrides(values, [("train.steps", "7"), ("optimizer.learning_rate", "1e-3"), ("telemetry.tensorboard", "true"),
-                             ("eval.suites", "mqar,niah"), ("data.weights", "(1, 2.5)"), ("data.path", "a,b"), ("eval.suite_pairs", "4"),
-                             ("train.stages", "({'steps': 3}, {'steps': 4, 'batch_size': 2})")])
+    apply_overrides(
+        values,
+        [
+            ("train.steps", "7"),
+            ("optimizer.learning_rate", "1e-3"),
+            ("telemetry.tensorboard", "true"),
+            ("eval.suites", "mqar,niah"),
+            ("data.weights", "(1, 2.5)"),
+            ("data.path", "a,b"),
+            ("eval.suite_pairs", "4"),
+            ("train.stages", "({'steps': 3}, {'steps': 4, 'batch_size': 2})"),
+        ],
+    )
     config = from_dict(Config, values)
-    assert (config.train.steps, config.optimizer.learning_rate, config.telemetry.tensorboard) == (7, 1e-3, True)
-    assert (config.eval.suites, config.data.weights, config.eval.suite_pairs) == (("mqar", "niah"), (1.0, 2.5), (4,))
+    assert (config.train.steps, config.optimizer.learning_rate, config.telemetry.tensorboard) == (
+        7,
+        1e-3,
+        True,
+    )
+    assert (config.eval.suites, config.data.weights, config.eval.suite_pairs) == (
+        ("mqar", "niah"),
+        (1.0, 2.5),
+        (4,),
+    )
     assert config.train.stages == (Stage(3), Stage(4, batch_size=2))
 
 
@@ -105,7 +206,10 @@ def test_the_tokenizer_sets_what_the_model_leaves_to_it():
 
 
 def test_the_example_in_the_help_of_sweeps_is_a_sweep():
-    text = ast.get_docstring(ast.parse((ROOT / "qwen3next_jax" / "sweep.py").read_text()), clean=False)  # its import would define flags
+    # its import would define flags
+    text = ast.get_docstring(
+        ast.parse((ROOT / "qwen3next_jax" / "sweep.py").read_text()), clean=False
+    )
     words = shlex.split(re.sub(r"[\[\]]", "", re.search(r"qwen3next_jax\.sweep (.*\n.*)", text)[1]))
     name, _, value = words[words.index("--set") + 1].partition("=")
     assert len(load_sweep(ROOT / words[0], {name: ast.literal_eval(value)}).points) == 20

@@ -1,6 +1,8 @@
-"""Reading compiled programs: against programs whose collectives, loops and FLOPs are known by construction.
+"""Reading compiled programs: against programs whose collectives, loops and FLOPs are known by
+construction.
 
-Program text written by hand stands for what the compilers here do not emit; the real TPU compiler is asked in test_plan.py.
+Program text written by hand stands for what the compilers here do not emit; the real TPU
+compiler is asked in test_plan.py.
 """
 
 import functools
@@ -13,7 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.planner import hlo
-from qwen3next_jax.planner.compiled import collectives, flops, hbm_bytes, memory, replica_groups, shard_bytes
+from qwen3next_jax.planner.compiled import (
+    collectives,
+    flops,
+    hbm_bytes,
+    memory,
+    replica_groups,
+    shard_bytes,
+)
 
 AXES = ("data", "expert", "tensor")
 TRIPS, M, N = 5, 64, 32
@@ -26,28 +35,64 @@ def mesh():
 
 def compile_text(mesh, f, *arrays):
     """`arrays`: (shape, spec) of float32 inputs."""
-    given = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape, spec in arrays]
+    given = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in arrays
+    ]
     return jax.jit(f).lower(*given).compile().as_text()
 
 
 def looped(mesh, body):
     """Runs `body` on the device's own [M, N] part in a scan of TRIPS."""
+
     def f(x):
         return jax.lax.scan(lambda x, _: (body(x), None), x, length=TRIPS)[0]
-    return functools.partial(jax.shard_map, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)(f)
+
+    return functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False
+    )(f)
 
 
 SIZE = 4 * M * N
 KNOWN = {
     # name: (body, kind, axes, group, bytes that leave a device in one run)
-    "gather": (lambda x: jax.lax.all_gather(x, "expert").sum(0), "all-gather", ("expert",), 2, SIZE),
-    "gather over two": (lambda x: jax.lax.all_gather(x, ("data", "tensor")).sum(0), "all-gather", ("data", "tensor"), 4, 3 * SIZE),
-    "scatter": (lambda x: jnp.tile(jax.lax.psum_scatter(x, ("data", "expert"), tiled=True), (4, 1)), "reduce-scatter",
-                ("data", "expert"), 4, SIZE * 3 / 4),
+    "gather": (
+        lambda x: jax.lax.all_gather(x, "expert").sum(0),
+        "all-gather",
+        ("expert",),
+        2,
+        SIZE,
+    ),
+    "gather over two": (
+        lambda x: jax.lax.all_gather(x, ("data", "tensor")).sum(0),
+        "all-gather",
+        ("data", "tensor"),
+        4,
+        3 * SIZE,
+    ),
+    "scatter": (
+        lambda x: jnp.tile(jax.lax.psum_scatter(x, ("data", "expert"), tiled=True), (4, 1)),
+        "reduce-scatter",
+        ("data", "expert"),
+        4,
+        SIZE * 3 / 4,
+    ),
     "sum": (lambda x: jax.lax.psum(x, "tensor") / 2, "all-reduce", ("tensor",), 2, SIZE),
     "sum over all": (lambda x: jax.lax.psum(x, AXES) / 8, "all-reduce", AXES, 8, 2 * SIZE * 7 / 8),
-    "permute": (lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "collective-permute", ("data",), 8, SIZE),
-    "all to all": (lambda x: jax.lax.all_to_all(x, "expert", 0, 0, tiled=True), "all-to-all", ("expert",), 2, SIZE / 2),
+    "permute": (
+        lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]),
+        "collective-permute",
+        ("data",),
+        8,
+        SIZE,
+    ),
+    "all to all": (
+        lambda x: jax.lax.all_to_all(x, "expert", 0, 0, tiled=True),
+        "all-to-all",
+        ("expert",),
+        2,
+        SIZE / 2,
+    ),
 }
 
 
@@ -90,14 +135,16 @@ ENTRY %main (p: bf16[62,128], q: f32[64,128]) -> f32[64,128] {
   %two = (f32[16,128]{1,0:T(8,128)}, f32[16,128]{1,0:T(8,128)}) fusion(%q, %q), kind=kCustom, calls=%all-reduce-scatter.1
   ROOT %plain = f32[64,128]{1,0:T(8,128)} all-reduce(%q), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
 }
-"""
+"""  # noqa: E501
 
 
 def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(mesh):
     found = collectives(hlo.parse(FUSED), mesh)
     assert [(c.kind, c.axes, c.sent) for c in found] == [
-        ("reduce-scatter", ("data", "expert"), 64 * 128 * 2 * 3 / 4), ("reduce-scatter", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4),
-        ("all-reduce", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4)]
+        ("reduce-scatter", ("data", "expert"), 64 * 128 * 2 * 3 / 4),
+        ("reduce-scatter", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4),
+        ("all-reduce", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4),
+    ]
 
 
 def test_a_ragged_exchange_sends_what_both_buffers_hold(mesh):
@@ -107,22 +154,30 @@ def test_a_ragged_exchange_sends_what_both_buffers_hold(mesh):
   %n = s32[2]{0} constant({0, 0})
   ROOT %x = bf16[60,128]{1,0} ragged-all-to-all(OPERANDS, %n, %n, %n, %n), replica_groups={{0,1},{2,3},{4,5},{6,7}}
 }
-"""
+"""  # noqa: E501
     for operands in ("%a, %b", "%b, %a"):
         (found,) = collectives(hlo.parse(text.replace("OPERANDS", operands)), mesh)
-        assert (found.kind, found.axes, found.sent) == ("ragged-all-to-all", ("tensor",), 40 * 128 * 2 / 2)
+        assert (found.kind, found.axes, found.sent) == (
+            "ragged-all-to-all",
+            ("tensor",),
+            40 * 128 * 2 / 2,
+        )
 
 
-@pytest.mark.parametrize("text, groups", [
-    ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
-    ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
-    ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", [[0, 4], [2, 6], [1, 5], [3, 7]]),
-    ("replica_groups=mesh['x'=2,'y'=2] {'y'}", [[0, 1], [2, 3]]),
-    ("replica_groups=mesh['x'=2,'y'=2] {'x'}", [[0, 2], [1, 3]]),
-    ("replica_groups=mesh['x'=2,'y'=4] {'y':(2)2}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-    ("replica_groups=mesh['x'=2,'y'=4] {'y':(1)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
-    ("replica_groups=mesh['x'=4], device_ids=([2,2]<=[4]) {'x'}", [[0, 1, 2, 3]]),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "text, groups",
+    [
+        ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", [[0, 4], [2, 6], [1, 5], [3, 7]]),
+        ("replica_groups=mesh['x'=2,'y'=2] {'y'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['x'=2,'y'=2] {'x'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y':(2)2}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y':(1)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("replica_groups=mesh['x'=4], device_ids=([2,2]<=[4]) {'x'}", [[0, 1, 2, 3]]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_replica_groups_in_every_form(text, groups):
     assert sorted(map(sorted, replica_groups(text).tolist())) == sorted(map(sorted, groups))
     assert replica_groups("replica_groups={}") is None
@@ -131,9 +186,18 @@ def test_replica_groups_in_every_form(text, groups):
 def total(text, of):
     """Sum of `of(program, computation, instruction)` × runs over what stands outside fusions."""
     program = hlo.parse(text)
-    fused = {name for step in program.walk() if step.instruction.opcode == "fusion" for name in step.instruction.called}
+    fused = {
+        name
+        for step in program.walk()
+        if step.instruction.opcode == "fusion"
+        for name in step.instruction.called
+    }
     inside = {id(i) for name in fused for i in program.computations[name].values()}
-    return sum(s.times * of(program, s.computation, s.instruction) for s in program.walk() if id(s.instruction) not in inside)
+    return sum(
+        s.times * of(program, s.computation, s.instruction)
+        for s in program.walk()
+        if id(s.instruction) not in inside
+    )
 
 
 def test_flops_of_products_in_nested_loops(mesh):
@@ -141,12 +205,21 @@ def test_flops_of_products_in_nested_loops(mesh):
 
     def f(x, w):
         def outer(x, _):
-            return jax.lax.scan(lambda x, _: (jnp.einsum("btk,bkv,bvj->btj", x, w, w.swapaxes(1, 2)), None), x, length=3)[0], None
+            return jax.lax.scan(
+                lambda x, _: (jnp.einsum("btk,bkv,bvj->btj", x, w, w.swapaxes(1, 2)), None),
+                x,
+                length=3,
+            )[0], None
+
         return jax.lax.scan(outer, x, length=4)[0]
+
     one = Mesh(np.array(jax.devices()[:1]), ("one",))
     text = compile_text(one, f, ((b, t, k), P()), ((b, k, v), P()))
-    either = {2 * b * t * k * v * 2, 2 * b * (k * v * k + t * k * k)}  # the order of the two products is the compiler's
-    assert total(text, flops) in {12 * n for n in either} | {2 * b * k * v * k + 12 * 2 * b * t * k * k}
+    # the order of the two products is the compiler's
+    either = {2 * b * t * k * v * 2, 2 * b * (k * v * k + t * k * k)}
+    assert total(text, flops) in {12 * n for n in either} | {
+        2 * b * k * v * k + 12 * 2 * b * t * k * k
+    }
 
 
 LOOP = """HloModule m
@@ -181,7 +254,7 @@ metadata={op_name="LOOPNAME"}
   }}, backend_config={"custom_call_config":{"body":"AAAA","cost_estimate":{"flops":"4242","transcendentals":"0"}}}
   ROOT %out = f32[6,8,128]{2,1,0:T(8,128)} get-tuple-element(%while), index=1
 }
-"""
+"""  # noqa: E501
 
 
 class Compiled:
@@ -198,38 +271,72 @@ def test_text_of_the_tpu_compiler():
     assert program.trips(entry, entry["while"]) == 6  # 11, 9, …, 1
     assert not program.unstated_loops()
     even = hlo.parse(LOOP.replace("constant(11)", "constant(12)"))
-    assert even.trips(even.computations["main"], even.computations["main"]["while"]) == 6  # 12, 10, …, 2
-    last = hlo.parse(LOOP.replace("constant(11)", "constant(12)").replace("direction=LT", "direction=LE"))
+    # 12, 10, …, 2
+    assert even.trips(even.computations["main"], even.computations["main"]["while"]) == 6
+    last = hlo.parse(
+        LOOP.replace("constant(11)", "constant(12)").replace("direction=LT", "direction=LE")
+    )
     assert last.trips(last.computations["main"], last.computations["main"]["while"]) == 7  # and 0
     assert total(LOOP, flops) == 4242  # stated by a kernel whose attributes span lines
     update = program.computations["body"]["z"]
     assert hbm_bytes(program, program.computations["body"], update) == 2 * 4 * 8 * 128  # in place
-    assert hbm_bytes(program, program.computations["body"], program.computations["body"]["r"]) == 4 * 8 * 128  # from VMEM
+    # from VMEM
+    assert (
+        hbm_bytes(program, program.computations["body"], program.computations["body"]["r"])
+        == 4 * 8 * 128
+    )
     assert hlo.parse(LOOP.replace("constant(11)", "parameter(2)")).unstated_loops() == ["LOOPNAME"]
 
 
-@pytest.mark.parametrize("name, part", [("jvp()/while", "activations"), ("transpose(jvp())/while", "gradients")])
+@pytest.mark.parametrize(
+    "name, part", [("jvp()/while", "activations"), ("transpose(jvp())/while", "gradients")]
+)
 def test_memory_by_part(name, part):
     found = memory(Compiled(), hlo.parse(LOOP.replace("LOOPNAME", name)), {}, {})
-    assert getattr(found, part) == 4 * 6 * 8 * 128 and found.temporaries == 100_000 - 4 * 6 * 8 * 128
+    assert (
+        getattr(found, part) == 4 * 6 * 8 * 128 and found.temporaries == 100_000 - 4 * 6 * 8 * 128
+    )
     assert found.peak == 1000 + 100_000 + 10
 
 
 def test_shard_bytes(mesh):
-    leaf = jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=NamedSharding(mesh, P(("data", "expert"))))
+    leaf = jax.ShapeDtypeStruct(
+        (16, 4), jnp.bfloat16, sharding=NamedSharding(mesh, P(("data", "expert")))
+    )
     assert shard_bytes({"a": leaf, "b": leaf}) == 2 * 2 * 16 * 4 / 4
 
 
-@pytest.mark.parametrize("attributes, base, kernel, out, expected", [
-    ("dim_labels=bf_io->bf", (8, 16), (16, 4), (8, 4), 2 * 8 * 16 * 4),
-    # a batch dimension of 3 written as a window with holes: one product each
-    ("window={size=3 pad=0_0 stride=2 lhs_dilate=3}, dim_labels=b0f_0io->b0f", (8, 3, 16), (3, 16, 4), (8, 3, 4), 2 * 8 * 3 * 16 * 4),
-    # an ordinary convolution: 4 taps over 10, padded by 3
-    ("window={size=4 pad=3_0}, dim_labels=b0f_0io->b0f", (2, 10, 16), (4, 16, 8), (2, 10, 8), 2 * 2 * (10 * 4 - 6) * 16 * 8),
-], ids=("product", "batched", "convolution"))
+@pytest.mark.parametrize(
+    "attributes, base, kernel, out, expected",
+    [
+        ("dim_labels=bf_io->bf", (8, 16), (16, 4), (8, 4), 2 * 8 * 16 * 4),
+        # a batch dimension of 3 written as a window with holes: one product each
+        (
+            "window={size=3 pad=0_0 stride=2 lhs_dilate=3}, dim_labels=b0f_0io->b0f",
+            (8, 3, 16),
+            (3, 16, 4),
+            (8, 3, 4),
+            2 * 8 * 3 * 16 * 4,
+        ),
+        # an ordinary convolution: 4 taps over 10, padded by 3
+        (
+            "window={size=4 pad=3_0}, dim_labels=b0f_0io->b0f",
+            (2, 10, 16),
+            (4, 16, 8),
+            (2, 10, 8),
+            2 * 2 * (10 * 4 - 6) * 16 * 8,
+        ),
+    ],
+    ids=("product", "batched", "convolution"),
+)
 def test_products_as_convolutions(attributes, base, kernel, out, expected):
     a, b, c = (f"bf16[{','.join(map(str, dims))}]" for dims in (base, kernel, out))
-    text = (f"ENTRY %m () -> f32[] {{\n  %a = {a} parameter(0)\n  %b = {b} parameter(1)\n"
-            f"  ROOT %c = {c} convolution(%a, %b), {attributes}\n}}\n")
+    text = (
+        f"ENTRY %m () -> f32[] {{\n  %a = {a} parameter(0)\n  %b = {b} parameter(1)\n"
+        f"  ROOT %c = {c} convolution(%a, %b), {attributes}\n}}\n"
+    )
     assert total(text, flops) == expected
-    assert total(text.replace(", dim", ", operand_precision={highest,highest}, dim", 1), flops) == 6 * expected
+    assert (
+        total(text.replace(", dim", ", operand_precision={highest,highest}, dim", 1), flops)
+        == 6 * expected
+    )

@@ -1,4 +1,6 @@
-"""The operators with the sequence split over devices against themselves on one device, outputs and all gradients."""
+"""The operators with the sequence split over devices against themselves on one device, outputs
+and all gradients.
+"""
 
 import functools
 import itertools
@@ -21,8 +23,10 @@ B = 3
 
 
 def layout(time: int) -> np.ndarray:
-    """Segment ids [3, T]: documents that end on the middle edge, of one token, and from inside a shard; a row whose last half
-    is padding; a document over 11/16 of the row, which is three of four shards and more, and the last one padded."""
+    """Segment ids [3, T]: documents that end on the middle edge, of one token, and from inside a
+    shard; a row whose last half is padding; a document over 11/16 of the row, which is three of
+    four shards and more, and the last one padded.
+    """
     rows = np.zeros((B, time), int)
     half, n = time // 2, time // 16
     rows[0] = np.repeat((1, 2, 3, 4, 5, 7), (n, half - n, 1, 1, half - 2 - 3 * n, 3 * n))
@@ -33,14 +37,23 @@ def layout(time: int) -> np.ndarray:
 
 def arrays(seed: int, **shapes) -> dict:
     rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()
+    }
 
 
 def split(f, shards: int, by_time: dict, whole: dict):
-    """`f(by_time, whole, axis_name)` → (by time, whole) run on `shards` devices, each with its part of T."""
+    """`f(by_time, whole, axis_name)` → (by time, whole) run on `shards` devices, each with its
+    part of T.
+    """
     mesh = Mesh(np.array(jax.devices()[:shards]), ("context",))
-    return jax.shard_map(functools.partial(f, axis_name="context"), mesh=mesh, check_vma=False,
-                         in_specs=(P(None, "context"), P()), out_specs=(P(None, "context"), P()))(by_time, whole)
+    return jax.shard_map(
+        functools.partial(f, axis_name="context"),
+        mesh=mesh,
+        check_vma=False,
+        in_specs=(P(None, "context"), P()),
+        out_specs=(P(None, "context"), P()),
+    )(by_time, whole)
 
 
 def results(f, by_time: dict, whole: dict, shards: int | None, ids):
@@ -56,13 +69,17 @@ def results(f, by_time: dict, whole: dict, shards: int | None, ids):
 
         out, pullback = jax.vjp(call, by_time, whole)
         rng = np.random.default_rng(9)
-        return out, pullback(jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), out))
+        return out, pullback(
+            jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), out)
+        )
 
     return run(by_time, whole)
 
 
 def assert_equal(got, want, bar=BAR):
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
         assert error <= bar, f"{jax.tree_util.keystr(path)}: relative L2 error {error:.1e}"
@@ -70,7 +87,10 @@ def assert_equal(got, want, bar=BAR):
 
 def splits(*quick):
     every = itertools.product((2, 4, 8), (False, True))
-    return pytest.mark.parametrize("shards, packed", [*quick, *(pytest.param(*x, marks=pytest.mark.slow) for x in every if x not in quick)])
+    return pytest.mark.parametrize(
+        "shards, packed",
+        [*quick, *(pytest.param(*x, marks=pytest.mark.slow) for x in every if x not in quick)],
+    )
 
 
 @splits((2, False), (4, True))
@@ -81,20 +101,32 @@ def test_convolution(shards, packed):
     ids = jnp.asarray(layout(time)) if packed else None
 
     def f(x, w, ids, axis_name):
-        return causal_conv1d(x["x"], w["kernel"], initial_state=w["initial_state"], segment_ids=ids, axis_name=axis_name)
+        return causal_conv1d(
+            x["x"],
+            w["kernel"],
+            initial_state=w["initial_state"],
+            segment_ids=ids,
+            axis_name=axis_name,
+        )
 
     assert_equal(results(f, by_time, whole, shards, ids), results(f, by_time, whole, None, ids))
 
 
 def test_convolution_refuses_shards_shorter_than_its_halo():
     with pytest.raises(ValueError, match="at least the 3 that a kernel of width 4"):
-        split(lambda x, w, axis_name: causal_conv1d(x, w, axis_name=axis_name), 4, jnp.zeros((1, 8, 2)), jnp.zeros((4, 2)))
+        split(
+            lambda x, w, axis_name: causal_conv1d(x, w, axis_name=axis_name),
+            4,
+            jnp.zeros((1, 8, 2)),
+            jnp.zeros((4, 2)),
+        )
 
 
 def attention_case(time, implementation=None):
     def f(x, w, ids, axis_name):
         o = attention(**x, segment_ids=ids, axis_name=axis_name, implementation=implementation)
-        return (o if ids is None else jnp.where(ids[..., None, None] > 0, o, 0)), w  # padding rows may hold anything
+        # padding rows may hold anything
+        return (o if ids is None else jnp.where(ids[..., None, None] > 0, o, 0)), w
 
     return f, arrays(2, q=(B, time, 4, 8), k=(B, time, 2, 8), v=(B, time, 2, 8))
 
@@ -117,13 +149,19 @@ def test_attention_by_splash_kernels(packed):
 
 def test_attention_refuses_an_odd_number_of_tokens():
     with pytest.raises(ValueError, match="an even number"):
-        split(lambda x, w, axis_name: (attention(x, x, x, axis_name=axis_name), w), 2, jnp.zeros((1, 10, 2, 4)), {})
+        split(
+            lambda x, w, axis_name: (attention(x, x, x, axis_name=axis_name), w),
+            2,
+            jnp.zeros((1, 10, 2, 4)),
+            {},
+        )
 
 
 def delta_rule_case(time, key=8, value=12, **settings):
     rng = np.random.default_rng(3)
     by_time = arrays(4, q=(B, time, 2, key), k=(B, time, 2, key), v=(B, time, 4, value))
-    by_time["g"] = jnp.asarray(-np.exp(rng.normal(size=(B, time, 4)) - 3), jnp.float32)  # a state outlives a shard
+    # a state outlives a shard
+    by_time["g"] = jnp.asarray(-np.exp(rng.normal(size=(B, time, 4)) - 3), jnp.float32)
     by_time["beta"] = jnp.asarray(rng.uniform(size=(B, time, 4)), jnp.float32)
 
     def f(x, w, ids, axis_name):
@@ -142,27 +180,44 @@ def delta_rule_on_one_device(packed, **settings):
 def test_delta_rule(shards, packed):
     f, by_time, whole = delta_rule_case(160)
     ids = jnp.asarray(layout(160)) if packed else None
-    assert_equal(results(f, by_time, whole, shards, ids), delta_rule_on_one_device(packed, implementation="chunked"))
+    assert_equal(
+        results(f, by_time, whole, shards, ids),
+        delta_rule_on_one_device(packed, implementation="chunked"),
+    )
 
 
-@pytest.mark.parametrize("packed, settings", [(True, dict(implementation="recurrent")), (True, dict(implementation="associative")),
-                                              (True, dict(implementation="pallas_tpu")), (False, dict(erase=False))], ids=str)
+@pytest.mark.parametrize(
+    "packed, settings",
+    [
+        (True, dict(implementation="recurrent")),
+        (True, dict(implementation="associative")),
+        (True, dict(implementation="pallas_tpu")),
+        (False, dict(erase=False)),
+    ],
+    ids=str,
+)
 def test_delta_rule_in_every_form(packed, settings):
     ids = jnp.asarray(layout(160)) if packed else None
     f, by_time, whole = delta_rule_case(160, **settings)
-    assert_equal(results(f, by_time, whole, 2, ids), delta_rule_on_one_device(packed, **settings | dict(implementation="chunked")))
+    assert_equal(
+        results(f, by_time, whole, 2, ids),
+        delta_rule_on_one_device(packed, **settings | dict(implementation="chunked")),
+    )
 
 
 def test_delta_rule_in_pieces(monkeypatch):
     """With the chunks' inverses known, of which every piece takes its own."""
     want = delta_rule_on_one_device(True, implementation="chunked")
-    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=1, together=1))  # a chunk a piece
+    # a chunk a piece
+    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=1, together=1))
     f, by_time, whole = delta_rule_case(160)
     assert_equal(results(f, by_time, whole, 2, jnp.asarray(layout(160))), want)
 
 
 def test_delta_rule_in_bfloat16():
-    """As accurate as on one device: the bars of tests/test_delta_rule.py against the recurrence in float64."""
+    """As accurate as on one device: the bars of tests/test_delta_rule.py against the recurrence
+    in float64.
+    """
     time = 256
     ids = jnp.asarray(layout(time))
     f, by_time, whole = delta_rule_case(time, 16, 16)
@@ -176,7 +231,8 @@ def test_delta_rule_in_bfloat16():
     assert_equal(gradients, want_gradients, 2e-2)
 
 
-# ---- through the TPU compiler, in a process of its own: it reads the description of the chip once -----------------------
+# ---- through the TPU compiler, in a process of its own: it reads the description of the chip once
+# -----------------------
 
 COMPILE = """
 import jax, jax.numpy as jnp, numpy as np
@@ -199,17 +255,28 @@ print(kernels(lambda x, ids: attention(**x, segment_ids=ids, axis_name="context"
               q=array(16, 256), k=array(2, 256), v=array(2, 256)),
       kernels(lambda x, ids: gated_delta_rule(**x, segment_ids=ids, axis_name="context")[0], array(32, 128),
               q=array(16, 128), k=array(16, 128), v=array(32, 128), g=array(32), beta=array(32)))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_kernels_compile_for_four_chips():
-    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-                   "TPU_ACCELERATOR_TYPE": "v5p-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=pathlib.Path(__file__).parents[1], env=environment,
-                          capture_output=True, text=True)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5p-8",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        cwd=pathlib.Path(__file__).parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    # Forward, dq, dk and dv of three pieces: the shard's own keys, and the two pairs of blocks of a turn. Map, forward,
-    # backward of the delta rule.
+    # Forward, dq, dk and dv of three pieces: the shard's own keys, and the two pairs of blocks of a
+    # turn. Map, forward, backward of the delta rule.
     assert done.stdout.split() == ["9", "3"]

@@ -1,4 +1,6 @@
-"""The chunked linear cross-entropy against plain float64 autodiff of logits, and its memory at a real vocabulary."""
+"""The chunked linear cross-entropy against plain float64 autodiff of logits, and its memory at a
+real vocabulary.
+"""
 
 import types
 
@@ -23,7 +25,9 @@ def oracle(x, w, targets, weights, seed=1.0):
     """(loss, per-row nll, logits) and gradients in x, w and weights, in float64, by hand."""
     x, w, weights = (np.asarray(a, np.float64) for a in (x, w, weights))
     logits = x @ w
-    logsumexp = np.log(np.sum(np.exp(logits - logits.max(1, keepdims=True)), axis=1)) + logits.max(1)
+    logsumexp = np.log(np.sum(np.exp(logits - logits.max(1, keepdims=True)), axis=1)) + logits.max(
+        1
+    )
     rows = np.arange(len(x))
     nll = logsumexp - logits[rows, targets]
     g = np.exp(logits - logsumexp[:, None])
@@ -32,11 +36,15 @@ def oracle(x, w, targets, weights, seed=1.0):
     return (np.sum(weights * nll), nll, logsumexp, logits), (g @ w.T, x.T @ g, seed * nll)
 
 
-@pytest.mark.parametrize("chunk, chip", [(None, None), (1, None), (32, None), (70, None), (100, None), (32, "v6e")])
+@pytest.mark.parametrize(
+    "chunk, chip", [(None, None), (1, None), (32, None), (70, None), (100, None), (32, "v6e")]
+)
 def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     """For a narrow model v6e computes the logits anew instead of storing them."""
     if chip:
-        described = types.SimpleNamespace(mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14)
+        described = types.SimpleNamespace(
+            mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14
+        )
         monkeypatch.setattr("qwen3next_jax.ops.cross_entropy.tpu", lambda: described)
     x, w, targets, weights = problem()
     (loss, nll, logsumexp, logits), gradients = oracle(x, w, targets, weights, seed=3.0)
@@ -53,7 +61,9 @@ def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     np.testing.assert_array_equal(rows.correct, np.argmax(logits, axis=1) == targets)
     for a, b in zip(got_gradients, gradients, strict=True):
         assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
-    np.testing.assert_allclose(linear_cross_entropy(x, w, targets, weights, chunk=chunk)[0], loss, rtol=1e-6)
+    np.testing.assert_allclose(
+        linear_cross_entropy(x, w, targets, weights, chunk=chunk)[0], loss, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("w_dtype", [jnp.float32, jnp.bfloat16])
@@ -63,14 +73,20 @@ def test_bfloat16_rows(w_dtype):
     (loss, *_), (dx, dw, _) = oracle(x, w.astype(jnp.bfloat16), targets, weights)
     f = lambda x, w: linear_cross_entropy(x, w, targets, weights, chunk=128)[0]
     got, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(x, w)
-    assert got.dtype == jnp.float32 and gradients[0].dtype == jnp.bfloat16 and gradients[1].dtype == w_dtype
+    assert (
+        got.dtype == jnp.float32
+        and gradients[0].dtype == jnp.bfloat16
+        and gradients[1].dtype == w_dtype
+    )
     np.testing.assert_allclose(got, loss, rtol=1e-4)
     for a, b in zip(gradients, (dx, dw)):
         assert np.linalg.norm(np.asarray(a, np.float64) - b) <= 2.0**-8 * np.linalg.norm(b)
 
 
 def test_rows_of_weight_zero_do_not_count():
-    """Whatever their target is, out of range included, and with logits that would overflow an exp."""
+    """Whatever their target is, out of range included, and with logits that would overflow an
+    exp.
+    """
     x, w, targets, weights = problem()
     ignored = weights == 0
     f = jax.jit(jax.grad(lambda x, targets: linear_cross_entropy(x, w, targets, weights)[0]))
@@ -89,22 +105,40 @@ def test_tied_embedding_is_passed_transposed():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_no_logits_in_memory_at_a_real_vocabulary(dtype):
     rows, width, vocabulary = 4096, 64, 151_936
-    shapes = [jax.ShapeDtypeStruct(*a) for a in (((rows, width), dtype), ((width, vocabulary), jnp.float32),
-                                                 ((rows,), jnp.int32), ((rows,), jnp.float32))]
+    shapes = [
+        jax.ShapeDtypeStruct(*a)
+        for a in (
+            ((rows, width), dtype),
+            ((width, vocabulary), jnp.float32),
+            ((rows,), jnp.int32),
+            ((rows,), jnp.float32),
+        )
+    ]
     step = jax.jit(jax.value_and_grad(lambda *a: linear_cross_entropy(*a)[0], (0, 1)))
     memory = step.lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < rows * vocabulary * 4 / 2
 
 
-@pytest.mark.parametrize("change, name", [
-    (dict(x=jnp.zeros((0, 4))), "x has"),
-    (dict(w=jnp.zeros((5, 9))), "w has"),
-    (dict(targets=jnp.zeros((7,), int)), "targets has"),
-    (dict(targets=jnp.zeros((8,))), "targets has dtype"),
-    (dict(weights=jnp.zeros((8, 1))), "weights has"),
-    (dict(chunk=0), "chunk"),
-])
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (dict(x=jnp.zeros((0, 4))), "x has"),
+        (dict(w=jnp.zeros((5, 9))), "w has"),
+        (dict(targets=jnp.zeros((7,), int)), "targets has"),
+        (dict(targets=jnp.zeros((8,))), "targets has dtype"),
+        (dict(weights=jnp.zeros((8, 1))), "weights has"),
+        (dict(chunk=0), "chunk"),
+    ],
+)
 def test_errors_name_the_argument(change, name):
-    arguments = dict(x=jnp.zeros((8, 4)), w=jnp.zeros((4, 9)), targets=jnp.zeros((8,), int), weights=jnp.ones(8)) | change
+    arguments = (
+        dict(
+            x=jnp.zeros((8, 4)),
+            w=jnp.zeros((4, 9)),
+            targets=jnp.zeros((8,), int),
+            weights=jnp.ones(8),
+        )
+        | change
+    )
     with pytest.raises(ValueError, match=name):
         linear_cross_entropy(**arguments)

@@ -18,15 +18,20 @@ def pack(lengths, row_length, buffered_tokens, seed=0):
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 90), max_size=120), row_length=st.integers(1, 33),
-       buffered=st.sampled_from([1, 300, 10**6]), seed=st.integers(0, 5))
+@given(
+    lengths=st.lists(st.integers(1, 90), max_size=120),
+    row_length=st.integers(1, 33),
+    buffered=st.sampled_from([1, 300, 10**6]),
+    seed=st.integers(0, 5),
+)
 def test_nothing_is_lost_or_doubled_and_rows_are_full(lengths, row_length, buffered, seed):
     rows, packer = pack(lengths, row_length, buffered, seed)
     pieces = [piece for row in rows for piece in row]
     found = np.sort(np.concatenate([np.zeros(0, int), *(piece.tokens for piece in pieces)]))
     np.testing.assert_array_equal(found, np.arange(sum(lengths)))
     starts = np.cumsum([0, *lengths])
-    for piece in pieces:  # each is a run of its own document, and says truly whether it is all of it
+    # each is a run of its own document, and says truly whether it is all of it
+    for piece in pieces:
         assert starts[piece.file] <= piece.tokens[0] and piece.tokens[-1] < starts[piece.file + 1]
         np.testing.assert_array_equal(np.diff(piece.tokens), 1)
         assert piece.whole == (len(piece.tokens) == lengths[piece.file])
@@ -48,13 +53,18 @@ def test_documents_stay_whole_where_rows_can_still_be_filled():
 
 
 def test_documents_that_fit_badly_are_cut_rather_than_padded():
-    rows, packer = pack([600] * 500, row_length=1000, buffered_tokens=10**6)  # kept whole, 40 % would be padding
+    # kept whole, 40 % would be padding
+    rows, packer = pack([600] * 500, row_length=1000, buffered_tokens=10**6)
     assert len(rows) == 300 and 0 < packer.cut_documents < 500
 
 
 def test_order_depends_on_the_seed_alone():
     def tokens(seed):
-        return [piece.tokens.tolist() for row in pack(list(range(1, 60)), 40, 200, seed)[0] for piece in row]
+        return [
+            piece.tokens.tolist()
+            for row in pack(list(range(1, 60)), 40, 200, seed)[0]
+            for piece in row
+        ]
 
     assert tokens(1) == tokens(1) != tokens(2)
 

@@ -1,4 +1,6 @@
-"""From files to batches: nothing lost, one integer to resume from, any number of hosts, damage is noticed."""
+"""From files to batches: nothing lost, one integer to resume from, any number of hosts, damage
+is noticed.
+"""
 
 import itertools
 import json
@@ -15,7 +17,14 @@ import pytest
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import preparation, rows, sources
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Recipe, content_digests, prepare, split_documents
+from qwen3next_jax.data.preparation import (
+    HELDOUT,
+    TRAIN,
+    Recipe,
+    content_digests,
+    prepare,
+    split_documents,
+)
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
 
@@ -34,7 +43,9 @@ def write_jsonl(path, texts):
 def config(tmp_path):
     write_jsonl(tmp_path / "texts" / "a.jsonl", TEXTS[:90])
     write_jsonl(tmp_path / "texts" / "b.jsonl", TEXTS[90:])
-    return DataConfig(path=f"{tmp_path}/texts/*.jsonl", prepared_dir=f"{tmp_path}/prepared", heldout_fraction=0.1)
+    return DataConfig(
+        path=f"{tmp_path}/texts/*.jsonl", prepared_dir=f"{tmp_path}/prepared", heldout_fraction=0.1
+    )
 
 
 def load(config, **changes):
@@ -46,7 +57,10 @@ def shards(config):
 
 
 def take(batches, n):
-    return [{name: array.copy() for name, array in batch.items()} for batch in itertools.islice(batches, n)]
+    return [
+        {name: array.copy() for name, array in batch.items()}
+        for batch in itertools.islice(batches, n)
+    ]
 
 
 def assert_same(batches, others):
@@ -67,19 +81,27 @@ def test_an_epoch_and_the_held_out_rows_hold_every_document_once(config):
     data = load(config)
     stored = [p.rows[side] for p in data._prepared for side in (TRAIN, HELDOUT)]
     texts = {}  # pieces of a document may stand in any rows; its record number collects them
-    for row in itertools.chain.from_iterable((reader[i] for i in range(len(reader))) for reader in stored):
+    for row in itertools.chain.from_iterable(
+        (reader[i] for i in range(len(reader))) for reader in stored
+    ):
         for segment, origin in enumerate(row.origins, start=1):
             texts.setdefault(origin, []).append(bytes_of(row.tokens[row.segment_ids == segment]))
-        assert (row.tokens[row.segment_ids == 0] == 0).all() and (np.diff(np.trim_zeros(row.segment_ids)) >= 0).all()
+        assert (row.tokens[row.segment_ids == 0] == 0).all() and (
+            np.diff(np.trim_zeros(row.segment_ids)) >= 0
+        ).all()
     expected = [(text.encode() + b"\0") for text in TEXTS]
-    assert sorted(sorted(b"".join(parts)) for parts in texts.values()) == sorted(map(sorted, expected))
+    assert sorted(sorted(b"".join(parts)) for parts in texts.values()) == sorted(
+        map(sorted, expected)
+    )
     assert sum(len(b"".join(parts)) for parts in texts.values()) == sum(map(len, expected))
     short = [e for e in expected if len(e) <= T]
     assert len(short) > 10  # most of these stand whole in a row
     whole = {parts[0] for parts in texts.values() if len(parts) == 1}
     assert len(whole & set(short)) > 0.8 * len(short)
     figures = data.describe()
-    assert figures["documents"] == len(TEXTS) and figures["bytes"] == sum(len(e) - 1 for e in expected)
+    assert figures["documents"] == len(TEXTS) and figures["bytes"] == sum(
+        len(e) - 1 for e in expected
+    )
     assert figures["tokens"] == sum(map(len, expected)) and figures["padding_share"] < 0.05
     assert json.loads(json.dumps(figures)) == figures
 
@@ -91,8 +113,12 @@ def bytes_of(tokens):
 
 def test_epochs_are_permutations_in_different_orders(config):
     data = load(config)
-    seen = [row.tobytes() for batch in take(data.batches(0), 2 * data.rows // B + 1) for row in batch["tokens"]]
-    first, second = seen[:data.rows], seen[data.rows:2 * data.rows]
+    seen = [
+        row.tobytes()
+        for batch in take(data.batches(0), 2 * data.rows // B + 1)
+        for row in batch["tokens"]
+    ]
+    first, second = seen[: data.rows], seen[data.rows : 2 * data.rows]
     assert sorted(first) == sorted(second) and first != second
     assert len(set(first)) == data.rows > 20
 
@@ -104,8 +130,10 @@ def test_resume_and_repetition_give_the_same_batches(config):
     assert straight[0]["tokens"].shape == straight[0]["segment_ids"].shape == (B, T)
     assert_same(take(data.batches(5), 20), straight[5:])
     assert_same(take(load(config).batches(0), 25), straight)
-    assert any((a["tokens"] != b["tokens"]).any()
-               for a, b in zip(straight, take(load(config, seed=1).batches(0), 25), strict=True))
+    assert any(
+        (a["tokens"] != b["tokens"]).any()
+        for a, b in zip(straight, take(load(config, seed=1).batches(0), 25), strict=True)
+    )
 
 
 @pytest.mark.parametrize("shares", [([0, 1], [2, 3]), ([0, 2], [1], [3])])
@@ -114,7 +142,10 @@ def test_hosts_share_the_same_batches(config, shares):
     for start, stream in ((3, data.batches), (None, lambda _, **share: data.heldout(**share))):
         whole = take(stream(start), 6)
         for share in shares:
-            assert_same(take(stream(start, share=share), 6), [{name: v[share] for name, v in batch.items()} for batch in whole])
+            assert_same(
+                take(stream(start, share=share), 6),
+                [{name: v[share] for name, v in batch.items()} for batch in whole],
+            )
 
 
 def test_heldout_is_fixed_disjoint_and_padded_with_empty_rows(config):
@@ -122,10 +153,12 @@ def test_heldout_is_fixed_disjoint_and_padded_with_empty_rows(config):
     batches = take(data.heldout(), 100)
     assert_same(take(load(config).heldout(), 100), batches)
     filled = np.concatenate([batch["segment_ids"].any(axis=1) for batch in batches])
-    assert filled.sum() == data.heldout_rows and filled[:data.heldout_rows].all()
+    assert filled.sum() == data.heldout_rows and filled[: data.heldout_rows].all()
     assert all(batch["tokens"].shape == (B, T) for batch in batches)
     assert_same(take(data.heldout(B), 100), batches[:1])
-    train = {piece for batch in take(data.batches(0), data.rows // B + 1) for piece in pieces_of(batch)}
+    train = {
+        piece for batch in take(data.batches(0), data.rows // B + 1) for piece in pieces_of(batch)
+    }
     heldout = {piece for batch in batches for piece in pieces_of(batch) if len(piece) > 8}
     assert heldout and not heldout & train
 
@@ -134,8 +167,11 @@ def test_document_names_say_where_the_rows_come_from(config):
     data = load(config)
     batch, names = next(data.batches(2)), data.document_names(2)
     assert [len(n) for n in names] == batch["segment_ids"].max(axis=1).tolist()
-    lines = {f"{name}.jsonl:{i + 1}": text for name, texts in (("a", TEXTS[:90]), ("b", TEXTS[90:]))
-             for i, text in enumerate(texts)}
+    lines = {
+        f"{name}.jsonl:{i + 1}": text
+        for name, texts in (("a", TEXTS[:90]), ("b", TEXTS[90:]))
+        for i, text in enumerate(texts)
+    }
     for row, row_names in enumerate(names):
         for segment, name in enumerate(row_names, start=1):
             piece = batch["tokens"][row][batch["segment_ids"][row] == segment]
@@ -148,10 +184,13 @@ def test_mixture_shares(config, tmp_path):
     batches = take(mixed.batches(0), 100)
     zeros = np.concatenate([(batch["tokens"] == ord("0")).mean(axis=1) > 0.5 for batch in batches])
     assert abs(zeros.mean() - 0.25) < 0.01
-    assert all(abs(zeros[i:i + 40].mean() - 0.25) <= 0.05 for i in range(0, 400, 40))  # evenly, not in blocks
+    # evenly, not in blocks
+    assert all(abs(zeros[i : i + 40].mean() - 0.25) <= 0.05 for i in range(0, 400, 40))
     by_size = load(config, path=f"{config.path}, {tmp_path}/zeros.jsonl")
     shares = [part["weight"] for part in by_size.describe()["sources"]]
-    np.testing.assert_allclose(shares, [part["rows"] / by_size.rows for part in by_size.describe()["sources"]])
+    np.testing.assert_allclose(
+        shares, [part["rows"] / by_size.rows for part in by_size.describe()["sources"]]
+    )
     assert len({mixed.fingerprint, by_size.fingerprint, load(config).fingerprint}) == 3
 
 
@@ -163,13 +202,18 @@ def test_mixture_shares(config, tmp_path):
 def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
     write_jsonl(tmp_path / "few.jsonl", TEXTS[:count])
     parts = {TRAIN: [], HELDOUT: []}
-    for side, document in split_documents(sources.resolve(f"{tmp_path}/few.jsonl", "text"), fraction):
+    for side, document in split_documents(
+        sources.resolve(f"{tmp_path}/few.jsonl", "text"), fraction
+    ):
         parts[side].append(document)
-    assert all(document.text for side in parts.values() for document in side) and all(parts.values())
+    assert all(document.text for side in parts.values() for document in side) and all(
+        parts.values()
+    )
     together = {}
     for document in parts[TRAIN] + parts[HELDOUT]:
         together[document.record] = together.get(document.record, "") + document.text
-    assert [together[i] for i in range(count)] == TEXTS[:count]  # a document cut in two: its end is held out
+    # a document cut in two: its end is held out
+    assert [together[i] for i in range(count)] == TEXTS[:count]
     by_hash = [preparation._unit_hash(text) < fraction for text in TEXTS[:count]]
     if any(by_hash) and count > 1:
         assert len(parts[TRAIN]) + len(parts[HELDOUT]) == count  # none is cut
@@ -206,14 +250,21 @@ def test_fingerprint_changes_with_all_that_decides_the_rows_and_nothing_else(con
         settings = DataConfig(**(vars(config) | changes))
         source = sources.resolve(settings.path, settings.text_field)
         recipe = Recipe(length, settings.heldout_fraction, settings.seed)
-        return preparation.fingerprint(source, content_digests(source, tmp_path), change or load_tokenizer("bytes"), recipe)
+        return preparation.fingerprint(
+            source, content_digests(source, tmp_path), change or load_tokenizer("bytes"), recipe
+        )
 
     base = key()
     assert key() == base
     shutil.copytree(tmp_path / "texts", tmp_path / "moved")
     assert key(path=f"{tmp_path}/moved/*.jsonl") == base
     load_tokenizer("bytes").save(tmp_path)
-    different = [key(load_tokenizer(str(tmp_path))), key(length=T + 1), key(seed=1), key(heldout_fraction=0.2)]
+    different = [
+        key(load_tokenizer(str(tmp_path))),
+        key(length=T + 1),
+        key(seed=1),
+        key(heldout_fraction=0.2),
+    ]
     file = tmp_path / "moved" / "b.jsonl"
     file.write_text(file.read_text().replace("import", "export"))
     different.append(key(path=f"{tmp_path}/moved/*.jsonl"))
@@ -230,7 +281,9 @@ def test_digests_of_large_corpora_are_kept_until_a_file_changes(config, tmp_path
     key = lambda: content_digests(sources.resolve(config.path, "text"), tmp_path)
     read = []
     original = sources.content_digest
-    monkeypatch.setattr(sources, "content_digest", lambda file: read.append(file.label) or original(file))
+    monkeypatch.setattr(
+        sources, "content_digest", lambda file: read.append(file.label) or original(file)
+    )
     before = key()
     assert read == ["a.jsonl", "b.jsonl"]
     assert key() == before and read == ["a.jsonl", "b.jsonl"]
@@ -254,20 +307,24 @@ if when == "before rename":
     pathlib.Path.rename = kill
 preparation.prepare(sources.resolve(path, "text"), load_tokenizer("bytes"), preparation.Recipe(64, 0.1, 0), prepared,
                     kill if when == "while reading" else None)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("when", ["while reading", "before rename"])
 def test_a_killed_preparation_is_never_taken_for_a_finished_one(config, when):
     root = pathlib.Path(preparation.__file__).parents[2]
-    killed = subprocess.run([sys.executable, "-c", _PREPARE, config.path, config.prepared_dir, when], cwd=root)
+    killed = subprocess.run(
+        [sys.executable, "-c", _PREPARE, config.path, config.prepared_dir, when], cwd=root
+    )
     assert killed.returncode == -signal.SIGKILL
     left = list(pathlib.Path(config.prepared_dir).iterdir())
     assert len(left) == 1 and left[0].name.startswith(".")
     clean = load(config, prepared_dir=config.prepared_dir + "_clean")
     data = load(config)
     assert_same(take(data.batches(0), 10), take(clean.batches(0), 10))
-    assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [clean._prepared[0].fingerprint]
+    assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [
+        clean._prepared[0].fingerprint
+    ]
 
 
 def test_two_preparations_at_once_do_no_harm(config):
@@ -276,7 +333,9 @@ def test_two_preparations_at_once_do_no_harm(config):
 
     slow = TrainData(config, T, B, progress=other_process_is_faster)
     assert_same(take(slow.batches(0), 10), take(load(config).batches(0), 10))
-    assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [slow._prepared[0].fingerprint]
+    assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [
+        slow._prepared[0].fingerprint
+    ]
 
 
 def test_no_flipped_bit_changes_a_batch_silently(config):
@@ -289,7 +348,9 @@ def test_no_flipped_bit_changes_a_batch_silently(config):
     random, detected = np.random.default_rng(0), 0
     for _ in range(60):
         position, bit = int(random.integers(used)), int(random.integers(8))
-        path.write_bytes(good[:position] + bytes([good[position] ^ 1 << bit]) + good[position + 1:])
+        path.write_bytes(
+            good[:position] + bytes([good[position] ^ 1 << bit]) + good[position + 1 :]
+        )
         try:
             damaged = load(config)._prepared[0].rows[TRAIN]
             for i, row in enumerate(good_rows):
@@ -297,7 +358,11 @@ def test_no_flipped_bit_changes_a_batch_silently(config):
                 np.testing.assert_array_equal(damaged[i].segment_ids, row.segment_ids)
         except UserError as error:
             detected += 1
-            assert str(path) in str(error) and "prepared again" in str(error) and "\n" not in str(error)
+            assert (
+                str(path) in str(error)
+                and "prepared again" in str(error)
+                and "\n" not in str(error)
+            )
     assert detected >= 20  # the rest hits bytes that carry nothing
 
 
@@ -306,7 +371,7 @@ def test_damage_met_by_the_read_ahead_threads_reaches_the_caller(config):
     path = next(p for p in shards(config) if p.name.startswith("train"))
     good = path.read_bytes()
     middle = good.rstrip(b"\0").find(b"\0" * 64) // 2  # inside the records, which stand first
-    path.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1:])
+    path.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
     data = load(config)
     with pytest.raises(UserError, match="train-00000.array_record is damaged"):
         take(data.batches(0), data.rows // B + 1)
@@ -325,7 +390,9 @@ def test_missing_or_short_shards_and_damaged_metadata_are_named(config):
     other = shards(config)[1].read_bytes()
     assert len(other) == len(good)  # ArrayRecord fills whole blocks, so the size alone tells little
     path.write_bytes(other)
-    with pytest.raises(UserError, match=f"{path.name} is damaged .it has .* readable rows instead of"):
+    with pytest.raises(
+        UserError, match=f"{path.name} is damaged .it has .* readable rows instead of"
+    ):
         load(config)
     path.write_bytes(good)
     text = metadata.read_text()
@@ -376,7 +443,13 @@ def test_progress_is_reported(config, monkeypatch):
     monkeypatch.setattr(preparation, "_BATCH_CHARACTERS", 1000)
     seen = []
     source = sources.resolve(config.path, "text")
-    prepare(source, load_tokenizer("bytes"), Recipe(T, 0.1, 0), config.prepared_dir, lambda *figures: seen.append(figures))
+    prepare(
+        source,
+        load_tokenizer("bytes"),
+        Recipe(T, 0.1, 0),
+        config.prepared_dir,
+        lambda *figures: seen.append(figures),
+    )
     done = [read for _, read, _ in seen]
     assert len(done) > 10 and done == sorted(done)
     assert {(name, total) for name, _, total in seen} == {(config.path, source.size)}

@@ -1,4 +1,6 @@
-"""Finding and reading documents: formats, globs, remote paths, the default corpus, and every mistake in the files."""
+"""Finding and reading documents: formats, globs, remote paths, the default corpus, and every
+mistake in the files.
+"""
 
 import gzip
 import importlib
@@ -23,7 +25,9 @@ def read(path, text_field="text"):
 
 
 def jsonl(texts):
-    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+    return "".join(
+        json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)
+    ).encode()
 
 
 def write_parquet(path, columns):
@@ -33,14 +37,19 @@ def write_parquet(path, columns):
 def test_every_format_gives_the_same_documents(tmp_path):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.md").write_bytes(text.encode())
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(TEXTS).replace(b"\n", b"\n\n", 1))  # BOM, blank line
+    # BOM, blank line
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(TEXTS).replace(b"\n", b"\n\n", 1))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS)))
     write_parquet(tmp_path / "a.parquet", {"text": TEXTS, "id": [0, 1, 2]})
     write_parquet(tmp_path / "b.parquet", {"content": pyarrow.array(TEXTS, pyarrow.large_string())})
     assert read(tmp_path / "*.md") == [(f"{i}.md", text) for i, text in enumerate(TEXTS)]
-    assert read(tmp_path / "a.jsonl") == [(f"a.jsonl:{line}", text) for line, text in zip((1, 3, 4), TEXTS, strict=True)]
+    assert read(tmp_path / "a.jsonl") == [
+        (f"a.jsonl:{line}", text) for line, text in zip((1, 3, 4), TEXTS, strict=True)
+    ]
     assert [text for _, text in read(tmp_path / "a.jsonl.gz")] == TEXTS
-    assert read(tmp_path / "a.parquet") == [(f"a.parquet:{i + 1}", text) for i, text in enumerate(TEXTS)]
+    assert read(tmp_path / "a.parquet") == [
+        (f"a.parquet:{i + 1}", text) for i, text in enumerate(TEXTS)
+    ]
     assert [text for _, text in read(tmp_path / "b.parquet", "content")] == TEXTS
 
 
@@ -53,9 +62,14 @@ def test_globs_are_recursive_sorted_and_independent_of_where_the_tree_lies(tmp_p
     expected = ["a.txt", "b/c/[1].txt", "b/x.txt"]
     assert [name for name, _ in read(tmp_path / "one/**/*.txt")] == expected
     assert [name for name, _ in read(tmp_path / "two/deeper/**/*.txt")] == expected
-    assert [text for _, text in read(tmp_path / "one/b/c/[1].txt")] == ["b/c/[1].txt"]  # exact name before glob
+    # exact name before glob
+    assert [text for _, text in read(tmp_path / "one/b/c/[1].txt")] == ["b/c/[1].txt"]
     monkeypatch.chdir(tmp_path / "one")
-    assert [name for name, _ in read("**/*.txt")] == [name for name, _ in read("./**/*.txt")] == expected
+    assert (
+        [name for name, _ in read("**/*.txt")]
+        == [name for name, _ in read("./**/*.txt")]
+        == expected
+    )
 
 
 def test_a_folder_is_its_text_files(tmp_path):
@@ -68,13 +82,27 @@ def test_a_folder_is_its_text_files(tmp_path):
 def test_text_that_is_not_utf8_is_left_out_or_mended_and_named(tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(b"a\xffb")
     (tmp_path / "b.txt").write_text("fine")
-    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xfe"}\n{"text": "\\ud800x"}\n' + jsonl(["good"]))
-    strings = pyarrow.StringArray.from_buffers(2, pyarrow.array([0, 1, 3], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"x\xffy"))
+    (tmp_path / "c.jsonl").write_bytes(
+        b'{"text": "\xfe"}\n{"text": "\\ud800x"}\n' + jsonl(["good"])
+    )
+    strings = pyarrow.StringArray.from_buffers(
+        2, pyarrow.array([0, 1, 3], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"x\xffy")
+    )
     pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "d.parquet")
-    texts = {policy: [d.text for d in documents(resolve(str(tmp_path / "*"), "text", policy))] for policy in ("skip", "replace")}
-    assert texts == {"skip": ["fine", "good", "x"], "replace": ["a\ufffdb", "fine", "\ufffd", "\ufffdx", "good", "x", "\ufffdy"]}
+    texts = {
+        policy: [d.text for d in documents(resolve(str(tmp_path / "*"), "text", policy))]
+        for policy in ("skip", "replace")
+    }
+    assert texts == {
+        "skip": ["fine", "good", "x"],
+        "replace": ["a\ufffdb", "fine", "\ufffd", "\ufffdx", "good", "x", "\ufffdy"],
+    }
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and "left out 4 documents that are not UTF-8" in told[0] and "replaced by U+FFFD in 4 documents" in told[1]
+    assert (
+        len(told) == 2
+        and "left out 4 documents that are not UTF-8" in told[0]
+        and "replaced by U+FFFD in 4 documents" in told[1]
+    )
     assert all(name in told[0] for name in ("a.txt", "c.jsonl:1", "c.jsonl:2", "d.parquet: row 2"))
     with pytest.raises(UserError, match="data.on_bad_text = skip"):
         read(tmp_path / "*")
@@ -92,7 +120,9 @@ def test_progress_ends_at_the_size_of_the_source(tmp_path):
     (tmp_path / "c.txt").write_text("defg")
     source = resolve(str(tmp_path / "*"), "text")
     positions = [d.bytes_read for d in documents(source)]
-    assert positions == sorted(positions) and positions[-1] == source.size == sum(f.size for f in source.files)
+    assert positions == sorted(positions) and positions[-1] == source.size == sum(
+        f.size for f in source.files
+    )
 
 
 def test_default_corpus_is_the_standard_library_without_tests_and_build_files():
@@ -101,7 +131,9 @@ def test_default_corpus_is_the_standard_library_without_tests_and_build_files():
     assert labels == sorted(labels) and {"os.py", "json/decoder.py"} <= set(labels)
     for label in labels:
         assert label.endswith(".py") and "sysconfigdata" not in label
-        assert not {"site-packages", "test", "tests", "idle_test", "__pycache__"} & set(label.split("/"))
+        assert not {"site-packages", "test", "tests", "idle_test", "__pycache__"} & set(
+            label.split("/")
+        )
     assert 5_000_000 < source.size < 20_000_000
 
 
@@ -124,7 +156,13 @@ def test_remote_paths_are_read_and_globbed(monkeypatch):
     monkeypatch.setitem(registry, "gs", FakeBucket)
     monkeypatch.setitem(registry, "gcs", FakeBucket)
     bucket = FakeBucket()
-    bucket.pipe({"/bucket/data/a.txt": b"one", "/bucket/data/deep/b.jsonl": jsonl(["two"]), "/bucket/other.txt": b"no"})
+    bucket.pipe(
+        {
+            "/bucket/data/a.txt": b"one",
+            "/bucket/data/deep/b.jsonl": jsonl(["two"]),
+            "/bucket/other.txt": b"no",
+        }
+    )
     assert read("gs://bucket/data/**") == [("a.txt", "one"), ("deep/b.jsonl:1", "two")]
     assert content_digest(resolve("gs://bucket/data/a.txt", "text").files[0])
     with pytest.raises(UserError, match="matches no file"):
@@ -144,24 +182,56 @@ BAD = {
     "broken.jsonl": (lambda p: p.write_bytes(jsonl(["a"]) + b'{"text": \n'), [":2", "not JSON"]),
     "cut.jsonl": (lambda p: p.write_bytes(jsonl(["a", "b"])[:-4]), [":2", "not JSON"]),
     "list.jsonl": (lambda p: p.write_bytes(b"[1]\n"), [":1", "JSON object", "list"]),
-    "field.jsonl": (lambda p: p.write_bytes(b'{"texts": "a", "id": 1}\n'),
-                    [":1", "no field 'text'", "did you mean 'texts'", "'id'", "data.text_field"]),
-    "type.jsonl": (lambda p: p.write_bytes(jsonl(["a"]) + b'{"text": 3}\n'), [":2", "type int", "string"]),
-    "bytes.jsonl": (lambda p: p.write_bytes(jsonl(["a"]) + b'{"text": "\xff"}\n'),
-                    ["not UTF-8", f"byte offset {len(jsonl(['a'])) + 10}"]),
+    "field.jsonl": (
+        lambda p: p.write_bytes(b'{"texts": "a", "id": 1}\n'),
+        [":1", "no field 'text'", "did you mean 'texts'", "'id'", "data.text_field"],
+    ),
+    "type.jsonl": (
+        lambda p: p.write_bytes(jsonl(["a"]) + b'{"text": 3}\n'),
+        [":2", "type int", "string"],
+    ),
+    "bytes.jsonl": (
+        lambda p: p.write_bytes(jsonl(["a"]) + b'{"text": "\xff"}\n'),
+        ["not UTF-8", f"byte offset {len(jsonl(['a'])) + 10}"],
+    ),
     "surrogate.jsonl": (_surrogate, [":2", "surrogate"]),
-    "broken.jsonl.gz": (lambda p: p.write_bytes(gzip.compress(jsonl(TEXTS))[:-12]), ["damaged gzip"]),
+    "broken.jsonl.gz": (
+        lambda p: p.write_bytes(gzip.compress(jsonl(TEXTS))[:-12]),
+        ["damaged gzip"],
+    ),
     "plain.jsonl.gz": (lambda p: p.write_bytes(jsonl(TEXTS)), ["damaged gzip"]),
-    "broken.parquet": (lambda p: p.write_bytes(b"PAR1 nothing of use PAR1"), ["not a readable Parquet file"]),
-    "deep.jsonl": (lambda p: p.write_bytes(b'{"text": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), [":1", "levels deep"]),
-    "long.jsonl": (lambda p: p.write_bytes(b'{"text": "a", "x": ' + b"1" * 5000 + b"}"), [":1", "more than 4300 digits"]),
+    "broken.parquet": (
+        lambda p: p.write_bytes(b"PAR1 nothing of use PAR1"),
+        ["not a readable Parquet file"],
+    ),
+    "deep.jsonl": (
+        lambda p: p.write_bytes(b'{"text": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"),
+        [":1", "levels deep"],
+    ),
+    "long.jsonl": (
+        lambda p: p.write_bytes(b'{"text": "a", "x": ' + b"1" * 5000 + b"}"),
+        [":1", "more than 4300 digits"],
+    ),
     "fifo.txt": (os.mkfifo, ["no regular file"]),
-    "twice.parquet": (lambda p: pyarrow.parquet.write_table(pyarrow.Table.from_arrays(
-        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]), p), ["two columns 'text'"]),
-    "column.parquet": (lambda p: write_parquet(p, {"texts": ["a"]}), ["no column 'text'", "did you mean 'texts'"]),
+    "twice.parquet": (
+        lambda p: pyarrow.parquet.write_table(
+            pyarrow.Table.from_arrays(
+                [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
+            ),
+            p,
+        ),
+        ["two columns 'text'"],
+    ),
+    "column.parquet": (
+        lambda p: write_parquet(p, {"texts": ["a"]}),
+        ["no column 'text'", "did you mean 'texts'"],
+    ),
     "type.parquet": (lambda p: write_parquet(p, {"text": [1, 2]}), ["int64", "expected string"]),
     "null.parquet": (lambda p: write_parquet(p, {"text": ["a", None]}), ["row 2", "NoneType"]),
-    "empty.parquet": (lambda p: write_parquet(p, {"text": pyarrow.array([], pyarrow.string())}), ["is empty"]),
+    "empty.parquet": (
+        lambda p: write_parquet(p, {"text": pyarrow.array([], pyarrow.string())}),
+        ["is empty"],
+    ),
 }
 
 
@@ -183,7 +253,7 @@ def test_flipped_bytes_in_parquet_never_escape_as_another_error(tmp_path):
     good = path.read_bytes()
     detected = 0
     for position in range(0, len(good), max(1, len(good) // 40)):
-        path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1:])
+        path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1 :])
         try:
             read(path)
         except UserError:

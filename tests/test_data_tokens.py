@@ -14,7 +14,11 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference.streaming import DecodeStream
 
 TEXT = "def größe(x):\n\treturn '∀ 😀' + x  # naïve\r\n\x00\x7f   done — ok\n"
-TRAINING = ["def f(x):\n    return x + 1\n", "größe naïve ∀x 😀😀 done", "import os\nimport sys\n"] * 4
+TRAINING = [
+    "def f(x):\n    return x + 1\n",
+    "größe naïve ∀x 😀😀 done",
+    "import os\nimport sys\n",
+] * 4
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
@@ -25,8 +29,11 @@ def byte_level(tmp_path_factory):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=[END_OF_TEXT, "<|im_end|>"], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocab_size=320,
+        special_tokens=[END_OF_TEXT, "<|im_end|>"],
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(TRAINING, trainer)
     tokenizer.add_tokens(["<think>"])
     path = tmp_path_factory.mktemp("byte_level") / "tokenizer.json"
@@ -36,15 +43,27 @@ def byte_level(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory):
-    """A small tokenizer of the SentencePiece kind: ▁ for spaces, <0xXX> for bytes outside the vocabulary."""
+    """A small tokenizer of the SentencePiece kind: ▁ for spaces, <0xXX> for bytes outside the
+    vocabulary.
+    """
     pieces = [chr(c) for c in range(33, 127)] + ["▁", "re", "turn", "▁return", "é"]
     vocabulary = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
     merges = [("r", "e")]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(
-        vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={token: i for i, token in enumerate(vocabulary)},
+            merges=merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+        prepend_scheme="never", split=False
+    )
     decoders = tokenizers.decoders
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.add_special_tokens(["<unk>", "</s>"])
     path = tmp_path_factory.mktemp("byte_fallback") / "tokenizer.json"
     tokenizer.save(str(path))
@@ -53,7 +72,9 @@ def byte_fallback(tmp_path_factory):
 
 @pytest.fixture(params=["bytes", "byte_level", "byte_fallback"])
 def tokenizer(request):
-    return load_tokenizer("bytes" if request.param == "bytes" else request.getfixturevalue(request.param))
+    return load_tokenizer(
+        "bytes" if request.param == "bytes" else request.getfixturevalue(request.param)
+    )
 
 
 def test_text_survives_and_tokens_account_for_every_byte(tokenizer):
@@ -76,7 +97,8 @@ def test_documents_end_with_eos_and_quoted_special_tokens_stay_text(tokenizer):
 
 def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
     tokenizer = load_tokenizer(byte_level)
-    text = ("naïve line of text\n" * 20_000) + "y" * 300_000  # longer than a part, with and without line ends
+    # longer than a part, with and without line ends
+    text = ("naïve line of text\n" * 20_000) + "y" * 300_000
     (ids,) = tokenizer.encode_documents([text])
     assert tokenizer.decode(ids[:-1]) == text
 
@@ -122,7 +144,9 @@ def test_export_keeps_what_the_tokenizer_is(tokenizer, tmp_path):
     # And the plain library, without this package, reads it the same way.
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert plain.encode(TEXT, add_special_tokens=False).ids == tokenizer.encode(TEXT).tolist()
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == tokenizer.decode([tokenizer.eos_id])
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())[
+        "eos_token"
+    ] == tokenizer.decode([tokenizer.eos_id])
 
 
 def test_eos_comes_from_the_config_beside_it(byte_level, tmp_path):
@@ -130,7 +154,9 @@ def test_eos_comes_from_the_config_beside_it(byte_level, tmp_path):
     target.write_text(open(byte_level, encoding="utf-8").read())
     assert load_tokenizer(str(target)).eos_id == 0
     before = load_tokenizer(str(target)).fingerprint
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>"}})
+    )
     assert load_tokenizer(str(target)).eos_id == 1
     assert load_tokenizer(str(target)).fingerprint != before
 
@@ -147,7 +173,9 @@ def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
     for content in (b"not json", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"):
         (tmp_path / "broken.json").write_bytes(content)
         assert "not a Hugging Face tokenizer.json" in error_of(str(tmp_path / "broken.json"))
-    assert "257 ids" in error_of("bytes", vocab_size=256) and "256" in error_of("bytes", vocab_size=256)
+    assert "257 ids" in error_of("bytes", vocab_size=256) and "256" in error_of(
+        "bytes", vocab_size=256
+    )
     assert load_tokenizer("bytes", vocab_size=257).vocab_size == 257
 
     endless = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
@@ -158,8 +186,12 @@ def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
     for token in (["x"], 5, {"content": ["x"]}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         assert "is not in the vocabulary" in error_of(str(tmp_path))
-    (tmp_path / "huge.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, END_OF_TEXT: 10**9}, "merges": []}}))
-    assert f"'{END_OF_TEXT}' has id 1000000000 in a vocabulary of 2 tokens" in error_of(str(tmp_path / "huge.json"))
+    (tmp_path / "huge.json").write_text(
+        json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, END_OF_TEXT: 10**9}, "merges": []}})
+    )
+    assert f"'{END_OF_TEXT}' has id 1000000000 in a vocabulary of 2 tokens" in error_of(
+        str(tmp_path / "huge.json")
+    )
     os.mkfifo(tmp_path / "fifo.json")
     assert "fifo.json: cannot be read (a FIFO" in error_of(str(tmp_path / "fifo.json"))
     (tmp_path / "tokenizer_config.json").write_text("[1]")

@@ -1,6 +1,7 @@
-"""Every implementation of the gated delta rule against the float64 recurrence, outputs and all gradients.
+"""Every implementation of the gated delta rule against the float64 recurrence, outputs and all
+gradients.
 
-    python tests/test_delta_rule.py chunked pallas_tpu      prints the errors of the hard inputs
+python tests/test_delta_rule.py chunked pallas_tpu      prints the errors of the hard inputs
 """
 
 import functools
@@ -40,13 +41,17 @@ def problem(batch=1, time=2 * CHUNK + 2, groups=1, heads=2, key=16, value=40, se
 
 @functools.partial(jax.jit, static_argnames=("implementation", "erase", "normalize_qk"))
 def _run(arrays, cotangents, segment_ids, **settings):
-    out, pullback = jax.vjp(lambda p: gated_delta_rule(**p, segment_ids=segment_ids, **settings), arrays)
+    out, pullback = jax.vjp(
+        lambda p: gated_delta_rule(**p, segment_ids=segment_ids, **settings), arrays
+    )
     (gradients,) = pullback(tuple(c.astype(o.dtype) for c, o in zip(cotangents, out)))
     return dict(o=out[0], final=out[1]) | {f"d{n}": x for n, x in gradients.items()}
 
 
 def outputs_and_gradients(inputs, cotangents, dtype, segment_ids=None, **settings):
-    """o, the final state and the gradient of every input, as float64 numpy arrays. `dtype` is that of q, k and v."""
+    """o, the final state and the gradient of every input, as float64 numpy arrays. `dtype` is
+    that of q, k and v.
+    """
     wide = jnp.promote_types(jnp.float32, dtype)
     with jax.enable_x64(dtype == jnp.float64):
         arrays = {n: jnp.asarray(x, dtype if n in "qkv" else wide) for n, x in inputs.items()}
@@ -56,7 +61,9 @@ def outputs_and_gradients(inputs, cotangents, dtype, segment_ids=None, **setting
 
 
 def rounded(inputs, cotangents, dtype):
-    """What a form with inputs of `dtype` is given, in float64: the oracle must see the same numbers."""
+    """What a form with inputs of `dtype` is given, in float64: the oracle must see the same
+    numbers.
+    """
     to = lambda x, d: np.asarray(jnp.asarray(x, d), np.float64)
     inputs = {n: to(x, dtype if n in "qkv" else jnp.float32) for n, x in inputs.items()}
     return inputs, (to(cotangents[0], dtype), to(cotangents[1], jnp.float32))
@@ -70,10 +77,16 @@ def errors(inputs, cotangents, implementation, dtype, **settings):
     """Relative L2 errors against the recurrence in float64, of outputs and gradients."""
     if dtype != jnp.float64:
         inputs, cotangents = rounded(inputs, cotangents, dtype)
-    want = outputs_and_gradients(inputs, cotangents, jnp.float64, implementation="recurrent", **settings)
-    got = outputs_and_gradients(inputs, cotangents, dtype, implementation=implementation, **settings)
+    want = outputs_and_gradients(
+        inputs, cotangents, jnp.float64, implementation="recurrent", **settings
+    )
+    got = outputs_and_gradients(
+        inputs, cotangents, dtype, implementation=implementation, **settings
+    )
     floor = 1e-12 * np.linalg.norm(want["dv"]) + 1e-30  # of dg, which may be zero as a whole
-    sizes = {name: max(np.linalg.norm(x), floor if name == "dg" else 1e-30) for name, x in want.items()}
+    sizes = {
+        name: max(np.linalg.norm(x), floor if name == "dg" else 1e-30) for name, x in want.items()
+    }
     return {name: np.linalg.norm(got[name] - want[name]) / size for name, size in sizes.items()}
 
 
@@ -83,7 +96,8 @@ def check(inputs, cotangents, implementation, dtype, bar, gradient_bar, **settin
         assert found <= (bar if name in ("o", "final") else gradient_bar), (name, found)
 
 
-# float64: rounding of sums over 64 rows times the condition of L. float32 and bfloat16: the project's bars.
+# float64: rounding of sums over 64 rows times the condition of L. float32 and bfloat16: the
+# project's bars.
 BARS = {jnp.float64: (1e-12, 1e-11), jnp.float32: (1e-4, 1e-4), jnp.bfloat16: (5e-3, 2e-2)}
 
 
@@ -112,7 +126,15 @@ def adversarial(name):
     return inputs, cotangents, bars
 
 
-CASES = ("identical 0.99", "identical 1.9", "period 4", "no decay", "g -20", "one g -1000", "beta 0 or 1")
+CASES = (
+    "identical 0.99",
+    "identical 1.9",
+    "period 4",
+    "no decay",
+    "g -20",
+    "one g -1000",
+    "beta 0 or 1",
+)
 
 
 @pytest.mark.parametrize("implementation", FORMS)
@@ -120,7 +142,13 @@ CASES = ("identical 0.99", "identical 1.9", "period 4", "no decay", "g -20", "on
 @pytest.mark.parametrize("name", CASES)
 def test_hard_inputs(name, dtype, implementation):
     inputs, cotangents, bars = adversarial(name)
-    check(inputs, cotangents, implementation, dtype, *(bars if bars and dtype == jnp.bfloat16 else BARS[dtype]))
+    check(
+        inputs,
+        cotangents,
+        implementation,
+        dtype,
+        *(bars if bars and dtype == jnp.bfloat16 else BARS[dtype]),
+    )
 
 
 @pytest.mark.parametrize("implementation", FORMS)
@@ -132,27 +160,52 @@ def test_strong_decay_costs_no_more_than_the_docstring_says(implementation):
     check(inputs, cotangents, implementation, jnp.float32, total * 3e-7, total * 3e-7)
 
 
-@pytest.mark.parametrize("implementation, settings", [
-    ("chunked", dict()), ("chunked", dict(erase=False)), ("chunked", dict(normalize_qk=False)), ("associative", dict()),
-    ("associative", dict(erase=False))], ids=str)  # the norms lie outside the state's pass, in which these two differ
+@pytest.mark.parametrize(
+    "implementation, settings",
+    [
+        ("chunked", dict()),
+        ("chunked", dict(erase=False)),
+        ("chunked", dict(normalize_qk=False)),
+        ("associative", dict()),
+        # the norms lie outside the state's pass, in which these two differ
+        ("associative", dict(erase=False)),
+    ],
+    ids=str,
+)
 def test_exact_in_float64(settings, implementation):
     inputs, cotangents = problem(batch=2, groups=2, heads=6)
     if settings.get("normalize_qk") is False:
         inputs |= dict(q=inputs["q"] / 4, k=inputs["k"] / 4)
     ids = np.array([[1] * 64 + [2] * 10 + [4] + [5] * 40 + [0] * 15, [2] * 30 + [3] * 100])
-    check(inputs, cotangents, implementation, jnp.float64, *BARS[jnp.float64], segment_ids=ids, **settings)
+    check(
+        inputs,
+        cotangents,
+        implementation,
+        jnp.float64,
+        *BARS[jnp.float64],
+        segment_ids=ids,
+        **settings,
+    )
 
 
-@pytest.mark.parametrize("dtype, settings", [(jnp.float64, dict()), (jnp.bfloat16, dict(erase=False))], ids=str)
+@pytest.mark.parametrize(
+    "dtype, settings", [(jnp.float64, dict()), (jnp.bfloat16, dict(erase=False))], ids=str
+)
 def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 7)
     two = 2 * inputs["v"][:, :CHUNK].size
-    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=two * CHUNK, together=two))  # two pieces of two, the last padded
-    ids = np.array([[1] * 60 + [2] * 68 + [3] * 7, [2] * 130 + [0] * 5])  # a document that starts with a piece, and one that goes on
+    # two pieces of two, the last padded
+    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=two * CHUNK, together=two))
+    # a document that starts with a piece, and one that goes on
+    ids = np.array([[1] * 60 + [2] * 68 + [3] * 7, [2] * 130 + [0] * 5])
     check(inputs, cotangents, "chunked", dtype, *BARS[dtype], segment_ids=ids, **settings)
 
 
-@pytest.mark.parametrize("groups, heads, settings", [(2, 2, dict(erase=False)), (1, 3, dict(normalize_qk=False))], ids=str)
+@pytest.mark.parametrize(
+    "groups, heads, settings",
+    [(2, 2, dict(erase=False)), (1, 3, dict(normalize_qk=False))],
+    ids=str,
+)
 def test_kernel_without_erasing_or_norm(groups, heads, settings):
     """With a key head each, and with one for three."""
     inputs, cotangents = problem(time=CHUNK + 3, groups=groups, heads=heads)
@@ -161,12 +214,16 @@ def test_kernel_without_erasing_or_norm(groups, heads, settings):
 
 
 def grid_and_block(inputs):
-    p = tiling.Problem(jnp.asarray(inputs["q"], jnp.float32), jnp.asarray(inputs["v"], jnp.float32), CHUNK)
+    p = tiling.Problem(
+        jnp.asarray(inputs["q"], jnp.float32), jnp.asarray(inputs["v"], jnp.float32), CHUNK
+    )
     return p.grid, p.block
 
 
 def test_kernel_with_many_heads(monkeypatch):
-    """Four twins in one step, of which the substitutions go in threes here; four value heads a key head."""
+    """Four twins in one step, of which the substitutions go in threes here; four value heads a
+    key head.
+    """
     monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (128 * 2**20, 1))
     monkeypatch.setattr(twins, "TOGETHER", 3)
     inputs, cotangents = problem(time=CHUNK, groups=2, heads=8)
@@ -175,10 +232,16 @@ def test_kernel_with_many_heads(monkeypatch):
 
 
 def test_kernel_with_two_blocks_reads_nothing_unwritten_and_races_nowhere(monkeypatch):
-    """Two rows, two blocks of heads, three chunks, documents, in the interpreter of TPU memory: every buffer starts as NaN."""
+    """Two rows, two blocks of heads, three chunks, documents, in the interpreter of TPU memory:
+    every buffer starts as NaN.
+    """
     call = tiling.Problem.call
-    interpreter = pltpu.InterpretParams(detect_races=True, on_race="raise", uninitialized_memory="nan")
-    monkeypatch.setattr(tiling.Problem, "call", lambda self, *arguments: call(self, *arguments[:-1], interpreter))
+    interpreter = pltpu.InterpretParams(
+        detect_races=True, on_race="raise", uninitialized_memory="nan"
+    )
+    monkeypatch.setattr(
+        tiling.Problem, "call", lambda self, *arguments: call(self, *arguments[:-1], interpreter)
+    )
     monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (5 * 2**20, 1))
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 2, groups=2, heads=4)
     assert grid_and_block(inputs) == ((2, 2, 3), 2)
@@ -188,7 +251,9 @@ def test_kernel_with_two_blocks_reads_nothing_unwritten_and_races_nowhere(monkey
 
 @st.composite
 def layouts(draw):
-    """A [1, 100] row of document ids: lengths from one token up, gaps in the ids, padding at the end."""
+    """A [1, 100] row of document ids: lengths from one token up, gaps in the ids, padding at the
+    end.
+    """
     ids, current = [], 0
     while len(ids) < 100 and (not ids or draw(st.booleans())):
         current += draw(st.integers(1, 3))
@@ -209,15 +274,24 @@ def test_documents(ids, implementation):
 def test_packed_documents_equal_separate_ones(implementation):
     lengths = (15, 50, 1)  # of which the first two are the halves below
     inputs, cotangents = problem(time=100)
-    ids = np.array([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * (100 - sum(lengths))])
-    packed = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation, segment_ids=ids)
+    ids = np.array(
+        [sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * (100 - sum(lengths))]
+    )
+    packed = outputs_and_gradients(
+        inputs, cotangents, jnp.float32, implementation=implementation, segment_ids=ids
+    )
     start = 0
     for i, length in enumerate(lengths):
         rows = slice(start, start + length)
         one = {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"}
         first, last = i == 0, i == len(lengths) - 1
         one["initial_state"] = inputs["initial_state"] * first
-        alone = outputs_and_gradients(one, (cotangents[0][:, rows], cotangents[1] * last), jnp.float32, implementation=implementation)
+        alone = outputs_and_gradients(
+            one,
+            (cotangents[0][:, rows], cotangents[1] * last),
+            jnp.float32,
+            implementation=implementation,
+        )
         for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
             assert error(packed[name][:, rows], alone[name]) < 1e-4, (i, name)
         if first:
@@ -234,20 +308,37 @@ def test_two_halves_chained_by_the_state_are_the_whole(implementation):
     inputs, (do, dfinal) = problem(time=CHUNK + 1)
     check(inputs, (do, dfinal), implementation, jnp.float32, *BARS[jnp.float32])
     run = functools.partial(outputs_and_gradients, dtype=jnp.float32, implementation=implementation)
-    cut = lambda rows, state: {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"} | dict(initial_state=state)
+    cut = lambda rows, state: (
+        {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"}
+        | dict(initial_state=state)
+    )
     early, late = slice(0, 15), slice(15, None)
     state = run(cut(early, inputs["initial_state"]), (do[:, early], dfinal))["final"]
     second = run(cut(late, state), (do[:, late], dfinal))
     first = run(cut(early, inputs["initial_state"]), (do[:, early], second["dinitial_state"]))
-    halves = {n: np.concatenate([first[n], second[n]], axis=1) for n in ("o", "dq", "dk", "dv", "dg", "dbeta")}
+    halves = {
+        n: np.concatenate([first[n], second[n]], axis=1)
+        for n in ("o", "dq", "dk", "dv", "dg", "dbeta")
+    }
     for name, x in run(inputs, (do, dfinal)).items():
-        assert error((halves | dict(final=second["final"], dinitial_state=first["dinitial_state"]))[name], x) < 2e-5, name
+        assert (
+            error(
+                (halves | dict(final=second["final"], dinitial_state=first["dinitial_state"]))[
+                    name
+                ],
+                x,
+            )
+            < 2e-5
+        ), name
 
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementation):
-    inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)  # a shape that other tests compile
-    run = lambda p: outputs_and_gradients(p, cotangents, jnp.bfloat16, implementation=implementation)
+    # a shape that other tests compile
+    inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
+    run = lambda p: outputs_and_gradients(
+        p, cotangents, jnp.bfloat16, implementation=implementation
+    )
     before = run(inputs)
     for name, x in run(inputs).items():
         np.testing.assert_array_equal(x, before[name])
@@ -257,12 +348,17 @@ def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementatio
     np.testing.assert_array_equal(run(changed)["o"][:, :30], before["o"][:, :30])
 
 
-@pytest.mark.parametrize("implementation", ("pallas_tpu", None))  # None is the chunked form here, of which the associative is a variant
+# None is the chunked form here, of which the associative is a variant
+@pytest.mark.parametrize("implementation", ("pallas_tpu", None))
 def test_x64_changes_nothing_for_float32(implementation):
     inputs, cotangents = problem(time=15)  # a length that other tests compile
-    want = outputs_and_gradients(inputs, cotangents, jnp.float32, implementation=implementation or "chunked")
+    want = outputs_and_gradients(
+        inputs, cotangents, jnp.float32, implementation=implementation or "chunked"
+    )
     with jax.enable_x64(True):
-        arrays, cotangents = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (inputs, cotangents))
+        arrays, cotangents = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float32), (inputs, cotangents)
+        )
         got = _run(arrays, cotangents, None, implementation=implementation)
     for name, x in got.items():
         assert x.dtype == jnp.float32 and error(np.asarray(x), want[name]) < 1e-5, name
@@ -278,17 +374,45 @@ def test_long_sequence():
     "change, kind, message",
     [
         (dict(implementation="triton"), ValueError, "implementation='triton': expected one of"),
-        (dict(k=jnp.zeros((1, 8, 2, 4))), ValueError, r"k has shape \(1, 8, 2, 4\): expected \[B = 1, T = 8, G = 2, K = 3\]$"),
+        (
+            dict(k=jnp.zeros((1, 8, 2, 4))),
+            ValueError,
+            r"k has shape \(1, 8, 2, 4\): expected \[B = 1, T = 8, G = 2, K = 3\]$",
+        ),
         (dict.fromkeys("qk", jnp.zeros((1, 8, 3, 3))), ValueError, "v has 4 heads and q 3"),
-        (dict(g=jnp.zeros((1, 8))), ValueError, r"g has shape \(1, 8\): expected \[B = 1, T = 8, H = 4\]"),
+        (
+            dict(g=jnp.zeros((1, 8))),
+            ValueError,
+            r"g has shape \(1, 8\): expected \[B = 1, T = 8, H = 4\]",
+        ),
         (dict(beta=jnp.zeros((1, 8, 4), jnp.int32)), ValueError, "beta has dtype int32"),
-        (dict(initial_state=jnp.zeros((1, 4, 4, 4))), ValueError, r"initial_state has shape .* expected \[B = 1, H = 4, K = 3, V = 4\]"),
+        (
+            dict(initial_state=jnp.zeros((1, 4, 4, 4))),
+            ValueError,
+            r"initial_state has shape .* expected \[B = 1, H = 4, K = 3, V = 4\]",
+        ),
         (dict(segment_ids=jnp.ones((1, 7), int)), ValueError, "segment_ids has shape"),
-        *((dict.fromkeys("qk", jnp.zeros(shape)), ValueError, f"q has shape {re.escape(str(shape))}: expected .*, nothing empty")
-          for shape in ((1, 8, 0, 3), (1, 8, 2, 0))),
-        *((dict(v=jnp.zeros(shape)), ValueError, f"v has shape {re.escape(str(shape))}: expected .*, nothing empty")
-          for shape in ((1, 8, 0, 4), (1, 8, 4, 0))),
-        (dict(v=jnp.zeros((1, 8, 4, 4), jnp.float8_e4m3fn)), ValueError, "v has dtype float8_e4m3fn: expected float32, bfloat16 or"),
+        *(
+            (
+                dict.fromkeys("qk", jnp.zeros(shape)),
+                ValueError,
+                f"q has shape {re.escape(str(shape))}: expected .*, nothing empty",
+            )
+            for shape in ((1, 8, 0, 3), (1, 8, 2, 0))
+        ),
+        *(
+            (
+                dict(v=jnp.zeros(shape)),
+                ValueError,
+                f"v has shape {re.escape(str(shape))}: expected .*, nothing empty",
+            )
+            for shape in ((1, 8, 0, 4), (1, 8, 4, 0))
+        ),
+        (
+            dict(v=jnp.zeros((1, 8, 4, 4), jnp.float8_e4m3fn)),
+            ValueError,
+            "v has dtype float8_e4m3fn: expected float32, bfloat16 or",
+        ),
         (dict(q=jnp.zeros((1, 8, 2, 3), jnp.float16)), ValueError, "q has dtype float16"),
     ],
 )
@@ -309,26 +433,39 @@ def abstract(groups, heads, width, dtype=jnp.float32):
 @pytest.mark.parametrize("shape", [(1, 16, 128), (1, 4, 256), (1, 8, 256, jnp.bfloat16)], ids=str)
 def test_the_default_is_the_xla_form_where_no_block_fits(shape):
     arguments = abstract(*shape)
-    run = lambda form: jax.eval_shape(jax.grad(lambda a: gated_delta_rule(**a, implementation=form)[0].astype(float).sum()), arguments)
+    run = lambda form: jax.eval_shape(
+        jax.grad(lambda a: gated_delta_rule(**a, implementation=form)[0].astype(float).sum()),
+        arguments,
+    )
     assert run(None) == arguments
-    with pytest.raises(NotImplementedError, match="needs more than 15938355 bytes of VMEM .* use implementation='chunked'"):
+    with pytest.raises(
+        NotImplementedError,
+        match="needs more than 15938355 bytes of VMEM .* use implementation='chunked'",
+    ):
         run("pallas_tpu")
 
 
 def test_the_default_takes_the_kernel_on_a_tpu_where_a_block_fits():
-    traced = lambda *shape: str(jax.make_jaxpr(lambda a: gated_delta_rule(**a)[0])(abstract(*shape)))
+    traced = lambda *shape: str(
+        jax.make_jaxpr(lambda a: gated_delta_rule(**a)[0])(abstract(*shape))
+    )
     assert "gated_delta_rule_forward" in traced(1, 2, 128)
     assert "gated_delta_rule_forward" not in traced(1, 16, 128)
 
 
 def test_the_kernel_takes_numpys_float64_as_jax_does():
     inputs, _ = problem(time=4)
-    assert jax.eval_shape(lambda: gated_delta_rule(**inputs, implementation="pallas_tpu"))[0].dtype == jnp.float32
+    assert (
+        jax.eval_shape(lambda: gated_delta_rule(**inputs, implementation="pallas_tpu"))[0].dtype
+        == jnp.float32
+    )
 
 
 def test_the_kernel_refuses_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(NotImplementedError, match="implementation='pallas_tpu' on gpu: expected a TPU"):
+    with pytest.raises(
+        NotImplementedError, match="implementation='pallas_tpu' on gpu: expected a TPU"
+    ):
         gated_delta_rule(**problem(time=4)[0], implementation="pallas_tpu")
 
 
@@ -339,27 +476,47 @@ def test_the_kernel_refuses_float64():
             gated_delta_rule(x, x, x, g=x[..., 0], beta=x[..., 0], implementation="pallas_tpu")
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(), None),
-    *((dict(g=np.full((1, 4, 2), g)), "g is positive or not finite") for g in (0.1, -np.inf, np.nan)),
-    (dict(segment_ids=np.array([[1, 0, 0, 2]])), "segment_ids are out of order"),
-    (dict(segment_ids=np.array([[2, 1, 1, 0]])), "segment_ids are out of order"),
-], ids=str)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(), None),
+        *(
+            (dict(g=np.full((1, 4, 2), g)), "g is positive or not finite")
+            for g in (0.1, -np.inf, np.nan)
+        ),
+        (dict(segment_ids=np.array([[1, 0, 0, 2]])), "segment_ids are out of order"),
+        (dict(segment_ids=np.array([[2, 1, 1, 0]])), "segment_ids are out of order"),
+    ],
+    ids=str,
+)
 def test_values_are_checked_where_nans_are_debugged(change, message):
     inputs, _ = problem(time=4)
-    arguments = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()} | dict(segment_ids=np.array([[1, 1, 2, 0]])) | change
-    run = lambda: jax.block_until_ready(jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments))
+    arguments = (
+        {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
+        | dict(segment_ids=np.array([[1, 1, 2, 0]]))
+        | change
+    )
+    run = lambda: jax.block_until_ready(
+        jax.jit(lambda a: gated_delta_rule(**a, implementation="recurrent"))(arguments)
+    )
     run()  # says nothing otherwise
     with jax.debug_nans(True):
         if message is None:
             run()
         else:
-            with pytest.raises(jax.errors.JaxRuntimeError, match=message):  # JAX wraps what a callback raises
+            # JAX wraps what a callback raises
+            with pytest.raises(jax.errors.JaxRuntimeError, match=message):
                 run()
                 jax.effects_barrier()
 
 
 if __name__ == "__main__":
-    for dtype, name, implementation in itertools.product((jnp.float32, jnp.bfloat16), CASES, sys.argv[1:]):
+    for dtype, name, implementation in itertools.product(
+        (jnp.float32, jnp.bfloat16), CASES, sys.argv[1:]
+    ):
         found = errors(*adversarial(name)[:2], implementation, dtype)
-        print(f"{dtype.__name__:8} {name:14} {implementation:11}", *(f"{n} {x:.1e}" for n, x in found.items()), flush=True)
+        print(
+            f"{dtype.__name__:8} {name:14} {implementation:11}",
+            *(f"{n} {x:.1e}" for n, x in found.items()),
+            flush=True,
+        )

@@ -1,6 +1,7 @@
-"""The kernels for Hopper GPUs, interpreted on CPU, against the float64 recurrence. No test here says that a GPU computes the same.
+"""The kernels for Hopper GPUs, interpreted on CPU, against the float64 recurrence. No test here
+says that a GPU computes the same.
 
-    python tests/test_delta_rule_gpu.py      prints the errors of the hard inputs, in percent
+python tests/test_delta_rule_gpu.py      prints the errors of the hard inputs, in percent
 """
 
 import functools
@@ -17,18 +18,32 @@ import numpy as np
 import pytest
 from jax._src import distributed
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_delta_rule import BARS, CASES, CHUNK, _run, adversarial, check, error, errors, outputs_and_gradients, problem
+from test_delta_rule import (
+    BARS,
+    CASES,
+    CHUNK,
+    _run,
+    adversarial,
+    check,
+    error,
+    errors,
+    outputs_and_gradients,
+    problem,
+)
 
 from qwen3next_jax.ops import gated_delta_rule, kernel_trial
 from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def races_are_errors():
-    """Also between copies and what reads or writes beside them; memory that nothing was written to holds NaN."""
+    """Also between copies and what reads or writes beside them; memory that nothing was written
+    to holds NaN.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pallas_gpu, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise"))
+        patch.setattr(
+            pallas_gpu, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
+        )
         yield
 
 
@@ -39,29 +54,47 @@ BFLOAT16 = functools.partial(check, implementation="pallas_gpu", dtype=jnp.bfloa
 def test_hard_inputs(name):
     inputs, cotangents, bars = adversarial(name)
     bar, gradient_bar = bars or BARS[jnp.bfloat16]
-    one_document = np.ones((1, 2 * CHUNK), int)  # as the test below has ids, one program serves both
+    # as the test below has ids, one program serves both
+    one_document = np.ones((1, 2 * CHUNK), int)
     BFLOAT16(inputs, cotangents, bar=bar, gradient_bar=gradient_bar, segment_ids=one_document)
 
 
 def test_documents_and_padding(monkeypatch):
-    """A document that starts inside a chunk, one that ends with it, one of a token; padding has no gradient; two heads share their keys.
-    The same with each chunk a piece of the row by itself."""
+    """A document that starts inside a chunk, one that ends with it, one of a token; padding has
+    no gradient; two heads share their keys. The same with each chunk a piece of the row by
+    itself.
+    """
     inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
     ids = np.array([[1] * 20 + [3] + [4] * 43 + [6] * 50 + [0] * 14])
     BFLOAT16(inputs, cotangents, bar=5e-3, gradient_bar=2e-2, segment_ids=ids)
-    found = outputs_and_gradients(inputs, cotangents, jnp.bfloat16, ids, implementation="pallas_gpu")
+    found = outputs_and_gradients(
+        inputs, cotangents, jnp.bfloat16, ids, implementation="pallas_gpu"
+    )
     assert not any(found[name][0, -14:].any() for name in ("o", "dq", "dk", "dv", "dg", "dbeta"))
-    ids = np.where(np.arange(2 * CHUNK) < CHUNK + 16, 1, 2)[None]  # the first document goes on where the second piece starts
+    # the first document goes on where the second piece starts
+    ids = np.where(np.arange(2 * CHUNK) < CHUNK + 16, 1, 2)[None]
     monkeypatch.setattr(pallas_gpu.Problem, "best_pieces", lambda p: p.chunks)
     _run.clear_cache()
     BFLOAT16(inputs, cotangents, bar=5e-3, gradient_bar=2e-2, segment_ids=ids)
     _run.clear_cache()
 
 
-@pytest.mark.parametrize("batch, tokens, heads, pieces", [(1, 32_768, 4, 32), (1, 32_768, 16, 8), (1, 32_768, 32, 1), (4, 8_192, 32, 1),
-                                                          (1, 4_096, 4, 1), (1, 32_768 + 64, 4, 1)])
+@pytest.mark.parametrize(
+    "batch, tokens, heads, pieces",
+    [
+        (1, 32_768, 4, 32),
+        (1, 32_768, 16, 8),
+        (1, 32_768, 32, 1),
+        (4, 8_192, 32, 1),
+        (1, 4_096, 4, 1),
+        (1, 32_768 + 64, 4, 1),
+    ],
+)
 def test_long_rows_of_few_heads_go_in_pieces(batch, tokens, heads, pieces):
-    assert pallas_gpu.Problem(batch, tokens // CHUNK, heads, heads, 128, 128, True, True).best_pieces() == pieces
+    assert (
+        pallas_gpu.Problem(batch, tokens // CHUNK, heads, heads, 128, 128, True, True).best_pieces()
+        == pieces
+    )
 
 
 @pytest.mark.slow
@@ -69,7 +102,9 @@ def test_rows_of_a_batch_the_future_repetition_and_x64(monkeypatch):
     inputs, cotangents = problem(batch=2, time=CHUNK + 9, groups=1, heads=3, key=64, value=128)
     ids = np.array([[1] * 20 + [3] + [4] * 43 + [6] * 5 + [0] * 4, [2] * 64 + [5] * 9])
     BFLOAT16(inputs, cotangents, bar=5e-3, gradient_bar=2e-2, segment_ids=ids)
-    run = lambda p: outputs_and_gradients(p, cotangents, jnp.bfloat16, ids, implementation="pallas_gpu")
+    run = lambda p: outputs_and_gradients(
+        p, cotangents, jnp.bfloat16, ids, implementation="pallas_gpu"
+    )
     before, changed = run(inputs), {n: x.copy() for n, x in inputs.items()}
     for name in "qkv":
         changed[name][:, 30:] *= 0.5
@@ -81,20 +116,36 @@ def test_rows_of_a_batch_the_future_repetition_and_x64(monkeypatch):
         arrays = {n: to(n, x) for n, x in inputs.items()}
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(pallas_gpu.kernel_trial, "hopper_refusal", lambda: "")
-        # Lowered for a GPU alone: the interpreter has no loop inside a branch with 64-bit numbers on.
-        lowered = _run.trace(arrays, tuple(map(jnp.float32, cotangents)), jnp.asarray(ids), implementation="pallas_gpu").lower(
-            lowering_platforms=("cuda",)).as_text()
+        # Lowered for a GPU alone: the interpreter has no loop inside a branch with 64-bit numbers
+        # on.
+        lowered = (
+            _run.trace(
+                arrays,
+                tuple(map(jnp.float32, cotangents)),
+                jnp.asarray(ids),
+                implementation="pallas_gpu",
+            )
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
     assert lowered.count("@mosaic_gpu") == 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes, settings", [
-    (dict(time=1, key=64, value=64), dict()), (dict(time=CHUNK - 1, key=128, value=64), dict()),
-    (dict(time=CHUNK + 1, key=64, value=256), dict()), (dict(time=CHUNK, key=256, value=64), dict(erase=False, normalize_qk=False)),
-    (dict(time=2 * CHUNK + 1, key=256, value=256, heads=1), dict()), (dict(time=3 * CHUNK, key=128, value=128, heads=4), dict()),
-    (dict(time=CHUNK + 2, key=64, value=64, groups=2), dict(erase=False)),
-    (dict(time=CHUNK + 2, key=128, value=64), dict(normalize_qk=False)),
-], ids=str)
+@pytest.mark.parametrize(
+    "sizes, settings",
+    [
+        (dict(time=1, key=64, value=64), dict()),
+        (dict(time=CHUNK - 1, key=128, value=64), dict()),
+        (dict(time=CHUNK + 1, key=64, value=256), dict()),
+        (dict(time=CHUNK, key=256, value=64), dict(erase=False, normalize_qk=False)),
+        (dict(time=2 * CHUNK + 1, key=256, value=256, heads=1), dict()),
+        (dict(time=3 * CHUNK, key=128, value=128, heads=4), dict()),
+        (dict(time=CHUNK + 2, key=64, value=64, groups=2), dict(erase=False)),
+        (dict(time=CHUNK + 2, key=128, value=64), dict(normalize_qk=False)),
+    ],
+    ids=str,
+)
 def test_widths_lengths_and_settings(sizes, settings):
     inputs, cotangents = problem(**sizes)
     if settings.get("normalize_qk") is False:
@@ -106,36 +157,62 @@ def test_widths_lengths_and_settings(sizes, settings):
 def test_two_halves_chained_by_the_state_are_the_whole():
     inputs, (do, dfinal) = problem(time=CHUNK + 40, key=64, value=64)
     run = functools.partial(outputs_and_gradients, dtype=jnp.bfloat16, implementation="pallas_gpu")
-    cut = lambda rows, state: {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"} | dict(initial_state=state)
+    cut = lambda rows, state: (
+        {n: x[:, rows] for n, x in inputs.items() if n != "initial_state"}
+        | dict(initial_state=state)
+    )
     early, late = slice(0, CHUNK), slice(CHUNK, None)
     state = run(cut(early, inputs["initial_state"]), (do[:, early], dfinal))["final"]
     second = run(cut(late, state), (do[:, late], dfinal))
     first = run(cut(early, inputs["initial_state"]), (do[:, early], second["dinitial_state"]))
     for name, x in run(inputs, (do, dfinal)).items():
         got = dict(final=second["final"], dinitial_state=first["dinitial_state"]).get(name)
-        assert error(np.concatenate([first[name], second[name]], axis=1) if got is None else got, x) < 1e-3, name
+        assert (
+            error(np.concatenate([first[name], second[name]], axis=1) if got is None else got, x)
+            < 1e-3
+        ), name
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(v=jnp.float32), "has q, k, v of bfloat16, bfloat16, float32: expected bfloat16; use 'chunked'"),
-    (dict(width=96), "has heads of 96 and 96 channels: expected 64, 128, 256; use 'chunked'"),
-    (dict(axis_name="context"), "over a mesh axis: there is no kernel for it; use 'chunked'"),
-], ids=str)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            dict(v=jnp.float32),
+            "has q, k, v of bfloat16, bfloat16, float32: expected bfloat16; use 'chunked'",
+        ),
+        (dict(width=96), "has heads of 96 and 96 channels: expected 64, 128, 256; use 'chunked'"),
+        (dict(axis_name="context"), "over a mesh axis: there is no kernel for it; use 'chunked'"),
+    ],
+    ids=str,
+)
 def test_what_has_no_kernel_is_refused(change, message):
     width = change.pop("width", 64)
     q, numbers = jnp.zeros((1, 8, 1, width), jnp.bfloat16), jnp.zeros((1, 8, 1))
     with pytest.raises(NotImplementedError, match=f"implementation='pallas_gpu' {message}"):
-        gated_delta_rule(q, q, q.astype(change.pop("v", q.dtype)), g=numbers, beta=numbers, implementation="pallas_gpu", **change)
+        gated_delta_rule(
+            q,
+            q,
+            q.astype(change.pop("v", q.dtype)),
+            g=numbers,
+            beta=numbers,
+            implementation="pallas_gpu",
+            **change,
+        )
 
 
 @pytest.mark.parametrize("chip", ["8.0", "10.0"])
 def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
     kernel_trial.say.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)])
+    monkeypatch.setattr(
+        jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)]
+    )
     q, numbers = jnp.zeros((1, 64, 1, 64), jnp.bfloat16), jnp.zeros((1, 64, 1))
     wrong = f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
-    with pytest.raises(NotImplementedError, match=f"^implementation='pallas_gpu' {re.escape(wrong)}; use 'chunked'$"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"^implementation='pallas_gpu' {re.escape(wrong)}; use 'chunked'$",
+    ):
         gated_delta_rule(q, q, q, g=numbers, beta=numbers, implementation="pallas_gpu")
     for _ in range(2):
         jax.eval_shape(functools.partial(gated_delta_rule, g=numbers, beta=numbers), q, q, q)
@@ -144,32 +221,49 @@ def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
 
 def plant(monkeypatch, spoiled=None, error=None):
     """The XLA form in the kernels' place, one of its gradients a tenth too large."""
+
     def forward(*arguments, interpret, pieces, **settings):
         if error is not None:
             raise error
         return chunked.forward(*arguments, parallel=False, **settings)
+
     def backward(*arguments, interpret, pieces, **settings):
         gradients = chunked.backward(*arguments, parallel=False, **settings)
         return tuple(x * 1.1 if i == spoiled else x for i, x in enumerate(gradients))
+
     monkeypatch.setattr(pallas_gpu, "forward", forward)
     monkeypatch.setattr(pallas_gpu, "backward", backward)
 
 
 def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monkeypatch, tmp_path):
     """In the middle of a trace, as a training step asks."""
+
     def verdict(folder):
         found, trial = [], pallas_gpu_trial.trial(64, 64, True, True, split=False)
-        jax.eval_shape(lambda x: found.append(kernel_trial.verdict(jax.devices()[0], trial, tmp_path / folder)) or x, 0)
+        jax.eval_shape(
+            lambda x: (
+                found.append(kernel_trial.verdict(jax.devices()[0], trial, tmp_path / folder)) or x
+            ),
+            0,
+        )
         kernel_trial._known.clear()
         return found[0]
+
     plant(monkeypatch)
     assert verdict("right") == ""
     plant(monkeypatch, spoiled=1)
     assert verdict("right") == ""  # as remembered
     for _ in range(2):
-        assert re.match(r"gave another dk than XLA where it was tried on this GPU \(0\.1 apart, at most 0\.03\)", verdict("wrong"))
+        assert re.match(
+            r"gave another dk than XLA where it was tried on this GPU "
+            r"\(0\.1 apart, at most 0\.03\)",
+            verdict("wrong"),
+        )
     plant(monkeypatch, error=RuntimeError("no ptxas\nanywhere"))
-    assert verdict("broken") == "failed where it was tried on this GPU (RuntimeError: no ptxas anywhere)"
+    assert (
+        verdict("broken")
+        == "failed where it was tried on this GPU (RuntimeError: no ptxas anywhere)"
+    )
     plant(monkeypatch)
     assert verdict("broken") == ""  # the next process tries again
     (tmp_path / "right" / "avoid").touch()
@@ -177,13 +271,21 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
     (tmp_path / "right" / "avoid").unlink()
 
     # Of two processes, what one of them refuses both refuse.
-    said = types.SimpleNamespace(store={}, key_value_set=lambda key, text, allow_overwrite: said.store.update({key: text}),
-                                 blocking_key_value_get=lambda key, _: said.store.get(key, said.other))
+    said = types.SimpleNamespace(
+        store={},
+        key_value_set=lambda key, text, allow_overwrite: said.store.update({key: text}),
+        blocking_key_value_get=lambda key, _: said.store.get(key, said.other),
+    )
     monkeypatch.setattr(distributed.global_state, "client", said)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for said.other, right, wrong in (("right", "", "gave another dk"), ("gave another o", "gave another o (process 1)", "gave another dk")):
+    for said.other, right, wrong in (
+        ("right", "", "gave another dk"),
+        ("gave another o", "gave another o (process 1)", "gave another dk"),
+    ):
         assert verdict("right") == right and list(said.store.values()) == ["right"]
-        assert verdict("wrong").startswith(wrong) and list(said.store.values())[0].startswith("gave another dk")
+        assert verdict("wrong").startswith(wrong) and list(said.store.values())[0].startswith(
+            "gave another dk"
+        )
 
 
 def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
@@ -192,21 +294,34 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu, "refusal", lambda q, k, v: "")
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))
-    numbers, ids = jax.ShapeDtypeStruct((1, 64, 3), jnp.float32), jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    numbers, ids = (
+        jax.ShapeDtypeStruct((1, 64, 3), jnp.float32),
+        jax.ShapeDtypeStruct((1, 64), jnp.int32),
+    )
 
     def kernels(verdict, transformed, **named):
         monkeypatch.setattr(kernel_trial, "verdict", lambda *_: verdict)
+
         def f(q, v, g, ids):
             o, _ = gated_delta_rule(q, q, v, g=g, beta=-g, segment_ids=ids, **named)
             return jnp.sum(o.astype(jnp.float32))
-        return jax.jit(transformed(f)).trace(q, v, numbers, ids).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+
+        return (
+            jax.jit(transformed(f))
+            .trace(q, v, numbers, ids)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+            .count("@mosaic_gpu")
+        )
 
     gradient, as_it_is = functools.partial(jax.grad, argnums=(0, 1, 2)), lambda f: f
     assert kernels("", gradient) == 5 and kernels("", as_it_is, implementation="pallas_gpu") == 2
     assert kernels("gave another dk", as_it_is) == 0 == kernels("gave another dk", as_it_is)
     assert capsys.readouterr().err.splitlines() == [
         "gated delta rule: the kernels for Hopper GPUs, which ran on an H200, jax 0.11.2: "
-        "--config.model.delta_rule=chunked avoids it", "gated delta rule: XLA's form, no kernel: the call gave another dk"]
+        "--config.model.delta_rule=chunked avoids it",
+        "gated delta rule: XLA's form, no kernel: the call gave another dk",
+    ]
 
 
 @pytest.mark.slow
@@ -215,9 +330,16 @@ def test_the_benchmark_runs_interpreted_and_keeps_what_is_there(tmp_path):
     command = [sys.executable, str(script), "--interpret", "--json", str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True)
     found = json.loads((tmp_path / "a").read_text())
-    assert done.returncode == 0 and len(found["operator"]) == 2 and found["training"][0]["tokens_per_second"] > 0, done.stderr
+    assert (
+        done.returncode == 0
+        and len(found["operator"]) == 2
+        and found["training"][0]["tokens_per_second"] > 0
+    ), done.stderr
     again = subprocess.run(command, capture_output=True, text=True)
-    assert (again.returncode, again.stderr) == (2, f"error: {tmp_path / 'a'} is there already: give another --json\n")
+    assert (again.returncode, again.stderr) == (
+        2,
+        f"error: {tmp_path / 'a'} is there already: give another --json\n",
+    )
 
 
 if __name__ == "__main__":

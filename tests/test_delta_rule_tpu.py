@@ -1,10 +1,12 @@
 """The kernels through the real TPU compiler, for described chips: no TPU is needed.
 
-The released model's shape for one core a chip (v6e) and for two (v4), and small problems that take other ways through the kernels;
-`-m slow` adds the other chips, the forward pass alone, head widths 64 and 256, longer sequences and more of the small ones. One
-process a chip, for the compiler reads its environment once:
+The released model's shape for one core a chip (v6e) and for two (v4), and small problems that
+take other ways through the kernels; `-m slow` adds the other chips, the forward pass alone, head
+widths 64 and 256, longer sequences and more of the small ones. One process a chip, for the
+compiler reads its environment once:
 
-    python -m tests.test_delta_rule_tpu v6e released "share 4"    # names of CASES: prints the number of kernels in each program
+    python -m tests.test_delta_rule_tpu v6e released "share 4"    # names of CASES: prints the
+    number of kernels in each program
 """
 
 import functools
@@ -23,13 +25,17 @@ from qwen3next_jax.ops.delta_rule.tiling import Tiling
 
 ROOT = pathlib.Path(__file__).parents[1]
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
 
 RELEASED = {"released": dict(time=4096, key_heads=16, value_heads=32)}
 QUICK = RELEASED | {
     "float32, x64": dict(dtype="float32", x64=True),
     "share 3, documents and first state": dict(value_heads=6, documents=True, first_state=True),
-    "1 head, chunk 16, float32": dict(key_heads=1, value_heads=1, width=32, value_width=32, dtype="float32"),
+    "1 head, chunk 16, float32": dict(
+        key_heads=1, value_heads=1, width=32, value_width=32, dtype="float32"
+    ),
     "K 64, V 256, q float32": dict(width=64, value_width=256, key_dtype="float32"),
 }
 REST = {
@@ -38,7 +44,9 @@ REST = {
     "share 4": dict(value_heads=8),
     "3 heads": dict(key_heads=3, value_heads=3),
     "9 heads, share 3": dict(key_heads=3, value_heads=9, documents=True),
-    "K 256, V 64, v float32": dict(width=256, value_width=64, dtype="float32", key_dtype="bfloat16"),
+    "K 256, V 64, v float32": dict(
+        width=256, value_width=64, dtype="float32", key_dtype="bfloat16"
+    ),
     "no norm, float32": dict(normalize_qk=False, dtype="float32"),
     "no erasing, documents": dict(erase=False, documents=True, first_state=True),
 }
@@ -47,7 +55,13 @@ CASES = QUICK | REST
 
 def run(*command):
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
-    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
 
 
 def compiles(chip, *flags):
@@ -60,7 +74,9 @@ def compiles(chip, *flags):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("flags", [(), ("--time", 8192), ("--width", 64), ("--width", 256), ("--key_heads", 32)], ids=str)
+@pytest.mark.parametrize(
+    "flags", [(), ("--time", 8192), ("--width", 64), ("--width", 256), ("--key_heads", 32)], ids=str
+)
 def test_compiles_forward_and_both_ways(chip, flags):
     compiles(chip, *flags)
 
@@ -73,8 +89,18 @@ def kernels_of_cases(chip, names):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name, chip", [*((name, "v6e") for name in QUICK), ("released", "v4"), *(
-    pytest.param("released", chip, marks=pytest.mark.slow) for chip in CHIPS if chip not in ("v4", "v6e"))])
+@pytest.mark.parametrize(
+    "name, chip",
+    [
+        *((name, "v6e") for name in QUICK),
+        ("released", "v4"),
+        *(
+            pytest.param("released", chip, marks=pytest.mark.slow)
+            for chip in CHIPS
+            if chip not in ("v4", "v6e")
+        ),
+    ],
+)
 def test_compiles(name, chip):
     printed, errors = kernels_of_cases(chip, tuple(QUICK if chip == "v6e" else RELEASED))
     assert printed.get(name) == "2", printed.get(name, errors)
@@ -82,31 +108,58 @@ def test_compiles(name, chip):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name, chip", [*((name, "v6e") for name in REST), *((name, "v4") for name in CASES)])
+@pytest.mark.parametrize(
+    "name, chip", [*((name, "v6e") for name in REST), *((name, "v4") for name in CASES)]
+)
 def test_more_small_problems_compile(name, chip):
     printed, errors = kernels_of_cases(chip, tuple(REST if chip == "v6e" else CASES))
     assert printed.get(name) == "2", printed.get(name, errors)
 
 
-def compile_case(device, time=128, key_heads=2, value_heads=4, width=128, value_width=128, dtype="bfloat16", key_dtype=None,
-                 documents=False, first_state=False, x64=False, **settings):
+def compile_case(
+    device,
+    time=128,
+    key_heads=2,
+    value_heads=4,
+    width=128,
+    value_width=128,
+    dtype="bfloat16",
+    key_dtype=None,
+    documents=False,
+    first_state=False,
+    x64=False,
+    **settings,
+):
     """The number of kernels in the program of outputs and gradients."""
     mesh = jax.sharding.Mesh(np.array([device]), ("all",))
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = lambda *s, dtype=dtype: jax.ShapeDtypeStruct((1, *s), jnp.dtype(dtype), sharding=here)
-    q, v = shape(time, key_heads, width, dtype=key_dtype or dtype), shape(time, value_heads, value_width)
-    arguments = dict(q=q, k=q, v=v, **dict.fromkeys(("g", "beta"), shape(time, value_heads, dtype="float32")))
+    q, v = (
+        shape(time, key_heads, width, dtype=key_dtype or dtype),
+        shape(time, value_heads, value_width),
+    )
+    arguments = dict(
+        q=q, k=q, v=v, **dict.fromkeys(("g", "beta"), shape(time, value_heads, dtype="float32"))
+    )
     state = shape(value_heads, width, value_width, dtype="float32")
     if first_state:
         arguments["initial_state"] = state
     ids = shape(time, dtype="int32") if documents else None
 
     def both_ways(arguments, ids, cotangents):
-        out, pullback = jax.vjp(lambda a: gated_delta_rule(**a, segment_ids=ids, **settings), arguments)
+        out, pullback = jax.vjp(
+            lambda a: gated_delta_rule(**a, segment_ids=ids, **settings), arguments
+        )
         return out, pullback(cotangents)
 
     with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(both_ways).lower(arguments, ids, (v, state)).compile().as_text().count("tpu_custom_call")
+        return (
+            jax.jit(both_ways)
+            .lower(arguments, ids, (v, state))
+            .compile()
+            .as_text()
+            .count("tpu_custom_call")
+        )
 
 
 def main(chip, *names):
@@ -124,7 +177,9 @@ def main(chip, *names):
 @pytest.mark.parametrize("wide", ["key_bytes", "value_bytes"])
 def test_tiling_fits_its_budget_or_says_so(wide):
     sizes = dict(share=2, size=64, key=128, value=128, key_bytes=2, value_bytes=2)
-    choose = lambda heads=32, vmem=128 * 2**20, cores=1, **others: Tiling.choose(heads, vmem=vmem, cores=cores, **sizes | others)
+    choose = lambda heads=32, vmem=128 * 2**20, cores=1, **others: Tiling.choose(
+        heads, vmem=vmem, cores=cores, **sizes | others
+    )
     small = choose(vmem=16 * 2**20)
     assert small.block < choose().block == 32
     assert small.vmem_bytes <= 16 * 2**20 and 32 % small.block == small.block % 2 == 0

@@ -14,17 +14,44 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
 from qwen3next_jax.parallel.mesh import make_mesh, one_device
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.step import abstract_model, abstract_train_state, batch_sharding, init_state
+from qwen3next_jax.training.step import (
+    abstract_model,
+    abstract_train_state,
+    batch_sharding,
+    init_state,
+)
 
 MODEL = ModelConfig(
-    vocab_size=64, hidden_size=16, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-    linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-    shared_expert_intermediate_size=8, dtype="float32", max_position_embeddings=128, initializer_range=0.5)
-CONFIG = Config(model=MODEL, train=TrainConfig(steps=2, batch_size=4, sequence_length=32, gradient_accumulation=2))
-SEGMENTS = np.sort(np.random.default_rng(1).integers(1, 4, (4, 32)), axis=1) * (np.arange(32) < np.array([[32], [20], [25], [7]]))
-BATCH = {"tokens": jnp.asarray(np.random.default_rng(0).integers(0, 63, (4, 32)), jnp.int32),
-         "segment_ids": jnp.asarray(SEGMENTS, jnp.int32)}
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=4,
+    full_attention_interval=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    dtype="float32",
+    max_position_embeddings=128,
+    initializer_range=0.5,
+)
+CONFIG = Config(
+    model=MODEL,
+    train=TrainConfig(steps=2, batch_size=4, sequence_length=32, gradient_accumulation=2),
+)
+SEGMENTS = np.sort(np.random.default_rng(1).integers(1, 4, (4, 32)), axis=1) * (
+    np.arange(32) < np.array([[32], [20], [25], [7]])
+)
+BATCH = {
+    "tokens": jnp.asarray(np.random.default_rng(0).integers(0, 63, (4, 32)), jnp.int32),
+    "segment_ids": jnp.asarray(SEGMENTS, jnp.int32),
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +73,28 @@ def test_attention_is_measured_as_the_explicit_scores_say():
     def explicit(x):
         query, gate = jnp.split(jnp.einsum("btd,dnk->btnk", x, layer.q_proj[...]), 2, axis=-1)
         key = jnp.einsum("btd,dmk->btmk", x, layer.k_proj[...])
-        query, key = (rotate(rms_norm(a, jnp.zeros(8), MODEL), context.positions, MODEL) for a in (query, key))
+        query, key = (
+            rotate(rms_norm(a, jnp.zeros(8), MODEL), context.positions, MODEL) for a in (query, key)
+        )
         scores = jnp.einsum("btnk,bsnk->bnts", query, jnp.repeat(key, 2, axis=2)) * 8**-0.5
         seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((32, 32), bool))
         scores = jnp.where(seen[:, None], scores, -1e30)
         return jax.nn.softmax(scores), jax.nn.sigmoid(gate), scores
+
     probability, gate, scores = jax.device_get(explicit(x))
     positions = np.asarray(context.positions)
-    shares = [probability[b, :, t, t - positions[b, t]]
-              for b in range(4) for t in range(32) if segments[b, t] > 0 and positions[b, t] > 0]
+    shares = [
+        probability[b, :, t, t - positions[b, t]]
+        for b in range(4)
+        for t in range(32)
+        if segments[b, t] > 0 and positions[b, t] > 0
+    ]
     np.testing.assert_allclose(diagnostics["first_token_share"], np.mean(shares, axis=0), rtol=1e-5)
     assert 0.05 < np.mean(shares) < 0.95
     counted = np.where(np.asarray(segments > 0)[:, None, :, None], scores, -np.inf)
     np.testing.assert_allclose(diagnostics["logit_max"], counted.max(axis=(0, 2, 3)), rtol=1e-3)
-    assert (scores.max(axis=(0, 2, 3)) > 1.01 * counted.max(axis=(0, 2, 3))).any()  # padding's would be larger
+    # padding's would be larger
+    assert (scores.max(axis=(0, 2, 3)) > 1.01 * counted.max(axis=(0, 2, 3))).any()
     open_gates = gate[np.asarray(segments) > 0]
     np.testing.assert_allclose(diagnostics["gate_mean"], open_gates.mean(), rtol=1e-5)
     np.testing.assert_allclose(diagnostics["gate_closed"], (open_gates < 0.1).mean(), rtol=1e-5)
@@ -71,27 +106,39 @@ def test_norms_are_those_of_each_layer_in_order(measured):
 
     def norm_of(tree):
         return np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(tree)))
+
     for layer in range(4):
         mine = jax.tree.map(lambda leaf: leaf[layer // 2], params["layers"][layer % 2])
         np.testing.assert_allclose(norms["layers"][layer], norm_of(mine), rtol=1e-6)
     np.testing.assert_allclose(norm_of(norms), norm_of(params), rtol=1e-6)
-    assert result["norm_weights"].tolist() == [1, 0, 1, 0, 0]  # as they start: only the recurrent layers' output norm is not 0
+    # as they start: only the recurrent layers' output norm is not 0
+    assert result["norm_weights"].tolist() == [1, 0, 1, 0, 0]
 
 
 def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
     _, params, step, result = measured
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     record = summarise(CONFIG, result, result["param_norms"], load)
-    assert record["dead_experts"] == [1, 0, 3, 0, 0] and record["load_max_violation"] == [1, 0, 3, 0, 0]
+    assert record["dead_experts"] == [1, 0, 3, 0, 0] and record["load_max_violation"] == [
+        1,
+        0,
+        3,
+        0,
+        0,
+    ]
     kinds = [name for name, _ in MODEL.layer_kinds]
     for name, owner in (("beta", "gated_deltanet"), ("gate_mean", "gated_attention")):
         assert [value is not None for value in record[name]] == [kind == owner for kind in kinds]
     assert set(record["groups"]) == {"embedding", "final_norm", "head"}
 
-    # The micro-batch is rows 0 and 2: other tokens in other rows change nothing, nor do huge ones in the padding.
+    # The micro-batch is rows 0 and 2: other tokens in other rows change nothing, nor do huge ones
+    # in the padding.
     params = params | {"embedding": params["embedding"].at[63].multiply(1e3)}
     moved = jnp.where(BATCH["segment_ids"] > 0, BATCH["tokens"].at[1].set(0).at[3].set(0), 63)
-    one, other = (jax.device_get(step(params, BATCH | {"tokens": tokens})) for tokens in (BATCH["tokens"], moved))
+    one, other = (
+        jax.device_get(step(params, BATCH | {"tokens": tokens}))
+        for tokens in (BATCH["tokens"], moved)
+    )
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -100,31 +147,50 @@ def test_a_mesh_measures_the_same(measured):
     graphdef, params, _, result = measured
     config = dataclasses.replace(CONFIG, parallel=ParallelConfig(mesh=MeshConfig(data=2, tensor=2)))
     mesh = make_mesh(config.parallel, jax.devices()[:4])
-    placed = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh)["params"]))
-    again = make_diagnostics_step(config, graphdef, mesh)(placed, jax.device_put(BATCH, batch_sharding(mesh)))
+    placed = jax.device_put(
+        params,
+        jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh)["params"]),
+    )
+    again = make_diagnostics_step(config, graphdef, mesh)(
+        placed, jax.device_put(BATCH, batch_sharding(mesh))
+    )
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(again))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), jax.device_get(again), result)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        jax.device_get(again),
+        result,
+    )
 
 
 def test_activations_are_those_of_the_hidden_states(measured):
     graphdef, params, _, result = measured
     model = nnx.merge(graphdef, params)
     rows = {name: array[::2] for name, array in BATCH.items()}
-    states = jax.jit(lambda rows: model.features(rows["tokens"], rows["segment_ids"], capture=True).hidden_states)(rows)
+    states = jax.jit(
+        lambda rows: model.features(rows["tokens"], rows["segment_ids"], capture=True).hidden_states
+    )(rows)
     inside = np.asarray(rows["segment_ids"]) > 0
-    for layer, x in zip(result["layers"][:3], states[1:4]):  # the last state of the trunk is given after its norm
+    # the last state of the trunk is given after its norm
+    for layer, x in zip(result["layers"][:3], states[1:4]):
         size = np.abs(np.asarray(x)[inside])
         np.testing.assert_allclose(layer["activation_max"], size.max(), rtol=1e-5)
-        np.testing.assert_allclose(layer["activation_median"], np.median(size, axis=-1).mean(), rtol=1e-5)
+        np.testing.assert_allclose(
+            layer["activation_median"], np.median(size, axis=-1).mean(), rtol=1e-5
+        )
 
 
 def test_decay_half_life_is_what_the_decay_does(measured):
     """With W_ba = 0 every g is -exp(A_log) · softplus(dt_bias): 4 tokens to halve."""
     _, params, step, _ = measured
     mixer = params["layers"][0]["mixer"]
-    still = {"in_proj_ba": jnp.zeros_like(mixer["in_proj_ba"]), "dt_bias": jnp.ones_like(mixer["dt_bias"]),
-             "a_log": jnp.full_like(mixer["a_log"], np.log(np.log(2) / 4 / np.log1p(np.exp(1.0))))}
-    params = params | {"layers": params["layers"] | {0: params["layers"][0] | {"mixer": mixer | still}}}
+    still = {
+        "in_proj_ba": jnp.zeros_like(mixer["in_proj_ba"]),
+        "dt_bias": jnp.ones_like(mixer["dt_bias"]),
+        "a_log": jnp.full_like(mixer["a_log"], np.log(np.log(2) / 4 / np.log1p(np.exp(1.0)))),
+    }
+    params = params | {
+        "layers": params["layers"] | {0: params["layers"][0] | {"mixer": mixer | still}}
+    }
     layers = jax.device_get(step(params, BATCH))["layers"]
     for layer in (layers[0], layers[2]):
         np.testing.assert_allclose(layer["half_life"], 4.0, rtol=1e-5)

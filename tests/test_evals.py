@@ -1,4 +1,6 @@
-"""Evaluations: each measured on a model whose answers are known, and refused where it cannot run."""
+"""Evaluations: each measured on a model whose answers are known, and refused where it cannot
+run.
+"""
 
 import contextlib
 import json
@@ -12,7 +14,15 @@ from page import example, line
 from flax import nnx
 
 from qwen3next_jax import evaluate
-from qwen3next_jax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.synthetic import TaskTokens
@@ -30,28 +40,55 @@ from qwen3next_jax.sweeps.results import main_figures, read_result
 from qwen3next_jax.training.step import abstract_model, compute_mesh, init_state
 
 BYTES, IDS = ByteTokenizer(), TaskTokens(257)
-TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8).astype(np.int32)
+TEXT = np.frombuffer(
+    b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8
+).astype(np.int32)
 
 
 NANO = Config(
-    model=ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
-                      num_key_value_heads=1, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-                      linear_value_head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=1, dtype="float32",
-                      initializer_range=0.3, decay_init="log_uniform"),
-    data=DataConfig(source="backcopy"), train=TrainConfig(batch_size=4, sequence_length=32), eval=EvalConfig(sample_tokens=0))
+    model=ModelConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=2,
+        full_attention_interval=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=0,
+        intermediate_size=16,
+        mtp_depth=1,
+        dtype="float32",
+        initializer_range=0.3,
+        decay_init="log_uniform",
+    ),
+    data=DataConfig(source="backcopy"),
+    train=TrainConfig(batch_size=4, sequence_length=32),
+    eval=EvalConfig(sample_tokens=0),
+)
 
 
 def knows(known):
-    """A scorer that guesses right wherever `known(tokens [B, T])` [B, T-1] is true, with the loss 0.5 of token 1, 1.5 of 2, …"""
+    """A scorer that guesses right wherever `known(tokens [B, T])` [B, T-1] is true, with the
+    loss 0.5 of token 1, 1.5 of 2, …
+    """
+
     def score(tokens, segment_ids=None):
         b, t = tokens.shape
         wrong = np.where(known(tokens), 0, 1)
         return np.broadcast_to(np.arange(t - 1) + 0.5, (b, t - 1)), tokens[:, 1:] + wrong
+
     return score
 
 
 def test_task_accuracy_is_the_share_of_right_answers():
-    always, never = knows(lambda t: np.ones(t[:, 1:].shape, bool)), knows(lambda t: np.zeros(t[:, 1:].shape, bool))
+    always, never = (
+        knows(lambda t: np.ones(t[:, 1:].shape, bool)),
+        knows(lambda t: np.zeros(t[:, 1:].shape, bool)),
+    )
     for task in ("mqar", "induction", "copy"):
         assert recall.task_accuracy(always, task, 64, 64, rows=10) == 1.0
         assert recall.task_accuracy(never, task, 64, 64, rows=10) == 0.0
@@ -67,13 +104,17 @@ def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypa
         assert len(prompts) == 4  # three, filled up
         for i in range(max_new_tokens):
             steps.append(i)
-            yield [np.array([ord(c) for c in text[i:i + 1]], np.int32) for text in said]
+            yield [np.array([ord(c) for c in text[i : i + 1]], np.int32) for text in said]
+
     monkeypatch.setattr(continuation, "generate", scripted)
     prompts = [np.array([1]), np.array([2, 2]), np.array([3])]
 
     def texts(*stops):
         steps.clear()
-        return continuation.continued(None, ByteTokenizer(), prompts, stops, rows=4, max_new_tokens=20)
+        return continuation.continued(
+            None, ByteTokenizer(), prompts, stops, rows=4, max_new_tokens=20
+        )
+
     assert texts(["\n", "n"], [";"], []) == ["o", "two", "ends"] and len(steps) == 5
     assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"] and len(steps) == 9
     assert texts([], [], []) == [said[0][:20], "two; three", "ends"] and len(steps) == 20
@@ -85,7 +126,11 @@ def test_needle_rows_hide_one_fact_at_every_depth_and_ask_for_it(kind):
     for depth in (0.0, 0.5, 1.0):
         tokens, count = recall._needle_row(rng, tokenizer, kind, 256, depth, TEXT)
         text, answer = tokenizer.decode(tokens[:-count]), tokenizer.decode(tokens[-count:])
-        assert len(tokens) == 256 and count == (8 if kind < 3 else 37) and text.count("The secret number of") == 2
+        assert (
+            len(tokens) == 256
+            and count == (8 if kind < 3 else 37)
+            and text.count("The secret number of") == 2
+        )
         assert f"{text.rpartition(chr(10))[2]}{answer}." in text and text.endswith(" is")
         depths.append(text.index("The secret number of"))
         assert ("river is wide" in text) == (kind == 1)
@@ -99,7 +144,10 @@ def test_needle_accuracy_wants_the_whole_answer():
         return known
 
     tokenizer = ByteTokenizer()
-    assert recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 256, 10, TEXT) == (0.5, pytest.approx(1 - 1 / 16))
+    assert recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 256, 10, TEXT) == (
+        0.5,
+        pytest.approx(1 - 1 / 16),
+    )
     with pytest.raises(UserError, match="niah at 50 tokens: fact, question and answer alone take"):
         recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 50, 10, TEXT)
     with pytest.raises(UserError, match="needs .* tokens of text and the data has 10 held out"):
@@ -110,39 +158,99 @@ def test_loss_by_position_counts_from_the_start_of_each_document_and_a_tasks_tar
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 0]], np.int32)
     text = {"tokens": np.zeros((1, 8), np.int32), "segment_ids": segments}
     values = perplexity.loss_by_position(knows(lambda t: t[:, 1:] == 0), [text], np.full(1, 2))
-    # Losses of tokens 1 … 7 are 0.5, 1.5, …; of document 1 tokens 1-3 count, of document 2 tokens 5 and 6 at places 1 and 2.
+    # Losses of tokens 1 … 7 are 0.5, 1.5, …; of document 1 tokens 1-3 count, of document 2 tokens 5
+    # and 6 at places 1 and 2.
     assert values["loss/1-1"] == (0.5 + 4.5) / 2 and values["targets/1-1"] == 2
     assert values["loss/2-3"] == (1.5 + 2.5 + 5.5) / 3 and values["targets/2-3"] == 3
-    assert values["loss"] == 14.5 / 5 and values["bits_per_byte"] == pytest.approx(14.5 / 10 / np.log(2))
+    assert values["loss"] == 14.5 / 5 and values["bits_per_byte"] == pytest.approx(
+        14.5 / 10 / np.log(2)
+    )
     task = text | {"segment_ids": np.ones_like(segments), "target_mask": np.arange(8)[None] == 2}
-    values = perplexity.loss_by_position(knows(lambda t: t[:, 1:] == 0), [task], np.zeros(1, np.int32))
+    values = perplexity.loss_by_position(
+        knows(lambda t: t[:, 1:] == 0), [task], np.zeros(1, np.int32)
+    )
     assert values["loss"] == 1.5 and values["targets"] == 1
 
 
 def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
-    def step(params, tokens, segment_ids):  # a recurrent layer, then attention of two heads, one of which is a sink
-        return ({"activation_max": tokens.max(), "activation_median": 2.0},
-                {"activation_max": 5.0, "activation_median": 0.5, "first_token_share": np.array([0.1, tokens[0, 0] / 10])},
-                {"activation_max": 99.0, "activation_median": 0.5, "first_token_share": np.array([1.0, 1.0])})  # the MTP module
+    # a recurrent layer, then attention of two heads, one of which is a sink
+    def step(params, tokens, segment_ids):
+        return (
+            {"activation_max": tokens.max(), "activation_median": 2.0},
+            {
+                "activation_max": 5.0,
+                "activation_median": 0.5,
+                "first_token_share": np.array([0.1, tokens[0, 0] / 10]),
+            },
+            # the MTP module
+            {
+                "activation_max": 99.0,
+                "activation_median": 0.5,
+                "first_token_share": np.array([1.0, 1.0]),
+            },
+        )
 
     batches = [{"tokens": np.full((1, 2), n), "segment_ids": np.ones((1, 2))} for n in (4, 8)]
-    assert sinks(step, None, batches, 2) == pytest.approx({
-        "first_token_share": (0.1 + 0.6) / 2, "first_token_heads": 0.5, "activation_max": 8, "activation_ratio": 10,
-        "first_token_share/layer 1": 0.35, "activation_max/layer 0": 8, "activation_max/layer 1": 5})
+    assert sinks(step, None, batches, 2) == pytest.approx(
+        {
+            "first_token_share": (0.1 + 0.6) / 2,
+            "first_token_heads": 0.5,
+            "activation_max": 8,
+            "activation_ratio": 10,
+            "first_token_share/layer 1": 0.35,
+            "activation_max/layer 0": 8,
+            "activation_max/layer 1": 5,
+        }
+    )
 
 
-@pytest.mark.parametrize("names, options, tokens, model, message", [
-    (("mqar", "niah", "heldout"), {}, BYTES, {}, None),
-    (("niha",), {}, BYTES, {}, "eval.suites = 'niha': expected one of .* .did you mean 'niah'"),
-    (("mqar", "copy"), {}, BYTES, {"max_position_embeddings": 1024}, "suite copy needs a context of 2048 tokens, the model's is 1024"),
-    (("mqar",), {"lengths": (1,)}, BYTES, {"max_position_embeddings": 128}, "suite mqar needs a context of 256"),
-    (("mqar",), {}, IDS, {"vocab_size": 32}, "suite mqar: model.vocab_size = 32: mqar needs at least 130 tokens"),
-    (("copy",), {"lengths": (3,)}, BYTES, {}, "suite copy: copy rows have 3 tokens: expected at least 4"),
-    (("niah",), {}, IDS, {}, "suite niah: a model of a synthetic task reads no text"),
-    (("niah",), {"lengths": (256, 60)}, BYTES, {}, "suite niah: niah at 60 tokens: fact, question and answer alone take"),
-    (("heldout",), {"rows": 0}, BYTES, {}, "0 rows of each evaluation: expected at least 1"),
-])
-def test_what_cannot_run_is_refused_before_anything_is_computed(names, options, tokens, model, message):
+@pytest.mark.parametrize(
+    "names, options, tokens, model, message",
+    [
+        (("mqar", "niah", "heldout"), {}, BYTES, {}, None),
+        (("niha",), {}, BYTES, {}, "eval.suites = 'niha': expected one of .* .did you mean 'niah'"),
+        (
+            ("mqar", "copy"),
+            {},
+            BYTES,
+            {"max_position_embeddings": 1024},
+            "suite copy needs a context of 2048 tokens, the model's is 1024",
+        ),
+        (
+            ("mqar",),
+            {"lengths": (1,)},
+            BYTES,
+            {"max_position_embeddings": 128},
+            "suite mqar needs a context of 256",
+        ),
+        (
+            ("mqar",),
+            {},
+            IDS,
+            {"vocab_size": 32},
+            "suite mqar: model.vocab_size = 32: mqar needs at least 130 tokens",
+        ),
+        (
+            ("copy",),
+            {"lengths": (3,)},
+            BYTES,
+            {},
+            "suite copy: copy rows have 3 tokens: expected at least 4",
+        ),
+        (("niah",), {}, IDS, {}, "suite niah: a model of a synthetic task reads no text"),
+        (
+            ("niah",),
+            {"lengths": (256, 60)},
+            BYTES,
+            {},
+            "suite niah: niah at 60 tokens: fact, question and answer alone take",
+        ),
+        (("heldout",), {"rows": 0}, BYTES, {}, "0 rows of each evaluation: expected at least 1"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_computed(
+    names, options, tokens, model, message
+):
     options = evaluation.Options(**{"lengths": (256, 2048), "pairs": (4, 64)} | options)
     config = ModelConfig(**{"vocab_size": 257, "max_position_embeddings": 2048} | model)
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
@@ -150,16 +258,26 @@ def test_what_cannot_run_is_refused_before_anything_is_computed(names, options, 
 
 
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
-    """It is refused, run, printed, reported and compared by its declaration alone; what it does not declare is shown plainly."""
+    """It is refused, run, printed, reported and compared by its declaration alone; what it does
+    not declare is shown plainly.
+    """
     code = example("my_evaluation.py", tmp_path)
-    (tmp_path / "my_evaluation.py").write_text(code.replace("return values", "return values | {'rows_read': 32}"))
+    (tmp_path / "my_evaluation.py").write_text(
+        code.replace("return values", "return values | {'rows_read': 32}")
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(EVALUATIONS, *line("EVALUATIONS"))
     config, options = ModelConfig(max_position_embeddings=64), evaluation.Options(lengths=(8, 16))
-    with pytest.raises(UserError, match="suite repetition needs a context of 256 tokens, the model's is 64"):
+    with pytest.raises(
+        UserError, match="suite repetition needs a context of 256 tokens, the model's is 64"
+    ):
         evaluation.check(("repetition",), evaluation.Options(), config, IDS)
     subject = evaluation.Subject(config, None, IDS, None, options)
-    monkeypatch.setattr(evaluation.Subject, "scorer", lambda self, params: knows(lambda t: np.arange(t.shape[1] - 1) % 2 < t[:, :1] + 1))
+    monkeypatch.setattr(
+        evaluation.Subject,
+        "scorer",
+        lambda self, params: knows(lambda t: np.arange(t.shape[1] - 1) % 2 < t[:, :1] + 1),
+    )
     (made,) = evaluation.make(("repetition",), subject).values()
     values = made.run(None)
     assert values == {"accuracy/8 tokens": 1.0, "accuracy/16 tokens": 1.0, "rows_read": 32}
@@ -171,19 +289,41 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.json").write_text('{"config": {}}')
-    old = {"event": "suite", "suite": "gone", "loss/1-1": 2.0, "overall": "nan"}  # as runs recorded it before figures were declared
-    events = [{"event": "heldout", "loss": 1.0}, old, {"event": "suite", "suite": "repetition", **record(values, made.figures)}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event | {"step": 5, "time": 1.0}) + "\n" for event in events))
+    # as runs recorded it before figures were declared
+    old = {"event": "suite", "suite": "gone", "loss/1-1": 2.0, "overall": "nan"}
+    events = [
+        {"event": "heldout", "loss": 1.0},
+        old,
+        {"event": "suite", "suite": "repetition", **record(values, made.figures)},
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(event | {"step": 5, "time": 1.0}) + "\n" for event in events)
+    )
     write_report([folder], folder / "report.html")
     page = (folder / "report.html").read_text()
-    assert "repetition: accuracy" in page and "Higher is better" in page and "repetition: rows read" in page and "gone: loss" in page
+    assert (
+        "repetition: accuracy" in page
+        and "Higher is better" in page
+        and "repetition: rows read" in page
+        and "gone: loss" in page
+    )
 
-    point = Point("p", {"x": "1"}, {}, Config(train=TrainConfig(steps=5), eval=EvalConfig(suites=("repetition",))))
+    point = Point(
+        "p",
+        {"x": "1"},
+        {},
+        Config(train=TrainConfig(steps=5), eval=EvalConfig(suites=("repetition",))),
+    )
     result = read_result(point, folder)
     assert {name: value.value for name, value in result.measured.items()} == {
-        "heldout loss": 1.0, "gone loss/1-1": 2.0, **{f"repetition {name}": value for name, value in values.items()}}
+        "heldout loss": 1.0,
+        "gone loss/1-1": 2.0,
+        **{f"repetition {name}": value for name, value in values.items()},
+    }
     assert [name for name, figure in main_figures([result]).items() if figure.better] == [
-        "repetition accuracy/8 tokens", "repetition accuracy/16 tokens"]
+        "repetition accuracy/8 tokens",
+        "repetition accuracy/16 tokens",
+    ]
 
 
 def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
@@ -191,14 +331,33 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
     graphdef, _ = abstract_model(NANO)
     found, said = [], []
     for axes in ({"data": 1}, {"data": 2, "context": 2, "tensor": 2}):
-        mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:math.prod(axes.values())])
+        mesh = make_mesh(
+            ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[: math.prod(axes.values())]
+        )
         options = evaluation.Options(rows=3, pairs=(3,))  # rows that do not divide
-        subject = evaluation.Subject(NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh))
+        subject = evaluation.Subject(
+            NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh)
+        )
         params = init_state(NANO, mesh)["params"]
-        evaluations = evaluation.make(("heldout", "mqar"), subject)  # of "sinks" test_diagnostics.py measures the step
-        found.append({f"{name} {kind}": value for name, one in evaluations.items() for kind, value in one.run(params).items()})
-        said.append(complete(nnx.merge(graphdef, params), [np.arange(1, n) for n in (6, 20, 2)], max_new_tokens=8, seed=3,
-                             temperature=1.0, mesh=compute_mesh(mesh)))
+        # of "sinks" test_diagnostics.py measures the step
+        evaluations = evaluation.make(("heldout", "mqar"), subject)
+        found.append(
+            {
+                f"{name} {kind}": value
+                for name, one in evaluations.items()
+                for kind, value in one.run(params).items()
+            }
+        )
+        said.append(
+            complete(
+                nnx.merge(graphdef, params),
+                [np.arange(1, n) for n in (6, 20, 2)],
+                max_new_tokens=8,
+                seed=3,
+                temperature=1.0,
+                mesh=compute_mesh(mesh),
+            )
+        )
     assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1
     np.testing.assert_array_equal(said[1], said[0])
     assert len(np.unique(said[0])) > 8
@@ -207,10 +366,15 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
 def test_scores_are_the_models_log_probabilities():
     graphdef, _ = abstract_model(NANO)
     params = init_state(NANO, one_device())["params"]
-    tokens = np.random.default_rng(0).integers(0, 32, (3, 64)).astype(np.int32)  # the shape of the program above
+    # the shape of the program above
+    tokens = np.random.default_rng(0).integers(0, 32, (3, 64)).astype(np.int32)
     segments = np.repeat([[1, 2]], 32, axis=1).repeat(3, axis=0).astype(np.int32)
     nll, guess = make_scorer(make_score_step(graphdef), params)(tokens, segments)
-    logits = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens, segments).logits)(params)[:, :-1]
-    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+    logits = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens, segments).logits)(params)[
+        :, :-1
+    ]
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[
+        ..., 0
+    ]
     np.testing.assert_allclose(nll, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))

@@ -1,4 +1,6 @@
-"""The short form of the fault table (`python -m tests.faults` is the long one): a few trials of each kind."""
+"""The short form of the fault table (`python -m tests.faults` is the long one): a few trials of
+each kind.
+"""
 
 import os
 import pathlib
@@ -32,15 +34,23 @@ if __name__ == "__main__":
         for t in some:
             if t.silent or t.bitwise is False:
                 print("   ", t)
-"""
+"""  # noqa: E501
 
 
 def test_nothing_passes_silently_and_what_goes_on_is_bitwise_the_undisturbed_run(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     program = tmp_path / "program.py"  # a file: the processes it starts import it
     program.write_text(PROGRAM)
-    result = subprocess.run([sys.executable, program, tmp_path / "lab"], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
-                            capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, program, tmp_path / "lab"],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [line for line in result.stdout.splitlines() if " silent " in line]
-    assert len(lines) >= 10 and all(line.endswith("silent 0 not bitwise 0") for line in lines), result.stdout
+    assert len(lines) >= 10 and all(line.endswith("silent 0 not bitwise 0") for line in lines), (
+        result.stdout
+    )

@@ -10,23 +10,45 @@ from qwen3next_jax import ModelConfig, Qwen3Next
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.parallel.chips import CHIPS, chip_of
 
-SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-             linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
-             num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=24,
-             intermediate_size=40, full_attention_interval=3)
+SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=24,
+    intermediate_size=40,
+    full_attention_interval=3,
+)
 MODELS = {
     "released": ModelConfig(),
-    "dense": ModelConfig(**SMALL | dict(num_experts=0, num_experts_per_tok=0, mtp_depth=2, tie_word_embeddings=True)),
-    "mixed": ModelConfig(**SMALL | dict(mlp_only_layers=(1, 4), mtp_depth=0, shared_expert_intermediate_size=0)),
+    "dense": ModelConfig(
+        **SMALL | dict(num_experts=0, num_experts_per_tok=0, mtp_depth=2, tie_word_embeddings=True)
+    ),
+    "mixed": ModelConfig(
+        **SMALL | dict(mlp_only_layers=(1, 4), mtp_depth=0, shared_expert_intermediate_size=0)
+    ),
     "no attention": ModelConfig(**SMALL | dict(full_attention_interval=0)),
 }
 
 
 def leaves(config):
     """(path as text, shape) of every parameter."""
-    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))), nnx.Param))
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    params = nnx.to_pure_dict(
+        nnx.state(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))), nnx.Param)
+    )
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -66,7 +88,13 @@ def test_forward_flops_are_two_per_weight_and_what_the_mixers_add(config):
 
 
 def test_chips_are_found_by_device_kind():
-    assert chip_of("TPU v5").name == "v5p" and chip_of("TPU v5 lite").name == "v5e" and chip_of("NVIDIA H200").name == "H200"
+    assert (
+        chip_of("TPU v5").name == "v5p"
+        and chip_of("TPU v5 lite").name == "v5e"
+        and chip_of("NVIDIA H200").name == "H200"
+    )
     assert chip_of("TPU7x").device_flops == CHIPS["tpu7x"].bf16_flops / 2
     assert chip_of("cpu") is None and chip_of("NVIDIA H100 PCIe") is None
-    assert len({kind for chip in CHIPS.values() for kind in chip.kinds}) == sum(len(chip.kinds) for chip in CHIPS.values())
+    assert len({kind for chip in CHIPS.values() for kind in chip.kinds}) == sum(
+        len(chip.kinds) for chip in CHIPS.values()
+    )

@@ -42,13 +42,17 @@ def random(*shapes, dtype=np.float32):
 
 @jax.jit(static_argnames=("implementation",))
 def matmul_and_gradients(x, w, group_sizes, dy, implementation=None):
-    y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, group_sizes, implementation=implementation), x, w)
+    y, pullback = jax.vjp(
+        lambda x, w: grouped_matmul(x, w, group_sizes, implementation=implementation), x, w
+    )
     return y, *pullback(dy)
 
 
 @jax.jit(static_argnames=("implementation",))
 def mlp_and_gradients(x, gate_up, down, group_sizes, dy, implementation=None):
-    y, pullback = jax.vjp(lambda *a: expert_mlp(*a, group_sizes, implementation=implementation), x, gate_up, down)
+    y, pullback = jax.vjp(
+        lambda *a: expert_mlp(*a, group_sizes, implementation=implementation), x, gate_up, down
+    )
     return y, *pullback(dy)
 
 
@@ -90,16 +94,22 @@ def test_expert_mlp_equals_one_swiglu_per_group(rows, sizes, implementation):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 300), min_size=4, max_size=4).filter(lambda sizes: sum(sizes) <= 500))
+@given(
+    st.lists(st.integers(0, 300), min_size=4, max_size=4).filter(lambda sizes: sum(sizes) <= 500)
+)
 def test_any_group_sizes(sizes):
     x, gate_up, down, dy = random((500, 6), (4, 6, 2, 4), (4, 4, 6), (500, 6))
     got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy)
     assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.float32])
 
 
-@pytest.mark.parametrize("sizes", [(0, 40, 0, 0, 3, 20, 0), (9,) * 7, (0, 0, 0, 0, 0, 0, 64), (60, 0, 1, 1, 1, 0, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(0, 40, 0, 0, 3, 20, 0), (9,) * 7, (0, 0, 0, 0, 0, 0, 64), (60, 0, 1, 1, 1, 0, 1)]
+)
 def test_weights_too_large_for_one_batch_of_blocks(sizes):
-    """One matrix is nearly a third of what a batch of blocks may copy: batches of 3, and groups that cross them."""
+    """One matrix is nearly a third of what a batch of blocks may copy: batches of 3, and groups
+    that cross them.
+    """
     x, gate_up, down, dy = random((64, 400), (7, 400, 2, 400), (7, 400, 400), (64, 400))
     got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy, "blocked")
     assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.float32])
@@ -108,7 +118,9 @@ def test_weights_too_large_for_one_batch_of_blocks(sizes):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16(implementation):
     sizes = [3, 130, 0, 60]
-    x, gate_up, down, dy = random((200, 32), (4, 32, 2, 16), (4, 16, 32), (200, 32), dtype=jnp.bfloat16)
+    x, gate_up, down, dy = random(
+        (200, 32), (4, 32, 2, 16), (4, 16, 32), (200, 32), dtype=jnp.bfloat16
+    )
     got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy, implementation)
     assert all(a.dtype == jnp.bfloat16 for a in got)
     assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.bfloat16] / 2)
@@ -116,54 +128,83 @@ def test_bfloat16(implementation):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_each_row_is_computed_once(platform):
-    """What None takes does not grow with the number of groups, by which XLA's ragged_dot multiplies there."""
+    """What None takes does not grow with the number of groups, by which XLA's ragged_dot
+    multiplies there.
+    """
+
     def lowered(implementation):
         shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32), (32, 32, 32))]
         f = jax.jit(lambda *a: grouped_matmul(*a, implementation=implementation))
-        return f.trace(*shapes, jax.ShapeDtypeStruct((32,), jnp.int32)).lower(lowering_platforms=(platform,))
+        return f.trace(*shapes, jax.ShapeDtypeStruct((32,), jnp.int32)).lower(
+            lowering_platforms=(platform,)
+        )
 
     useful = 2 * 4096 * 32 * 32
-    assert lowered(None).cost_analysis()["flops"] < 2.2 * useful  # blocks of 128 rows (CPU) or 64, one more for each group
+    # blocks of 128 rows (CPU) or 64, one more for each group
+    assert lowered(None).cost_analysis()["flops"] < 2.2 * useful
     # On CUDA it is one operation, whose price appears when XLA expands it.
     assert "ragged_dot" not in lowered(None).as_text()
     assert platform == "cuda" or lowered("ragged_dot").cost_analysis()["flops"] > 16 * useful
 
 
 def test_the_trial_refuses_wrong_kernels_and_a_gpu_takes_right_ones(monkeypatch, capsys):
-    """XLA's products stand in for the kernels: as they are, and with groups that begin a row too early."""
+    """XLA's products stand in for the kernels: as they are, and with groups that begin a row too
+    early.
+    """
+
     def products(slip):
         product = lambda x, w, sizes: grouped_matmul(x, w, sizes.at[0].add(-slip))
-        return product, lambda x, w, sizes, dy: jax.vjp(lambda x, w: product(x, w, sizes), x, w)[1](dy)
+        return product, lambda x, w, sizes, dy: jax.vjp(lambda x, w: product(x, w, sizes), x, w)[1](
+            dy
+        )
+
     name, apart = pallas_gpu_ragged.worst(products(0))
     assert apart <= pallas_gpu_ragged.APART / 2, (name, apart)
     assert pallas_gpu_ragged.worst(products(1))[1] > 2 * pallas_gpu_ragged.APART
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 64), (4, 64, 128))]
-    lowered = lambda: jax.jit(lambda *a: grouped_matmul(*a)).trace(*shapes, jax.ShapeDtypeStruct((4,), jnp.int32)).lower(
-        lowering_platforms=("cuda",)).as_text()
+    lowered = lambda: (
+        jax.jit(lambda *a: grouped_matmul(*a))
+        .trace(*shapes, jax.ShapeDtypeStruct((4,), jnp.int32))
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu_ragged, "matmul", lambda x, w, sizes: jnp.cbrt(x @ w[0]))
     monkeypatch.setattr(pallas_gpu_ragged, "tokamax_refusal", lambda: "without it")
-    assert "cbrt" not in lowered() and "grouped products: XLA's form, no kernel: the call without it" in capsys.readouterr().err
+    assert (
+        "cbrt" not in lowered()
+        and "grouped products: XLA's form, no kernel: the call without it"
+        in capsys.readouterr().err
+    )
     monkeypatch.setattr(pallas_gpu_ragged, "tokamax_refusal", lambda: "")
     monkeypatch.setattr(kernel_trial, "verdict", lambda *_: "")
-    assert "cbrt" in lowered() and "which never ran a whole step: a file " in capsys.readouterr().err
+    assert (
+        "cbrt" in lowered() and "which never ran a whole step: a file " in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("change, name", [
-    (dict(implementation="dense"), "implementation"),
-    (dict(x=jnp.zeros((0, 6))), "x has"),
-    (dict(w=jnp.zeros((3, 5, 4))), "w has"),
-    (dict(group_sizes=jnp.zeros((2,), int)), "group_sizes"),
-    (dict(group_sizes=jnp.zeros((3,))), "group_sizes"),
-])
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (dict(implementation="dense"), "implementation"),
+        (dict(x=jnp.zeros((0, 6))), "x has"),
+        (dict(w=jnp.zeros((3, 5, 4))), "w has"),
+        (dict(group_sizes=jnp.zeros((2,), int)), "group_sizes"),
+        (dict(group_sizes=jnp.zeros((3,))), "group_sizes"),
+    ],
+)
 def test_errors_name_the_argument(change, name):
-    arguments = dict(x=jnp.zeros((8, 6)), w=jnp.zeros((3, 6, 4)), group_sizes=jnp.zeros((3,), int)) | change
+    arguments = (
+        dict(x=jnp.zeros((8, 6)), w=jnp.zeros((3, 6, 4)), group_sizes=jnp.zeros((3,), int)) | change
+    )
     with pytest.raises(ValueError, match=name):
         grouped_matmul(**arguments)
 
 
-@pytest.mark.parametrize("gate_up, down, name", [((3, 6, 4), (3, 4, 6), "gate_up"), ((3, 6, 2, 4), (3, 6, 4), "down")])
+@pytest.mark.parametrize(
+    "gate_up, down, name", [((3, 6, 4), (3, 4, 6), "gate_up"), ((3, 6, 2, 4), (3, 6, 4), "down")]
+)
 def test_expert_mlp_errors_name_the_argument(gate_up, down, name):
     with pytest.raises(ValueError, match=name):
         expert_mlp(jnp.zeros((8, 6)), jnp.zeros(gate_up), jnp.zeros(down), jnp.zeros((3,), int))

@@ -1,4 +1,6 @@
-"""Numerical guards: what the compiled step does about a poisoned batch, and what the run does about it after."""
+"""Numerical guards: what the compiled step does about a poisoned batch, and what the run does
+about it after.
+"""
 
 import dataclasses
 import json
@@ -12,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig, GuardConfig, ModelConfig, OptimizerConfig, TrainConfig
+from qwen3next_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.parallel.mesh import one_device
@@ -22,9 +33,21 @@ from qwen3next_jax.training.checkpoint import Checkpoints
 from qwen3next_jax.training.loop import train
 
 MODEL = ModelConfig(
-    vocab_size=257, hidden_size=16, num_hidden_layers=1, full_attention_interval=1, num_attention_heads=2, num_key_value_heads=1,
-    head_dim=8, num_experts=0, intermediate_size=16, mtp_depth=0, dtype="float32", max_position_embeddings=128)
-POISON, SURGE = 101, 102  # segment ids that mark a batch whose loss is made NaN, or a thousand times too large
+    vocab_size=257,
+    hidden_size=16,
+    num_hidden_layers=1,
+    full_attention_interval=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_experts=0,
+    intermediate_size=16,
+    mtp_depth=0,
+    dtype="float32",
+    max_position_embeddings=128,
+)
+# segment ids that mark a batch whose loss is made NaN, or a thousand times too large
+POISON, SURGE = 101, 102
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +55,23 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for i in range(40):
-        (folder / f"{i:02}.txt").write_text("".join(rng.choice(["def ", "x", "y", " = ", "\n"], int(rng.integers(10, 120)))))
+        (folder / f"{i:02}.txt").write_text(
+            "".join(rng.choice(["def ", "x", "y", " = ", "\n"], int(rng.integers(10, 120))))
+        )
     return Config(
-        name="guarded", model=MODEL,
-        data=DataConfig(path=f"{folder}/*.txt", heldout_fraction=0.2, prepared_dir=str(tmp_path_factory.mktemp("prepared"))),
-        train=TrainConfig(steps=16, batch_size=4, sequence_length=64, log_every=1), optimizer=OptimizerConfig(warmup_steps=2),
-        guards=GuardConfig(spike_z=100.0, window=4, max_skips=3), checkpoint=CheckpointConfig(every=4),
-        eval=EvalConfig(every=100, rows=4, sample_tokens=0))
+        name="guarded",
+        model=MODEL,
+        data=DataConfig(
+            path=f"{folder}/*.txt",
+            heldout_fraction=0.2,
+            prepared_dir=str(tmp_path_factory.mktemp("prepared")),
+        ),
+        train=TrainConfig(steps=16, batch_size=4, sequence_length=64, log_every=1),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        guards=GuardConfig(spike_z=100.0, window=4, max_skips=3),
+        checkpoint=CheckpointConfig(every=4),
+        eval=EvalConfig(every=100, rows=4, sample_tokens=0),
+    )
 
 
 LOSS, BATCHES, MARKS = step_module.total_loss, TrainData.batches, {}
@@ -54,13 +87,17 @@ def _spoiled(model, batch, *rest, **named):
 def _marked(self, start, *share):
     for i, batch in enumerate(BATCHES(self, start, *share), start=start):
         if i in MARKS:
-            batch = batch | {"segment_ids": np.where(batch["segment_ids"] == 1, MARKS[i], batch["segment_ids"])}
+            batch = batch | {
+                "segment_ids": np.where(batch["segment_ids"] == 1, MARKS[i], batch["segment_ids"])
+            }
         yield batch
 
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Marks batches: `poisoned({index: POISON})`; the loss of a marked batch is spoiled inside the compiled step."""
+    """Marks batches: `poisoned({index: POISON})`; the loss of a marked batch is spoiled inside
+    the compiled step.
+    """
     MARKS.clear()
     monkeypatch.setattr(step_module, "total_loss", _spoiled)
     monkeypatch.setattr(TrainData, "batches", _marked)
@@ -82,7 +119,9 @@ def _losses(workdir):
 
 def _state(config, workdir, step):
     with Checkpoints(workdir) as checkpoints:
-        return jax.device_get(checkpoints.restore(step, step_module.abstract_train_state(config, one_device())))
+        return jax.device_get(
+            checkpoints.restore(step, step_module.abstract_train_state(config, one_device()))
+        )
 
 
 def _same(a, b):
@@ -91,10 +130,20 @@ def _same(a, b):
 
 def test_a_solved_tasks_losses_near_zero_are_no_spikes():
     config = GuardConfig(window=4)
-    solved = guards.init_guards(config) | {"entries": jnp.int32(4)}  # four losses and gradient norms of 0
-    assert int(guards.judge(config, solved, jnp.float32(0.005), jnp.float32(5e-6))[2]["verdict"]) == 0
+    # four losses and gradient norms of 0
+    solved = guards.init_guards(config) | {"entries": jnp.int32(4)}
+    assert (
+        int(guards.judge(config, solved, jnp.float32(0.005), jnp.float32(5e-6))[2]["verdict"]) == 0
+    )
     for loss, grad_norm in ((0.05, 0.0), (0.0, 5e-5)):
-        assert int(guards.judge(config, solved, jnp.float32(loss), jnp.float32(grad_norm))[2]["verdict"]) == guards.SPIKE
+        assert (
+            int(
+                guards.judge(config, solved, jnp.float32(loss), jnp.float32(grad_norm))[2][
+                    "verdict"
+                ]
+            )
+            == guards.SPIKE
+        )
 
 
 def test_a_spike_is_a_jump_upwards_of_a_full_window():
@@ -104,13 +153,19 @@ def test_a_spike_is_a_jump_upwards_of_a_full_window():
     for loss in [5.0, 50.0, 4.9, 5.1, 5.0, 4.8, 5.2, 5.0, 1.0, 5.3, 9.0, float("nan"), 5.0]:
         skip, memory, metrics = guards.judge(config, memory, jnp.float32(loss), jnp.float32(1.0))
         verdicts.append((int(metrics["verdict"]), bool(skip)))
-    spike, nan, halted = guards.SPIKE | guards.SKIPPED, guards.NON_FINITE | guards.SKIPPED | guards.HALTED, guards.SKIPPED | guards.HALTED
+    spike, nan, halted = (
+        guards.SPIKE | guards.SKIPPED,
+        guards.NON_FINITE | guards.SKIPPED | guards.HALTED,
+        guards.SKIPPED | guards.HALTED,
+    )
     assert verdicts == [(0, False)] * 10 + [(spike, True), (nan, True), (halted, True)]
     assert int(memory["spikes"]) == 1 and int(memory["skipped"]) == 3
 
 
 def test_a_nan_is_skipped_and_everything_else_goes_on(config, poisoned, tmp_path):
-    """The update of step 5 is dropped, bit for bit; a run resumed behind it ends as the one that was not."""
+    """The update of step 5 is dropped, bit for bit; a run resumed behind it ends as the one that
+    was not.
+    """
     poisoned({4: POISON})
     nan = dataclasses.replace(config, checkpoint=CheckpointConfig(every=1, keep_last=20))
     assert train(nan, tmp_path / "run") == 0
@@ -132,13 +187,17 @@ def test_too_many_skips_end_the_run_with_a_dump_that_replays(config, poisoned, t
     (stop,) = _events(tmp_path, "stop")
     assert stop["step"] == 9 and ".txt" in capsys.readouterr().err and len(stop["documents"]) == 4
     command = [sys.executable, "-m", "qwen3next_jax.replay", str(tmp_path / "dumps" / "9")]
-    result = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0 and "halted because of loss nan" in result.stdout, result.stderr
     assert "embedding" in result.stdout and ".txt" in result.stdout
 
 
 def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, poisoned, tmp_path):
-    """Spike at step 11, checkpoint at 8: steps 9 … take the batches behind the spike, as a run does that starts there."""
+    """Spike at step 11, checkpoint at 8: steps 9 … take the batches behind the spike, as a run
+    does that starts there.
+    """
     poisoned({10: SURGE})
     rewinding = _with(config, on_spike="rewind")
     assert train(rewinding, tmp_path / "run") == 0
@@ -154,11 +213,16 @@ def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, p
         assert float(values["loss"]) == _losses(tmp_path / "run")[step]
 
 
-def test_a_run_that_diverges_too_late_for_the_guards_says_so_at_every_start(config, poisoned, tmp_path, capsys):
+def test_a_run_that_diverges_too_late_for_the_guards_says_so_at_every_start(
+    config, poisoned, tmp_path, capsys
+):
     poisoned({14: POISON, 15: POISON})
     for _ in range(2):
         assert train(config, tmp_path) == ExitCode.DIVERGED
-        assert "diverged by step 16, its last: the last 2 updates were skipped" in capsys.readouterr().err
+        assert (
+            "diverged by step 16, its last: the last 2 updates were skipped"
+            in capsys.readouterr().err
+        )
     assert len(_events(tmp_path, "stop")) == 1 and not is_done(tmp_path, config)
 
 

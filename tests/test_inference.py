@@ -34,19 +34,36 @@ from qwen3next_jax.parallel.rules import storage_spec
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 
-# Wide initial weights and slow decay: with the usual ones a random model hardly depends on its context, and a wrong cache
-# would go unnoticed.
+# Wide initial weights and slow decay: with the usual ones a random model hardly depends on its
+# context, and a wrong cache would go unnoticed.
 CONFIG = ModelConfig(
-    vocab_size=257, hidden_size=32, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-    linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-    shared_expert_intermediate_size=16, max_position_embeddings=512, dtype="float32", initializer_range=0.2,
-    decay_init="log_uniform", mtp_depth=1)
+    vocab_size=257,
+    hidden_size=32,
+    num_hidden_layers=4,
+    full_attention_interval=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+    max_position_embeddings=512,
+    dtype="float32",
+    initializer_range=0.2,
+    decay_init="log_uniform",
+    mtp_depth=1,
+)
 # Float32 sums over at most ~100 terms, through 4 layers whose outputs are of order 1.
 TOLERANCE = dict(rtol=1e-4, atol=1e-4)
 
 
-NEW = 32  # tokens generated everywhere, so that all tests share one cache length and its compiled programs
+# tokens generated everywhere, so that all tests share one cache length and its compiled programs
+NEW = 32
 
 
 def made(config):
@@ -79,23 +96,36 @@ def prompts():
 def greedy(model, prompts):
     """The greedy continuations and [4, 64] whole rows, padded."""
     new = complete(model, prompts, max_new_tokens=NEW)
-    return new, np.stack([np.pad(np.concatenate(pair), (0, 64 - len(pair[0]) - NEW)) for pair in zip(prompts, new)])
+    return new, np.stack(
+        [np.pad(np.concatenate(pair), (0, 64 - len(pair[0]) - NEW)) for pair in zip(prompts, new)]
+    )
 
 
 def test_cached_states_are_those_of_the_whole_sequence(model, forward, greedy):
-    """Rows cut at different places into a prefill (of no tokens, one, some, as many as fit) and what follows."""
+    """Rows cut at different places into a prefill (of no tokens, one, some, as many as fit) and
+    what follows.
+    """
     _, whole = greedy
     expected = forward(whole).logits
     decode_some = jitted(model, Qwen3Next.decode)
     first, step = np.array([[0], [1], [6], [16]]), np.arange(16)
     cache = model.init_cache(4, 64)
-    for start, count in ((np.zeros((4, 1), int), first), (first, np.full((4, 1), 16)), (first + 16, np.full((4, 1), 2))):
+    for start, count in (
+        (np.zeros((4, 1), int), first),
+        (first, np.full((4, 1), 16)),
+        (first + 16, np.full((4, 1), 2)),
+    ):
         positions = (start + step).astype(np.int32)
-        hidden, cache = decode_some(np.take_along_axis(whole, positions, axis=1), positions, cache, (step < count).astype(np.int32))
+        hidden, cache = decode_some(
+            np.take_along_axis(whole, positions, axis=1),
+            positions,
+            cache,
+            (step < count).astype(np.int32),
+        )
         logits = np.asarray(model.logits(hidden))
         for row in range(4):
             n, at = count[row, 0], start[row, 0]
-            np.testing.assert_allclose(logits[row, :n], expected[row, at:at + n], **TOLERANCE)
+            np.testing.assert_allclose(logits[row, :n], expected[row, at : at + n], **TOLERANCE)
 
 
 def test_greedy_continuations_of_a_ragged_batch(forward, prompts, greedy):
@@ -104,14 +134,17 @@ def test_greedy_continuations_of_a_ragged_batch(forward, prompts, greedy):
     choice = np.argmax(forward(whole).logits, axis=-1)
     for i, prompt in enumerate(prompts):
         assert len(new[i]) == NEW
-        np.testing.assert_array_equal(new[i], choice[i, len(prompt) - 1:len(prompt) + NEW - 1])
+        np.testing.assert_array_equal(new[i], choice[i, len(prompt) - 1 : len(prompt) + NEW - 1])
 
 
 def test_prefill_in_chunks_is_one_prefill(model, prompts):
     fill = jitted(model, lambda model, *args: plain.prefill(model, None, *args))
 
     def cache_after(chunk):
-        last_B, known_B = (jnp.array([f(prompt) for prompt in prompts], jnp.int32) for f in (lambda p: p[-1], lambda p: len(p) - 1))
+        last_B, known_B = (
+            jnp.array([f(prompt) for prompt in prompts], jnp.int32)
+            for f in (lambda p: p[-1], lambda p: len(p) - 1)
+        )
         rows = plain.start(model, 64, last_B, known_B, known_B)
         for begin, tokens_BT in decode.prompt_chunks(prompts, chunk=chunk):
             rows = fill(rows, tokens_BT, begin)
@@ -122,14 +155,18 @@ def test_prefill_in_chunks_is_one_prefill(model, prompts):
     for whole, chunked in zip(cache_after(64), cache_after(16)):
         for name in whole:
             mask = known[None, :, :, None, None] if name in ("k", "v") else True
-            np.testing.assert_allclose(np.where(mask, chunked[name], 0), np.where(mask, whole[name], 0), **TOLERANCE)
+            np.testing.assert_allclose(
+                np.where(mask, chunked[name], 0), np.where(mask, whole[name], 0), **TOLERANCE
+            )
 
 
 def test_samples_depend_on_seed_row_and_position_only(model, prompts):
     options = dict(max_new_tokens=NEW, temperature=1.0, top_p=0.99)
     first = complete(model, prompts, seed=1, **options)
     np.testing.assert_array_equal(first, complete(model, prompts, seed=1, **options))
-    np.testing.assert_array_equal(first[:2], complete(model, [*prompts[:2], prompts[3], prompts[3]], seed=1, **options)[:2])
+    np.testing.assert_array_equal(
+        first[:2], complete(model, [*prompts[:2], prompts[3], prompts[3]], seed=1, **options)[:2]
+    )
     assert not np.array_equal(first, complete(model, prompts, seed=2, **options))
     twins = complete(model, [prompts[1]] * 4, seed=1, **options)
     assert not np.array_equal(twins[0], twins[1])
@@ -139,7 +176,7 @@ def left_out(logits, temperature, top_k, top_p, min_p):
     """The distribution that is sampled, as the settings' descriptions say it."""
     p = np.exp((logits - logits.max()) / np.float32(temperature), dtype=np.float64)
     order = np.argsort(-p, kind="stable")
-    kept = order[:top_k or None]
+    kept = order[: top_k or None]
     kept = kept[np.cumsum(p[kept] / p[kept].sum()) - p[kept] / p[kept].sum() < top_p]
     kept = kept[p[kept] >= min_p * p.max()]
     q = np.zeros_like(p)
@@ -151,26 +188,46 @@ def test_filters_leave_what_they_say():
     rng = np.random.default_rng(0)
     filtered = jax.jit(lambda *args: jnp.exp(log_probabilities(*args, filters=True)))
     for _ in range(200):
-        numbers = (rng.choice([0.5, 1.0, 2.0]), int(rng.integers(0, 12)), rng.choice([0.3, 0.8, 1.0]), rng.choice([0.0, 0.05, 0.5]))
+        numbers = (
+            rng.choice([0.5, 1.0, 2.0]),
+            int(rng.integers(0, 12)),
+            rng.choice([0.3, 0.8, 1.0]),
+            rng.choice([0.0, 0.05, 0.5]),
+        )
         logits = rng.normal(size=30).astype(np.float32) * 2
-        np.testing.assert_allclose(filtered(logits, Sampling(*numbers)), left_out(logits, *numbers), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            filtered(logits, Sampling(*numbers)), left_out(logits, *numbers), rtol=1e-5, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_samples_follow_the_distribution(drafts):
-    """χ² of the first three tokens together, against the forward pass. In a vocabulary of six, drafts are accepted and refused alike."""
-    config = dataclasses.replace(CONFIG, vocab_size=6, num_hidden_layers=1, full_attention_interval=1, layer_types=(), num_experts=0,
-                                 intermediate_size=32)
+    """χ² of the first three tokens together, against the forward pass. In a vocabulary of six,
+    drafts are accepted and refused alike.
+    """
+    config = dataclasses.replace(
+        CONFIG,
+        vocab_size=6,
+        num_hidden_layers=1,
+        full_attention_interval=1,
+        layer_types=(),
+        num_experts=0,
+        intermediate_size=32,
+    )
     model, batch, options = made(config), 64, dict(temperature=0.9, top_k=5, top_p=0.95, min_p=0.02)
     prompt = np.array([1, 4, 2, 5, 3])
     pairs = np.array([(a, b) for a in range(6) for b in range(6)])
     rows = np.concatenate([np.tile(prompt, (36, 1)), pairs], axis=1)
     logits = np.asarray(jitted(model, lambda model, tokens: model(tokens).logits)(rows))
     p = {(i, n): left_out(logits[i, n], *options.values()) for i in range(36) for n in (4, 5, 6)}
-    expected = np.array([p[i, 4][a] * p[i, 5][b] * p[i, 6] for i, (a, b) in enumerate(pairs)]).reshape(6, 6, 6)
+    expected = np.array(
+        [p[i, 4][a] * p[i, 5][b] * p[i, 6] for i, (a, b) in enumerate(pairs)]
+    ).reshape(6, 6, 6)
     observed = np.zeros_like(expected)
     for seed in range(20):
-        stream = generate(model, [prompt] * batch, max_new_tokens=3, seed=seed, speculative=drafts, **options)
+        stream = generate(
+            model, [prompt] * batch, max_new_tokens=3, seed=seed, speculative=drafts, **options
+        )
         for a, b, c in joined(stream, batch):
             observed[a, b, c] += 1
         if drafts:
@@ -178,46 +235,67 @@ def test_samples_follow_the_distribution(drafts):
     assert not np.any(observed[expected == 0])
     expected *= observed.sum()
     common = expected >= 5
-    # χ² over the common outcomes: mean about their number n, variance about 2n; five standard deviations.
+    # χ² over the common outcomes: mean about their number n, variance about 2n; five standard
+    # deviations.
     assert common.sum() >= 20
-    assert np.sum((observed - expected)[common] ** 2 / expected[common]) < common.sum() + 5 * np.sqrt(2 * common.sum())
+    assert np.sum(
+        (observed - expected)[common] ** 2 / expected[common]
+    ) < common.sum() + 5 * np.sqrt(2 * common.sum())
 
 
 def test_rows_stop_one_by_one(model, prompts, greedy):
     free, _ = greedy
     stop = int(free[1][9])
-    cut = [row[:np.argmax(row == stop)] if stop in row else row for row in free]
+    cut = [row[: np.argmax(row == stop)] if stop in row else row for row in free]
     assert len({len(row) for row in cut}) > 1
     for row, expected in zip(complete(model, prompts, max_new_tokens=NEW, stop_ids=[stop]), cut):
         np.testing.assert_array_equal(row, expected)
-    for row, expected in zip(complete(model, prompts, max_new_tokens=NEW, stop_ids=[stop], speculative=3), cut):
+    for row, expected in zip(
+        complete(model, prompts, max_new_tokens=NEW, stop_ids=[stop], speculative=3), cut
+    ):
         np.testing.assert_array_equal(row, expected)
     at_once = complete(model, [prompts[1]] * 4, max_new_tokens=NEW, stop_ids=[int(free[1][0])])
     assert [list(row) for row in at_once] == [[]] * 4
 
 
-@pytest.mark.parametrize("drafts", [*(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4)), 3])
+@pytest.mark.parametrize(
+    "drafts", [*(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4)), 3]
+)
 def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy):
-    """Drafts are replaced by ones whose leading part is right. After every round the tokens are those of plain decoding and the
-    new drafts the module's best, without a cache: of the trunk's states, and then of its own for the token before."""
+    """Drafts are replaced by ones whose leading part is right. After every round the tokens are
+    those of plain decoding and the new drafts the module's best, without a cache: of the trunk's
+    states, and then of its own for the token before.
+    """
+
     @functools.partial(jitted, model)
     def behind(model, tokens, position, drafts):
         t, row, hidden, worse = jnp.arange(64), jnp.arange(4), model.features(tokens).hidden, []
         for d in range(drafts.shape[1]):
-            out = model.mtp(hidden, model.embed(jnp.roll(tokens, -1, axis=1)), Context(jnp.tile(t, (4, 1))))[0]
+            out = model.mtp(
+                hidden, model.embed(jnp.roll(tokens, -1, axis=1)), Context(jnp.tile(t, (4, 1)))
+            )[0]
             out = out[row, position - 1 + d]
             logits = model.logits(out)
             worse.append(jnp.max(logits, axis=-1) - logits[row, drafts[:, d]])
             hidden = hidden.at[row, position + d].set(out)
         return jnp.stack(worse)
+
     graphdef, params = nnx.split(model)
     whole = np.pad(greedy[1], ((0, 0), (0, drafts)))
     rng = np.random.default_rng(drafts)
     run = decode.programs(graphdef, drafts=drafts)
-    state = run.start(model, 64, *(np.array(x, np.int32) for x in ([p[-1] for p in prompts], [len(p) - 1 for p in prompts], [NEW] * 4)))
+    state = run.start(
+        model,
+        64,
+        *(
+            np.array(x, np.int32)
+            for x in ([p[-1] for p in prompts], [len(p) - 1 for p in prompts], [NEW] * 4)
+        ),
+    )
 
     def call(name, state, *args):
         return run.compiled(name, lambda: None, params, state, *args)(params, state, *args)
+
     for begin, tokens in decode.prompt_chunks(prompts, 1):
         state = call("prefill", state, tokens, np.int32(begin))
     numbers = Sampling(*map(np.float32, Sampling()))._replace(top_k=np.int32(0))
@@ -225,16 +303,28 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
     for _ in range(8):
         position = np.asarray(state.position)
         forced = whole[np.arange(4)[:, None], position[:, None] + np.arange(1, drafts + 1)]
-        forced = np.where(np.arange(drafts) < rng.integers(0, drafts + 1, (4, 1)), forced, forced + 1) % CONFIG.vocab_size
-        state, emitted, _ = call("advance", state._replace(drafts=jnp.asarray(forced, jnp.int32)), np.int32(1), np.zeros(0, np.int32),
-                                 numbers, np.uint32(0))
+        forced = (
+            np.where(np.arange(drafts) < rng.integers(0, drafts + 1, (4, 1)), forced, forced + 1)
+            % CONFIG.vocab_size
+        )
+        state, emitted, _ = call(
+            "advance",
+            state._replace(drafts=jnp.asarray(forced, jnp.int32)),
+            np.int32(1),
+            np.zeros(0, np.int32),
+            numbers,
+            np.uint32(0),
+        )
         accepted += emitted.accepted
         tokens = np.zeros((4, 64), np.int32)
         for i, (before, after) in enumerate(zip(position, np.asarray(state.position))):
-            new = emitted.tokens[i, :emitted.count[i]]
-            np.testing.assert_array_equal(new, whole[i, before + 1:before + 1 + len(new)])
+            new = emitted.tokens[i, : emitted.count[i]]
+            np.testing.assert_array_equal(new, whole[i, before + 1 : before + 1 + len(new)])
             assert emitted.count[i] == after - before
-            tokens[i, :after + 1], tokens[i, after + 1:after + 1 + drafts] = whole[i, :after + 1], state.drafts[i]
+            tokens[i, : after + 1], tokens[i, after + 1 : after + 1 + drafts] = (
+                whole[i, : after + 1],
+                state.drafts[i],
+            )
         np.testing.assert_array_less(behind(tokens, state.position, state.drafts), 1e-3)
     assert np.all(accepted > 0) and accepted[0] < 4 * 8
 
@@ -242,12 +332,19 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 1, "tensor": 2}], ids=str)
 def test_drafting_on_a_mesh_is_drafting_on_one_device(axes, model, prompts, greedy):
-    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:max(axes.values())])
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[: max(axes.values())])
     graphdef, params = nnx.split(model)
-    placed = jax.tree.map(lambda p: p.replace(jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))),
-                          params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
+    placed = jax.tree.map(
+        lambda p: p.replace(
+            jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))
+        ),
+        params,
+        is_leaf=lambda leaf: hasattr(leaf, "declared"),
+    )
     for drafts in (0, 2):
-        new = complete(nnx.merge(graphdef, placed), prompts, max_new_tokens=NEW, speculative=drafts, mesh=mesh)
+        new = complete(
+            nnx.merge(graphdef, placed), prompts, max_new_tokens=NEW, speculative=drafts, mesh=mesh
+        )
         jax.tree.map(np.testing.assert_array_equal, new, list(greedy[0]))
 
 
@@ -257,23 +354,46 @@ def test_states_after_each_token(model):
     graphdef, params = nnx.split(model.layers[0].mixer)
     mixer = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))
     x = jnp.asarray(rng.normal(size=(2, 3, CONFIG.hidden_size)), jnp.float32)
-    cache = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), mixer.init_cache(CONFIG, 2, 64))
+    cache = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype),
+        mixer.init_cache(CONFIG, 2, 64),
+    )
     context = Context(jnp.tile(jnp.arange(3), (2, 1)), time=None, each=True)
-    at_once, one_by_one = (jax.jit(lambda x, cache, f=f: f(mixer, x, context, cache)[::2])(x, cache)
-                           for f in (type(mixer).each_token, Mixer.each_token))
+    at_once, one_by_one = (
+        jax.jit(lambda x, cache, f=f: f(mixer, x, context, cache)[::2])(x, cache)
+        for f in (type(mixer).each_token, Mixer.each_token)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), at_once, one_by_one)
 
 
 @pytest.mark.parametrize(("tokens", "skewed"), [(1, False), (3, False), (20, False), (20, True)])
 def test_few_tokens_pass_the_experts_that_they_chose(tokens, skewed):
-    """One by one, all experts at once, and in several passes where most tokens chose the same two."""
+    """One by one, all experts at once, and in several passes where most tokens chose the same
+    two.
+    """
     rng = np.random.default_rng(tokens)
-    x, gate_up, down = rng.normal(size=(tokens, 8)), rng.normal(size=(16, 8, 2, 4)), rng.normal(size=(16, 4, 8))
-    weight, expert = rng.random((tokens, 2)), np.stack([rng.permutation(16)[:2] for _ in range(tokens)])
-    expert[:17 * skewed] = [3, 9]
+    x, gate_up, down = (
+        rng.normal(size=(tokens, 8)),
+        rng.normal(size=(16, 8, 2, 4)),
+        rng.normal(size=(16, 4, 8)),
+    )
+    weight, expert = (
+        rng.random((tokens, 2)),
+        np.stack([rng.permutation(16)[:2] for _ in range(tokens)]),
+    )
+    expert[: 17 * skewed] = [3, 9]
     hidden = np.einsum("rd,radci->raci", x, gate_up[expert])
-    expected = np.einsum("ra,rai,raid->rd", weight, hidden[:, :, 0] / (1 + np.exp(-hidden[:, :, 0])) * hidden[:, :, 1], down[expert])
-    run = jax.jit(lambda x: used_experts(x, jnp.float32(weight), expert, jnp.float32(gate_up), jnp.float32(down)))
+    expected = np.einsum(
+        "ra,rai,raid->rd",
+        weight,
+        hidden[:, :, 0] / (1 + np.exp(-hidden[:, :, 0])) * hidden[:, :, 1],
+        down[expert],
+    )
+    run = jax.jit(
+        lambda x: used_experts(
+            x, jnp.float32(weight), expert, jnp.float32(gate_up), jnp.float32(down)
+        )
+    )
     np.testing.assert_allclose(run(jnp.float32(x)), expected, **TOLERANCE)
     x[-1] = np.inf  # is no other token's
     np.testing.assert_allclose(run(jnp.float32(x))[:-1], expected[:-1], **TOLERANCE)
@@ -282,14 +402,20 @@ def test_few_tokens_pass_the_experts_that_they_chose(tokens, skewed):
 def test_prompts_of_like_lengths_share_their_programs(model, prompts):
     compiled = []
     for n in (20, 23, 29, 31):
-        new = complete(model, [np.arange(n)] * 4, max_new_tokens=NEW, on_compile=lambda: compiled.append(n))
+        new = complete(
+            model, [np.arange(n)] * 4, max_new_tokens=NEW, on_compile=lambda: compiled.append(n)
+        )
         assert [len(row) for row in new] == [NEW] * 4
     assert set(compiled) <= {20}
 
 
 def test_a_conversation_compiles_what_later_prompts_take_and_has_room_for(model, monkeypatch):
     sizes = []
-    monkeypatch.setattr(decode.Programs, "compiled", lambda _, name, on_compile, params, state, x, *rest: sizes.append(x.shape[-1:]))
+    monkeypatch.setattr(
+        decode.Programs,
+        "compiled",
+        lambda _, name, on_compile, params, state, x, *rest: sizes.append(x.shape[-1:]),
+    )
     for room, chunks in ((512, {512, 64}), (256, {64})):
         sizes.clear()
         generate(model, [np.arange(5)], max_new_tokens=8, room=room)
@@ -310,20 +436,27 @@ def test_cache_lengths_are_few_and_close():
     assert len(set(lengths.values())) < 40
 
 
-@pytest.mark.parametrize(("prompts", "options", "message"), [
-    ([], {}, "no prompts"),
-    ([[1], []], {}, "prompt 1 is empty"),
-    ([[257]], {}, "token 257: expected 0 … 256"),
-    ([[1]], dict(max_new_tokens=0), "max_new_tokens = 0: expected at least 1"),
-    ([[1]], dict(temperature=-1.0), "temperature = -1.0"),
-    ([[1]], dict(temperature=float("nan")), "temperature = nan"),
-    ([[1]], dict(top_k=5), "top_k = 5 with temperature = 0"),
-    ([[1]], dict(temperature=1.0, top_p=0.0), "top_p = 0.0: expected more than 0"),
-    ([[1]], dict(temperature=1.0, min_p=1.5), "min_p = 1.5"),
-    ([[1]], dict(stop_ids=[300]), "stop_ids holds token 300"),
-    ([[1]], dict(speculative=5), "speculative = 5: expected 1 … 4"),
-    ([[1] * 500], dict(max_new_tokens=13), "500 tokens + 13 new ones = 513: expected at most max_position_embeddings = 512; YaRN"),
-])
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[257]], {}, "token 257: expected 0 … 256"),
+        ([[1]], dict(max_new_tokens=0), "max_new_tokens = 0: expected at least 1"),
+        ([[1]], dict(temperature=-1.0), "temperature = -1.0"),
+        ([[1]], dict(temperature=float("nan")), "temperature = nan"),
+        ([[1]], dict(top_k=5), "top_k = 5 with temperature = 0"),
+        ([[1]], dict(temperature=1.0, top_p=0.0), "top_p = 0.0: expected more than 0"),
+        ([[1]], dict(temperature=1.0, min_p=1.5), "min_p = 1.5"),
+        ([[1]], dict(stop_ids=[300]), "stop_ids holds token 300"),
+        ([[1]], dict(speculative=5), "speculative = 5: expected 1 … 4"),
+        (
+            [[1] * 500],
+            dict(max_new_tokens=13),
+            "500 tokens + 13 new ones = 513: expected at most max_position_embeddings = 512; YaRN",
+        ),
+    ],
+)
 def test_bad_requests(model, prompts, options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         generate(model, prompts, **dict(max_new_tokens=5) | options)
@@ -334,9 +467,13 @@ def command(monkeypatch):
     flags.FLAGS.mark_as_parsed()
 
     def run(**values):
-        defaults = {flag.name: flag.default for flag in flags.FLAGS.flags_by_module_dict()[generate_command.__name__]}
+        defaults = {
+            flag.name: flag.default
+            for flag in flags.FLAGS.flags_by_module_dict()[generate_command.__name__]
+        }
         with flagsaver.flagsaver(**defaults | values):
             return generate_command.main()
+
     monkeypatch.setattr(generate_command.cli, "enable_compilation_cache", lambda: None)
     return run
 
@@ -345,25 +482,40 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     config = dataclasses.replace(CONFIG, num_hidden_layers=2, layer_types=(), mtp_depth=0)
     model, tokenizer = made(config), load_tokenizer("bytes")
     save_hf(model, tmp_path / "model", tokenizer)
-    assert command(model=str(tmp_path / "model"), prompt="x", max_new_tokens=20, temperature=0.0) == 0
-    new = complete(model, [tokenizer.encode("x")], max_new_tokens=20, stop_ids=[tokenizer.eos_id])[0]
+    assert (
+        command(model=str(tmp_path / "model"), prompt="x", max_new_tokens=20, temperature=0.0) == 0
+    )
+    new = complete(model, [tokenizer.encode("x")], max_new_tokens=20, stop_ids=[tokenizer.eos_id])[
+        0
+    ]
     out, err = capsys.readouterr()
     assert out == "x" + tokenizer.decode(new) + "\n"
     assert re.search(r"20 tokens|19 tokens at [\d,]+ tokens/s", err)
 
 
-@pytest.mark.parametrize(("template", "message"), [
-    ("{{ messages[0].content }}{{ eos_token }}", None),
-    (None, "no chat template there"),
-    ("{% for m in messages %}", "tokenizer_config.json: the chat template fails (TemplateSyntaxError: "),
-    ("{{ messages[3].content }}", "the chat template fails (UndefinedError: "),
-    ("{% include '/etc/passwd' %}", "the chat template fails (TypeError: no loader"),
-    ("{{ ''.__class__.__mro__ }}", "the chat template fails (SecurityError: "),
-    ("{{ raise_exception('no system\\nrole') }}", "the chat template refuses these messages (no system role)"),
-    ("", "makes 0 characters"),
-])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[0].content }}{{ eos_token }}", None),
+        (None, "no chat template there"),
+        (
+            "{% for m in messages %}",
+            "tokenizer_config.json: the chat template fails (TemplateSyntaxError: ",
+        ),
+        ("{{ messages[3].content }}", "the chat template fails (UndefinedError: "),
+        ("{% include '/etc/passwd' %}", "the chat template fails (TypeError: no loader"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template fails (SecurityError: "),
+        (
+            "{{ raise_exception('no system\\nrole') }}",
+            "the chat template refuses these messages (no system role)",
+        ),
+        ("", "makes 0 characters"),
+    ],
+)
 def test_chat_templates(template, message, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<E>", "chat_template": template}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<E>", "chat_template": template})
+    )
     if message is None:
         assert ChatTemplate(tmp_path)([{"role": "user", "content": "hello"}]) == "hello<E>"
         return
@@ -376,22 +528,37 @@ def test_all_end_tokens_count(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
     assert end_tokens(tmp_path, 8) == {3, 5, 7}
-    with pytest.raises(UserError, match=re.escape("config.json: eos_token_id = [7]: expected a token's number, 0 … 6")):
+    with pytest.raises(
+        UserError,
+        match=re.escape("config.json: eos_token_id = [7]: expected a token's number, 0 … 6"),
+    ):
         end_tokens(tmp_path, 7)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    (dict(model="m", prompt=""), "--prompt is missing or empty"),
-    (dict(model="m", prompt="x", chat=True), "--prompt and --chat: expected one of"),
-    (dict(model="m", prompt_file="no/such"), "--prompt_file=no/such: cannot be read (No such file"),
-    (dict(model="m", prompt="x", temperature=0.0, top_k=3), "--top_k=3 with --temperature=0"),
-    (dict(model="m", prompt="x", temperature=0.0, samples=3), "--samples=3 with --temperature=0"),
-    (dict(model=str(FIXTURE), prompt="x", speculative=9), "speculative = 9: expected 1 … 4"),
-    (dict(model="m", prompt="\udcff"), "--prompt is not UTF-8 at character 0"),
-    (dict(prompt="def "), "--model is missing"),
-    (dict(model="no/such/folder", prompt="def "), "--model=no/such/folder: not the folder of a run, nor a Hugging Face directory"),
-    (dict(model=str(FIXTURE), prompt="def "), "no tokenizer.json"),
-])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(model="m", prompt=""), "--prompt is missing or empty"),
+        (dict(model="m", prompt="x", chat=True), "--prompt and --chat: expected one of"),
+        (
+            dict(model="m", prompt_file="no/such"),
+            "--prompt_file=no/such: cannot be read (No such file",
+        ),
+        (dict(model="m", prompt="x", temperature=0.0, top_k=3), "--top_k=3 with --temperature=0"),
+        (
+            dict(model="m", prompt="x", temperature=0.0, samples=3),
+            "--samples=3 with --temperature=0",
+        ),
+        (dict(model=str(FIXTURE), prompt="x", speculative=9), "speculative = 9: expected 1 … 4"),
+        (dict(model="m", prompt="\udcff"), "--prompt is not UTF-8 at character 0"),
+        (dict(prompt="def "), "--model is missing"),
+        (
+            dict(model="no/such/folder", prompt="def "),
+            "--model=no/such/folder: not the folder of a run, nor a Hugging Face directory",
+        ),
+        (dict(model=str(FIXTURE), prompt="def "), "no tokenizer.json"),
+    ],
+)
 def test_bad_input_of_the_command(command, values, message):
     with pytest.raises(UserError, match=re.escape(message)):
         command(**values)

@@ -1,4 +1,6 @@
-"""Hugging Face directories in and out: nothing lost, nothing misread in silence. Orientation is test_reference.py's."""
+"""Hugging Face directories in and out: nothing lost, nothing misread in silence. Orientation is
+test_reference.py's.
+"""
 
 import dataclasses
 import json
@@ -35,37 +37,96 @@ from qwen3next_jax.training import preflight
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 SMALL = ModelConfig(
-    vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=4, linear_value_head_dim=6, num_experts=3,
-    num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8, intermediate_size=24,
-    max_position_embeddings=64, dtype="float32")
+    vocab_size=32,
+    hidden_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=4,
+    linear_value_head_dim=6,
+    num_experts=3,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    intermediate_size=24,
+    max_position_embeddings=64,
+    dtype="float32",
+)
 VARIANTS = {
     "released pattern, scanned": {"num_hidden_layers": 8},
-    "no period": {"layer_types": ("linear_attention", "full_attention", "full_attention", "linear_attention")},
-    "dense, tied, YaRN": {"num_experts": 0, "tie_word_embeddings": True, "hf_form": "qwen3_5_text", "yarn_factor": 4.0},
-    "dense and sparse layers": {"full_attention_interval": 0, "num_hidden_layers": 5, "mlp_only_layers": (0,)},
-    "tied, no shared expert, no MTP, YaRN": {"yarn_factor": 2.5, "tie_word_embeddings": True, "shared_expert_intermediate_size": 0,
-                                             "mtp_depth": 0},
+    "no period": {
+        "layer_types": ("linear_attention", "full_attention", "full_attention", "linear_attention")
+    },
+    "dense, tied, YaRN": {
+        "num_experts": 0,
+        "tie_word_embeddings": True,
+        "hf_form": "qwen3_5_text",
+        "yarn_factor": 4.0,
+    },
+    "dense and sparse layers": {
+        "full_attention_interval": 0,
+        "num_hidden_layers": 5,
+        "mlp_only_layers": (0,),
+    },
+    "tied, no shared expert, no MTP, YaRN": {
+        "yarn_factor": 2.5,
+        "tie_word_embeddings": True,
+        "shared_expert_intermediate_size": 0,
+        "mtp_depth": 0,
+    },
     "deeper MTP, fused experts, other numbers": {
-        "hf_form": "qwen3_5", "hf_fused_experts": ("trunk",), "mtp_depth": 3, "rope_theta": 5e5, "partial_rotary_factor": 0.5,
-        "eos_token_id": 7},
+        "hf_form": "qwen3_5",
+        "hf_fused_experts": ("trunk",),
+        "mtp_depth": 3,
+        "rope_theta": 5e5,
+        "partial_rotary_factor": 0.5,
+        "eos_token_id": 7,
+    },
     "Kimi Linear": {
-        "hf_form": "kimi_linear", "num_hidden_layers": 2, "full_attention_interval": 2, "linear_mixer": "kda", "full_mixer": "mla",
-        "mtp_depth": 0, "zero_centered_norm": False, "attention_output_gate": False, "num_key_value_heads": 2, "decay_init": "log_uniform",
-        "partial_rotary_factor": 0.0, "linear_num_value_heads": 2, "linear_value_head_dim": 4, "shared_expert_intermediate_size": 16,
-        "mlp_only_layers": (0,), "mixer": MixerConfig(latent_rank=6, query_rank=5, shared_key_width=2, latent_norm_eps=1e-6),
-        "moe": MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False, routed_scaling_factor=2.5)},
+        "hf_form": "kimi_linear",
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "linear_mixer": "kda",
+        "full_mixer": "mla",
+        "mtp_depth": 0,
+        "zero_centered_norm": False,
+        "attention_output_gate": False,
+        "num_key_value_heads": 2,
+        "decay_init": "log_uniform",
+        "partial_rotary_factor": 0.0,
+        "linear_num_value_heads": 2,
+        "linear_value_head_dim": 4,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": (0,),
+        "mixer": MixerConfig(latent_rank=6, query_rank=5, shared_key_width=2, latent_norm_eps=1e-6),
+        "moe": MoEConfig(
+            scoring_func="sigmoid",
+            router_bias=True,
+            shared_expert_gate=False,
+            routed_scaling_factor=2.5,
+        ),
+    },
 }
 
 
 def new_model(**changes) -> Qwen3Next:
-    return Qwen3Next(dataclasses.replace(SMALL, layer_types=(), **changes) if "layer_types" not in changes
-                     else dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+    return Qwen3Next(
+        dataclasses.replace(SMALL, layer_types=(), **changes)
+        if "layer_types" not in changes
+        else dataclasses.replace(SMALL, **changes),
+        rngs=nnx.Rngs(0),
+    )
 
 
 def bits(model: Qwen3Next) -> dict[str, tuple]:
     flat = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]
-    return {jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype), np.asarray(leaf).tobytes()) for path, leaf in flat}
+    return {
+        jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype), np.asarray(leaf).tobytes())
+        for path, leaf in flat
+    }
 
 
 def content(directory: pathlib.Path) -> dict[str, bytes]:
@@ -90,7 +151,9 @@ def checkpoint(tmp_path) -> pathlib.Path:
 def edit_config(directory: pathlib.Path, **changes) -> None:
     """Sets fields; those given as None are removed."""
     fields = json.loads((directory / "config.json").read_text()) | changes
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    (directory / "config.json").write_text(
+        json.dumps({k: v for k, v in fields.items() if v is not None})
+    )
 
 
 def edit_tensors(directory: pathlib.Path, edit) -> None:
@@ -102,8 +165,11 @@ def edit_tensors(directory: pathlib.Path, edit) -> None:
 SMALLEST = from_dict(Config, qwen3_5_0p8b.get_config().to_dict()).model
 
 
-@pytest.mark.parametrize(("config", "inventory"), [  # of the second, transformers' class has the trunk's 752,393,024 parameters
-    (ModelConfig(), (75_944, 81_324_862_720)), (SMALLEST, (335, 752_393_024 + 20_452_864))])
+# of the second, transformers' class has the trunk's 752,393,024 parameters
+@pytest.mark.parametrize(
+    ("config", "inventory"),
+    [(ModelConfig(), (75_944, 81_324_862_720)), (SMALLEST, (335, 752_393_024 + 20_452_864))],
+)
 def test_released_models_have_their_published_inventory(config, inventory):
     shapes = [part.shape for p in parameters(config) for _ in p.prefixes for part in p.entry.slices]
     assert (len(shapes), sum(int(np.prod(shape)) for shape in shapes)) == inventory
@@ -114,18 +180,30 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     model = new_model(**VARIANTS[variant])
     save_hf(model, tmp_path / "out")
     again = load_hf(tmp_path / "out")
-    unread = {"intermediate_size"} if model.config.num_experts else preflight.OF_EXPERTS  # are not stored in every form
+    # are not stored in every form
+    unread = {"intermediate_size"} if model.config.num_experts else preflight.OF_EXPERTS
     assert set(again.config.differs(model.config)) <= unread
     assert bits(again) == bits(model)
 
 
 def _mesh(**sizes):
-    return make_mesh(ParallelConfig(mesh=MeshConfig(**sizes)), jax.devices()[:math.prod(sizes.values())])
+    return make_mesh(
+        ParallelConfig(mesh=MeshConfig(**sizes)), jax.devices()[: math.prod(sizes.values())]
+    )
 
 
-@pytest.mark.parametrize("mesh, dtype", [({"data": 8}, "bfloat16"), ({"data": 2, "expert": 3}, "float32"),
-                                         ({"data": 2, "tensor": 4}, "float32")], ids=str)
-def test_a_mesh_changes_no_bit_of_an_import_or_an_export(eight_layers, tmp_path, monkeypatch, mesh, dtype):
+@pytest.mark.parametrize(
+    "mesh, dtype",
+    [
+        ({"data": 8}, "bfloat16"),
+        ({"data": 2, "expert": 3}, "float32"),
+        ({"data": 2, "tensor": 4}, "float32"),
+    ],
+    ids=str,
+)
+def test_a_mesh_changes_no_bit_of_an_import_or_an_export(
+    eight_layers, tmp_path, monkeypatch, mesh, dtype
+):
     whole = load_hf(eight_layers, dtype)
     save_hf(whole, tmp_path / "whole")
     monkeypatch.setattr(arrays, "PIECE", 4000)  # some parameters in one piece, some in many
@@ -143,7 +221,10 @@ def test_what_other_processes_hold_is_read_by_all_with_its_bits():
     for dtype in (jnp.float32, jnp.bfloat16):
         values = jax.random.normal(jax.random.key(0), (3, 8, 4, 6), dtype).at[:, ::3].set(-0.0)
         array = jax.device_put(values, NamedSharding(mesh, P(None, ("data", "expert"), "tensor")))
-        for box in ((slice(1, 2), slice(0, 8), slice(0, 4), slice(0, 6)), (slice(0, 3), slice(1, 6), slice(1, 4), slice(2, 3))):
+        for box in (
+            (slice(1, 2), slice(0, 8), slice(0, 4), slice(0, 6)),
+            (slice(0, 3), slice(1, 6), slice(1, 4), slice(2, 3)),
+        ):
             take = arrays._taker(array.sharding, tuple(side.stop - side.start for side in box))
             found = take(array, np.array([side.start for side in box], np.int32))
             assert np.asarray(found).tobytes() == np.asarray(values)[box].tobytes()
@@ -161,6 +242,7 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
                 raise KeyboardInterrupt
             written.append(name)
             write(unfinished, name, blocks)
+
         monkeypatch.setattr(Unfinished, "write", one)
 
     killed_at(3)
@@ -172,7 +254,8 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     killed_at(-1)
     save_hf(model, tmp_path / "out", identity="a")
-    assert written[3] == written[1] and not {written[0], written[2]} & set(written[3:])  # only the damaged one is written again
+    # only the damaged one is written again
+    assert written[3] == written[1] and not {written[0], written[2]} & set(written[3:])
     assert content(tmp_path / "out") == content(tmp_path / "expected")
 
     count = len(written)
@@ -181,13 +264,15 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
         save_hf(model, tmp_path / "other", identity="a")
     killed_at(-1)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
-        patch.setattr(writing, "to_disk", lambda path: open(path / "none"))  # the disk fails at the very end
+        # the disk fails at the very end
+        patch.setattr(writing, "to_disk", lambda path: open(path / "none"))
         save_hf(model, tmp_path / "other", identity="b")  # other weights: nothing is kept
-    assert written[count + 3:count + 6] == written[count:count + 3]
+    assert written[count + 3 : count + 6] == written[count : count + 3]
     count = len(written)
     (tmp_path / "place").mkdir()
     (tmp_path / "other").symlink_to(tmp_path / "place")
-    (tmp_path / ".other.partial").rename(tmp_path / ".place.partial")  # where that of a link's folder would be
+    # where that of a link's folder would be
+    (tmp_path / ".other.partial").rename(tmp_path / ".place.partial")
     save_hf(model, tmp_path / "other", identity="b")
     assert len(written) == count and content(tmp_path / "place") == content(tmp_path / "expected")
     assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other", "place"}
@@ -198,9 +283,11 @@ def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_
     (tmp_path / "model" / "SHA256SUMS").unlink()
     file, read = tmp_path / "model" / "model.safetensors", Weights.read
     for change in (lambda: os.truncate(file, file.stat().st_size // 2), lambda: os.utime(file)):
+
         def read_and_change(weights, name, *where):
             change() if name == "model.norm.weight" else None
             return read(weights, name, *where)
+
         monkeypatch.setattr(Weights, "read", read_and_change)
         with pytest.raises(UserError, match="model.safetensors: changed while it was read"):
             load_hf(tmp_path / "model")
@@ -210,9 +297,16 @@ def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_
 def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
     save_hf(new_model(), tmp_path / "float32")
     model = load_hf(tmp_path / "float32", dtype="bfloat16")
-    dtypes = {path.rsplit("'", 2)[-2] if "'" in path else path: dtype for path, (_, dtype, _) in bits(model).items()}
+    dtypes = {
+        path.rsplit("'", 2)[-2] if "'" in path else path: dtype
+        for path, (_, dtype, _) in bits(model).items()
+    }
     assert (dtypes["q_proj"], dtypes["embedding"]) == ("bfloat16", "bfloat16")
-    assert (dtypes["a_log"], dtypes["mixer_norm"], dtypes["router"]) == ("float32", "float32", "float32")
+    assert (dtypes["a_log"], dtypes["mixer_norm"], dtypes["router"]) == (
+        "float32",
+        "float32",
+        "float32",
+    )
 
     monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
     save_hf(model, tmp_path / "out")
@@ -222,11 +316,29 @@ def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
     assert bits(load_hf(tmp_path / "out", dtype="bfloat16")) == bits(model)
     save_hf(load_hf(tmp_path / "float32"), tmp_path / "cast", dtype="bfloat16")
     assert content(tmp_path / "cast") == content(tmp_path / "out")
-    tensors = {name: tensor.dtype.name for shard in shards for name, tensor in load_file(shard).items()}  # as serving software reads it
-    assert {name.rsplit(".", 2)[-2]: tensors[name] for name in tensors if "layers.0.linear_attn" in name and "weight" in name} == {
-        "in_proj_qkvz": "bfloat16", "in_proj_ba": "bfloat16", "conv1d": "bfloat16", "out_proj": "bfloat16", "norm": "float32"}
-    assert tensors["model.layers.0.linear_attn.A_log"] == tensors["model.layers.0.linear_attn.dt_bias"] == "float32"
-    listed = {line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()}
+    # as serving software reads it
+    tensors = {
+        name: tensor.dtype.name for shard in shards for name, tensor in load_file(shard).items()
+    }
+    assert {
+        name.rsplit(".", 2)[-2]: tensors[name]
+        for name in tensors
+        if "layers.0.linear_attn" in name and "weight" in name
+    } == {
+        "in_proj_qkvz": "bfloat16",
+        "in_proj_ba": "bfloat16",
+        "conv1d": "bfloat16",
+        "out_proj": "bfloat16",
+        "norm": "float32",
+    }
+    assert (
+        tensors["model.layers.0.linear_attn.A_log"]
+        == tensors["model.layers.0.linear_attn.dt_bias"]
+        == "float32"
+    )
+    listed = {
+        line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()
+    }
     assert listed == {f.name for f in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}
 
 
@@ -234,7 +346,8 @@ def test_plain_dicts_and_gradients_map_as_the_state_does():
     model = new_model()
     state = nnx.state(model, nnx.Param)
     doubled = jax.tree.map(lambda x: 2 * x, nnx.to_pure_dict(state))
-    doubled["layers"] = {str(i): layer for i, layer in doubled["layers"].items()}  # as a restored checkpoint has it
+    # as a restored checkpoint has it
+    doubled["layers"] = {str(i): layer for i, layer in doubled["layers"].items()}
     ours, twice = hf_tensors(state, model.config), hf_tensors(doubled, model.config)
     assert ours.keys() == twice.keys()
     assert all(np.array_equal(2 * ours[name], twice[name]) for name in ours)
@@ -244,10 +357,20 @@ def test_fused_experts_read_as_the_separate_ones(checkpoint):
     expected = bits(load_hf(checkpoint))
 
     def fuse(tensors):
-        for layer in [name.removesuffix("gate.weight") for name in list(tensors) if name.endswith("mlp.gate.weight")]:
-            gate, up, down = (np.stack([tensors.pop(f"{layer}experts.{e}.{part}_proj.weight") for e in range(8)])
-                              for part in ("gate", "up", "down"))
-            tensors[f"{layer}experts.gate_up_proj"], tensors[f"{layer}experts.down_proj"] = np.concatenate((gate, up), 1), down
+        for layer in [
+            name.removesuffix("gate.weight")
+            for name in list(tensors)
+            if name.endswith("mlp.gate.weight")
+        ]:
+            gate, up, down = (
+                np.stack([tensors.pop(f"{layer}experts.{e}.{part}_proj.weight") for e in range(8)])
+                for part in ("gate", "up", "down")
+            )
+            tensors[f"{layer}experts.gate_up_proj"], tensors[f"{layer}experts.down_proj"] = (
+                np.concatenate((gate, up), 1),
+                down,
+            )
+
     edit_tensors(checkpoint, fuse)
     assert bits(load_hf(checkpoint)) == expected
 
@@ -255,8 +378,17 @@ def test_fused_experts_read_as_the_separate_ones(checkpoint):
 def test_both_forms_of_config_json_read_alike(checkpoint):
     expected = read_hf_config(checkpoint)
     assert (expected.rope_theta, expected.mtp_depth, expected.dtype) == (1e7, 1, "float32")
-    edit_config(checkpoint, rope_parameters=None, layer_types=None, dtype=None, rope_theta=1e7, partial_rotary_factor=0.25,
-                full_attention_interval=4, torch_dtype="float32", num_nextn_predict_layers=1)
+    edit_config(
+        checkpoint,
+        rope_parameters=None,
+        layer_types=None,
+        dtype=None,
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        torch_dtype="float32",
+        num_nextn_predict_layers=1,
+    )
     assert read_hf_config(checkpoint) == expected
 
 
@@ -271,7 +403,9 @@ def test_an_export_takes_over_what_its_model_began_with_or_says_that_it_does_not
     original, model = json.loads((wrapper / "config.json").read_text()), load_hf(wrapper)
     save_hf(model, tmp_path / "without", vision=False)
     assert "without: the vision tower of " in capsys.readouterr().err
-    assert not any("visual" in name for name in load_file(tmp_path / "without" / "model.safetensors"))
+    assert not any(
+        "visual" in name for name in load_file(tmp_path / "without" / "model.safetensors")
+    )
     fields = json.loads((tmp_path / "without" / "config.json").read_text())
     assert fields["vision_config"] == original["vision_config"]
     assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
@@ -279,11 +413,20 @@ def test_an_export_takes_over_what_its_model_began_with_or_says_that_it_does_not
     model.config = in_form(model.config, "qwen3_5_text", None)
     model.config = dataclasses.replace(model.config, hf_fused_experts=())
     save_hf(model, tmp_path / "text")
-    split, text = load_file(REFERENCE.parent / "qwen3_5_moe_tiny" / "model.safetensors"), load_file(tmp_path / "text" / "model.safetensors")
-    assert split.keys() == text.keys() and all(np.array_equal(split[name], text[name]) for name in split)
+    split, text = (
+        load_file(REFERENCE.parent / "qwen3_5_moe_tiny" / "model.safetensors"),
+        load_file(tmp_path / "text" / "model.safetensors"),
+    )
+    assert split.keys() == text.keys() and all(
+        np.array_equal(split[name], text[name]) for name in split
+    )
     with pytest.raises(UserError, match="gone: not there, and an export has the form"):
         in_form(model.config, None, tmp_path / "gone")
-    with pytest.raises(UserError, match="its hidden_size is 64, the model's 48: expected the checkpoint that the model began with"):
+    with pytest.raises(
+        UserError,
+        match="its hidden_size is 64, the model's 48: expected the checkpoint that the model began "
+        "with",
+    ):
         save_hf(model, tmp_path / "other", source=REFERENCE)
 
 
@@ -292,7 +435,9 @@ def _drop(*names):
 
 
 def _put(**tensors):
-    return lambda d: edit_tensors(d, lambda t: t.update({name.replace("__", "."): value for name, value in tensors.items()}))
+    return lambda d: edit_tensors(
+        d, lambda t: t.update({name.replace("__", "."): value for name, value in tensors.items()})
+    )
 
 
 def _truncate(directory):
@@ -310,78 +455,204 @@ def _as_pickle(directory):
 
 
 def _later(reference, nested=None, **changes):
-    """Puts another reference in its place and edits its config.json, at the top and in `text_config`."""
+    """Puts another reference in its place and edits its config.json, at the top and in
+    `text_config`.
+    """
+
     def inflict(directory):
         for name in ("config.json", "model.safetensors"):
             shutil.copy(REFERENCE.parent / reference / name, directory)
         fields = json.loads((directory / "config.json").read_text())
-        inner = {"text_config": {k: v for k, v in (fields["text_config"] | nested).items() if v is not None}} if nested else {}
+        inner = (
+            {
+                "text_config": {
+                    k: v for k, v in (fields["text_config"] | nested).items() if v is not None
+                }
+            }
+            if nested
+            else {}
+        )
         edit_config(directory, **inner, **changes)
+
     return inflict
 
 
 def _index(**weight_map):
-    return lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return lambda d: (d / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
 
 
 DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
     "config no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
-    "config a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object, found a list"),
-    "config deep": (lambda d: (d / "config.json").write_text("[" * 10**5 + "]" * 10**5), "config.json: nested more than 100 levels"),
+    "config a list": (
+        lambda d: (d / "config.json").write_text("[]"),
+        "expected a JSON object, found a list",
+    ),
+    "config deep": (
+        lambda d: (d / "config.json").write_text("[" * 10**5 + "]" * 10**5),
+        "config.json: nested more than 100 levels",
+    ),
     "config a FIFO": (lambda d: _fifo(d / "config.json"), "config.json: cannot be read (a FIFO"),
-    "weights a FIFO": (lambda d: (_fifo(d / "x.safetensors"), _index(a="x.safetensors")(d)), "x.safetensors: cannot be read (a FIFO"),
+    "weights a FIFO": (
+        lambda d: (_fifo(d / "x.safetensors"), _index(a="x.safetensors")(d)),
+        "x.safetensors: cannot be read (a FIFO",
+    ),
     "digests a FIFO": (lambda d: _fifo(d / "SHA256SUMS"), "SHA256SUMS: cannot be read (a FIFO"),
-    "digests outside": (lambda d: (d / "SHA256SUMS").write_text("0  ../x\n"), "SHA256SUMS: it names '../x', which is outside"),
-    "layers": (lambda d: edit_config(d, num_hidden_layers=10**9, layer_types=None),
-               "num_hidden_layers: 1000000000 layers, the weights have 4"),
-    "layer types": (lambda d: edit_config(d, layer_types=["linear_attention"] * 10**5), "layer_types: 100000 layers, the weights have 4"),
-    "experts": (lambda d: edit_config(d, num_experts=10**9), "num_experts = 1000000000: the widest of the weights has"),
-    "many heads": (lambda d: edit_config(d, linear_num_value_heads=2 * 10**9),
-                   "linear_num_value_heads = 2000000000 × linear_value_head_dim"),
-    "a long number": (lambda d: edit_config(d, vocab_size=10**4000),
-                      "vocab_size = a number of more than 40 digits: expected at most 64 bits"),
-    "model_type": (lambda d: edit_config(d, model_type="llama"), "expected one of qwen3_next, qwen3_5, "),
-    "rope scaling": (lambda d: edit_config(d, rope_scaling={"type": "dynamic", "factor": 4.0}), "rope_type = 'dynamic'"),
-    "YaRN, no factor": (lambda d: edit_config(d, rope_scaling={"type": "yarn"}), "'yarn' with factor = None: expected a number"),
-    "YaRN's turns": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 16}), "beta_fast = 16 is not supp"),
-    "YaRN's reach": (lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}),
-                     "max_position_embeddings = 512, and YaRN reaches 4 × 256 positions"),
-    "no text model": (_later("qwen3_5_wrapper_tiny", text_config=None), "text_config = None: expected the fields of the text model"),
-    "other text model": (_later("qwen3_5_wrapper_tiny", {"model_type": "llama"}), "text_config.model_type = 'llama' in a qwen3_5: exp"),
-    "tied and untied": (_later("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}), "tie_word_embeddings is true and false"),
-    "nested layers": (_later("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}), "5 layers, the weights have 4"),
-    "gate": (_later("qwen3_5_tiny", attn_output_gate=False), "attn_output_gate = False is not supported: expected True"),
-    "gate's function": (_later("qwen3_5_tiny", output_gate_type="sigmoid"), "'sigmoid' is not supported: expected 'swish' or 'silu'"),
-    "MTP embeddings": (_later("qwen3_5_tiny", mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings = True is not supported"),
-    "not renormalised": (_later("qwen3_5_moe_tiny", norm_topk_prob=False), "norm_topk_prob = False is not supported"),
+    "digests outside": (
+        lambda d: (d / "SHA256SUMS").write_text("0  ../x\n"),
+        "SHA256SUMS: it names '../x', which is outside",
+    ),
+    "layers": (
+        lambda d: edit_config(d, num_hidden_layers=10**9, layer_types=None),
+        "num_hidden_layers: 1000000000 layers, the weights have 4",
+    ),
+    "layer types": (
+        lambda d: edit_config(d, layer_types=["linear_attention"] * 10**5),
+        "layer_types: 100000 layers, the weights have 4",
+    ),
+    "experts": (
+        lambda d: edit_config(d, num_experts=10**9),
+        "num_experts = 1000000000: the widest of the weights has",
+    ),
+    "many heads": (
+        lambda d: edit_config(d, linear_num_value_heads=2 * 10**9),
+        "linear_num_value_heads = 2000000000 × linear_value_head_dim",
+    ),
+    "a long number": (
+        lambda d: edit_config(d, vocab_size=10**4000),
+        "vocab_size = a number of more than 40 digits: expected at most 64 bits",
+    ),
+    "model_type": (
+        lambda d: edit_config(d, model_type="llama"),
+        "expected one of qwen3_next, qwen3_5, ",
+    ),
+    "rope scaling": (
+        lambda d: edit_config(d, rope_scaling={"type": "dynamic", "factor": 4.0}),
+        "rope_type = 'dynamic'",
+    ),
+    "YaRN, no factor": (
+        lambda d: edit_config(d, rope_scaling={"type": "yarn"}),
+        "'yarn' with factor = None: expected a number",
+    ),
+    "YaRN's turns": (
+        lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 16}),
+        "beta_fast = 16 is not supp",
+    ),
+    "YaRN's reach": (
+        lambda d: edit_config(
+            d, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+        ),
+        "max_position_embeddings = 512, and YaRN reaches 4 × 256 positions",
+    ),
+    "no text model": (
+        _later("qwen3_5_wrapper_tiny", text_config=None),
+        "text_config = None: expected the fields of the text model",
+    ),
+    "other text model": (
+        _later("qwen3_5_wrapper_tiny", {"model_type": "llama"}),
+        "text_config.model_type = 'llama' in a qwen3_5: exp",
+    ),
+    "tied and untied": (
+        _later("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}),
+        "tie_word_embeddings is true and false",
+    ),
+    "nested layers": (
+        _later("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}),
+        "5 layers, the weights have 4",
+    ),
+    "gate": (
+        _later("qwen3_5_tiny", attn_output_gate=False),
+        "attn_output_gate = False is not supported: expected True",
+    ),
+    "gate's function": (
+        _later("qwen3_5_tiny", output_gate_type="sigmoid"),
+        "'sigmoid' is not supported: expected 'swish' or 'silu'",
+    ),
+    "MTP embeddings": (
+        _later("qwen3_5_tiny", mtp_use_dedicated_embeddings=True),
+        "mtp_use_dedicated_embeddings = True is not supported",
+    ),
+    "not renormalised": (
+        _later("qwen3_5_moe_tiny", norm_topk_prob=False),
+        "norm_topk_prob = False is not supported",
+    ),
     "other family": (_later("qwen3_5_tiny", model_type="qwen3_5_moe_text"), "the weights lack"),
-    "positions": (_later("kimi_linear_tiny", mla_use_nope=False), "mla_use_nope = False is not supported: expected True"),
-    "wide values": (_later("kimi_linear_tiny", v_head_dim=8), "v_head_dim = 8 is not supported: expected 16, as qk_nope_head_dim"),
-    "two names": (_later("kimi_linear_tiny", num_experts_per_tok=3), "num_experts_per_tok = 3, and 2 under its other name"),
-    "layers left out": (_later("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1]}), "each of the 5 layers"),
-    "rope parameters": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), "rope_type = 'linear'"),
+    "positions": (
+        _later("kimi_linear_tiny", mla_use_nope=False),
+        "mla_use_nope = False is not supported: expected True",
+    ),
+    "wide values": (
+        _later("kimi_linear_tiny", v_head_dim=8),
+        "v_head_dim = 8 is not supported: expected 16, as qk_nope_head_dim",
+    ),
+    "two names": (
+        _later("kimi_linear_tiny", num_experts_per_tok=3),
+        "num_experts_per_tok = 3, and 2 under its other name",
+    ),
+    "layers left out": (
+        _later("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1]}),
+        "each of the 5 layers",
+    ),
+    "rope parameters": (
+        lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}),
+        "rope_type = 'linear'",
+    ),
     "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act = 'gelu'"),
     "bias": (lambda d: edit_config(d, attention_bias=True), "attention_bias = True"),
-    "quantized": (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), "quantization_config"),
-    "type": (lambda d: edit_config(d, hidden_size="64"), "config.json: model.hidden_size = '64' is of type str"),
+    "quantized": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}),
+        "quantization_config",
+    ),
+    "type": (
+        lambda d: edit_config(d, hidden_size="64"),
+        "config.json: model.hidden_size = '64' is of type str",
+    ),
     "heads": (lambda d: edit_config(d, num_key_value_heads=3), "not a multiple"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors or"),
     "pickle": (_as_pickle, "pytorch_model.bin: a pickle can run code"),
-    "pickle renamed": (lambda d: (d / "model.safetensors").write_bytes(b"\x80\x02}q\x00." * 20), "a pickle under another name"),
+    "pickle renamed": (
+        lambda d: (d / "model.safetensors").write_bytes(b"\x80\x02}q\x00." * 20),
+        "a pickle under another name",
+    ),
     "truncated": (_truncate, "truncated or damaged"),
-    "huge header": (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "truncated or damaged"),
-    "missing": (_drop("model.norm.weight", "mtp.fc.weight"), "lack 2 tensors: model.norm.weight, mtp.fc.weight"),
-    "expert missing": (_drop("model.layers.1.mlp.experts.7.up_proj.weight"), "1 tensor: model.layers.1.mlp.experts.7.up"),
-    "extra": (_put(model__layers__4__x=np.zeros(2, np.float32)), "hold 1 tensor: model.layers.4.x beyond"),
-    "misshapen": (_put(lm_head__weight=np.zeros((64, 256), np.float32)), "has shape [64, 256]: expected [256, 64]"),
-    "not finite": (_put(lm_head__weight=np.full((256, 64), 1e200)), "lm_head.weight holds values that are not finite (NaN, infinity"),
+    "huge header": (
+        lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64),
+        "truncated or damaged",
+    ),
+    "missing": (
+        _drop("model.norm.weight", "mtp.fc.weight"),
+        "lack 2 tensors: model.norm.weight, mtp.fc.weight",
+    ),
+    "expert missing": (
+        _drop("model.layers.1.mlp.experts.7.up_proj.weight"),
+        "1 tensor: model.layers.1.mlp.experts.7.up",
+    ),
+    "extra": (
+        _put(model__layers__4__x=np.zeros(2, np.float32)),
+        "hold 1 tensor: model.layers.4.x beyond",
+    ),
+    "misshapen": (
+        _put(lm_head__weight=np.zeros((64, 256), np.float32)),
+        "has shape [64, 256]: expected [256, 64]",
+    ),
+    "not finite": (
+        _put(lm_head__weight=np.full((256, 64), 1e200)),
+        "lm_head.weight holds values that are not finite (NaN, infinity",
+    ),
     "integers": (_put(lm_head__weight=np.zeros((256, 64), np.int8)), "lm_head.weight is I8"),
     "untied head": (lambda d: edit_config(d, tie_word_embeddings=True), "lm_head.weight differs"),
     "escaping index": (_index(a="../model.safetensors"), "'../model.safetensors': expected"),
-    "shard missing": (_index(a="model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors: cannot be read"),
-    "shards missing": (_index(a="1.safetensors", b="2.safetensors", c="model.safetensors"),
-                       "2 of the 3 files that model.safetensors.index.json names are missing: 1.safetensors, 2.safetensors"),
+    "shard missing": (
+        _index(a="model-00001-of-00002.safetensors"),
+        "model-00001-of-00002.safetensors: cannot be read",
+    ),
+    "shards missing": (
+        _index(a="1.safetensors", b="2.safetensors", c="model.safetensors"),
+        "2 of the 3 files that model.safetensors.index.json names are missing: 1.safetensors, "
+        "2.safetensors",
+    ),
     "index names more": (_index(a="model.safetensors"), "1 tensor: a missing from the files"),
 }
 
@@ -415,8 +686,13 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
     (tmp_path / ".new.partial" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
         save_hf(new_model(), tmp_path / "new", identity="a")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="0.1 MB are to be written, and its disk has 0.0 MB free"):
-        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match="0.1 MB are to be written, and its disk has 0.0 MB free"),
+    ):
+        patch.setattr(
+            shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000)
+        )
         save_hf(new_model(), tmp_path / "other")
 
     class Tokenizer:
@@ -434,14 +710,25 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="another export is writing there"):
             save_hf(new_model(), tmp_path / "other")
         raise KeyboardInterrupt
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as export's does
+
+    # raises KeyboardInterrupt, as export's does
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for save, error in ((fail, UserError), (interrupt, KeyboardInterrupt), (export_twice, KeyboardInterrupt)):
+        for save, error in (
+            (fail, UserError),
+            (interrupt, KeyboardInterrupt),
+            (export_twice, KeyboardInterrupt),
+        ):
             with pytest.raises(error):
                 save_hf(new_model(), tmp_path / "other", Tokenizer(save))
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert sorted(f.name for f in tmp_path.rglob("*")) == [".new.partial", "notes.txt", "notes.txt", "out"]
+    assert sorted(f.name for f in tmp_path.rglob("*")) == [
+        ".new.partial",
+        "notes.txt",
+        "notes.txt",
+        "out",
+    ]
 
 
 def test_a_tree_of_another_config_is_refused():

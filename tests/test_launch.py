@@ -1,4 +1,6 @@
-"""What this process's launcher told it, from the environment alone, and what processes must agree on before they start."""
+"""What this process's launcher told it, from the environment alone, and what processes must
+agree on before they start.
+"""
 
 import json
 import types
@@ -10,14 +12,36 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.errors import UserError
 from qwen3next_jax.ops import kernel_trial
 from qwen3next_jax.parallel import distributed
-from qwen3next_jax.parallel.launch import GKE, TPU_VM, Launch, find_launch, first_host, own_gpus, tasks_on_node
+from qwen3next_jax.parallel.launch import (
+    GKE,
+    TPU_VM,
+    Launch,
+    find_launch,
+    first_host,
+    own_gpus,
+    tasks_on_node,
+)
 
-# As `srun --nodes=2 --ntasks-per-node=4` sets them for the task 6; the batch script's own tasks are another number.
-SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6",
-         "SLURM_LOCALID": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-         "SLURM_JOB_NODELIST": "gpu[07-12]"}
-OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+# As `srun --nodes=2 --ntasks-per-node=4` sets them for the task 6; the batch script's own tasks are
+# another number.
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_NODELIST": "gpu[07-12]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 OPEN_MPI_4 = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
 OPEN_MPI_5 = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-head-4242@1"}
 
@@ -27,8 +51,14 @@ def _host(launch):
 
 
 def test_alone():
-    for environment in ({}, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script without srun
-                        SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
+    # a batch script without srun
+    for environment in (
+        {},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"TPU_WORKER_HOSTNAMES": "localhost"},
+    ):
         assert find_launch(environment) is None, environment
 
 
@@ -39,14 +69,29 @@ def test_flags_hold_against_any_environment():
 
 def test_slurm():
     launch = find_launch(SLURM)
-    assert (launch.source, _host(launch), launch.processes, launch.process, launch.local_devices) == ("SLURM", "gpu07", 8, 6, (2,))
+    assert (
+        launch.source,
+        _host(launch),
+        launch.processes,
+        launch.process,
+        launch.local_devices,
+    ) == ("SLURM", "gpu07", 8, 6, (2,))
     assert find_launch(SLURM | {"SLURM_PROCID": "0"}).coordinator == launch.coordinator
-    assert find_launch(SLURM | {"SLURM_STEP_ID": "1"}).coordinator != launch.coordinator  # two steps may share a host
+    # two steps may share a host
+    assert find_launch(SLURM | {"SLURM_STEP_ID": "1"}).coordinator != launch.coordinator
     assert find_launch(SLURM, coordinator="other:1234").coordinator == "other:1234"
 
 
-@pytest.mark.parametrize("nodes, first", [("n1", "n1"), ("n1,n2", "n1"), ("gpu[07-12,15],cpu1", "gpu07"), ("n[3,5]", "n3"),
-                                          ("rack[2-3]n[01-04]-ib,x", "rack2n01-ib")])
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[07-12,15],cpu1", "gpu07"),
+        ("n[3,5]", "n3"),
+        ("rack[2-3]n[01-04]-ib,x", "rack2n01-ib"),
+    ],
+)
 def test_first_host(nodes, first):
     assert first_host(nodes) == first
 
@@ -55,9 +100,18 @@ def test_tasks_on_node():
     assert [tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
 
 
-@pytest.mark.parametrize("visible, here, per_process", [
-    (None, 1, [()]), (None, 2, [(0,), (1,)]), ("0,1,2,3", 1, [()]), ("0,1,2,3", 2, [(0, 1), (2, 3)]),
-    ("4,5,6,7", 4, [(0,), (1,), (2,), (3,)]), ("3", 4, [()] * 4), ("", 2, [(), ()])])
+@pytest.mark.parametrize(
+    "visible, here, per_process",
+    [
+        (None, 1, [()]),
+        (None, 2, [(0,), (1,)]),
+        ("0,1,2,3", 1, [()]),
+        ("0,1,2,3", 2, [(0, 1), (2, 3)]),
+        ("4,5,6,7", 4, [(0,), (1,), (2,), (3,)]),
+        ("3", 4, [()] * 4),
+        ("", 2, [(), ()]),
+    ],
+)
 def test_own_gpus(visible, here, per_process):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert [own_gpus(environment, local, here) for local in range(here)] == per_process
@@ -65,8 +119,16 @@ def test_own_gpus(visible, here, per_process):
 
 def test_open_mpi():
     four = find_launch(OPEN_MPI_4)
-    assert (four.source, _host(four), four.processes, four.process, four.local_devices) == ("Open MPI", "10.96.0.1", 4, 3, (1,))
-    six = find_launch(OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "13145.0;tcp6://[fe80::b9b,2620:10d::2]:43370"})
+    assert (four.source, _host(four), four.processes, four.process, four.local_devices) == (
+        "Open MPI",
+        "10.96.0.1",
+        4,
+        3,
+        (1,),
+    )
+    six = find_launch(
+        OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "13145.0;tcp6://[fe80::b9b,2620:10d::2]:43370"}
+    )
     assert _host(six) == "[fe80::b9b]"
     assert _host(find_launch(OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})) == "127.0.0.1"
     # mpirun in a batch script: SLURM's variables are those of its first task, in every rank.
@@ -75,9 +137,15 @@ def test_open_mpi():
     assert find_launch(OPEN_MPI_5, coordinator="10.0.0.2:8476").coordinator == "10.0.0.2:8476"
 
 
-@pytest.mark.parametrize("environment, many", [
-    ({"TPU_WORKER_HOSTNAMES": "w-0,w-1", "TPU_WORKER_ID": "1"}, True), ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, True),
-    ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"}, True), ({"TPU_WORKER_HOSTNAMES": "localhost"}, False)])
+@pytest.mark.parametrize(
+    "environment, many",
+    [
+        ({"TPU_WORKER_HOSTNAMES": "w-0,w-1", "TPU_WORKER_ID": "1"}, True),
+        ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+    ],
+)
 def test_tpu_slice_on_gke(environment, many):
     assert find_launch(environment, tpu_chips=True) == (Launch(GKE) if many else None)
 
@@ -87,59 +155,120 @@ def test_a_machine_with_chips_asks_its_metadata():
     assert find_launch({"JAX_PLATFORMS": "cpu"}, tpu_chips=True) is None
 
 
-@pytest.mark.parametrize("environment, flags, message", [
-    ({}, ("10.0.0.2:8476", 2, None), "--process missing"),
-    ({}, (None, 2, 1), "--coordinator missing"),
-    ({}, ("10.0.0.2:8476", None, None), "--coordinator without --processes and --process"),
-    ({}, ("10.0.0.2:8476", 2, 2), "--process=2 --processes=2: expected process 0"),
-    ({}, ("10.0.0.2", 2, 1), "--coordinator=10.0.0.2: expected HOST:PORT"),
-    ({}, ("host:99999", 2, 1), "expected HOST:PORT"),
-    (OPEN_MPI_5, (None, None, None), "Open MPI does not say on which host rank 0 runs: add --coordinator"),
-    (SLURM | {"SLURM_PROCID": "six"}, (None, None, None), "SLURM_PROCID = 'six': expected a number"),
-    ({k: v for k, v in SLURM.items() if k != "SLURM_NODEID"}, (None, None, None), "SLURM_NODEID is not set"),
-    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), "tells of 1 nodes"),
-    (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, (None, None, None), "4 processes on this host share the 3 GPUs"),
-])
+@pytest.mark.parametrize(
+    "environment, flags, message",
+    [
+        ({}, ("10.0.0.2:8476", 2, None), "--process missing"),
+        ({}, (None, 2, 1), "--coordinator missing"),
+        ({}, ("10.0.0.2:8476", None, None), "--coordinator without --processes and --process"),
+        ({}, ("10.0.0.2:8476", 2, 2), "--process=2 --processes=2: expected process 0"),
+        ({}, ("10.0.0.2", 2, 1), "--coordinator=10.0.0.2: expected HOST:PORT"),
+        ({}, ("host:99999", 2, 1), "expected HOST:PORT"),
+        (
+            OPEN_MPI_5,
+            (None, None, None),
+            "Open MPI does not say on which host rank 0 runs: add --coordinator",
+        ),
+        (
+            SLURM | {"SLURM_PROCID": "six"},
+            (None, None, None),
+            "SLURM_PROCID = 'six': expected a number",
+        ),
+        (
+            {k: v for k, v in SLURM.items() if k != "SLURM_NODEID"},
+            (None, None, None),
+            "SLURM_NODEID is not set",
+        ),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), "tells of 1 nodes"),
+        (
+            SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
+            (None, None, None),
+            "4 processes on this host share the 3 GPUs",
+        ),
+    ],
+)
 def test_mistakes_are_named(environment, flags, message):
     with pytest.raises(UserError, match=message):
         find_launch(environment, *flags)
 
 
-@pytest.mark.parametrize("name", ["code: qwen3next_jax/model/language_model.py", "optax", "libtpu", "config.optimizer.learning_rate"])
-def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_name(monkeypatch, name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "code: qwen3next_jax/model/language_model.py",
+        "optax",
+        "libtpu",
+        "config.optimizer.learning_rate",
+    ],
+)
+def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_name(
+    monkeypatch, name
+):
     digests = distributed._code_digests() | distributed._settings(Config())
     assert name in digests
-    said = [{"host": f"host{i}", "about": about} for i, about in enumerate((digests, digests | {name: "another"}))]
+    said = [
+        {"host": f"host{i}", "about": about}
+        for i, about in enumerate((digests, digests | {name: "another"}))
+    ]
     monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(distributed, "_client", lambda: types.SimpleNamespace(
-        blocking_key_value_get=lambda key, _: json.dumps(said[int(key.rpartition("/")[2])])))
-    with pytest.raises(UserError, match=rf"disagree on {name}: process 0 on host0 has {digests[name]}, process 1 on host1 another;"):
+    monkeypatch.setattr(
+        distributed,
+        "_client",
+        lambda: types.SimpleNamespace(
+            blocking_key_value_get=lambda key, _: json.dumps(said[int(key.rpartition("/")[2])])
+        ),
+    )
+    with pytest.raises(
+        UserError,
+        match=rf"disagree on {name}: process 0 on host0 has {digests[name]}, process 1 on host1 "
+        r"another;",
+    ):
         distributed._judge("start", 1.0)
 
 
 CHIP = "on a GPU of compute capability 8.0: expected 9.0 (H100, H200)"
 
 
-@pytest.mark.parametrize("chip, other, told, refused", [("9.0", "right", "right", ""), ("8.0", "right", CHIP, CHIP),
-                                                        ("9.0", CHIP, "right", f"{CHIP} (process 1)")])
+@pytest.mark.parametrize(
+    "chip, other, told, refused",
+    [
+        ("9.0", "right", "right", ""),
+        ("8.0", "right", CHIP, CHIP),
+        ("9.0", CHIP, "right", f"{CHIP} (process 1)"),
+    ],
+)
 def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, told, refused):
     said = {}
-    monkeypatch.setattr("jax._src.distributed.global_state.client", types.SimpleNamespace(
-        key_value_set=lambda key, text, allow_overwrite: said.update({key: text}),
-        blocking_key_value_get=lambda key, _: said.get(key, other)))
+    monkeypatch.setattr(
+        "jax._src.distributed.global_state.client",
+        types.SimpleNamespace(
+            key_value_set=lambda key, text, allow_overwrite: said.update({key: text}),
+            blocking_key_value_get=lambda key, _: said.get(key, other),
+        ),
+    )
     monkeypatch.setattr(kernel_trial, "_known", {})
     devices = [types.SimpleNamespace(compute_capability=chip)]
-    for name, value in (("process_count", 2), ("default_backend", "gpu"), ("local_devices", devices)):
+    for name, value in (
+        ("process_count", 2),
+        ("default_backend", "gpu"),
+        ("local_devices", devices),
+    ):
         monkeypatch.setattr(jax, name, lambda value=value: value)
     assert (kernel_trial.hopper_refusal(), list(said.values())) == (refused, [told])
 
 
 def test_a_jax_without_the_key_value_store_is_told_before_anyone_waits(monkeypatch):
     monkeypatch.delattr("jax._src.distributed.global_state")
-    with pytest.raises(UserError, match="JAX .* has no jax._src.distributed.global_state.client .*install a JAX that has it"):
+    with pytest.raises(
+        UserError,
+        match="JAX .* has no jax._src.distributed.global_state.client .*install a JAX that has it",
+    ):
         distributed.start(Launch("flags", "localhost:1", processes=2, process=0), None)
 
 
 def test_whatever_one_process_meets_is_told_to_all(capsys):
-    assert distributed._tried(lambda: 1 / 0) == (None, {"error": "ZeroDivisionError: division by zero", "code": 1})
+    assert distributed._tried(lambda: 1 / 0) == (
+        None,
+        {"error": "ZeroDivisionError: division by zero", "code": 1},
+    )
     assert "Traceback" in capsys.readouterr().err

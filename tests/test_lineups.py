@@ -1,4 +1,6 @@
-"""The line-ups of published models: as many parameters as published, less what the file says is not here."""
+"""The line-ups of published models: as many parameters as published, less what the file says is
+not here.
+"""
 
 import pytest
 
@@ -8,7 +10,10 @@ from benchmarks.lineups import NAMES, counted
 QUICK = ("deepseek_v3", "gemma3_1b", "nemotron3_nano", "olmo2_7b")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
 def test_parameters_are_the_published_ones(name):
     here, _, published, lacks = counted(name)
     assert here + sum(lacks.values()) == published

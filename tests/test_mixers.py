@@ -17,7 +17,15 @@ from jax.sharding import PartitionSpec as P
 from mixer_references import REFERENCES, errors
 from page import example, line
 
-from qwen3next_jax.config import FULL, LINEAR, Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config import (
+    FULL,
+    LINEAR,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.errors import UserError
@@ -29,17 +37,42 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import fft_convolution, gated_delta_rule, kernel_trial, pallas_gated_norm, pallas_gpu_gated_norm, pallas_heads
+from qwen3next_jax.ops import (
+    fft_convolution,
+    gated_delta_rule,
+    kernel_trial,
+    pallas_gated_norm,
+    pallas_gpu_gated_norm,
+    pallas_heads,
+)
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
-BASE = ModelConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                   linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
-                   num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8, max_position_embeddings=64,
-                   mtp_depth=0, dtype="float32", initializer_range=0.2)
-SEGMENTS = jnp.asarray(np.repeat(range(1, len(CUTS)), np.diff(CUTS))[None].repeat(2, axis=0), jnp.int32)
+BASE = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    max_position_embeddings=64,
+    mtp_depth=0,
+    dtype="float32",
+    initializer_range=0.2,
+)
+SEGMENTS = jnp.asarray(
+    np.repeat(range(1, len(CUTS)), np.diff(CUTS))[None].repeat(2, axis=0), jnp.int32
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,24 +97,37 @@ def quick(names):
 
 @pytest.fixture(scope="module", params=quick((*MIXERS, "retention")))
 def mixer(request):
-    """(name, graph definition, parameters) of one layer's mixer, weights wide enough that the context matters."""
+    """(name, graph definition, parameters) of one layer's mixer, weights wide enough that the
+    context matters.
+    """
     config = base(request.param)
     layer = mixer_class(request.param)(config, Make(config, nnx.Rngs(0)), (0,))
     return request.param, *nnx.split(layer)
 
 
 # Small enough that rows of T tokens meet them.
-SETTINGS = {"sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True), "gsa": MixerConfig(slots=6),
-            "mla": MixerConfig(latent_rank=8, query_rank=6, shared_key_width=4), "abc": MixerConfig(slots=6),
-            "ttt": MixerConfig(block=4), "titans": MixerConfig(block=4),
-            "t5_bias": MixerConfig(buckets=8, max_distance=12),
-            "rerope": MixerConfig(window=5), "leaky_rerope": MixerConfig(window=5, stretch=3.0), "lambda_window": MixerConfig(
-            window=5, first_tokens=2), "parallel_windows": MixerConfig(window=4, contexts=3), "selected_tokens": MixerConfig(
-            window=5, first_tokens=2, selected=3)}
+SETTINGS = {
+    "sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True),
+    "gsa": MixerConfig(slots=6),
+    "mla": MixerConfig(latent_rank=8, query_rank=6, shared_key_width=4),
+    "abc": MixerConfig(slots=6),
+    "ttt": MixerConfig(block=4),
+    "titans": MixerConfig(block=4),
+    "t5_bias": MixerConfig(buckets=8, max_distance=12),
+    "rerope": MixerConfig(window=5),
+    "leaky_rerope": MixerConfig(window=5, stretch=3.0),
+    "lambda_window": MixerConfig(window=5, first_tokens=2),
+    "parallel_windows": MixerConfig(window=4, contexts=3),
+    "selected_tokens": MixerConfig(window=5, first_tokens=2, selected=3),
+}
 
 
 def base(name):
-    beyond = {"max_position_embeddings": 8, "yarn_factor": 8.0, "partial_rotary_factor": 0.5} if name == "dynamic_ntk" else {}
+    beyond = (
+        {"max_position_embeddings": 8, "yarn_factor": 8.0, "partial_rotary_factor": 0.5}
+        if name == "dynamic_ntk"
+        else {}
+    )
     return dataclasses.replace(BASE, mixer=SETTINGS.get(name, BASE.mixer), **beyond)
 
 
@@ -96,9 +142,17 @@ def test_packed_documents_are_as_separate_ones_and_the_cache_continues_them(mixe
     name, graph, params = mixer
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (2, T))
     whole = jax.jit(lambda x: _run(graph, params, x, Context(positions))[0])
-    packed = jax.jit(lambda x: _run(graph, params, x, Context(document_positions(SEGMENTS), SEGMENTS))[0])(X)
-    for start, end in zip(CUTS, CUTS[1:]):  # each document at the start of a row of its own: what follows changes nothing
-        np.testing.assert_allclose(packed[:, start:end], whole(jnp.roll(X, -start, axis=1))[:, :end - start], rtol=0, atol=2e-5)
+    packed = jax.jit(
+        lambda x: _run(graph, params, x, Context(document_positions(SEGMENTS), SEGMENTS))[0]
+    )(X)
+    # each document at the start of a row of its own: what follows changes nothing
+    for start, end in zip(CUTS, CUTS[1:]):
+        np.testing.assert_allclose(
+            packed[:, start:end],
+            whole(jnp.roll(X, -start, axis=1))[:, : end - start],
+            rtol=0,
+            atol=2e-5,
+        )
     assert np.abs(packed - whole(X)).max() > 1e-2  # the past matters
 
     step = jax.jit(lambda x, positions, cache: _run(graph, params, x, Context(positions), cache))
@@ -117,26 +171,43 @@ MESHES = {"tensor": {"tensor": 2, "data": 2}, "context": {"context": 2}}
 def on_meshes():
     """Of the released model's two test_parallel_equality.py has the whole model with both axes."""
     every = itertools.product((*MIXERS, "retention"), MESHES)
-    return [pytest.param(*case, marks=() if case == ("kda", "context") else pytest.mark.slow) for case in every]
+    return [
+        pytest.param(*case, marks=() if case == ("kda", "context") else pytest.mark.slow)
+        for case in every
+    ]
 
 
 @pytest.mark.parametrize("mixer, axis", on_meshes(), indirect=["mixer"])
 def test_a_mesh_gives_what_one_device_gives(mixer, axis):
     name, graph, params = mixer
     axes = MESHES[axis]
-    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:int(np.prod(list(axes.values())))])
+    mesh = make_mesh(
+        ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)),
+        jax.devices()[: int(np.prod(list(axes.values())))],
+    )
 
     def gradient(mesh):
         def loss(params, x):
             used = gather(params, mesh, BASE.dtype)
-            y, _, _ = _run(graph, used, x, Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh))
+            y, _, _ = _run(
+                graph, used, x, Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh)
+            )
             return jnp.sum(jnp.sin(y)), y
+
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
     one = gradient(None)(params, X)
-    placed = jax.tree.map(lambda p: p.replace(jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))),
-                          params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    placed = jax.tree.map(
+        lambda p: p.replace(
+            jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))
+        ),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
     many = gradient(mesh)(placed, jax.device_put(X, batch_sharding(mesh)))
-    equal = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * max(1.0, float(np.abs(a).max())))
+    equal = lambda a, b: np.testing.assert_allclose(
+        a, b, rtol=1e-4, atol=2e-5 * max(1.0, float(np.abs(a).max()))
+    )
     jax.tree.map(equal, one, many)
     if axis == "tensor":  # heads are really apart: by construction every matrix is stored in parts
         large = [leaf for leaf in jax.tree.leaves(placed) if leaf.ndim > 1 and leaf.size > 64]
@@ -145,47 +216,85 @@ def test_a_mesh_gives_what_one_device_gives(mixer, axis):
 
 def layers(name, **settings):
     """A model of this mixer and attention, that one draft a token is made for."""
-    return dataclasses.replace(base(name), layer_types=(name, "gated_attention"), num_experts=0, intermediate_size=16,
-                               decay_init="log_uniform", mtp_depth=1, **settings)
+    return dataclasses.replace(
+        base(name),
+        layer_types=(name, "gated_attention"),
+        num_experts=0,
+        intermediate_size=16,
+        decay_init="log_uniform",
+        mtp_depth=1,
+        **settings,
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in quick(REFERENCES) if name not in QUICK[:2]])  # test_reference.py has those two
+# test_reference.py has those two
+@pytest.mark.parametrize("name", [name for name in quick(REFERENCES) if name not in QUICK[:2]])
 def test_a_layer_is_its_paper_s_recurrence_token_by_token(name):
-    """Outputs and gradients of every parameter, in float32: rounding of some hundred sums, times what strong decay makes of it."""
-    output, gradients = errors(name, dataclasses.replace(base(name), decay_init="log_uniform"), "float32", 40)
+    """Outputs and gradients of every parameter, in float32: rounding of some hundred sums, times
+    what strong decay makes of it.
+    """
+    output, gradients = errors(
+        name, dataclasses.replace(base(name), decay_init="log_uniform"), "float32", 40
+    )
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
 
 
 def test_a_long_convolution_is_the_sum_in_each_document():
-    """Six channels over four shards, so that some are padding; every gradient; a document of one token, padding at the end."""
+    """Six channels over four shards, so that some are padding; every gradient; a document of one
+    token, padding at the end.
+    """
     rng = np.random.default_rng(0)
-    x, dy, kernel = rng.normal(size=(2, 16, 3, 2)), rng.normal(size=(2, 16, 3, 2)), rng.normal(size=(20, 3, 2))
+    x, dy, kernel = (
+        rng.normal(size=(2, 16, 3, 2)),
+        rng.normal(size=(2, 16, 3, 2)),
+        rng.normal(size=(20, 3, 2)),
+    )
     ids = np.array([[2] * 5 + [3] + [7] * 8 + [0] * 2, [1] * 16], np.int32)
     distance = np.arange(16)[:, None] - np.arange(16)
     same = (ids[:, :, None] == ids[:, None]) & (ids > 0)[:, None] & (distance >= 0)
-    mesh, row = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]), P(None, "context")
+    mesh, row = (
+        jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]),
+        P(None, "context"),
+    )
 
     def of_shards(x, kernel):
-        run = lambda x, kernel, ids: fft_convolution(x, kernel, segment_ids=ids, axis_name="context")
-        return jax.shard_map(run, mesh=mesh, in_specs=(row, P(), row), out_specs=row, check_vma=False)(x, kernel, ids)
+        run = lambda x, kernel, ids: fft_convolution(
+            x, kernel, segment_ids=ids, axis_name="context"
+        )
+        return jax.shard_map(
+            run, mesh=mesh, in_specs=(row, P(), row), out_specs=row, check_vma=False
+        )(x, kernel, ids)
 
     def both(f):
         def run(x, kernel):
             y, pullback = jax.vjp(f, x, kernel)
             return y, *pullback(jnp.asarray(dy))
+
         return jax.jit(run)(x, kernel)
+
     with jax.enable_x64(True):
-        sums = both(lambda x, kernel: jnp.einsum("bts,tscd,bscd->btcd", same.astype(float), kernel[np.maximum(distance, 0)], x))
+        sums = both(
+            lambda x, kernel: jnp.einsum(
+                "bts,tscd,bscd->btcd", same.astype(float), kernel[np.maximum(distance, 0)], x
+            )
+        )
         for f in (of_shards, lambda x, kernel: fft_convolution(x, kernel, segment_ids=ids)):
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), both(f), sums)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), both(f), sums
+            )
     with pytest.raises(ValueError, match="kernel has 15 rows: expected at least the 16 of x"):
         fft_convolution(jnp.asarray(x), jnp.asarray(kernel[:15]))
 
 
 GAMMA = 0.9
-VIEWS = {  # what a state that is trained at test time descends, with the decay and the write that it is
+# what a state that is trained at test time descends, with the decay and the write that it is
+VIEWS = {
     "linear attention": (lambda s, k, v: -v @ (s.T @ k), 0.0, False),
-    "retention": (lambda s, k, v: -v @ (s.T @ k) + (1 - GAMMA) / 2 * jnp.sum(s * s), np.log(GAMMA), False),
+    "retention": (
+        lambda s, k, v: -v @ (s.T @ k) + (1 - GAMMA) / 2 * jnp.sum(s * s),
+        np.log(GAMMA),
+        False,
+    ),
     "delta rule": (lambda s, k, v: jnp.sum((s.T @ k - v) ** 2) / 2, 0.0, True),
 }
 
@@ -195,24 +304,43 @@ def test_a_token_s_write_is_a_step_of_gradient_descent(view):
     """Of length 1 for sums, of length β for the delta rule; six tokens of one head."""
     loss, g, erase = VIEWS[view]
     rng = np.random.default_rng(0)
-    k, v, beta = (jnp.asarray(x, jnp.float32) for x in (rng.normal(size=(6, 5)), rng.normal(size=(6, 3)), rng.uniform(size=6)))
+    k, v, beta = (
+        jnp.asarray(x, jnp.float32)
+        for x in (rng.normal(size=(6, 5)), rng.normal(size=(6, 3)), rng.uniform(size=6))
+    )
     beta, heads = beta if erase else jnp.ones(6), lambda x: x[None, :, None]
     descend = lambda state, token: (state - token[2] * jax.grad(loss)(state, *token[:2]), None)
     state, _ = jax.lax.scan(descend, jnp.zeros((5, 3)), (k, v, beta))
-    _, final = gated_delta_rule(heads(k), heads(k), heads(v), g=jnp.full((1, 6, 1), g), beta=heads(beta), normalize_qk=False, erase=erase,
-                                implementation="recurrent")
+    _, final = gated_delta_rule(
+        heads(k),
+        heads(k),
+        heads(v),
+        g=jnp.full((1, 6, 1), g),
+        beta=heads(beta),
+        normalize_qk=False,
+        erase=erase,
+        implementation="recurrent",
+    )
     np.testing.assert_allclose(final[0, 0], state, rtol=0, atol=2e-6 * np.abs(state).max())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MIXERS if name != "gated_attention"])
 def test_a_model_of_it_rematerialises_resumes_and_drafts(name):
-    mesh, batch = make_mesh(ParallelConfig(mesh=MeshConfig(data=1)), jax.devices()[:1]), {
-        "tokens": np.asarray(np.random.default_rng(1).integers(0, 64, (2, T)), np.int32), "segment_ids": np.asarray(SEGMENTS)}
+    mesh, batch = (
+        make_mesh(ParallelConfig(mesh=MeshConfig(data=1)), jax.devices()[:1]),
+        {
+            "tokens": np.asarray(np.random.default_rng(1).integers(0, 64, (2, T)), np.int32),
+            "segment_ids": np.asarray(SEGMENTS),
+        },
+    )
 
     def trained(remat, stops):
-        config = Config(model=layers(name), train=TrainConfig(steps=4, batch_size=2, sequence_length=T, remat=remat),
-                        parallel=ParallelConfig(mesh=MeshConfig(data=1)))
+        config = Config(
+            model=layers(name),
+            train=TrainConfig(steps=4, batch_size=2, sequence_length=T, remat=remat),
+            parallel=ParallelConfig(mesh=MeshConfig(data=1)),
+        )
         step, found = make_train_step(config, mesh), []
         for stop in stops:
             state = init_state(config, mesh)
@@ -222,9 +350,14 @@ def test_a_model_of_it_rematerialises_resumes_and_drafts(name):
                 state, _ = step(state, jax.device_put(batch, batch_sharding(mesh)))
             found.append(state["params"])
         return found
+
     plain, resumed = trained("none", (None, 2))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), plain, resumed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), plain, trained("block", (None,))[0])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4),
+        plain,
+        trained("block", (None,))[0],
+    )
 
     model, prompts = Qwen3Next(layers(name), rngs=nnx.Rngs(0)), [np.arange(5), np.arange(20) % 7]
     drafted = complete(model, prompts, max_new_tokens=12, speculative=2)
@@ -233,27 +366,48 @@ def test_a_model_of_it_rematerialises_resumes_and_drafts(name):
 
 
 def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
-    """As GPUs and TPUs have them, here on two shards of the heads and two of the tokens, by products in place of the kernels. Lowered for
-    a GPU the program has the kernels of norm and gate, one each way."""
-    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, tensor=2, context=2)), jax.devices()[:4])
+    """As GPUs and TPUs have them, here on two shards of the heads and two of the tokens, by
+    products in place of the kernels. Lowered for a GPU the program has the kernels of norm and
+    gate, one each way.
+    """
+    mesh = make_mesh(
+        ParallelConfig(mesh=MeshConfig(data=1, tensor=2, context=2)), jax.devices()[:4]
+    )
 
     layer = lambda config: mixer_class("gated_deltanet")(config, Make(config, nnx.Rngs(0)), (0,))
 
     def gradient(config, mesh, graph, params, x, ids):
         def loss(params, x):
-            y, _, _ = _run(graph, gather(params, mesh, config.dtype), x, Context(document_positions(ids), ids, mesh=mesh))
+            y, _, _ = _run(
+                graph,
+                gather(params, mesh, config.dtype),
+                x,
+                Context(document_positions(ids), ids, mesh=mesh),
+            )
             return jnp.sum(jnp.sin(y)), y
+
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).trace(params, x)
+
     graph, params = nnx.split(layer(BASE))
     run = lambda mesh: gradient(BASE, mesh, graph, params, X, SEGMENTS).lower().compile()(params, X)
     one = run(None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), one, run(mesh))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), one, run(mesh)
+    )
 
-    monkeypatch.setattr(kernel_trial, "takes", lambda trial, refusal="": trial.name == "norm and gate")
+    monkeypatch.setattr(
+        kernel_trial, "takes", lambda trial, refusal="": trial.name == "norm and gate"
+    )
     wide = dataclasses.replace(BASE, linear_value_head_dim=64, dtype="bfloat16")
     x = jax.ShapeDtypeStruct((1, 128, 16), jnp.bfloat16)
-    traced = gradient(wide, mesh, *nnx.split(nnx.eval_shape(lambda: layer(wide))), x, jnp.ones((1, 128), jnp.int32))
+    traced = gradient(
+        wide,
+        mesh,
+        *nnx.split(nnx.eval_shape(lambda: layer(wide))),
+        x,
+        jnp.ones((1, 128), jnp.int32),
+    )
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
@@ -264,14 +418,22 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
 
     @jax.jit(static_argnums=0)
     def both_ways(dtype):
-        y, pullback = jax.vjp(lambda *a: pallas_gated_norm.gated_norm(*a, 1e-6), *(jnp.asarray(a, dtype) for a in (o, gate, weight)))
+        y, pullback = jax.vjp(
+            lambda *a: pallas_gated_norm.gated_norm(*a, 1e-6),
+            *(jnp.asarray(a, dtype) for a in (o, gate, weight)),
+        )
         return y, *pullback(jnp.asarray(dy, dtype))
+
     with jax.enable_x64(True):
         want = both_ways(jnp.float64)
 
     def interpreted(name, eps, o, weight):
         return {"cpu": functools.partial(getattr(pallas_gated_norm, name), eps, interpret=True)}
-    with mock.patch.object(pallas_gated_norm, "kernels", interpreted), mock.patch.object(pallas_gated_norm, "_BLOCK", (16, 128)):
+
+    with (
+        mock.patch.object(pallas_gated_norm, "kernels", interpreted),
+        mock.patch.object(pallas_gated_norm, "_BLOCK", (16, 128)),
+    ):
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -279,52 +441,76 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
 
 def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
     """Two heads and two blocks of tokens; races are errors."""
-    with mock.patch.object(pallas_gpu_gated_norm, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
+    with mock.patch.object(
+        pallas_gpu_gated_norm,
+        "INTERPRETER",
+        plgpu.InterpretGPUParams(detect_races=True, on_race="raise"),
+    ):
         name, apart = pallas_gpu_gated_norm.worst(1e-6, 128, interpret=True)
     assert apart < 1e-3, name
 
 
 @pytest.mark.parametrize("width, half", [(128, 64), (256, 32)])
-def test_the_kernels_between_attention_and_its_projections_interpreted_match_the_products(width, half):
+def test_the_kernels_between_attention_and_its_projections_interpreted_match_the_products(
+    width, half
+):
     """Two blocks of two heads and two of 32 tokens, against float64."""
     rng, heads, time = np.random.default_rng(0), 4, 64
-    x, gate, dz, o, dy = (rng.normal(size=shape) for shape in (*[(2, time, heads * width)] * 3, *[(2, heads, time, width)] * 2))
+    x, gate, dz, o, dy = (
+        rng.normal(size=shape)
+        for shape in (*[(2, time, heads * width)] * 3, *[(2, heads, time, width)] * 2)
+    )
     weight, angles = rng.normal(size=width), 3 * rng.normal(size=(2, time, half))
     cos, sin = pallas_heads.over_lanes(np.cos(angles), np.sin(angles))
 
     def products():
-        y, place = jax.vjp(lambda x, weight: pallas_heads.whole_place(1e-6, half, x, weight, cos, sin), x, weight)
+        y, place = jax.vjp(
+            lambda x, weight: pallas_heads.whole_place(1e-6, half, x, weight, cos, sin), x, weight
+        )
         z, opened = jax.vjp(pallas_heads.whole_gate, o, gate)
         return y, *place(dy), z, *opened(dz)
 
     def kernels(x, weight, cos, sin, dy, o, gate, dz):
         whole = {"interpret": True}
-        return (pallas_heads.place_forward(1e-6, half, x, weight, cos, sin, **whole),
-                *pallas_heads.place_backward(1e-6, half, x, weight, cos, sin, dy, **whole),
-                pallas_heads.gate_forward(o, gate, **whole), *pallas_heads.gate_backward(o, gate, dz, **whole))
+        return (
+            pallas_heads.place_forward(1e-6, half, x, weight, cos, sin, **whole),
+            *pallas_heads.place_backward(1e-6, half, x, weight, cos, sin, dy, **whole),
+            pallas_heads.gate_forward(o, gate, **whole),
+            *pallas_heads.gate_backward(o, gate, dz, **whole),
+        )
+
     with jax.enable_x64(True):
         want = jax.jit(products)()
     with mock.patch.object(pallas_heads, "_BLOCK", (32, 2 * width)):
-        got = jax.jit(kernels)(*(jnp.asarray(a, jnp.float32) for a in (x, weight, cos, sin, dy, o, gate, dz)))
+        got = jax.jit(kernels)(
+            *(jnp.asarray(a, jnp.float32) for a in (x, weight, cos, sin, dy, o, gate, dz))
+        )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 4}], ids=str)
 def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projections(axes):
-    """Packed documents, on one device and where each shard has one query head and two share a key head."""
+    """Packed documents, on one device and where each shard has one query head and two share a
+    key head.
+    """
     config = dataclasses.replace(BASE, head_dim=128)
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:8]) if axes else None
-    graph, params = nnx.split(mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,)))
+    graph, params = nnx.split(
+        mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,))
+    )
     context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, diagnose=True)
 
     def loss(params):
         y, diagnostics, _ = _run(graph, params, X, context)
         return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), (y, diagnostics)
+
     both_ways = lambda: jax.jit(jax.grad(loss, has_aux=True))(params)
     want = both_ways()
-    with mock.patch.object(pallas_heads, "takes", return_value=True), mock.patch.object(
-            pallas_heads, "place", wraps=pallas_heads.place) as placed:
+    with (
+        mock.patch.object(pallas_heads, "takes", return_value=True),
+        mock.patch.object(pallas_heads, "place", wraps=pallas_heads.place) as placed,
+    ):
         got = both_ways()
     assert placed.call_count == 2
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
@@ -332,69 +518,140 @@ def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projecti
 
 
 def test_every_implementation_of_the_delta_rule_can_be_trained_with():
-    """What each gives, and its gradients, are the operator's tests; here that the setting reaches it."""
+    """What each gives, and its gradients, are the operator's tests; here that the setting
+    reaches it.
+    """
+
     def program(name):
-        layer = mixer_class("gated_deltanet")(dataclasses.replace(BASE, delta_rule=name), Make(BASE, nnx.Rngs(0)), (0,))
+        layer = mixer_class("gated_deltanet")(
+            dataclasses.replace(BASE, delta_rule=name), Make(BASE, nnx.Rngs(0)), (0,)
+        )
         graph, params = nnx.split(layer)
-        return str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(_run(graph, p, X, Context(SEGMENTS, SEGMENTS))[0])))(params))
-    programs = {name: program(name) for name in ("recurrent", "chunked", "associative", "pallas_tpu")}
-    assert len(set(programs.values())) == 4 and [name for name, text in programs.items() if "pallas_call" in text] == ["pallas_tpu"]
+        return str(
+            jax.make_jaxpr(
+                jax.grad(lambda p: jnp.sum(_run(graph, p, X, Context(SEGMENTS, SEGMENTS))[0]))
+            )(params)
+        )
+
+    programs = {
+        name: program(name) for name in ("recurrent", "chunked", "associative", "pallas_tpu")
+    }
+    assert len(set(programs.values())) == 4 and [
+        name for name, text in programs.items() if "pallas_call" in text
+    ] == ["pallas_tpu"]
 
 
 def test_flops_and_counts_are_those_of_the_shapes(mixer):
     name, _, params = mixer
     config = dataclasses.replace(base(name), layer_types=(name, name))
     sizes = {path: p for path, p in declared(config).items() if "/mixer/" in path}
-    assert sum(p.size for p in sizes.values()) == 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert sum(p.size for p in sizes.values()) == 2 * sum(
+        leaf.size for leaf in jax.tree.leaves(params)
+    )
     assert parameter_counts(config).total == sum(p.size for p in declared(config).values())
     products = 2 * sum(p.size for p in sizes.values() if p.kind == "matrix")
-    assert forward_flops_per_token(config, T)[name] == products + 2 * mixer_class(name).forward_flops(config, T) > 0
+    assert (
+        forward_flops_per_token(config, T)[name]
+        == products + 2 * mixer_class(name).forward_flops(config, T)
+        > 0
+    )
     assert all(not p.decays(True) for path, p in sizes.items() if p.kind == "rate")
 
 
 def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
-    model = dataclasses.replace(BASE, linear_mixer="retention", full_attention_interval=2, num_experts=0, intermediate_size=16)
+    model = dataclasses.replace(
+        BASE,
+        linear_mixer="retention",
+        full_attention_interval=2,
+        num_experts=0,
+        intermediate_size=16,
+    )
     config = Config(model=model, train=TrainConfig(steps=4, batch_size=4, sequence_length=T))
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=2)), jax.devices()[:4])
-    batch = {"tokens": np.asarray(np.random.default_rng(1).integers(0, 64, (4, T)), np.int32), "segment_ids": np.ones((4, T), np.int32)}
+    batch = {
+        "tokens": np.asarray(np.random.default_rng(1).integers(0, 64, (4, T)), np.int32),
+        "segment_ids": np.ones((4, T), np.int32),
+    }
     state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
     log_decay = np.asarray(state["params"]["layers"][0]["mixer"]["log_decay"])
     for _ in range(3):
         state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))
         losses.append(float(metrics["loss"]))
-    np.testing.assert_array_equal(state["params"]["layers"][0]["mixer"]["log_decay"], log_decay)  # neither learns nor decays
+    # neither learns nor decays
+    np.testing.assert_array_equal(state["params"]["layers"][0]["mixer"]["log_decay"], log_decay)
     assert losses[-1] < losses[0] and flops_per_token(config.model, T) > 0
-    with pytest.raises(UserError, match=r"layers without a Hugging Face form: retention \(layers 0\)"):
+    with pytest.raises(
+        UserError, match=r"layers without a Hugging Face form: retention \(layers 0\)"
+    ):
         check_hf_form(config.model)
 
 
-# ---- the table and the declarations ------------------------------------------------------------------------------
+# ---- the table and the declarations
+# ------------------------------------------------------------------------------
 
 
 def test_hugging_face_forms_are_not_inherited():
-    assert {name for name in MIXERS if mixer_class(name).hf_entries} == {"gated_deltanet", "gated_attention", "kda", "mla"}
+    assert {name for name in MIXERS if mixer_class(name).hf_entries} == {
+        "gated_deltanet",
+        "gated_attention",
+        "kda",
+        "mla",
+    }
 
 
 def test_names_of_the_pattern_stand_for_the_mixers_named():
-    config = dataclasses.replace(BASE, full_attention_interval=2, full_mixer="gated_deltanet", linear_mixer="gated_attention", mtp_depth=1)
-    assert config.mixers == ("gated_attention", "gated_deltanet") and config.layer_kinds[-1] == ("gated_deltanet", True)
+    config = dataclasses.replace(
+        BASE,
+        full_attention_interval=2,
+        full_mixer="gated_deltanet",
+        linear_mixer="gated_attention",
+        mtp_depth=1,
+    )
+    assert config.mixers == ("gated_attention", "gated_deltanet") and config.layer_kinds[-1] == (
+        "gated_deltanet",
+        True,
+    )
     same = dataclasses.replace(config, layer_types=("gated_attention", FULL))
     assert same.mixers == config.mixers and not config.differs(same)
     assert BASE.differs(dataclasses.replace(BASE, layer_types=(FULL, LINEAR))) == ("layer_types",)
-    first_dense = dataclasses.replace(BASE, num_hidden_layers=6, full_attention_interval=2, mlp_only_layers=(0, 1))
+    first_dense = dataclasses.replace(
+        BASE, num_hidden_layers=6, full_attention_interval=2, mlp_only_layers=(0, 1)
+    )
     assert first_dense.stacks == ((0,), (1,), (2, 4), (3, 5))
     assert dataclasses.replace(first_dense, num_hidden_layers=4).stacks == ((0,), (1,), (2,), (3,))
     assert ModelConfig().stacks == tuple(tuple(range(i, 48, 4)) for i in range(4))
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"linear_mixer": "gated_deltnet"}, r"model.linear_mixer = 'gated_deltnet': expected one of .* \(did you mean 'gated_deltanet'\?\)"),
-    ({"layer_types": (LINEAR, "retentoin")}, r"model.layer_types\[1\] = 'retentoin': .* \(did you mean 'retention'\?\)"),
-    ({"layer_types": (FULL, FULL), "erase": False}, r"model.erase = False: no layer of this model reads it .its mixers: gated_att"),
-    ({"layer_types": (FULL, FULL), "delta_rule": "chunked"}, "model.delta_rule = 'chunked': no layer of this model reads it"),
-    ({"mixer": MixerConfig(window=8)}, r"model.mixer.window = 8: no layer of this model reads it .* expected 1024"),
-    ({"linear_mixer": "broken"}, r"'broken': 'my_mixer:Missing', cannot be imported \(AttributeError"),
-])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"linear_mixer": "gated_deltnet"},
+            r"model.linear_mixer = 'gated_deltnet': expected one of .* \(did you mean "
+            r"'gated_deltanet'\?\)",
+        ),
+        (
+            {"layer_types": (LINEAR, "retentoin")},
+            r"model.layer_types\[1\] = 'retentoin': .* \(did you mean 'retention'\?\)",
+        ),
+        (
+            {"layer_types": (FULL, FULL), "erase": False},
+            r"model.erase = False: no layer of this model reads it .its mixers: gated_att",
+        ),
+        (
+            {"layer_types": (FULL, FULL), "delta_rule": "chunked"},
+            "model.delta_rule = 'chunked': no layer of this model reads it",
+        ),
+        (
+            {"mixer": MixerConfig(window=8)},
+            r"model.mixer.window = 8: no layer of this model reads it .* expected 1024",
+        ),
+        (
+            {"linear_mixer": "broken"},
+            r"'broken': 'my_mixer:Missing', cannot be imported \(AttributeError",
+        ),
+    ],
+)
 def test_names_and_settings_that_fit_no_layer(monkeypatch, settings, message):
     monkeypatch.setitem(MIXERS, "broken", "my_mixer:Missing")
     with pytest.raises(UserError, match=message):
@@ -403,18 +660,34 @@ def test_names_and_settings_that_fit_no_layer(monkeypatch, settings, message):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_line_traces_in_bfloat16(name):
-    """Also those whose values only slow tests look at: packed rows and a cached token, whose cache goes on as it was."""
+    """Also those whose values only slow tests look at: packed rows and a cached token, whose
+    cache goes on as it was.
+    """
     config, kind = dataclasses.replace(base(name), dtype="bfloat16"), mixer_class(name)
     graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
-    x, one = (jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1))
-    packed = lambda params, x: _run(graph, params, x, Context(document_positions(SEGMENTS), SEGMENTS))[0]
-    step = lambda params, x, cache: _run(graph, params, x, Context(jnp.zeros((2, 1), jnp.int32)), cache)
-    cache = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[None] if kind.in_place else leaf, kind.init_cache(config, 2, T)))
+    x, one = (
+        jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1)
+    )
+    packed = lambda params, x: _run(
+        graph, params, x, Context(document_positions(SEGMENTS), SEGMENTS)
+    )[0]
+    step = lambda params, x, cache: _run(
+        graph, params, x, Context(jnp.zeros((2, 1), jnp.int32)), cache
+    )
+    cache = jax.eval_shape(
+        lambda: jax.tree.map(
+            lambda leaf: leaf[None] if kind.in_place else leaf, kind.init_cache(config, 2, T)
+        )
+    )
     y, _, after = jax.eval_shape(step, params, one, cache)
     alike = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
     assert alike(jax.eval_shape(packed, params, x), x) and alike(y, one)
     assert all(jax.tree.leaves(jax.tree.map(alike, cache, after)))
-    rates = [p for p in declared(dataclasses.replace(config, linear_mixer=name)).values() if p.kind == "rate"]
+    rates = [
+        p
+        for p in declared(dataclasses.replace(config, linear_mixer=name)).values()
+        if p.kind == "rate"
+    ]
     assert all(stored_dtype(rate, "bfloat16") == np.float32 for rate in rates)
 
 
@@ -425,11 +698,16 @@ def test_a_parameter_without_a_decision_is_an_error(monkeypatch):
     def forgetful(self, make):
         start(self, make)
         self.extra = nnx.Param(jnp.zeros(3))
+
     monkeypatch.setattr(layer, "make_output", forgetful)
-    with pytest.raises(ValueError, match=r"layers/0/mixer/extra of my_mixer:Retention is not declared"):
+    with pytest.raises(
+        ValueError, match=r"layers/0/mixer/extra of my_mixer:Retention is not declared"
+    ):
         declared(dataclasses.replace(BASE, linear_mixer="retention", rope_theta=77.0))
     make = Make(BASE, nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"no logical axis 'embd' in parallel/rules.py \(did you mean 'embed'\?\)"):
+    with pytest.raises(
+        ValueError, match=r"no logical axis 'embd' in parallel/rules.py \(did you mean 'embed'\?\)"
+    ):
         make.matrix((4, 4), "embd -> mlp")
     with pytest.raises(ValueError, match="names 1 dimensions of a parameter of shape"):
         make.matrix((4, 4), "embed ->")

@@ -1,4 +1,6 @@
-"""Muon against optax's own, parts of slabs against matrices of their own, eight devices against one."""
+"""Muon against optax's own, parts of slabs against matrices of their own, eight devices against
+one.
+"""
 
 import dataclasses
 
@@ -8,7 +10,15 @@ import numpy as np
 import optax
 import pytest
 
-from qwen3next_jax.config import Config, MeshConfig, ModelConfig, MuonConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from qwen3next_jax.model.parameters import Declared, Make
 from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.parallel.rules import shardings
@@ -19,7 +29,11 @@ MUON = OptimizerConfig(name="muon", learning_rate=0.1, warmup_steps=3, clip_norm
 
 
 def matrix(shape, dims, stack=(), **decisions):
-    return Make(ModelConfig(), None, stack).parameter(jnp.zeros, shape, dims, kind="matrix", **decisions).declared
+    return (
+        Make(ModelConfig(), None, stack)
+        .parameter(jnp.zeros, shape, dims, kind="matrix", **decisions)
+        .declared
+    )
 
 
 def random(*shape, seed=0):
@@ -33,48 +47,75 @@ def reference(x, rows, columns):
     for _ in range(5):
         gram = y @ y.T
         y = 3.4445 * y + (-4.7750 * gram + 2.0315 * gram @ gram) @ y
-    return 0.2 * max(rows, columns)**0.5 * y.reshape(x.shape)
+    return 0.2 * max(rows, columns) ** 0.5 * y.reshape(x.shape)
 
 
 def theirs(name, declared, rate):
     """The same by optax alone."""
-    adamw = optax.adamw(rate, b1=MUON.beta1, b2=MUON.beta2, weight_decay=0.1, mask=lambda params: {key: key != "norm" for key in params})
+    adamw = optax.adamw(
+        rate,
+        b1=MUON.beta1,
+        b2=MUON.beta2,
+        weight_decay=0.1,
+        mask=lambda params: {key: key != "norm" for key in params},
+    )
     if name == "adamw":
         return optax.chain(optax.identity(), adamw)
-    return optax.partition({  # its muon would give the rest AdamW with Nesterov's momentum
-        "muon": optax.contrib.muon(rate, weight_decay=0.1, consistent_rms=0.2),
-        "adamw": adamw,
-    }, {key: "muon" if one.kind == "matrix" else "adamw" for key, one in declared.items()})
+    return optax.partition(
+        {  # its muon would give the rest AdamW with Nesterov's momentum
+            "muon": optax.contrib.muon(rate, weight_decay=0.1, consistent_rms=0.2),
+            "adamw": adamw,
+        },
+        {key: "muon" if one.kind == "matrix" else "adamw" for key, one in declared.items()},
+    )
 
 
 @pytest.mark.parametrize("name, tolerance", [("adamw", 0.0), ("muon", 1e-6)])
 def test_both_are_those_of_optax(name, tolerance, monkeypatch):
-    declared = {"wide": matrix((6, 10), "embed -> mlp"), "tall": matrix((12, 5), "embed -> mlp"),
-                "norm": Declared("norm", (7,), (), (None,)), "embedding": Declared("embedding", (9, 6), (), ("vocab", "embed"))}
+    declared = {
+        "wide": matrix((6, 10), "embed -> mlp"),
+        "tall": matrix((12, 5), "embed -> mlp"),
+        "norm": Declared("norm", (7,), (), (None,)),
+        "embedding": Declared("embedding", (9, 6), (), ("vocab", "embed")),
+    }
     monkeypatch.setattr("qwen3next_jax.training.optimizer.declared", lambda model: declared)
-    config = Config(train=TrainConfig(steps=8), optimizer=dataclasses.replace(MUON, name=name, decay_norm_weights=False))
-    optimizers = make_optimizer(config), theirs(name, declared, learning_rate_schedule(config.optimizer, 8))
+    config = Config(
+        train=TrainConfig(steps=8),
+        optimizer=dataclasses.replace(MUON, name=name, decay_norm_weights=False),
+    )
+    optimizers = (
+        make_optimizer(config),
+        theirs(name, declared, learning_rate_schedule(config.optimizer, 8)),
+    )
 
     @jax.jit
     def trained(params):
         states, both = [optimizer.init(params) for optimizer in optimizers], [params, params]
         for seed in range(5):
-            grads = {name: random(*one.shape, seed=(seed, len(name))) for name, one in declared.items()}
+            grads = {
+                name: random(*one.shape, seed=(seed, len(name))) for name, one in declared.items()
+            }
             for i, optimizer in enumerate(optimizers):
                 updates, states[i] = optimizer.update(grads, states[i], both[i])
                 both[i] = optax.apply_updates(both[i], updates)
         return both, states
+
     (mine, its), states = trained({name: random(*one.shape) for name, one in declared.items()})
     for key in declared:
         np.testing.assert_allclose(mine[key], its[key], rtol=tolerance, atol=tolerance, err_msg=key)
-    assert name == "muon" or jax.tree.structure(states[0]) == jax.tree.structure(states[1])  # as checkpoints hold it
+    # as checkpoints hold it
+    assert name == "muon" or jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
-    declared = {"qkvz": matrix((6, 2, 9), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 1))),
-                "out": matrix((4, 3, 6), "value_heads . -> embed", (3,)),
-                "gate_up": matrix((2, 6, 2, 5), "experts | embed -> * mlp", (3,))}
+    declared = {
+        "qkvz": matrix(
+            (6, 2, 9), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 1))
+        ),
+        "out": matrix((4, 3, 6), "value_heads . -> embed", (3,)),
+        "gate_up": matrix((2, 6, 2, 5), "experts | embed -> * mlp", (3,)),
+    }
     config = dataclasses.replace(MUON, muon=MuonConfig(per_head=per_head))
     tree = {name: random(*one.stack, *one.shape) for name, one in declared.items()}
     done = jax.jit(lambda tree: orthogonalised(tree, declared, config, None))(tree)
@@ -82,11 +123,17 @@ def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
 
     def one(name, index, rows, columns):
         expected[name][index] = reference(tree[name][index], rows, columns)
+
     for layer in range(3):
         for part in (slice(0, 4), slice(4, 8), slice(8, 9)):
-            for heads in ((slice(0, 1), slice(1, 2)) if per_head else (slice(None),)):
-                one("qkvz", (layer, slice(None), heads, part), 6, (1 if per_head else 2) * (part.stop - part.start))
-        for heads in (range(4) if per_head else (slice(None),)):
+            for heads in (slice(0, 1), slice(1, 2)) if per_head else (slice(None),):
+                one(
+                    "qkvz",
+                    (layer, slice(None), heads, part),
+                    6,
+                    (1 if per_head else 2) * (part.stop - part.start),
+                )
+        for heads in range(4) if per_head else (slice(None),):
             one("out", (layer, heads), 3 if per_head else 12, 6)
         for expert in range(2):
             for p in range(2):
@@ -96,22 +143,36 @@ def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
 
 
 def test_eight_devices_divide_the_products_and_get_what_one_gets():
-    declared = {"qkvz": matrix((16, 2, 12), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 4))),
-                "k_proj": matrix((16, 1, 8), "embed -> key_value_heads head_width"),
-                "out": matrix((4, 3, 16), "value_heads . -> embed", (3,)),
-                "gate_up": matrix((4, 16, 2, 12), "experts | embed -> * mlp", (3,)),
-                "down": matrix((4, 12, 16), "experts | mlp -> embed", (3,))}
+    declared = {
+        "qkvz": matrix(
+            (16, 2, 12), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 4))
+        ),
+        "k_proj": matrix((16, 1, 8), "embed -> key_value_heads head_width"),
+        "out": matrix((4, 3, 16), "value_heads . -> embed", (3,)),
+        "gate_up": matrix((4, 16, 2, 12), "experts | embed -> * mlp", (3,)),
+        "down": matrix((4, 12, 16), "experts | mlp -> embed", (3,)),
+    }
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, expert=2, tensor=2)), jax.devices()[:8])
     tree = {name: random(*one.stack, *one.shape) for name, one in declared.items()}
     lies = shardings(tree, declared, mesh)
 
     def done(mesh):
-        return lambda tree: [orthogonalised(tree, declared, dataclasses.replace(MUON, muon=MuonConfig(per_head=per_head)), mesh)
-                             for per_head in (False, True)]
+        return lambda tree: [
+            orthogonalised(
+                tree, declared, dataclasses.replace(MUON, muon=MuonConfig(per_head=per_head)), mesh
+            )
+            for per_head in (False, True)
+        ]
+
     one = jax.jit(done(None)).lower(tree).compile()
-    eight = jax.jit(done(mesh), in_shardings=(lies,), out_shardings=[lies, lies]).lower(tree).compile()
+    eight = (
+        jax.jit(done(mesh), in_shardings=(lies,), out_shardings=[lies, lies]).lower(tree).compile()
+    )
     found = jax.device_get(eight(jax.device_put(tree, lies)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, one(tree))
-    # 1/8 each, and what stacks are padded with to a multiple of 8; whole matrices, none of whose products is summed over devices.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, one(tree)
+    )
+    # 1/8 each, and what stacks are padded with to a multiple of 8; whole matrices, none of whose
+    # products is summed over devices.
     assert eight.cost_analysis()["flops"] < one.cost_analysis()["flops"] / 8 * 1.5
     assert "all-to-all(" in eight.as_text() and "all-reduce(" not in eight.as_text()

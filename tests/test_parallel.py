@@ -1,4 +1,6 @@
-"""Rules, meshes and their errors, the exchange of experts, and checkpoints between meshes; equality is test_parallel_equality.py."""
+"""Rules, meshes and their errors, the exchange of experts, and checkpoints between meshes;
+equality is test_parallel_equality.py.
+"""
 
 import dataclasses
 import functools
@@ -30,28 +32,59 @@ from qwen3next_jax.training.step import abstract_train_state
 
 RELEASED = Config(train=TrainConfig(batch_size=64, sequence_length=4096))
 SMALL = Config(
-    model=ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=4,
-                      num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-                      linear_value_head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
-                      shared_expert_intermediate_size=16, dtype="float32"),
-    train=TrainConfig(batch_size=8, sequence_length=32))
+    model=ModelConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        full_attention_interval=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        dtype="float32",
+    ),
+    train=TrainConfig(batch_size=8, sequence_length=32),
+)
 
 
 def _mesh(**axes):
-    return make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:math.prod(axes.values())])
+    return make_mesh(
+        ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)),
+        jax.devices()[: math.prod(axes.values())],
+    )
 
 
-# ---- rules -------------------------------------------------------------------------------------------------------
+# ---- rules
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [{}, {"num_experts": 0, "tie_word_embeddings": True, "mtp_depth": 0}], ids=("sparse", "dense"))
-@pytest.mark.parametrize("axes", [{"data": 8}, {"expert": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"num_experts": 0, "tie_word_embeddings": True, "mtp_depth": 0}],
+    ids=("sparse", "dense"),
+)
+@pytest.mark.parametrize(
+    "axes",
+    [{"data": 8}, {"expert": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}],
+    ids=str,
+)
 def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
     """Every leaf of the released model's state."""
     if change and "expert" in axes:
         axes = {"data": 8}
-    config = dataclasses.replace(RELEASED, model=dataclasses.replace(RELEASED.model, layer_types=(), **change))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_train_state(config, _mesh(**axes))):
+    config = dataclasses.replace(
+        RELEASED, model=dataclasses.replace(RELEASED.model, layer_types=(), **change)
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        abstract_train_state(config, _mesh(**axes))
+    ):
         name, spec = path_string(path), leaf.sharding.spec
         if leaf.size * leaf.dtype.itemsize > 2**20:
             assert math.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size / 8, name
@@ -60,53 +93,128 @@ def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
 
 
 def test_what_follows_no_parameter_is_an_error():
-    with pytest.raises(ValueError, match="opt_state/mu/layers/0/mixer/new_proj: follows no declared parameter"):
-        shardings({"opt_state": {"mu": {"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}}}, declared(RELEASED.model), _mesh(data=2))
+    with pytest.raises(
+        ValueError, match="opt_state/mu/layers/0/mixer/new_proj: follows no declared parameter"
+    ):
+        shardings(
+            {"opt_state": {"mu": {"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}}},
+            declared(RELEASED.model),
+            _mesh(data=2),
+        )
 
 
 def test_every_logical_axis_is_needed_and_dimensions_take_what_divides_them():
     parameters = declared(RELEASED.model)
     assert {axis for p in parameters.values() for axis in p.axes} == set(AXES)
     # What splits a dimension while computing is outermost, then the longest of what only stores it.
-    for name, axes, expected in (("mixer/q_proj", {"data": 2, "tensor": 4}, P(None, "data", "tensor", None)),
-                                 ("mixer/k_proj", {"data": 2, "tensor": 4}, P(None, "data", None, "tensor")),
-                                 ("mlp/expert_down", {"data": 4, "tensor": 2}, P(None, None, ("tensor", "data"), None)),
-                                 ("mixer/k_proj", {"data": 2, "context": 4}, P(None, ("context", "data"), None, None))):
+    for name, axes, expected in (
+        ("mixer/q_proj", {"data": 2, "tensor": 4}, P(None, "data", "tensor", None)),
+        ("mixer/k_proj", {"data": 2, "tensor": 4}, P(None, "data", None, "tensor")),
+        ("mlp/expert_down", {"data": 4, "tensor": 2}, P(None, None, ("tensor", "data"), None)),
+        ("mixer/k_proj", {"data": 2, "context": 4}, P(None, ("context", "data"), None, None)),
+    ):
         p = parameters[f"layers/3/{name}"]
         assert storage_spec(p, p.stack + p.shape, _mesh(**axes)) == expected
 
 
-# ---- meshes ------------------------------------------------------------------------------------------------------
+# ---- meshes
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh, message", [
-    ({"data": 3, "tensor": 2}, r"data 3 × expert 1 × context 1 × tensor 2 = 6, but there are 8 devices"),
-    ({"tensor": 3}, r"tensor 3 = 3, but there are 8 devices"),
-    ({"data": 0}, r"parallel.mesh.data = 0: expected at least 1, or -1"),
-    ({"data": -1, "expert": -1}, "-1 for one axis at most"),
-])
+@pytest.mark.parametrize(
+    "mesh, message",
+    [
+        (
+            {"data": 3, "tensor": 2},
+            r"data 3 × expert 1 × context 1 × tensor 2 = 6, but there are 8 devices",
+        ),
+        ({"tensor": 3}, r"tensor 3 = 3, but there are 8 devices"),
+        ({"data": 0}, r"parallel.mesh.data = 0: expected at least 1, or -1"),
+        ({"data": -1, "expert": -1}, "-1 for one axis at most"),
+    ],
+)
 def test_axes_that_do_not_multiply_to_the_devices(mesh, message):
     with pytest.raises(UserError, match=message):
         make_mesh(ParallelConfig(mesh=MeshConfig(**mesh)), jax.devices())
 
 
-@pytest.mark.parametrize("mesh, model, train, message", [
-    ({"data": 8}, {}, {"batch_size": 12},
-     "data × expert = 8 × 1 does not divide the 12 rows .* nearest valid sizes of their product: 6, 12"),
-    ({"expert": 8}, {"num_experts": 12}, {}, "parallel.mesh.expert = 8 does not divide model.num_experts = 12; .* 6, 12"),
-    ({"tensor": 4}, {}, {}, "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2; nearest valid sizes of tensor: 2"),
-    ({"context": 8}, {}, {"sequence_length": 40}, "context = 8: twice that does not divide train.sequence_length = 40; .* 5, 10"),
-    ({"expert": 2}, {"num_experts": 0}, {}, "the model has no experts"),
-    *[({"tensor": n}, {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "num_attention_heads": 12}, {},
-       f"parallel.mesh.tensor = {n} does not divide .*; nearest valid sizes of tensor: 4$") for n in (5, 6, 8)],
-    ({"tensor": 6}, {"linear_num_key_heads": 12, "linear_num_value_heads": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-                     "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}, {},
-     r"tensor = 6 neither divides model.num_key_value_heads = 4 nor is a multiple of it .*; nearest valid sizes of tensor: 4, 12$"),
-    ({"context": 4}, {}, {"sequence_length": 8}, "context = 4 leaves 2 tokens a device: expected at least the 3 .*; .* of context: 2$"),
-    ({"context": 5}, {}, {"sequence_length": 8}, "context = 5: twice that does not divide .*; nearest valid sizes of context: 2$"),
-])
+@pytest.mark.parametrize(
+    "mesh, model, train, message",
+    [
+        (
+            {"data": 8},
+            {},
+            {"batch_size": 12},
+            "data × expert = 8 × 1 does not divide the 12 rows .* nearest valid sizes of their "
+            "product: 6, 12",
+        ),
+        (
+            {"expert": 8},
+            {"num_experts": 12},
+            {},
+            "parallel.mesh.expert = 8 does not divide model.num_experts = 12; .* 6, 12",
+        ),
+        (
+            {"tensor": 4},
+            {},
+            {},
+            "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2; nearest "
+            "valid sizes of tensor: 2",
+        ),
+        (
+            {"context": 8},
+            {},
+            {"sequence_length": 40},
+            "context = 8: twice that does not divide train.sequence_length = 40; .* 5, 10",
+        ),
+        ({"expert": 2}, {"num_experts": 0}, {}, "the model has no experts"),
+        *[
+            (
+                {"tensor": n},
+                {
+                    "linear_num_key_heads": 16,
+                    "linear_num_value_heads": 16,
+                    "num_attention_heads": 12,
+                },
+                {},
+                f"parallel.mesh.tensor = {n} does not divide .*; nearest valid sizes of tensor: 4$",
+            )
+            for n in (5, 6, 8)
+        ],
+        (
+            {"tensor": 6},
+            {
+                "linear_num_key_heads": 12,
+                "linear_num_value_heads": 12,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+                "moe_intermediate_size": 24,
+                "shared_expert_intermediate_size": 24,
+            },
+            {},
+            r"tensor = 6 neither divides model.num_key_value_heads = 4 nor is a multiple of it "
+            r".*; nearest valid sizes of tensor: 4, 12$",
+        ),
+        (
+            {"context": 4},
+            {},
+            {"sequence_length": 8},
+            "context = 4 leaves 2 tokens a device: expected at least the 3 .*; .* of context: 2$",
+        ),
+        (
+            {"context": 5},
+            {},
+            {"sequence_length": 8},
+            "context = 5: twice that does not divide .*; nearest valid sizes of context: 2$",
+        ),
+    ],
+)
 def test_axes_that_do_not_divide(mesh, model, train, message):
-    config = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, **model), train=dataclasses.replace(SMALL.train, **train))
+    config = dataclasses.replace(
+        SMALL,
+        model=dataclasses.replace(SMALL.model, **model),
+        train=dataclasses.replace(SMALL.train, **train),
+    )
     with pytest.raises(UserError, match=message):
         check_divides(config, _mesh(**mesh), *split_sizes(config.model))
 
@@ -115,20 +223,35 @@ def test_axes_that_do_not_divide(mesh, model, train, message):
 def test_slices_lie_along_data():
     """Two slices of 64 chips: every other axis stays inside one."""
     describe("v5p:4x4x4")  # sets what libtpu reads when it is loaded
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:4x4x4", num_slices=2).devices
-    grid = make_mesh(ParallelConfig(mesh=MeshConfig(data=4, expert=8, context=2, tensor=2)), devices).devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5p:4x4x4", num_slices=2
+    ).devices
+    grid = make_mesh(
+        ParallelConfig(mesh=MeshConfig(data=4, expert=8, context=2, tensor=2)), devices
+    ).devices
     slices = np.vectorize(lambda device: device.slice_index)(grid)
     assert len(set(grid.flat)) == 128
-    np.testing.assert_array_equal(slices, np.broadcast_to(np.arange(4).reshape(4, 1, 1, 1) // 2, slices.shape))
-    with pytest.raises(UserError, match="parallel.mesh.data = 1 over 2 TPU slices: expected a multiple of 2, as only data may cross"):
+    np.testing.assert_array_equal(
+        slices, np.broadcast_to(np.arange(4).reshape(4, 1, 1, 1) // 2, slices.shape)
+    )
+    with pytest.raises(
+        UserError,
+        match="parallel.mesh.data = 1 over 2 TPU slices: "
+        "expected a multiple of 2, as only data may cross",
+    ):
         make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=64, tensor=2)), devices)
 
 
-# ---- experts -----------------------------------------------------------------------------------------------------
+# ---- experts
+# --------------------------------------------------------------------------------------------------
 
 
 def _routed(split, x, weight, expert, gate_up, down):
-    f = functools.partial(exchange.split_experts, axis="expert", axes=("data", "expert")) if split else moe._sorted_experts
+    f = (
+        functools.partial(exchange.split_experts, axis="expert", axes=("data", "expert"))
+        if split
+        else moe._sorted_experts
+    )
     if split:
         rows, experts = P(("data", "expert")), P("expert")
         f = local(f, split, (rows, rows, rows, experts, experts), rows)
@@ -136,53 +259,88 @@ def _routed(split, x, weight, expert, gate_up, down):
     return y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
 
-@pytest.mark.parametrize("shards, chunk, half", [(8, 2048, 16), (8, 2**29, 512), (1, 4096, 512)], ids=("gathered", "at once", "exchanged"))
+@pytest.mark.parametrize(
+    "shards, chunk, half",
+    [(8, 2048, 16), (8, 2**29, 512), (1, 4096, 512)],
+    ids=("gathered", "at once", "exchanged"),
+)
 def test_split_experts_are_exact_at_any_imbalance(shards, chunk, half, monkeypatch):
-    """Balanced; every choice on one shard, which overflows what there is room for; a shard and an expert with nothing. Two chunks of 32
-    tokens, the gathered ones in halves, or all at once."""
+    """Balanced; every choice on one shard, which overflows what there is room for; a shard and
+    an expert with nothing. Two chunks of 32 tokens, the gathered ones in halves, or all at once.
+    """
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", shards)
     monkeypatch.setattr(exchange, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(exchange, "HALF_ROWS", half)
     monkeypatch.setattr(exchange, "_room", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)
-    x, gate_up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16)))
+    x, gate_up, down = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16))
+    )
     weight = jnp.asarray(rng.random((512, 2)), jnp.float32)
     run = jax.jit(functools.partial(_routed, _mesh(data=2, expert=4)))
-    for choices in (rng.permuted(np.tile(np.arange(8), (512, 1)), axis=1)[:, :2], np.tile([2, 3], (512, 1)),
-                    rng.permuted(np.tile([0, 1, 5, 7], (512, 1)), axis=1)[:, :2]):
+    for choices in (
+        rng.permuted(np.tile(np.arange(8), (512, 1)), axis=1)[:, :2],
+        np.tile([2, 3], (512, 1)),
+        rng.permuted(np.tile([0, 1, 5, 7], (512, 1)), axis=1)[:, :2],
+    ):
         arguments = (x, weight, jnp.asarray(choices, jnp.int32), gate_up, down)
         for got, expected in zip(run(*arguments), _routed(None, *arguments), strict=True):
             # Sums of up to 512 products of float32: a few times √512 roundings of 6e-8.
-            np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * float(np.abs(expected).max()))
+            np.testing.assert_allclose(
+                got, expected, rtol=0, atol=5e-6 * float(np.abs(expected).max())
+            )
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim, monkeypatch):
     """In 37 tiles of lanes, which are filled up to 38; other widths are left alone."""
     mesh, spec = _mesh(data=8), P("data") if dim == 0 else P(None, "data")
-    x_RD = jnp.arange(16 * 37 * gathering.LANES, dtype=jnp.float32).reshape((16, -1) if dim == 0 else (-1, 16)) / 2**14
+    x_RD = (
+        jnp.arange(16 * 37 * gathering.LANES, dtype=jnp.float32).reshape(
+            (16, -1) if dim == 0 else (-1, 16)
+        )
+        / 2**14
+    )
 
     def gradient(x_RD):
         def loss(x_RD):
-            return jnp.sum(jnp.sin(gathering.all_gather(x_RD, "data", dim) * (1.0 + jax.lax.axis_index("data"))))
-        return jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_RD)
+            return jnp.sum(
+                jnp.sin(
+                    gathering.all_gather(x_RD, "data", dim) * (1.0 + jax.lax.axis_index("data"))
+                )
+            )
+
+        return jax.shard_map(
+            jax.grad(loss), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )(x_RD)
+
     expected = sum(device * np.cos(np.float64(x_RD) * device) for device in range(1, 9))
     for chip, columns in ((None, 37), ("v5p", 38)):
         monkeypatch.setattr(gathering, "tpu", lambda chip=chip: chip)
         scattered = jax.make_jaxpr(lambda x: gradient(x))(x_RD).pretty_print(use_color=False)
-        assert (f"f32[16,{columns * gathering.LANES}]" if dim == 0 else f"f32[{columns * gathering.LANES},16]") in scattered
+        assert (
+            f"f32[16,{columns * gathering.LANES}]"
+            if dim == 0
+            else f"f32[{columns * gathering.LANES},16]"
+        ) in scattered
         np.testing.assert_allclose(gradient(x_RD), expected, atol=2e-5)
 
 
-# ---- checkpoints between meshes ----------------------------------------------------------------------------------
+# ---- checkpoints between meshes
+# ----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
     rng = np.random.default_rng(0)
     pattern = abstract_train_state(SMALL, _mesh(data=4, tensor=2))
-    expected = jax.tree.map(lambda leaf: rng.integers(0, 1000, leaf.shape).astype(leaf.dtype), pattern)
+    expected = jax.tree.map(
+        lambda leaf: rng.integers(0, 1000, leaf.shape).astype(leaf.dtype), pattern
+    )
     expected["step"] = np.int32(1)
-    state = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), expected, pattern)
+    state = jax.tree.map(
+        lambda value, leaf: jax.device_put(value, leaf.sharding), expected, pattern
+    )
     with Checkpoints(tmp_path, dataclasses.replace(SMALL.checkpoint, keep_last=2)) as checkpoints:
         checkpoints.save(1, state)
     with Checkpoints(tmp_path) as checkpoints:
@@ -190,40 +348,72 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
             pattern = abstract_train_state(SMALL, _mesh(**axes))
             restored = checkpoints.restore(1, pattern)
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), expected)
-            for leaf, place in zip(jax.tree.leaves(restored), jax.tree.leaves(pattern), strict=True):
+            for leaf, place in zip(
+                jax.tree.leaves(restored), jax.tree.leaves(pattern), strict=True
+            ):
                 assert leaf.sharding.is_equivalent_to(place.sharding, leaf.ndim)
 
 
-# ---- remat -------------------------------------------------------------------------------------------------------
+# ---- remat
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["block", "dots", "kept", "offload"])
 def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
-    """A block of two matmuls and "attention", a scan over three: the residuals by shape and place, and the gradient."""
+    """A block of two matmuls and "attention", a scan over three: the residuals by shape and
+    place, and the gradient.
+    """
     weights = jax.random.normal(jax.random.key(0), (3, 2, 8, 8)) / 3
     x = jax.random.normal(jax.random.key(1), (5, 8))
 
     def loss(weights, policy):
         def layer(w, x):
             return x + jnp.tanh(kept(x @ w[0])) @ w[1] + kept(jnp.sin(x), "attention") ** 2 / 32
+
         block = rematerialized(layer, policy, looped=policy != "offload")
         return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    np.testing.assert_allclose(gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=4e-6)  # 4 roundings of the largest, 16
+    # 4 roundings of the largest, 16
+    np.testing.assert_allclose(
+        gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=4e-6
+    )
     _, pullback = jax.vjp(lambda weights: loss(weights, policy), weights)
-    saved = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)]
+    saved = [
+        leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)
+    ]
     default = jax.devices()[0].default_memory().kind
-    assert saved == {"block": [default] * 2, "dots": [default] * 3, "kept": [default] * 3, "offload": ["pinned_host"]}[policy]
+    assert (
+        saved
+        == {
+            "block": [default] * 2,
+            "dots": [default] * 3,
+            "kept": [default] * 3,
+            "offload": ["pinned_host"],
+        }[policy]
+    )
 
 
 @pytest.mark.parametrize("policy, gathers", [("block", 3), ("dots", 2), ("kept", 2)])
 def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers):
     """Those of x forward, those of dy backward, and those of x again: 128 rows of 8 shards."""
-    x, weight, gate_up, down = (jnp.ones(s) for s in ((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16)))
+    x, weight, gate_up, down = (
+        jnp.ones(s) for s in ((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16))
+    )
     f = functools.partial(exchange.split_experts, axis="expert", axes=("expert",))
     split = P("expert")
-    layer = local(lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w), _mesh(expert=8), (split, split), split)
-    gradient = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(rematerialized(layer, policy)(w, x) ** 2)))((gate_up, down), x)
-    lines = [line for line in gradient.pretty_print(use_color=False).splitlines() if "f32[128,16]" in line.split(" = ")[0]]
+    layer = local(
+        lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w),
+        _mesh(expert=8),
+        (split, split),
+        split,
+    )
+    gradient = jax.make_jaxpr(
+        jax.grad(lambda w, x: jnp.sum(rematerialized(layer, policy)(w, x) ** 2))
+    )((gate_up, down), x)
+    lines = [
+        line
+        for line in gradient.pretty_print(use_color=False).splitlines()
+        if "f32[128,16]" in line.split(" = ")[0]
+    ]
     assert sum(" = all_gather[" in line for line in lines) == gathers

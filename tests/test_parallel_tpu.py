@@ -1,7 +1,8 @@
-"""What only a TPU runs, through its compiler, for described chips: the exchange of experts' choices by ragged_all_to_all.
+"""What only a TPU runs, through its compiler, for described chips: the exchange of experts'
+choices by ragged_all_to_all.
 
-`-m slow` compiles whole sharded train steps with their Pallas kernels inside shard_map. One process a topology, because the
-compiler reads its environment once.
+`-m slow` compiles whole sharded train steps with their Pallas kernels inside shard_map. One
+process a topology, because the compiler reads its environment once.
 """
 
 import importlib.util
@@ -13,7 +14,9 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
 
 EXCHANGE = """
 import functools, jax, jax.numpy as jnp
@@ -39,7 +42,7 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask the desc
         place((16 * 256, 256), jnp.bfloat16, rows), place((16 * 256, 4), jnp.bfloat16, rows), place((16 * 256, 4), jnp.int32, rows),
         place((32, 256, 2, 128), jnp.bfloat16, experts), place((32, 128, 256), jnp.bfloat16, experts)).compile().as_text()
 print(all(name in text for name in ("ragged-all-to-all", "expert_backward_rows", "expert_backward_weights", "sum_by_token")))
-"""
+"""  # noqa: E501
 
 STEP = """
 import sys
@@ -59,12 +62,22 @@ config = Config(
 mesh = make_mesh(config.parallel, describe(topology).devices)
 step = make_train_step(config, mesh).lower(abstract_train_state(config, mesh), abstract_batch(config, mesh)).compile()
 print("tpu_custom_call" in step.as_text())
-"""
+"""  # noqa: E501
 
 
 def _compiles(program: str, *arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 
@@ -76,6 +89,9 @@ def test_beyond_eight_shards_choices_travel_by_ragged_all_to_all():
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("topology, axes", [("v5p:2x2x1", "expert=2,tensor=2"), ("v6e:2x2", "data=4"), ("v5p:2x2x1", "data=2,context=2")])
+@pytest.mark.parametrize(
+    "topology, axes",
+    [("v5p:2x2x1", "expert=2,tensor=2"), ("v6e:2x2", "data=4"), ("v5p:2x2x1", "data=2,context=2")],
+)
 def test_the_sharded_step_compiles_with_its_kernels(topology, axes):
     assert _compiles(STEP, topology, axes) == "True"

@@ -1,4 +1,6 @@
-"""The planner: mistakes in one line, the search, and one real train step through the real TPU compiler."""
+"""The planner: mistakes in one line, the search, and one real train step through the real TPU
+compiler.
+"""
 
 import contextlib
 import dataclasses
@@ -33,43 +35,84 @@ from qwen3next_jax.planner.process import make_plan_apart
 from qwen3next_jax.planner.search import RECOMPUTED, candidates
 
 ROOT = pathlib.Path(__file__).parents[1]
-needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-MODEL = ModelConfig(vocab_size=512, hidden_size=128, num_hidden_layers=4, full_attention_interval=2, num_attention_heads=2,
-                    num_key_value_heads=2, head_dim=128, linear_num_key_heads=2, linear_num_value_heads=2, num_experts=4,
-                    num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=0, mtp_depth=0)
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+MODEL = ModelConfig(
+    vocab_size=512,
+    hidden_size=128,
+    num_hidden_layers=4,
+    full_attention_interval=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=128,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    shared_expert_intermediate_size=0,
+    mtp_depth=0,
+)
 
 
 def config(**mesh):
-    return Config(model=MODEL, train=TrainConfig(batch_size=8, sequence_length=256, remat="block"),
-                  parallel=ParallelConfig(mesh=MeshConfig(**mesh)))
+    return Config(
+        model=MODEL,
+        train=TrainConfig(batch_size=8, sequence_length=256, remat="block"),
+        parallel=ParallelConfig(mesh=MeshConfig(**mesh)),
+    )
 
 
 def command(*arguments):
-    return subprocess.run([sys.executable, "-m", "qwen3next_jax.plan", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return subprocess.run(
+        [sys.executable, "-m", "qwen3next_jax.plan", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
 
 
 @needs_compiler
 def test_the_command_answers_a_mistake_in_one_line(tmp_path):
-    done = command("--config=configs/tiny.py", "--topology=v5p:9", f"--json={tmp_path / 'plan.json'}")
+    done = command(
+        "--config=configs/tiny.py", "--topology=v5p:9", f"--json={tmp_path / 'plan.json'}"
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
-    assert "--topology=v5p:9: unknown; expected CHIP:GRID" in done.stderr and "v6e: 1x1" in done.stderr
+    assert (
+        "--topology=v5p:9: unknown; expected CHIP:GRID" in done.stderr and "v6e: 1x1" in done.stderr
+    )
 
 
 def test_a_size_that_is_no_number():
-    done = command("--config=configs/tiny.py", "--topology=v5p:2x2x1", "--config.parallel.mesh.data=abc")
-    assert done.returncode == 2 and done.stderr == "error: --config.parallel.mesh.data=abc: expected a whole number\n"
+    done = command(
+        "--config=configs/tiny.py", "--topology=v5p:2x2x1", "--config.parallel.mesh.data=abc"
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr == "error: --config.parallel.mesh.data=abc: expected a whole number\n"
+    )
 
 
 def test_a_figure_that_does_not_exist():
-    done = subprocess.run([sys.executable, "benchmarks/planner_figures.py", "--compile=v5e_16x16,typo"], cwd=ROOT, capture_output=True,
-                          text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "benchmarks/planner_figures.py", "--compile=v5e_16x16,typo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 2 and "no point typo; known: all, v5p_8x8x8" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["v9:2x2x1", "h100:16x9", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb", "v5p:0x2x2"])
+@pytest.mark.parametrize(
+    "name", ["v9:2x2x1", "h100:16x9", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb", "v5p:0x2x2"]
+)
 def test_unknown_topology_lists_the_known(name):
-    with pytest.raises(UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x.*h100, h200: HOSTSxGPUS"):
+    with pytest.raises(
+        UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x.*h100, h200: HOSTSxGPUS"
+    ):
         topology.describe(name)
 
 
@@ -79,31 +122,59 @@ def test_gpus_need_their_compiler(monkeypatch):
         topology.describe("h100:16x8")
 
 
-@pytest.mark.parametrize("name, chips", [("v6e:32x32", "1,024"), ("v5e:32x16", "512"), ("v4:16x16x32", "8,192")])
+@pytest.mark.parametrize(
+    "name, chips", [("v6e:32x32", "1,024"), ("v5e:32x16", "512"), ("v4:16x16x32", "8,192")]
+)
 def test_a_slice_larger_than_a_pod(name, chips):
-    with pytest.raises(UserError, match=f"--topology={name}: {chips} chips, but the largest slice of {name[:3].strip(':')} has"):
+    with pytest.raises(
+        UserError,
+        match=f"--topology={name}: {chips} chips, but the largest slice of {name[:3].strip(':')} "
+        "has",
+    ):
         topology.describe(name)
 
 
 @needs_compiler
 def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
     monkeypatch.setattr(planning, "make_train_step", None)
-    with pytest.raises(UserError, match="expert = 16: beyond 8 needs ragged_all_to_all.*expected at most 8"):
-        planning.make_plan(Config(parallel=ParallelConfig(mesh=MeshConfig(data=2, expert=16))), topology.describe("v5e:4x8"))
+    with pytest.raises(
+        UserError, match="expert = 16: beyond 8 needs ragged_all_to_all.*expected at most 8"
+    ):
+        planning.make_plan(
+            Config(parallel=ParallelConfig(mesh=MeshConfig(data=2, expert=16))),
+            topology.describe("v5e:4x8"),
+        )
 
 
 @needs_compiler
-@pytest.mark.parametrize("slice_, message", [
-    ("v5p:3x5x7", "v5p:3x5x7: .*not divisible.*known: v4"), ("v5p:2x2x1", "needs matplotlib.*pip install libtpu matplotlib")])
-def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile(slice_, message, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "slice_, message",
+    [
+        ("v5p:3x5x7", "v5p:3x5x7: .*not divisible.*known: v4"),
+        ("v5p:2x2x1", "needs matplotlib.*pip install libtpu matplotlib"),
+    ],
+)
+def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile(
+    slice_, message, tmp_path, monkeypatch
+):
     import qwen3next_jax.plan as command_module
 
     there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" and "2x2" in slice_ else there(name))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "matplotlib" and "2x2" in slice_ else there(name),
+    )
     monkeypatch.setattr(process, "make_plan_apart", None)
     monkeypatch.setattr(command_module, "_config", config)
-    for flag, value in dict(_topology=slice_, _json=str(tmp_path / "new" / "plan.json"), _mesh=None, _search=False, _rows=[],
-                            _quick=False).items():
+    for flag, value in dict(
+        _topology=slice_,
+        _json=str(tmp_path / "new" / "plan.json"),
+        _mesh=None,
+        _search=False,
+        _rows=[],
+        _quick=False,
+    ).items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
     with pytest.raises(UserError, match=message):
         command_module.main()
@@ -116,76 +187,128 @@ def test_libtpu_missing(monkeypatch):
         topology.describe("v5p:2x2x1")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("data=2,exprt=2", "'exprt=2' is not AXIS=SIZE.*did you mean 'expert'"),
-    ("", "--mesh=: '' is not AXIS=SIZE"),
-    ("data=two", "'data=two' is not AXIS=SIZE"),
-    ("data=--1", "'data=--1' is not AXIS=SIZE"),
-    ("data=2,data=2", "data stands there twice"),
-    ("data=0", "parallel.mesh.data = 0"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("data=2,exprt=2", "'exprt=2' is not AXIS=SIZE.*did you mean 'expert'"),
+        ("", "--mesh=: '' is not AXIS=SIZE"),
+        ("data=two", "'data=two' is not AXIS=SIZE"),
+        ("data=--1", "'data=--1' is not AXIS=SIZE"),
+        ("data=2,data=2", "data stands there twice"),
+        ("data=0", "parallel.mesh.data = 0"),
+    ],
+)
 def test_mesh_flag(text, message):
     from qwen3next_jax.cli import read_mesh
     from qwen3next_jax.plan import with_mesh
 
     with pytest.raises(UserError, match=message):
         with_mesh(config(), read_mesh(text))
-    assert with_mesh(config(), read_mesh("expert=2,tensor=2")).parallel.mesh == MeshConfig(data=-1, expert=2, tensor=2)
+    assert with_mesh(config(), read_mesh("expert=2,tensor=2")).parallel.mesh == MeshConfig(
+        data=-1, expert=2, tensor=2
+    )
 
 
 @needs_compiler
-@pytest.mark.parametrize("mesh, message", [
-    (dict(data=3), r"parallel.mesh: data 3 .* = 3, but there are 4 devices"),
-    (dict(data=1, tensor=4), "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2"),
-])
+@pytest.mark.parametrize(
+    "mesh, message",
+    [
+        (dict(data=3), r"parallel.mesh: data 3 .* = 3, but there are 4 devices"),
+        (
+            dict(data=1, tensor=4),
+            "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2",
+        ),
+    ],
+)
 def test_mesh_that_does_not_fit_devices_or_model(mesh, message):
-    plan = make_plan_apart if "data 3" in message else planning.make_plan  # it comes whole out of the compiler's process
+    # it comes whole out of the compiler's process
+    plan = make_plan_apart if "data 3" in message else planning.make_plan
     with pytest.raises(UserError, match=message):
         plan(config(**mesh), topology.describe("v6e:2x2"))
 
 
 @needs_compiler
 def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
-    mesh, own = (make_mesh(ParallelConfig(), topology.describe(name).devices) for name in ("v6e:2x2", "v6e:1x1"))
+    mesh, own = (
+        make_mesh(ParallelConfig(), topology.describe(name).devices)
+        for name in ("v6e:2x2", "v6e:1x1")
+    )
     chips = compiler_options(ParallelConfig(), mesh)
     name = next(iter(chips))
-    changed = compiler_options(ParallelConfig(compiler_options=f"{name}=, xla_tpu_enable_latency_hiding_scheduler=true"), mesh)
-    assert changed == {n: v for n, v in chips.items() if n != name} | {"xla_tpu_enable_latency_hiding_scheduler": "true"}
-    assert compiler_options(ParallelConfig(), own) == {} == compiler_options(ParallelConfig(), make_mesh(ParallelConfig()))
-    for text, message in (("xla_no=1", "the compiler: .*No such compile option: 'xla_no'"), ("fast", "'fast': expected NAME=VALUE")):
+    changed = compiler_options(
+        ParallelConfig(compiler_options=f"{name}=, xla_tpu_enable_latency_hiding_scheduler=true"),
+        mesh,
+    )
+    assert changed == {n: v for n, v in chips.items() if n != name} | {
+        "xla_tpu_enable_latency_hiding_scheduler": "true"
+    }
+    assert (
+        compiler_options(ParallelConfig(), own)
+        == {}
+        == compiler_options(ParallelConfig(), make_mesh(ParallelConfig()))
+    )
+    for text, message in (
+        ("xla_no=1", "the compiler: .*No such compile option: 'xla_no'"),
+        ("fast", "'fast': expected NAME=VALUE"),
+    ):
         with pytest.raises(UserError, match=message):
             compiler_options(ParallelConfig(compiler_options=text), mesh)
 
 
-# ---- the real compiler ---------------------------------------------------------------------------------------------------
+# ---- the real compiler
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.slow)], ids=("recurrent layers", "every second of attention"))
+@pytest.fixture(
+    scope="module",
+    params=[0, pytest.param(2, marks=pytest.mark.slow)],
+    ids=("recurrent layers", "every second of attention"),
+)
 def plan(request):
     periods = UNROLLED + 1  # else there is no loop over them
-    of_kind = dataclasses.replace(MODEL, full_attention_interval=request.param, layer_types=(),
-                                  num_hidden_layers=periods * max(request.param, 1))
-    return make_plan_apart(dataclasses.replace(config(data=2, expert=2), model=of_kind), topology.describe("v6e:2x2"))
+    of_kind = dataclasses.replace(
+        MODEL,
+        full_attention_interval=request.param,
+        layer_types=(),
+        num_hidden_layers=periods * max(request.param, 1),
+    )
+    return make_plan_apart(
+        dataclasses.replace(config(data=2, expert=2), model=of_kind), topology.describe("v6e:2x2")
+    )
 
 
 @needs_compiler
 def test_real_train_step(plan):
     assert plan.fits, plan.reason
     assert plan.mesh == {"data": 2, "expert": 2, "context": 1, "tensor": 1}
-    assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)  # two moments, and counters
-    assert plan.memory.peak == pytest.approx(sum(plan.memory[:-1])) and plan.memory.activations > 0 < plan.memory.gradients
+    # two moments, and counters
+    assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)
+    assert (
+        plan.memory.peak == pytest.approx(sum(plan.memory[:-1]))
+        and plan.memory.activations > 0 < plan.memory.gradients
+    )
     # The experts' rounds depend on the router.
-    assert plan.unstated_loops and all("shard_map/while" in name for name in plan.unstated_loops) and not plan.unknown_kernels
+    assert (
+        plan.unstated_loops
+        and all("shard_map/while" in name for name in plan.unstated_loops)
+        and not plan.unknown_kernels
+    )
     # Everything the model needs and the recomputed forward passes, but no expert twice.
     assert 1.2 < plan.estimate.flops / plan.model_flops < 3
     assert sum(plan.estimate.bound.values()) == pytest.approx(plan.estimate.seconds)
     # Every schedule makes it longer; a part says where, and what it needs at the least is shorter.
     today = plan.estimates["today"]
-    assert today.seconds < plan.estimate.seconds and plan.ideal.seconds < min(today.seconds, plan.ideal.realistic * 1.001)
-    assert sum(part.seconds for part in plan.estimate.parts.values()) == pytest.approx(plan.estimate.seconds)
+    assert today.seconds < plan.estimate.seconds and plan.ideal.seconds < min(
+        today.seconds, plan.ideal.realistic * 1.001
+    )
+    assert sum(part.seconds for part in plan.estimate.parts.values()) == pytest.approx(
+        plan.estimate.seconds
+    )
     assert any("GatedDeltaNet.inputs" in name for name in plan.estimate.parts)
     assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
-    assert 0 < plan.mfu < plan.as_dict()["mfu_today"] < 0.5 and {"data", "expert"} == {axis for c in plan.collectives for axis in c.axes}
+    assert 0 < plan.mfu < plan.as_dict()["mfu_today"] < 0.5 and {"data", "expert"} == {
+        axis for c in plan.collectives for axis in c.axes
+    }
     assert {c.times for c in plan.collectives} >= {1, len(plan.config.model.stacks[-1])}
 
 
@@ -204,13 +327,26 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     from qwen3next_jax.plan import draw, show
 
     values = json.loads(json.dumps(plan.as_dict()))
-    assert values.keys() >= {"topology", "chips", "mesh", "fits", "peak_hbm_bytes", "step_seconds", "tokens_per_second", "mfu",
-                             "compile_seconds"}
+    assert values.keys() >= {
+        "topology",
+        "chips",
+        "mesh",
+        "fits",
+        "peak_hbm_bytes",
+        "step_seconds",
+        "tokens_per_second",
+        "mfu",
+        "compile_seconds",
+    }
     assert values["tokens_per_second"] == pytest.approx(8 * 256 / values["step_seconds"])
     console = Console(record=True, width=150, file=open(os.devnull, "w"))
     show(plan, console)
     text = console.export_text()
-    assert "data=2 expert=2: fits" in text and "bound by " + plan.binding in text and "ideal: max(" in text
+    assert (
+        "data=2 expert=2: fits" in text
+        and "bound by " + plan.binding in text
+        and "ideal: max(" in text
+    )
     draw([plan], tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
@@ -219,26 +355,41 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
 def test_what_does_not_fit_is_a_row_not_a_traceback(monkeypatch):
     def too_large(config, mesh):
         def step(state, batch):
-            x = jnp.broadcast_to(jnp.sum(batch["tokens"]).astype(jnp.float32), (2**18, 128)) * jnp.arange(128.0)
+            x = jnp.broadcast_to(
+                jnp.sum(batch["tokens"]).astype(jnp.float32), (2**18, 128)
+            ) * jnp.arange(128.0)
             y = jnp.sin(x @ x.T)
             return y @ jnp.cos(y @ x)
+
         return jax.jit(step)
+
     monkeypatch.setattr(planning, "make_train_step", too_large)
     plan = planning.make_plan(config(data=4), topology.describe("v6e:2x2"))
     assert not plan.fits and plan.needs > plan.usable_hbm
     assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm, rel=1e-3)
-    assert plan.reason == f"needs {plan.needs / 2**30:.2f} GiB of 31.24 GiB" and plan.as_dict()["mfu"] is None
+    assert (
+        plan.reason == f"needs {plan.needs / 2**30:.2f} GiB of 31.24 GiB"
+        and plan.as_dict()["mfu"] is None
+    )
 
 
 @needs_compiler
 def test_what_the_compiler_takes_and_the_chip_does_not_have_does_not_fit(monkeypatch):
     """At O1 the compiler does not refuse it."""
-    monkeypatch.setattr(planning, "make_train_step", lambda config, mesh: jax.jit(lambda state, batch: jnp.sum(batch["tokens"])))
+    monkeypatch.setattr(
+        planning,
+        "make_train_step",
+        lambda config, mesh: jax.jit(lambda state, batch: jnp.sum(batch["tokens"])),
+    )
     slice_ = topology.describe("v6e:2x2")
     small = slice_._replace(chip=dataclasses.replace(slice_.chip, usable_hbm=1000.0))
     assert planning.make_plan(config(data=4), slice_, "O1").fits
     plan = planning.make_plan(config(data=4), small, "O1")
-    assert plan.verdict == "does not fit" and plan.needs > plan.usable_hbm == 1000 and plan.as_dict()["step_seconds"] is None
+    assert (
+        plan.verdict == "does not fit"
+        and plan.needs > plan.usable_hbm == 1000
+        and plan.as_dict()["step_seconds"] is None
+    )
 
 
 @needs_compiler
@@ -252,12 +403,16 @@ def test_another_error_of_the_compiler_is_a_row_not_a_traceback(monkeypatch):
 
         def compile(self, _):
             raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nat length")
+
     monkeypatch.setattr(planning, "make_train_step", lambda config, mesh: Lowered())
     plan = planning.make_plan(config(data=4), topology.describe("v6e:2x2"))
-    assert plan.verdict == "failed" and plan.reason == "the compiler's error: INTERNAL: Mosaic failed"
+    assert (
+        plan.verdict == "failed" and plan.reason == "the compiler's error: INTERNAL: Mosaic failed"
+    )
 
 
-# ---- a process for the compiler ----------------------------------------------------------------------------------------
+# ---- a process for the compiler
+# ----------------------------------------------------------------------------------------
 
 
 def executable(path, text):
@@ -267,39 +422,67 @@ def executable(path, text):
 
 
 @needs_compiler
-@pytest.mark.parametrize("program, reason", [
-    ("echo 'F1121 17:00 x.cc:33] Check failed: a == b (1 vs. 2)' >&2; kill -ABRT $$",
-     "the compiler aborted: Check failed: a == b (1 vs. 2)"),
-    ("kill -SEGV $$", "the compiler's process was ended by signal 11 (Segmentation fault)"),
-    ("kill -40 $$", "the compiler's process was ended by signal 40 (Real-time signal 6)"),
-    ("kill -KILL $$", "the compiler's process was ended by signal 9 (Killed): perhaps the machine ran out of memory"),
-    ("echo 'Check failed: in passing' >&2; echo 'KeyError: no rule' >&2; exit 1", "the planner crashed: KeyError: no rule"),
-    (r"printf '\200\005\225' >/dev/fd/$4; kill -SEGV $$", "the compiler's process was ended by signal 11 (Segmentation fault)"),
-])
-def test_a_compiler_that_ends_its_process_is_one_line(program, reason, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "program, reason",
+    [
+        (
+            "echo 'F1121 17:00 x.cc:33] Check failed: a == b (1 vs. 2)' >&2; kill -ABRT $$",
+            "the compiler aborted: Check failed: a == b (1 vs. 2)",
+        ),
+        ("kill -SEGV $$", "the compiler's process was ended by signal 11 (Segmentation fault)"),
+        ("kill -40 $$", "the compiler's process was ended by signal 40 (Real-time signal 6)"),
+        (
+            "kill -KILL $$",
+            "the compiler's process was ended by signal 9 (Killed): perhaps the machine ran out "
+            "of memory",
+        ),
+        (
+            "echo 'Check failed: in passing' >&2; echo 'KeyError: no rule' >&2; exit 1",
+            "the planner crashed: KeyError: no rule",
+        ),
+        (
+            r"printf '\200\005\225' >/dev/fd/$4; kill -SEGV $$",
+            "the compiler's process was ended by signal 11 (Segmentation fault)",
+        ),
+    ],
+)
+def test_a_compiler_that_ends_its_process_is_one_line(
+    program, reason, tmp_path, monkeypatch, capfd
+):
     from rich.console import Console
 
     from qwen3next_jax.plan import show
 
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", program))
     plan = make_plan_apart(config(data=4), topology.describe("v6e:2x2"))
-    assert plan.verdict == "failed" and plan.reason == reason and plan.as_dict()["peak_hbm_bytes"] is None
+    assert (
+        plan.verdict == "failed"
+        and plan.reason == reason
+        and plan.as_dict()["peak_hbm_bytes"] is None
+    )
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     show(plan, console)
     assert f"data=4 failed: {reason}" in console.export_text()
-    assert ("in passing" in capfd.readouterr().err) == ("planner crashed" in reason)  # what Python said goes on
+    # what Python said goes on
+    assert ("in passing" in capfd.readouterr().err) == ("planner crashed" in reason)
 
 
 @needs_compiler
 def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
     pid = tmp_path / "pid"
-    monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", f"trap '' INT; echo $$ > {pid}; exec sleep 60"))
+    monkeypatch.setattr(
+        sys,
+        "executable",
+        executable(tmp_path / "python", f"trap '' INT; echo $$ > {pid}; exec sleep 60"),
+    )
 
     def interrupt():
         while not (pid.exists() and pid.read_text().strip()):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
+
+    # workers of pytest-xdist ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -315,39 +498,86 @@ def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
 
 
 def test_a_planner_killed_early_leaves_no_compiler():
-    """Killed before its child asks to end with it. The child would then wait for standard input, and compile."""
-    program = ("import os, signal, subprocess, sys\n"
-               "subprocess.Popen([sys.executable, '-m', 'qwen3next_jax.planner.process', str(os.getpid()), '1'])\n"
-               "os.kill(os.getpid(), signal.SIGKILL)")
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          stderr=subprocess.DEVNULL) as planner:
-        ended, _, _ = select.select([planner.stdout], [], [], 300)  # its end: nobody holds it any more
+    """Killed before its child asks to end with it. The child would then wait for standard input,
+    and compile.
+    """
+    program = (
+        "import os, signal, subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-m', 'qwen3next_jax.planner.process', "
+        "str(os.getpid()), '1'])\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as planner:
+        # its end: nobody holds it any more
+        ended, _, _ = select.select([planner.stdout], [], [], 300)
         assert ended and not planner.stdout.read()
 
 
-# ---- the search --------------------------------------------------------------------------------------------------------
+# ---- the search
+# --------------------------------------------------------------------------------------------------
 
 
 @needs_compiler
 def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
-    found = candidates(Config(train=TrainConfig(batch_size=7, sequence_length=4096)), topology.describe("v6e:16x16"), rows=(256, 512))
+    found = candidates(
+        Config(train=TrainConfig(batch_size=7, sequence_length=4096)),
+        topology.describe("v6e:16x16"),
+        rows=(256, 512),
+    )
     fitting = [c for c in found if not c.reason]
-    assert fitting and found[:len(fitting)] == fitting
+    assert fitting and found[: len(fitting)] == fitting
     per_token = [c.seconds / c.tokens for c in fitting]
-    assert per_token == sorted(per_token) and {c.config.train.batch_size for c in fitting} == {256, 512}
-    assert len({(c.config.parallel.mesh, c.config.train.batch_size) for c in fitting}) == len(fitting)  # the fastest remat of each
+    assert per_token == sorted(per_token) and {c.config.train.batch_size for c in fitting} == {
+        256,
+        512,
+    }
+    # the fastest remat of each
+    assert len({(c.config.parallel.mesh, c.config.train.batch_size) for c in fitting}) == len(
+        fitting
+    )
     assert all(np.prod(list(c.sizes.values())) == 256 for c in found)
-    assert any("GiB of 31 GiB" in c.reason for c in found) and any("does not divide" in c.reason for c in found)
+    assert any("GiB of 31 GiB" in c.reason for c in found) and any(
+        "does not divide" in c.reason for c in found
+    )
     assert set(RECOMPUTED) == set(typing.get_args(typing.get_type_hints(TrainConfig)["remat"]))
-    on_v5e = candidates(Config(train=TrainConfig(batch_size=256, sequence_length=4096)), topology.describe("v5e:16x16"), {"expert": 16})
+    on_v5e = candidates(
+        Config(train=TrainConfig(batch_size=256, sequence_length=4096)),
+        topology.describe("v5e:16x16"),
+        {"expert": 16},
+    )
     assert all("ragged_all_to_all" in c.reason for c in on_v5e if "does not divide" not in c.reason)
-    # Axes that the user named stay; a row is split where it is long, or where rows are fewer than devices.
-    named = candidates(Config(train=TrainConfig(batch_size=256, sequence_length=4096)), topology.describe("v6e:16x16"), {"expert": 4})
-    assert all(c.sizes["expert"] == 4 for c in named) and {c.sizes["tensor"] for c in named} == {1, 2, 4, 8, 16}
-    for rows, length, sizes in ((8, 4096, (1, 8, 4, 16)), (16, 32_768, (2, 8, 32, 1)), (512, 262_144, (8, 8, 8, 1))):
-        few = candidates(Config(train=TrainConfig(batch_size=rows, sequence_length=length)), topology.describe("v5p:8x8x8"),
-                         dict(data=sizes[0], expert=sizes[1]))
-        assert any(tuple(c.sizes.values()) == sizes and "divide" not in c.reason for c in few), sizes
+    # Axes that the user named stay; a row is split where it is long, or where rows are fewer than
+    # devices.
+    named = candidates(
+        Config(train=TrainConfig(batch_size=256, sequence_length=4096)),
+        topology.describe("v6e:16x16"),
+        {"expert": 4},
+    )
+    assert all(c.sizes["expert"] == 4 for c in named) and {c.sizes["tensor"] for c in named} == {
+        1,
+        2,
+        4,
+        8,
+        16,
+    }
+    for rows, length, sizes in (
+        (8, 4096, (1, 8, 4, 16)),
+        (16, 32_768, (2, 8, 32, 1)),
+        (512, 262_144, (8, 8, 8, 1)),
+    ):
+        few = candidates(
+            Config(train=TrainConfig(batch_size=rows, sequence_length=length)),
+            topology.describe("v5p:8x8x8"),
+            dict(data=sizes[0], expert=sizes[1]),
+        )
+        assert any(tuple(c.sizes.values()) == sizes and "divide" not in c.reason for c in few), (
+            sizes
+        )
     assert all(c.sizes["context"] == 1 for c in found)
     # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
     assert all(c.config.train.remat != "none" for c in fitting[:3])
@@ -363,9 +593,17 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
 
     def pretend(config, topology, level):
         compiled.append(config)
-        other = {1: {}, 2: dict(failed=True, reason="the compiler aborted: Check failed: x"),
-                 3: dict(needs=2**36, reason="needs 64.00 GiB of 31.24 GiB")}
-        return dataclasses.replace(plan, fits=False, **other[len(compiled)]) if other.get(len(compiled)) else plan
+        other = {
+            1: {},
+            2: dict(failed=True, reason="the compiler aborted: Check failed: x"),
+            3: dict(needs=2**36, reason="needs 64.00 GiB of 31.24 GiB"),
+        }
+        return (
+            dataclasses.replace(plan, fits=False, **other[len(compiled)])
+            if other.get(len(compiled))
+            else plan
+        )
+
     monkeypatch.setattr(process, "make_plan_apart", pretend)
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     released = Config(train=TrainConfig(batch_size=256, sequence_length=4096))
@@ -373,9 +611,23 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     text = console.export_text()
     assert len(compiled) == len(found) == 5 == len(set(compiled))
     assert [p.verdict for p in found] == 3 * ["fits"] + ["does not fit", "failed"]
-    for part in ("needs 64.00 GiB of 31.24 GiB", "the compiler aborted: Check failed: x", "candidates do not fit", f"{plan.mfu:.1%}"):
+    for part in (
+        "needs 64.00 GiB of 31.24 GiB",
+        "the compiler aborted: Check failed: x",
+        "candidates do not fit",
+        f"{plan.mfu:.1%}",
+    ):
         assert part in text
     with pytest.raises(UserError, match="no mesh of 256 devices divides.*nearest valid sizes"):
-        search(Config(train=TrainConfig(batch_size=7, sequence_length=4097)), topology.describe("v6e:16x16"), "", console, {})
-    with pytest.raises(UserError, match="no mesh of 256 devices with data=3, expert=2 divides this model and batch$"):
+        search(
+            Config(train=TrainConfig(batch_size=7, sequence_length=4097)),
+            topology.describe("v6e:16x16"),
+            "",
+            console,
+            {},
+        )
+    with pytest.raises(
+        UserError,
+        match="no mesh of 256 devices with data=3, expert=2 divides this model and batch$",
+    ):
         search(Config(), topology.describe("v6e:16x16"), "", console, {"data": 3, "expert": 2})

@@ -1,4 +1,6 @@
-"""The process of a run from outside: signals, hangs, the supervisor. Real processes, real signals, no training."""
+"""The process of a run from outside: signals, hangs, the supervisor. Real processes, real
+signals, no training.
+"""
 
 import os
 import pathlib
@@ -16,8 +18,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def _start(program, *arguments, **options):
-    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def _wait_for(path, process, seconds=20):
@@ -53,7 +61,10 @@ def test_the_first_signal_is_noted_at_once_and_the_second_ends_the_process(tmp_p
     process.send_signal(number)
     assert process.wait(0.8) == ExitCode.ABORTED
     errors = process.communicate()[1]
-    assert f"{number.name}: saving after the step under way; again to stop now" in errors and "second signal" in errors
+    assert (
+        f"{number.name}: saving after the step under way; again to stop now" in errors
+        and "second signal" in errors
+    )
 
 
 def test_the_last_signal_of_a_parent_that_dies_slowly_is_no_second_one(monkeypatch):
@@ -75,7 +86,7 @@ def main(arguments):
     threading.Timer(0.3, pathlib.Path(arguments[0]).touch).start()  # when this thread is in the line below
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # as XLA's compiler: Python's handler waits until it is back
 cli.run(main, "FILE")
-"""
+"""  # noqa: E501
 
 
 def test_any_command_answers_the_first_ctrl_c_and_ends_at_the_second(tmp_path):
@@ -120,20 +131,27 @@ import pathlib, sys
 from qwen3next_jax import supervisor
 supervisor.FIRST_PAUSE = 0.05
 sys.exit(supervisor.supervise(pathlib.Path(sys.argv[1]), int(sys.argv[2]), ["/bin/sh", "-c", sys.argv[3]]))
-"""
+"""  # noqa: E501
 # Each start saves the next of three checkpoints; the third ends well.
-PROGRESS = 'n=$(ls {0}/checkpoints | wc -l); mkdir -p {0}/checkpoints/$n; touch {0}/checkpoints/$n/manifest.json; [ $n = 3 ] || '
+PROGRESS = (
+    "n=$(ls {0}/checkpoints | wc -l); mkdir -p {0}/checkpoints/$n; touch "
+    "{0}/checkpoints/$n/manifest.json; [ $n = 3 ] || "
+)
 
 
-@pytest.mark.parametrize("restarts, script, code, starts", [
-    (9, PROGRESS + "kill -9 $$", 0, 3),
-    (1, PROGRESS + "kill -9 $$", ExitCode.GAVE_UP, 2),
-    # The newest one there was, 9, is found damaged at the first start: what follows below it is progress.
-    (9, "rm -rf {0}/checkpoints/9; " + PROGRESS.replace("= 3", "= 5") + "kill -9 $$", 0, 5),
-    (9, "exit 4", ExitCode.GAVE_UP, 3),  # hangs, and never gets anywhere
-    (9, "exit 2", ExitCode.USER_ERROR, 1),
-    (9, "exit 3", ExitCode.DIVERGED, 1),
-])
+@pytest.mark.parametrize(
+    "restarts, script, code, starts",
+    [
+        (9, PROGRESS + "kill -9 $$", 0, 3),
+        (1, PROGRESS + "kill -9 $$", ExitCode.GAVE_UP, 2),
+        # The newest one there was, 9, is found damaged at the first start: what follows below it is
+        # progress.
+        (9, "rm -rf {0}/checkpoints/9; " + PROGRESS.replace("= 3", "= 5") + "kill -9 $$", 0, 5),
+        (9, "exit 4", ExitCode.GAVE_UP, 3),  # hangs, and never gets anywhere
+        (9, "exit 2", ExitCode.USER_ERROR, 1),
+        (9, "exit 3", ExitCode.DIVERGED, 1),
+    ],
+)
 def test_the_supervisor_restarts_what_a_restart_can_help(tmp_path, restarts, script, code, starts):
     (tmp_path / "checkpoints" / "0").mkdir(parents=True)
     if "checkpoints/9" in script:
@@ -146,7 +164,10 @@ def test_the_supervisor_restarts_what_a_restart_can_help(tmp_path, restarts, scr
 
 
 def test_the_supervisor_passes_signals_on_and_dies_with_its_run(tmp_path):
-    script = f"trap 'exit 130' TERM; echo $$ > {tmp_path}/child; touch {tmp_path}/ready; while true; do sleep 0.05; done"
+    script = (
+        f"trap 'exit 130' TERM; echo $$ > {tmp_path}/child; touch {tmp_path}/ready; while true; "
+        "do sleep 0.05; done"
+    )
     process = _start(SUPERVISED, tmp_path, 5, script)
     _wait_for(tmp_path / "ready", process)
     process.send_signal(signal.SIGTERM)

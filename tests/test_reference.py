@@ -1,4 +1,6 @@
-"""The model against what transformers' own Qwen3-Next, Qwen3.5 and Kimi Linear compute from the same weights (tests/fixtures)."""
+"""The model against what transformers' own Qwen3-Next, Qwen3.5 and Kimi Linear compute from the
+same weights (tests/fixtures).
+"""
 
 import functools
 
@@ -7,22 +9,51 @@ import pytest
 from benchmarks.parity import measure
 
 # group → how many quantities of it the reference holds
-_DENSE = {"logits": 1, "MTP logits": 1, "losses": 2, "hidden states": 5, "gradients": 71, "greedy": 1, "export": 1}
+_DENSE = {
+    "logits": 1,
+    "MTP logits": 1,
+    "losses": 2,
+    "hidden states": 5,
+    "gradients": 71,
+    "greedy": 1,
+    "export": 1,
+}
 _MIXTURE = _DENSE | {"losses": 3, "router logits": 4, "gradients": 91}
 GROUPS = {
     "qwen3_next_tiny": _MIXTURE | {"losses": 2, "gradients": 66},
-    "qwen3_5_tiny": _DENSE | {"YaRN": 1}, "qwen3_5_wrapper_tiny": _DENSE,
-    "qwen3_5_moe_tiny": _MIXTURE, "qwen3_5_moe_wrapper_fused_mtp_tiny": _MIXTURE,
-    "kimi_linear_tiny": {"logits": 1, "losses": 1, "hidden states": 6, "router logits": 4, "gradients": 183, "greedy": 1, "export": 1},
+    "qwen3_5_tiny": _DENSE | {"YaRN": 1},
+    "qwen3_5_wrapper_tiny": _DENSE,
+    "qwen3_5_moe_tiny": _MIXTURE,
+    "qwen3_5_moe_wrapper_fused_mtp_tiny": _MIXTURE,
+    "kimi_linear_tiny": {
+        "logits": 1,
+        "losses": 1,
+        "hidden states": 6,
+        "router logits": 4,
+        "gradients": 183,
+        "greedy": 1,
+        "export": 1,
+    },
 }
-# The second computes with the experts of qwen3_next_tiny and the mixers of qwen3_5_tiny; how its names are read is in test_interop.py.
-SLOW = ("qwen3_5_wrapper_tiny", "qwen3_5_moe_wrapper_fused_mtp_tiny", "qwen3_5_moe_tiny", "kimi_linear_tiny")
+# The second computes with the experts of qwen3_next_tiny and the mixers of qwen3_5_tiny; how its
+# names are read is in test_interop.py.
+SLOW = (
+    "qwen3_5_wrapper_tiny",
+    "qwen3_5_moe_wrapper_fused_mtp_tiny",
+    "qwen3_5_moe_tiny",
+    "kimi_linear_tiny",
+)
 measured = functools.cache(measure)
 
 
-@pytest.mark.parametrize(("reference", "group"), [
-    pytest.param(reference, group, marks=[pytest.mark.slow] * (reference in SLOW))
-    for reference, groups in GROUPS.items() for group in groups])
+@pytest.mark.parametrize(
+    ("reference", "group"),
+    [
+        pytest.param(reference, group, marks=[pytest.mark.slow] * (reference in SLOW))
+        for reference, groups in GROUPS.items()
+        for group in groups
+    ],
+)
 def test_agrees_with_transformers(reference, group):
     of_group = [row for row in measured(reference) if row.group == group]
     assert len(of_group) == GROUPS[reference][group]

@@ -1,4 +1,6 @@
-"""The report: numbers reduced without losing what matters, and a page that a real browser shows whole."""
+"""The report: numbers reduced without losing what matters, and a page that a real browser shows
+whole.
+"""
 
 import html
 import json
@@ -14,7 +16,8 @@ from qwen3next_jax.reporting import runs
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING
 
-# Run in the page: every label inside its drawing, no two labels of a drawing over each other, nothing wider than the window.
+# Run in the page: every label inside its drawing, no two labels of a drawing over each other,
+# nothing wider than the window.
 AUDIT = """<script>window.addEventListener("load", () => {
   const found = [], shown = e => { const b = e.getBoundingClientRect(); return b.width > 0 && b.height > 0; };
   for (const figure of document.querySelectorAll("figure")) {
@@ -38,7 +41,7 @@ AUDIT = """<script>window.addEventListener("load", () => {
   first.dispatchEvent(new PointerEvent("pointermove", {clientX: b.left + b.width / 2, clientY: b.top + b.height / 2}));
   document.documentElement.dataset.audit = JSON.stringify({found, tip: document.querySelector(".tip").textContent,
     figures: document.querySelectorAll("figure").length, theme: document.documentElement.dataset.theme});
-});</script>"""
+});</script>"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +53,28 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium to open the page in (apt-get install chromium)")
-@pytest.mark.parametrize("names, width, theme", [(("small",), 1280, "light"), (("small",), 700, "dark"), (("deep",), 1280, "dark"),
-                                                 (("small", "other"), 700, "light")])
+@pytest.mark.skipif(
+    not shutil.which("chromium"),
+    reason="no chromium to open the page in (apt-get install chromium)",
+)
+@pytest.mark.parametrize(
+    "names, width, theme",
+    [
+        (("small",), 1280, "light"),
+        (("small",), 700, "dark"),
+        (("deep",), 1280, "dark"),
+        (("small", "other"), 700, "light"),
+    ],
+)
 def test_a_browser_shows_the_page_whole(folder, tmp_path, names, width, theme):
     page = tmp_path / "report.html"
     write_report([folder / name for name in names], page)
     text = page.read_text()
-    assert not re.search(r"(src|href)=[\"']?(https?:)?//", text) and "@import" not in text and "url(" not in text
+    assert (
+        not re.search(r"(src|href)=[\"']?(https?:)?//", text)
+        and "@import" not in text
+        and "url(" not in text
+    )
     page.write_text(text.replace("</head>", AUDIT + "</head>"))
     dark = ("--blink-settings=preferredColorScheme=0",) if theme == "dark" else ()
     dom, _ = open_in_chromium(page, "--dump-dom", f"--window-size={width},900", *dark)
@@ -74,23 +91,49 @@ def test_no_spike_is_lost_when_a_series_is_shortened():
     series = runs.shorten(x, y, 400)
     assert len(series.x) <= 400 and (np.diff(series.x) > 0).all() and np.nanmax(series.high) == 99.0
     inside = np.isfinite(series.y)
-    assert (series.low[inside] <= series.y[inside]).all() and (series.y[inside] <= series.high[inside]).all()
+    assert (series.low[inside] <= series.y[inside]).all() and (
+        series.y[inside] <= series.high[inside]
+    ).all()
     quiet = inside & (series.high < 2)
     assert quiet.sum() >= 398 and np.abs(series.y - np.sin(series.x / 1e4))[quiet].max() < 0.02
 
 
 def test_goodput_is_the_share_of_training_that_stayed():
-    """20 s to start, 10 steps of 1 s, 5 s of evaluation, 10 steps, killed 10 lost steps later, 30 s down, 15 s to start, 10 steps."""
-    events = [{"event": "start", "step": 0, "time": 0.0, "first_step": 0, "previous_end": None, "lost_steps": 0},
-              {"event": "train", "step": 10, "time": 30.0, "seconds": 10.0},
-              {"event": "heldout", "step": 10, "time": 35.0},
-              {"event": "train", "step": 20, "time": 45.0, "seconds": 10.0},
-              {"event": "checkpoint", "step": 20, "time": 45.0},
-              {"event": "start", "step": 20, "time": 85.0, "first_step": 20, "previous_end": 55.0, "lost_steps": 10},
-              {"event": "train", "step": 30, "time": 110.0, "seconds": 10.0}]
+    """20 s to start, 10 steps of 1 s, 5 s of evaluation, 10 steps, killed 10 lost steps later,
+    30 s down, 15 s to start, 10 steps.
+    """
+    events = [
+        {
+            "event": "start",
+            "step": 0,
+            "time": 0.0,
+            "first_step": 0,
+            "previous_end": None,
+            "lost_steps": 0,
+        },
+        {"event": "train", "step": 10, "time": 30.0, "seconds": 10.0},
+        {"event": "heldout", "step": 10, "time": 35.0},
+        {"event": "train", "step": 20, "time": 45.0, "seconds": 10.0},
+        {"event": "checkpoint", "step": 20, "time": 45.0},
+        {
+            "event": "start",
+            "step": 20,
+            "time": 85.0,
+            "first_step": 20,
+            "previous_end": 55.0,
+            "lost_steps": 10,
+        },
+        {"event": "train", "step": 30, "time": 110.0, "seconds": 10.0},
+    ]
     run = runs.make_run("r", {}, events)
     share = runs.goodput(runs.wall_time(run))
-    assert {use: round(value * 110, 6) for use, value in share.items()} == {TRAINING: 30, STARTING: 35, OTHER: 5, LOST: 10, DOWN: 30}
+    assert {use: round(value * 110, 6) for use, value in share.items()} == {
+        TRAINING: 30,
+        STARTING: 35,
+        OTHER: 5,
+        LOST: 10,
+        DOWN: 30,
+    }
     _, columns = runs.wall_time_columns(runs.wall_time(run), 37)
     np.testing.assert_allclose(columns.sum(axis=1), 1, atol=1e-9)
     np.testing.assert_allclose(columns.mean(axis=0), list(share.values()), atol=1e-9)
@@ -98,19 +141,41 @@ def test_goodput_is_the_share_of_training_that_stayed():
 
 
 def test_a_step_logged_with_its_compilation_is_no_training():
-    events = [{"event": "start", "step": 0, "time": 0.0, "first_step": 0}, {"event": "train", "step": 1, "time": 9.0, "seconds": 8.0},
-              {"event": "train", "step": 2, "time": 10.0, "seconds": 1.0}]
-    assert runs.goodput(runs.wall_time(runs.make_run("r", {}, events)))[TRAINING] == pytest.approx(0.1)
+    events = [
+        {"event": "start", "step": 0, "time": 0.0, "first_step": 0},
+        {"event": "train", "step": 1, "time": 9.0, "seconds": 8.0},
+        {"event": "train", "step": 2, "time": 10.0, "seconds": 1.0},
+    ]
+    assert runs.goodput(runs.wall_time(runs.make_run("r", {}, events)))[TRAINING] == pytest.approx(
+        0.1
+    )
 
 
 def test_differences_name_what_differs(folder):
-    names = [name for name, _ in runs.differences([runs.load_run(folder / name) for name in ("small", "other")])]
-    assert names == ["model.mtp_depth", "model.num_experts", "model.num_experts_per_tok", "model.num_hidden_layers",
-                     "name", "train.steps"]
+    names = [
+        name
+        for name, _ in runs.differences(
+            [runs.load_run(folder / name) for name in ("small", "other")]
+        )
+    ]
+    assert names == [
+        "model.mtp_depth",
+        "model.num_experts",
+        "model.num_experts_per_tok",
+        "model.num_hidden_layers",
+        "name",
+        "train.steps",
+    ]
 
 
-@pytest.mark.parametrize("content, message", [
-    (None, "not the folder of a run"), ("{", "damaged or foreign"), ('{"config": {}}', "nothing has been recorded")])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "not the folder of a run"),
+        ("{", "damaged or foreign"),
+        ('{"config": {}}', "nothing has been recorded"),
+    ],
+)
 def test_a_folder_without_a_run_is_one_line(tmp_path, content, message):
     if content is not None:
         (tmp_path / "run.json").write_text(content)
@@ -122,38 +187,58 @@ def test_a_folder_without_a_run_is_one_line(tmp_path, content, message):
 BAD_LINES = [
     '{"event": "train", "step": 2, "time": "noon", "loss": 1}',
     '{"event": "train", "step": 2, "time": 1, "loss": {"a": 1}, "seconds": 1}',
-    '{"event": "train", "step": 2, "time": 1, "seconds": "x"}', '{"event": "diagnostics", "step": 2, "time": 1, "beta": 3}',
-    '{"event": "diagnostics", "step": 2, "time": 1, "beta": [[1], 2], "activation_max": "x", "state_norm": [1]}',
+    '{"event": "train", "step": 2, "time": 1, "seconds": "x"}',
+    '{"event": "diagnostics", "step": 2, "time": 1, "beta": 3}',
+    '{"event": "diagnostics", "step": 2, "time": 1, "beta": [[1], 2], "activation_max": "x", '
+    '"state_norm": [1]}',
     '{"event": "sample", "step": 2, "time": 1, "text": 5}',
     '{"event": "start", "step": 2, "time": 1, "previous_end": "x", "lost_steps": "y"}',
-    '{"event": "changed", "step": 2, "time": 1, "changes": [1]}', '{"event": "train", "step": 1' + "0" * 400 + ', "time": 1, "loss": 1}',
+    '{"event": "changed", "step": 2, "time": 1, "changes": [1]}',
+    '{"event": "train", "step": 1' + "0" * 400 + ', "time": 1, "loss": 1}',
     '{"event": "train", "step": true, "time": 1e999, "loss": 1e999}',
-    '{"event": "train", "step": 2, "time": 1, "loss": 1' + "0" * 400 + '}',
+    '{"event": "train", "step": 2, "time": 1, "loss": 1' + "0" * 400 + "}",
     '{"event": "train", "step": -5, "time": 1, "loss": 1e999, "mtp_loss/x": 1}',
-    '{"event": "diagnostics", "step": 2, "time": 1, "expert_load": [[1, 2], 3], "router_entropy": [1]}',
-    '{"event": "suite", "step": 2, "time": 1, "a/b": 1}', '{"event": "diagnostics", "step": 2, "time": 1, "groups": {"a": 3}}',
+    '{"event": "diagnostics", "step": 2, "time": 1, "expert_load": [[1, 2], 3], "router_entropy": '
+    "[1]}",
+    '{"event": "suite", "step": 2, "time": 1, "a/b": 1}',
+    '{"event": "diagnostics", "step": 2, "time": 1, "groups": {"a": 3}}',
     '{"event": "stop", "step": 2, "reason": [1], "time": null}',
-    '{"event": "start", "step": 0, "time": 5, "devices": "x", "hosts": "many", "commit": 3, "jax": []}',
-    '{"event": ["train"], "step": 2, "time": 1}', '{"event": "heldout", "step": 2, "time": 1, "loss": "x", "bits_per_byte": []}',
-    "[" * 10**5, '{"event": "x", "step": ' + "1" * 5000 + '}', 'null',
+    '{"event": "start", "step": 0, "time": 5, "devices": "x", "hosts": "many", "commit": 3, '
+    '"jax": []}',
+    '{"event": ["train"], "step": 2, "time": 1}',
+    '{"event": "heldout", "step": 2, "time": 1, "loss": "x", "bits_per_byte": []}',
+    "[" * 10**5,
+    '{"event": "x", "step": ' + "1" * 5000 + "}",
+    "null",
 ]
 
 
-@pytest.mark.parametrize("name, value", [("num_hidden_layers", -1), ("num_hidden_layers", "many"), ("num_hidden_layers", 10**12)])
+@pytest.mark.parametrize(
+    "name, value",
+    [("num_hidden_layers", -1), ("num_hidden_layers", "many"), ("num_hidden_layers", 10**12)],
+)
 def test_settings_of_a_wrong_type_do_not_end_a_report(tmp_path, name, value):
     (tmp_path / "run.json").write_text(json.dumps({"config": {"model": {name: value}}}))
-    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0, "loss": 2.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"event": "train", "step": 1, "time": 1.0, "loss": 2.0}\n'
+    )
     with pytest.raises(UserError, match="damaged or foreign"):
         write_report([tmp_path], tmp_path / "report.html")
 
 
 def test_lines_of_a_wrong_type_do_not_end_a_report(tmp_path):
-    """Each alone between two good ones (which of several would matter is then known), and all together."""
+    """Each alone between two good ones (which of several would matter is then known), and all
+    together.
+    """
     (tmp_path / "run.json").write_text('{"config": {}}')
-    good = ['{"event": "start", "step": 0, "time": 0.0, "first_step": 0}',
-            '{"event": "train", "step": 1, "time": 1.0, "loss": 2.0, "seconds": 1.0}']
+    good = [
+        '{"event": "start", "step": 0, "time": 0.0, "first_step": 0}',
+        '{"event": "train", "step": 1, "time": 1.0, "loss": 2.0, "seconds": 1.0}',
+    ]
     for lines in (*([line] for line in BAD_LINES), BAD_LINES):
-        (tmp_path / "metrics.jsonl").write_text("\n".join([*good, *lines, good[1].replace("1", "3")]) + "\n")
+        (tmp_path / "metrics.jsonl").write_text(
+            "\n".join([*good, *lines, good[1].replace("1", "3")]) + "\n"
+        )
         write_report([tmp_path], tmp_path / "report.html")
         assert "Loss (nats per token)" in (tmp_path / "report.html").read_text()
 
@@ -161,11 +246,23 @@ def test_lines_of_a_wrong_type_do_not_end_a_report(tmp_path):
 def test_a_record_with_holes_still_gives_a_page(tmp_path):
     """NaN as text, missing values, one event only, names that HTML would take for itself."""
     (tmp_path / "run.json").write_text(json.dumps({"config": {"name": "<b>&"}}))
-    events = [{"event": "train", "step": 1, "time": 1.0, "loss": "nan", "grad_norm": "inf"},
-              {"event": "diagnostics", "step": 1, "time": 1.0, "beta": [None, "nan"], "activation_max": ["inf", 3.0]},
-              {"event": "sample", "step": 1, "time": 2.0, "text": "</pre><script>alert(1)</script>"},
-              {"event": "stop", "step": 1, "time": 3.0, "reason": "<i>"}]
+    events = [
+        {"event": "train", "step": 1, "time": 1.0, "loss": "nan", "grad_norm": "inf"},
+        {
+            "event": "diagnostics",
+            "step": 1,
+            "time": 1.0,
+            "beta": [None, "nan"],
+            "activation_max": ["inf", 3.0],
+        },
+        {"event": "sample", "step": 1, "time": 2.0, "text": "</pre><script>alert(1)</script>"},
+        {"event": "stop", "step": 1, "time": 3.0, "reason": "<i>"},
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)) + '\n{"event": "tr')
     write_report([tmp_path], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert "<script>alert" not in text and "<i>" not in text and "nan" not in re.findall(r' d="([^"]*)"', text)
+    assert (
+        "<script>alert" not in text
+        and "<i>" not in text
+        and "nan" not in re.findall(r' d="([^"]*)"', text)
+    )

@@ -1,4 +1,6 @@
-"""The routed experts by token, their TPU kernels (interpreted), and what a skewed router leaves to the loop, against float64."""
+"""The routed experts by token, their TPU kernels (interpreted), and what a skewed router leaves
+to the loop, against float64.
+"""
 
 import contextlib
 import functools
@@ -8,13 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.experts_precision import a_row_a_choice, by_token, errors, exact, inputs, interpreted
+from benchmarks.experts_precision import (
+    a_row_a_choice,
+    by_token,
+    errors,
+    exact,
+    inputs,
+    interpreted,
+)
 from qwen3next_jax.ops.routed_experts import tiling as routed_experts
 
 TOKENS, EXPERTS = 96, 4
 RNG = np.random.default_rng(0)
 ROUTINGS = {
-    "balanced, half of it elsewhere": RNG.permuted(np.tile(np.arange(2 * EXPERTS), (TOKENS, 1)), axis=1)[:, :2],
+    "balanced, half of it elsewhere": RNG.permuted(
+        np.tile(np.arange(2 * EXPERTS), (TOKENS, 1)), axis=1
+    )[:, :2],
     "all to two experts": np.tile([2, 1], (TOKENS, 1)),
     "empty experts": np.tile([3, -1], (TOKENS, 1)),
     "one choice": np.where(np.arange(2 * TOKENS).reshape(TOKENS, 2) == 77, 0, EXPERTS),
@@ -22,26 +33,37 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("room, kernels", [(2 * TOKENS, False), (2 * TOKENS, True), (TOKENS // 4, True)],
-                         ids=("products", "kernels", "loop"))
+@pytest.mark.parametrize(
+    "room, kernels",
+    [(2 * TOKENS, False), (2 * TOKENS, True), (TOKENS // 4, True)],
+    ids=("products", "kernels", "loop"),
+)
 def test_any_routing_is_exact(room, kernels, monkeypatch):
     monkeypatch.setattr(routed_experts, "_LOOP_ROWS", 16)
     monkeypatch.setattr(routed_experts, "_LARGEST_NUMBER", 2**31 if kernels else 0)
-    *given, dy = (a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in inputs(TOKENS, 2, 128, EXPERTS, 128))
+    *given, dy = (
+        a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
+        for a in inputs(TOKENS, 2, 128, EXPERTS, 128)
+    )
     with interpreted() if kernels else contextlib.nullcontext():
         run = jax.jit(functools.partial(by_token, room=room, pieces=2))
         for name, expert in ROUTINGS.items():
             arguments = (*given[:2], jnp.asarray(expert, jnp.int32), *given[3:], dy)
             for part, error in errors(run(*arguments), exact(*arguments)).items():
-                assert error < (2e-5 if part == "dweight" else 2e-6), (name, part)  # a lone dweight is a sum of terms of either sign
+                # a lone dweight is a sum of terms of either sign
+                assert error < (2e-5 if part == "dweight" else 2e-6), (name, part)
 
 
 def test_bfloat16_is_as_near_as_with_a_row_a_choice():
-    """By the kernels, and by products in four parts that are summed in bfloat16 (as by a reduce-scatter); tokens in halves."""
+    """By the kernels, and by products in four parts that are summed in bfloat16 (as by a
+    reduce-scatter); tokens in halves.
+    """
     given = inputs(tokens=128, experts=8)
     expected = exact(*given)
     before = errors(jax.jit(a_row_a_choice)(*given), expected)
     for context, shards in ((interpreted(), 1), (contextlib.nullcontext(), 4)):
         with context:
-            now = errors(jax.jit(functools.partial(by_token, shards=shards, pieces=2))(*given), expected)
+            now = errors(
+                jax.jit(functools.partial(by_token, shards=shards, pieces=2))(*given), expected
+            )
         assert all(now[name] <= 1.25 * before[name] for name in now), (shards, now, before)

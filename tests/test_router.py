@@ -1,4 +1,6 @@
-"""Routers beside the released one: experts and weights against DeepSeek-V3's rule in NumPy, and the bias that the load moves."""
+"""Routers beside the released one: experts and weights against DeepSeek-V3's rule in NumPy, and
+the bias that the load moves.
+"""
 
 import dataclasses
 
@@ -14,21 +16,40 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.moe import choose
 from qwen3next_jax.training.router_bias import balanced
 
-MODEL = ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-                    linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=8,
-                    num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=16, full_attention_interval=2,
-                    mlp_only_layers=(0,), moe=MoEConfig(scoring_func="sigmoid", router_bias=True))
+MODEL = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    num_hidden_layers=5,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=1,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=16,
+    full_attention_interval=2,
+    mlp_only_layers=(0,),
+    moe=MoEConfig(scoring_func="sigmoid", router_bias=True),
+)
 
 
 def expected(config, logits, bias):
     """(experts, weights) of one token, as 2412.19437 (section 2.1.2) has them."""
     c = config.moe
-    scores = 1 / (1 + np.exp(-logits)) if c.scoring_func == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+    scores = (
+        1 / (1 + np.exp(-logits))
+        if c.scoring_func == "sigmoid"
+        else np.exp(logits) / np.exp(logits).sum()
+    )
     ranks = scores + bias
     groups = ranks.reshape(c.n_group, -1)
-    best = np.argsort(-np.sort(groups)[:, -2:].sum(axis=1))[:c.topk_group]
+    best = np.argsort(-np.sort(groups)[:, -2:].sum(axis=1))[: c.topk_group]
     allowed = [e for e in range(len(ranks)) if e // groups.shape[1] in best]
-    experts = sorted(allowed, key=lambda e: -ranks[e])[:config.num_experts_per_tok]
+    experts = sorted(allowed, key=lambda e: -ranks[e])[: config.num_experts_per_tok]
     weights = scores[experts] / (scores[experts].sum() + 1e-20 if config.norm_topk_prob else 1)
     return experts, weights * c.routed_scaling_factor
 
@@ -37,19 +58,36 @@ def expected(config, logits, bias):
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (2, 1)])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
-    config = dataclasses.replace(MODEL, norm_topk_prob=biased != (groups[0] == 4), moe=MoEConfig(
-        scoring_func=scoring, router_bias=biased, n_group=groups[0], topk_group=groups[1], routed_scaling_factor=1 + 1.5 * biased))
+    config = dataclasses.replace(
+        MODEL,
+        norm_topk_prob=biased != (groups[0] == 4),
+        moe=MoEConfig(
+            scoring_func=scoring,
+            router_bias=biased,
+            n_group=groups[0],
+            topk_group=groups[1],
+            routed_scaling_factor=1 + 1.5 * biased,
+        ),
+    )
     rng = np.random.default_rng(groups[0])
-    logits, bias = rng.normal(size=(40, 8)).astype(np.float32), 0.3 * biased * rng.normal(size=8).astype(np.float32)
+    logits, bias = (
+        rng.normal(size=(40, 8)).astype(np.float32),
+        0.3 * biased * rng.normal(size=8).astype(np.float32),
+    )
     logits[:3] -= 46  # of a sigmoid 1e-20
-    shares, weights, experts = map(np.asarray, choose(config, jnp.asarray(logits), jnp.asarray(bias) if biased else None))
+    shares, weights, experts = map(
+        np.asarray, choose(config, jnp.asarray(logits), jnp.asarray(bias) if biased else None)
+    )
     np.testing.assert_allclose(np.sum(shares[3:], axis=1), 1, rtol=1e-6)
     for token in range(40):
         of_token, of_them = expected(config, logits[token].astype(np.float64), bias)
         assert experts[token].tolist() == of_token
         np.testing.assert_allclose(weights[token], of_them, rtol=1e-5)
-    if config.norm_topk_prob and scoring == "sigmoid" and groups == (1, 1):  # scores that vanish: neither 0 / 0 nor a gradient of it
-        outputs, pullback = jax.vjp(lambda logits: choose(config, logits, jnp.asarray(bias))[:2], jnp.asarray(logits - 200))
+    # scores that vanish: neither 0 / 0 nor a gradient of it
+    if config.norm_topk_prob and scoring == "sigmoid" and groups == (1, 1):
+        outputs, pullback = jax.vjp(
+            lambda logits: choose(config, logits, jnp.asarray(bias))[:2], jnp.asarray(logits - 200)
+        )
         assert not any(np.any(np.asarray(x) != 0) for x in (*outputs, *pullback(outputs)))
 
 
@@ -68,19 +106,43 @@ def test_the_bias_follows_the_load_layer_by_layer():
         place[name] = jnp.zeros(parameter.stack + parameter.shape)
     after = balanced(config, params, load)
     moves = 0.01 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
-    for place, rows in ((after["layers"][1], [0, 2]), (after["layers"][2], [1, 3]), (after["mtp"]["block"], 4)):
+    for place, rows in (
+        (after["layers"][1], [0, 2]),
+        (after["layers"][2], [1, 3]),
+        (after["mtp"]["block"], 4),
+    ):
         np.testing.assert_array_equal(place["mlp"].pop("router_bias"), np.float32(moves[rows]))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(after))
     assert not any(p.decays(True) for p in declared(MODEL).values() if p.kind == "balance")
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"moe": MoEConfig(n_group=3)}, "model.moe.n_group = 3: expected a divisor of model.num_experts = 8, with two experts or more"),
-    ({"moe": MoEConfig(n_group=4, topk_group=5)}, "model.moe.topk_group = 5: expected 1 … model.moe.n_group = 4"),
-    ({"moe": MoEConfig(n_group=4), "num_experts_per_tok": 3}, "model.num_experts_per_tok = 3: expected at most the 2 experts of"),
-    ({"num_experts": 0, "intermediate_size": 8}, "model.moe.scoring_func = 'sigmoid': no layer of this model reads it: expected 'softmax'"),
-    ({"shared_expert_intermediate_size": 0, "moe": MoEConfig(shared_expert_gate=False)}, "model.moe.shared_expert_gate = False: no layer"),
-])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"moe": MoEConfig(n_group=3)},
+            "model.moe.n_group = 3: expected a divisor of model.num_experts = 8, with two experts "
+            "or more",
+        ),
+        (
+            {"moe": MoEConfig(n_group=4, topk_group=5)},
+            "model.moe.topk_group = 5: expected 1 … model.moe.n_group = 4",
+        ),
+        (
+            {"moe": MoEConfig(n_group=4), "num_experts_per_tok": 3},
+            "model.num_experts_per_tok = 3: expected at most the 2 experts of",
+        ),
+        (
+            {"num_experts": 0, "intermediate_size": 8},
+            "model.moe.scoring_func = 'sigmoid': no layer of this model reads it: expected "
+            "'softmax'",
+        ),
+        (
+            {"shared_expert_intermediate_size": 0, "moe": MoEConfig(shared_expert_gate=False)},
+            "model.moe.shared_expert_gate = False: no layer",
+        ),
+    ],
+)
 def test_settings_that_fit_no_router(settings, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         dataclasses.replace(MODEL, **settings)

@@ -1,4 +1,6 @@
-"""A run of stages is the branches that it stands for, whatever it is interrupted by, and reads on at every boundary."""
+"""A run of stages is the branches that it stands for, whatever it is interrupted by, and reads
+on at every boundary.
+"""
 
 import dataclasses
 import shutil
@@ -12,15 +14,30 @@ from qwen3next_jax.errors import UserError
 from qwen3next_jax.reporting.events import read_events
 from qwen3next_jax.training import fingerprint
 from qwen3next_jax.training.loop import train
-from qwen3next_jax.training.stages import Reading, open_stages, parts_of, read_on, rewound, stage_of, tokens_seen
+from qwen3next_jax.training.stages import (
+    Reading,
+    open_stages,
+    parts_of,
+    read_on,
+    rewound,
+    stage_of,
+    tokens_seen,
+)
 from tests.test_branching import losses, same, saved, with_
 
-STAGES = (Stage(10, "main"), Stage(10, "long", batch_size=2, sequence_length=64), Stage(10, schedule="linear", final_fraction=0.0))
+STAGES = (
+    Stage(10, "main"),
+    Stage(10, "long", batch_size=2, sequence_length=64),
+    Stage(10, schedule="linear", final_fraction=0.0),
+)
 DENSE = {"num_experts": 0, "intermediate_size": 16, "moe": MoEConfig()}  # compiles in half the time
 
 
 def with_stages(*stages, steps=30, **more):
-    return with_(train={"steps": steps, "stages": stages}, **{"model": DENSE, "optimizer": {"schedule": "constant"}} | more)
+    return with_(
+        train={"steps": steps, "stages": stages},
+        **{"model": DENSE, "optimizer": {"schedule": "constant"}} | more,
+    )
 
 
 STAGED = with_stages(*STAGES, checkpoint={"every": 3, "keep_last": 40})
@@ -30,7 +47,10 @@ STAGED = with_stages(*STAGES, checkpoint={"every": 3, "keep_last": 40})
 def staged(tmp_path_factory):
     """A finished run of two stages, to which a third one was appended."""
     folder = tmp_path_factory.mktemp("staged")
-    assert train(with_stages(*STAGES[:2], steps=20, checkpoint={"every": 3, "keep_last": 40}), folder) == 0
+    assert (
+        train(with_stages(*STAGES[:2], steps=20, checkpoint={"every": 3, "keep_last": 40}), folder)
+        == 0
+    )
     assert train(STAGED, folder) == 0
     return folder
 
@@ -38,8 +58,14 @@ def staged(tmp_path_factory):
 def test_stages_are_the_branches_that_they_stand_for(staged, tmp_path):
     """Each with its row length, batch size and schedule."""
     parent, branches = f"{staged}@10", {}
-    for steps, change, schedule in ((20, {"batch_size": 2, "sequence_length": 64}, {"schedule": "constant"}),
-                                    (30, {}, {"schedule": "warmup_stable_decay", "decay_fraction": 1 / 3, "final_fraction": 0.0})):
+    for steps, change, schedule in (
+        (20, {"batch_size": 2, "sequence_length": 64}, {"schedule": "constant"}),
+        (
+            30,
+            {},
+            {"schedule": "warmup_stable_decay", "decay_fraction": 1 / 3, "final_fraction": 0.0},
+        ),
+    ):
         run = tmp_path / str(steps)
         change |= {"steps": steps, "init_from": parent, "init_state": "all"}
         assert train(with_(train=change, optimizer=schedule, model=DENSE), run) == 0
@@ -47,15 +73,28 @@ def test_stages_are_the_branches_that_they_stand_for(staged, tmp_path):
     assert branches == {step: values for step, values in losses(staged).items() if step > 10}
     same(saved(run, 30, STAGED), saved(staged, 30, STAGED))
     events = read_events(staged / "metrics.jsonl")
-    assert [(e["step"], e["stage"]) for e in events if e["event"] == "stage"] == [(1, "main"), (11, "long"), (21, "3")]
+    assert [(e["step"], e["stage"]) for e in events if e["event"] == "stage"] == [
+        (1, "main"),
+        (11, "long"),
+        (21, "3"),
+    ]
     last = [e for e in events if e["event"] == "train"][-1]
-    assert last["stage"] == "3" and last["tokens_seen"] == tokens_seen(STAGED, 30) == 10 * 4 * 32 + 10 * 2 * 64 + 10 * 4 * 32
+    assert (
+        last["stage"] == "3"
+        and last["tokens_seen"]
+        == tokens_seen(STAGED, 30)
+        == 10 * 4 * 32 + 10 * 2 * 64 + 10 * 4 * 32
+    )
     assert last["learning_rate"] == 0
 
 
-@pytest.mark.parametrize("step", [9, pytest.param(20, marks=pytest.mark.slow), pytest.param(21, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "step", [9, pytest.param(20, marks=pytest.mark.slow), pytest.param(21, marks=pytest.mark.slow)]
+)
 def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged, tmp_path, step):
-    """From just before the first one it passes both in one go, whereas `staged` went on from a checkpoint at the second."""
+    """From just before the first one it passes both in one go, whereas `staged` went on from a
+    checkpoint at the second.
+    """
     run = tmp_path / "run"
     shutil.copytree(staged, run)
     for later in fingerprint.saved_steps(run):
@@ -66,13 +105,37 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
     same(saved(run, 30, STAGED), saved(staged, 30, STAGED))
 
 
-@pytest.mark.parametrize("config, message", [
-    (with_stages(Stage(10, learning_rate=1.0), *STAGES[1:]), "stage main has taken 10 steps with learning_rate = 0.01, not 1.0"),
-    (with_stages(Stage(9), Stage(11), *STAGES[2:]), r"stage main has taken 10 steps, not 9: train.stages\[0\].steps = 10 stays"),
-    (with_stages(STAGES[0], Stage(4), Stage(16, schedule="linear")), "stage long has taken 5 steps, not 4: give it as many at least"),
-    (with_stages(STAGES[0], steps=10), "stage long has taken 5 steps, but train.stages ends before it"),
-    (with_stages(STAGES[0], dataclasses.replace(STAGES[1], steps=5), STAGES[2], steps=25), None),
-    (with_stages(*STAGES[:2], Stage(20, batch_size=4, schedule="cosine"), Stage(1), steps=41), None)])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (
+            with_stages(Stage(10, learning_rate=1.0), *STAGES[1:]),
+            "stage main has taken 10 steps with learning_rate = 0.01, not 1.0",
+        ),
+        (
+            with_stages(Stage(9), Stage(11), *STAGES[2:]),
+            r"stage main has taken 10 steps, not 9: train.stages\[0\].steps = 10 stays",
+        ),
+        (
+            with_stages(STAGES[0], Stage(4), Stage(16, schedule="linear")),
+            "stage long has taken 5 steps, not 4: give it as many at least",
+        ),
+        (
+            with_stages(STAGES[0], steps=10),
+            "stage long has taken 5 steps, but train.stages ends before it",
+        ),
+        (
+            with_stages(STAGES[0], dataclasses.replace(STAGES[1], steps=5), STAGES[2], steps=25),
+            None,
+        ),
+        (
+            with_stages(
+                *STAGES[:2], Stage(20, batch_size=4, schedule="cosine"), Stage(1), steps=41
+            ),
+            None,
+        ),
+    ],
+)
 def test_only_what_comes_may_change(staged, tmp_path, config, message):
     (tmp_path / "checkpoints" / "15").mkdir(parents=True)
     shutil.copy(staged / "run.json", tmp_path)
@@ -83,11 +146,24 @@ def test_only_what_comes_may_change(staged, tmp_path, config, message):
         fingerprint.check_settings(tmp_path, config)
 
 
-@pytest.mark.parametrize("stages, message", [
-    ([{"steps": 5}, {"steps": 5}], "train.steps = 9, but the steps of train.stages, 5 . 5, come to 10"),
-    ([{"steps": 9, "sequence_lenght": 8}], r"stages\[0\].sequence_lenght: no such setting .did you mean 'sequence_length"),
-    ([{"steps": 9}, {"batch_size": 4}], r"train.stages\[1\]: steps = 0: expected at least 1"),
-    ([{"steps": 9, "batch_size": 3, "gradient_accumulation": 2}], r"stages\[0\]: train.batch_size = 3 is not a multiple")])
+@pytest.mark.parametrize(
+    "stages, message",
+    [
+        (
+            [{"steps": 5}, {"steps": 5}],
+            "train.steps = 9, but the steps of train.stages, 5 . 5, come to 10",
+        ),
+        (
+            [{"steps": 9, "sequence_lenght": 8}],
+            r"stages\[0\].sequence_lenght: no such setting .did you mean 'sequence_length",
+        ),
+        ([{"steps": 9}, {"batch_size": 4}], r"train.stages\[1\]: steps = 0: expected at least 1"),
+        (
+            [{"steps": 9, "batch_size": 3, "gradient_accumulation": 2}],
+            r"stages\[0\]: train.batch_size = 3 is not a multiple",
+        ),
+    ],
+)
 def test_mistakes_in_stages_are_named(stages, message):
     with pytest.raises(UserError, match=message):
         parts_of(from_dict(Config, {"train": {"steps": 9, "stages": stages}}))
@@ -97,30 +173,59 @@ def test_mistakes_in_stages_are_named(stages, message):
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for name in "abc":
-        (folder / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i} {"xyz" * (i % 5)}"}}\n' for i in range(200)))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(f'{{"text": "{name} {i} {"xyz" * (i % 5)}"}}\n' for i in range(200))
+        )
     return folder
 
 
 def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
-    """Batches of another size, streams mixed otherwise, left out and taken up again, rows of another length in between: every stream
-    is read in its order, without a gap; where nothing differs, as if there were no boundary."""
-    data = DataConfig(path=",".join(f"{texts}/{name}.jsonl" for name in "abc"), weights=(3, 1, 0), prepared_dir=str(texts / "rows"))
-    train = TrainConfig(steps=36, batch_size=4, sequence_length=16, stages=(
-        Stage(6), Stage(6), Stage(6, batch_size=3), Stage(6, weights=(1, 1, 2)), Stage(6, sequence_length=32), Stage(6, weights=(0, 1, 1))))
+    """Batches of another size, streams mixed otherwise, left out and taken up again, rows of
+    another length in between: every stream is read in its order, without a gap; where nothing
+    differs, as if there were no boundary.
+    """
+    data = DataConfig(
+        path=",".join(f"{texts}/{name}.jsonl" for name in "abc"),
+        weights=(3, 1, 0),
+        prepared_dir=str(texts / "rows"),
+    )
+    train = TrainConfig(
+        steps=36,
+        batch_size=4,
+        sequence_length=16,
+        stages=(
+            Stage(6),
+            Stage(6),
+            Stage(6, batch_size=3),
+            Stage(6, weights=(1, 1, 2)),
+            Stage(6, sequence_length=32),
+            Stage(6, weights=(0, 1, 1)),
+        ),
+    )
     config = dataclasses.replace(with_(model={"vocab_size": 257}), data=data, train=train)
     rows = open_stages(config)
     readings = read_on(config, rows, Reading(rows[0].fingerprint, 4))
     drawn = []
     for part, stage, reading in zip(parts_of(config), rows, readings, strict=True):
         first = reading.batch(part.first + 1, 0)
-        drawn.append([name[0] for step in range(first, first + 6) for name in stage.document_names(step)])
-        np.testing.assert_array_equal(next(stage.batches(first))["tokens"][0], stage.row(stage._first_of(first))["tokens"])
+        drawn.append(
+            [name[0] for step in range(first, first + 6) for name in stage.document_names(step)]
+        )
+        np.testing.assert_array_equal(
+            next(stage.batches(first))["tokens"][0], stage.row(stage._first_of(first))["tokens"]
+        )
     whole = dataclasses.replace(config, train=dataclasses.replace(train, stages=(), steps=18))
-    plain, = open_stages(whole)
-    assert sum(drawn[:3], []) == [name[0] for step in range(12) for name in plain.document_names(step)] + [
-        plain.names(i)[0] for i in range(48, 66)]
+    (plain,) = open_stages(whole)
+    assert sum(drawn[:3], []) == [
+        name[0] for step in range(12) for name in plain.document_names(step)
+    ] + [plain.names(i)[0] for i in range(48, 66)]
     for i, name in enumerate("abc"):
-        alone, = open_stages(dataclasses.replace(whole, data=dataclasses.replace(data, weights=tuple(float(j == i) for j in range(3)))))
+        (alone,) = open_stages(
+            dataclasses.replace(
+                whole,
+                data=dataclasses.replace(data, weights=tuple(float(j == i) for j in range(3))),
+            )
+        )
         found = [one for stage in (0, 1, 2, 3, 5) for one in drawn[stage] if one.startswith(name)]
         assert found and found == [alone.names(n)[0] for n in range(len(found))], name
 

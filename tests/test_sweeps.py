@@ -1,4 +1,6 @@
-"""Sweeps: points and their refusals, a runner that resumes and retries, findings that say no more than the numbers."""
+"""Sweeps: points and their refusals, a runner that resumes and retries, findings that say no
+more than the numbers.
+"""
 
 import json
 import os
@@ -18,12 +20,35 @@ from qwen3next_jax.sweeps import runner
 from qwen3next_jax.sweeps.check import check_points
 from qwen3next_jax.sweeps.points import load_sweep, manifest
 from qwen3next_jax.sweeps.report import report
-from qwen3next_jax.sweeps.results import Result, findings, is_done, lines_of, pareto, read_result, to_csv, to_json
+from qwen3next_jax.sweeps.results import (
+    Result,
+    findings,
+    is_done,
+    lines_of,
+    pareto,
+    read_result,
+    to_csv,
+    to_json,
+)
 
 ROOT = Path(__file__).parents[1]
-NANO = {"model.num_hidden_layers": 2, "model.full_attention_interval": 2, "model.hidden_size": 16, "model.intermediate_size": 16,
-        "model.vocab_size": 32, "model.head_dim": 8, "data.synthetic.pairs": 2, "train.batch_size": 2, "train.sequence_length": 16,
-        "train.steps": 4, "train.log_every": 1, "eval.every": 4, "eval.rows": 2, "checkpoint.every": 2, "telemetry.diagnostics_every": 0}
+NANO = {
+    "model.num_hidden_layers": 2,
+    "model.full_attention_interval": 2,
+    "model.hidden_size": 16,
+    "model.intermediate_size": 16,
+    "model.vocab_size": 32,
+    "model.head_dim": 8,
+    "data.synthetic.pairs": 2,
+    "train.batch_size": 2,
+    "train.sequence_length": 16,
+    "train.steps": 4,
+    "train.log_every": 1,
+    "eval.every": 4,
+    "eval.rows": 2,
+    "checkpoint.every": 2,
+    "telemetry.diagnostics_every": 0,
+}
 
 
 def sweep_file(folder, record):
@@ -38,64 +63,162 @@ def in_the_repository(monkeypatch):
 
 
 def test_points_are_all_combinations_with_plain_commands(tmp_path):
-    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"model.num_hidden_layers": 8}, "axes": {
-        "ratio": ["0:1", "3:1", "1:0"], "size": {"a": {"model.hidden_size": 64}, "b": {}}, "train.seed": [0, 1]}}),
-        {"train.steps": 7})
-    assert [p.name for p in sweep.points[:3]] == ["ratio=0-1,size=a,seed=0", "ratio=0-1,size=a,seed=1", "ratio=0-1,size=b,seed=0"]
+    sweep = load_sweep(
+        sweep_file(
+            tmp_path,
+            {
+                "base": "configs/tiny.py",
+                "set": {"model.num_hidden_layers": 8},
+                "axes": {
+                    "ratio": ["0:1", "3:1", "1:0"],
+                    "size": {"a": {"model.hidden_size": 64}, "b": {}},
+                    "train.seed": [0, 1],
+                },
+            },
+        ),
+        {"train.steps": 7},
+    )
+    assert [p.name for p in sweep.points[:3]] == [
+        "ratio=0-1,size=a,seed=0",
+        "ratio=0-1,size=a,seed=1",
+        "ratio=0-1,size=b,seed=0",
+    ]
     assert len(sweep.points) == 12 and sweep.x == "ratio"
-    kinds = {p.values["ratio"]: p.config.model.pattern.count("full_attention") for p in sweep.points}
+    kinds = {
+        p.values["ratio"]: p.config.model.pattern.count("full_attention") for p in sweep.points
+    }
     assert kinds == {"0:1": 8, "3:1": 2, "1:0": 0}
-    assert {p.config.train.steps for p in sweep.points} == {7} and {p.config.model.hidden_size for p in sweep.points} == {64, 128}
+    assert {p.config.train.steps for p in sweep.points} == {7} and {
+        p.config.model.hidden_size for p in sweep.points
+    } == {64, 128}
     command = runner.command(sweep, sweep.points[4], Path("w"))
-    assert "--config.model.full_attention_interval=4" in command and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
+    assert (
+        "--config.model.full_attention_interval=4" in command
+        and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
+    )
     check_points(sweep)
 
 
-@pytest.mark.parametrize("match, amount", [("parameters", lambda c: parameter_counts(c.model).total),
-                                           ("flops", lambda c: flops_per_token(c.model, c.train.sequence_length))])
+@pytest.mark.parametrize(
+    "match, amount",
+    [
+        ("parameters", lambda c: parameter_counts(c.model).total),
+        ("flops", lambda c: flops_per_token(c.model, c.train.sequence_length)),
+    ],
+)
 def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
-    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": {"model.num_hidden_layers": 8}, "match": match,
-                                             "axes": {"ratio": ["0:1", "1:1", "1:0"]}}))
+    sweep = load_sweep(
+        sweep_file(
+            tmp_path,
+            {
+                "base": "configs/mqar.py",
+                "set": {"model.num_hidden_layers": 8},
+                "match": match,
+                "axes": {"ratio": ["0:1", "1:1", "1:0"]},
+            },
+        )
+    )
     amounts = [amount(p.config) for p in sweep.points]
     assert all(abs(a / amounts[0] - 1) < 0.02 for a in amounts)
     widths = [p.config.model.intermediate_size for p in sweep.points]
     assert len(set(widths)) > 1 and widths[0] == 128
 
 
-@pytest.mark.parametrize("record, message", [
-    ({"axes": {"ratios": ["3:1"]}}, "no such setting as ratios .did you mean 'ratio'"),
-    ({"axes": {"train.sed": [0]}}, "no such setting as train.sed .did you mean 'seed'"),
-    ({"axes": {"ratio": ["1:2"]}}, "ratio '1:2': expected LINEAR:FULL"),
-    ({"axes": {"ratio": ["3:1"], "m": {"a b": {}, "a:b": {}}}}, "two points are named ratio=3-1,m=a-b"),
-    ({"axes": {"model.head_dim": [32, 31]}}, "point head_dim=31: .*expected an even number"),
-    ({"axes": {"model": [1]}}, "model is a group of settings"),
-    ({"axes": {}}, "axes is empty"), ({"axes": {"ratio": []}}, "has no values"), ({"axis": {}}, "'axis': expected one of .*'axes'"),
-    ({"axes": {"ratio": ["3:1"]}, "base": "configs/tinny.py"}, "base = configs/tinny.py: no such file .did you mean 'tiny.py'"),
-    ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("mqra",)}},
-     "eval.suites = 'mqra': expected one of .* .did you mean 'mqar'"),
-    ({"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("niah",), "eval.suite_lengths": (10**6,)}},
-     "point ratio=3-1: suite niah needs a context of 1000000"),
-    ({"axes": {"ratio": ["3:1"]}, "set": {"data.source": "mqar", "eval.sample_tokens": 0, "train.sequence_length": 16}},
-     "mqar rows have 16 tokens"),
-    ({"axes": {"train.seed": [0], "m": {"a": {"train.seed": 1}}}},
-     "train.seed comes from axis 'train.seed' and from axis 'm': leave it out of one"),
-    ({"axes": {"ratio": ["3:1"], "m": {"a": {"model.layer_types": ()}}}}, "model.layer_types comes from axis 'ratio' and from axis 'm'"),
-    ({"axes": {"model.hidden_size": [64, 32], "w": {"a": {"model.moe_intermediate_size": 64}}}, "match": "parameters"},
-     "model.moe_intermediate_size comes from axis 'w' and from match"),
-    ({"axes": {"model.hidden_size": [32, 512]}, "match": "parameters"}, "point hidden_size=512 has more parameters than the first one"),
-    ({"axes": {"model.full_attention_placement": ["first", "last"]}, "set": {"model.layer_types": ("full_attention",) * 4}},
-     "points full_attention_placement=first and full_attention_placement=last are the same run"),
-    ({"axes": {"m": {"a": {"optimizer.learning_rate": 3e-3}, "b": {}}}}, "points m=a and m=b are the same run"),
-    ({"axes": {"ratio": ["1:0", "7:1"]}},
-     "point ratio=7-1: ratio 7:1 needs a multiple of 8 layers, but model.num_hidden_layers = 4: expected 8$"),
-    ({"axes": {"ratio": ["3:1"], "model.num_hidden_layers": [4, 6]}},
-     "point ratio=3-1,num_hidden_layers=6: .*layers = 6: expected 4 or 8$"),
-    ({"axes": ["ratio"]}, r"axes = \['ratio'\]: expected a dict, such as"),
-    ({"axes": {"ratio": ["3:1"]}, "set": 3}, "set = 3: expected a dict"),
-    ({"axes": {"ratio": ["3:1"]}, "base": None}, "base = None: expected a str, such as 'configs/tiny.py'"),
-    ({"axes": {"ratio": ["3:1"]}, "x": []}, r"x = \[\]: expected one of the axes"),
-    ({"axes": {0: [1]}}, "0 is of type int: expected a setting's name"), ({"axes": {"m": {"a": {0: 1}}}}, "0 is of type int"),
-])
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"axes": {"ratios": ["3:1"]}}, "no such setting as ratios .did you mean 'ratio'"),
+        ({"axes": {"train.sed": [0]}}, "no such setting as train.sed .did you mean 'seed'"),
+        ({"axes": {"ratio": ["1:2"]}}, "ratio '1:2': expected LINEAR:FULL"),
+        (
+            {"axes": {"ratio": ["3:1"], "m": {"a b": {}, "a:b": {}}}},
+            "two points are named ratio=3-1,m=a-b",
+        ),
+        ({"axes": {"model.head_dim": [32, 31]}}, "point head_dim=31: .*expected an even number"),
+        ({"axes": {"model": [1]}}, "model is a group of settings"),
+        ({"axes": {}}, "axes is empty"),
+        ({"axes": {"ratio": []}}, "has no values"),
+        ({"axis": {}}, "'axis': expected one of .*'axes'"),
+        (
+            {"axes": {"ratio": ["3:1"]}, "base": "configs/tinny.py"},
+            "base = configs/tinny.py: no such file .did you mean 'tiny.py'",
+        ),
+        (
+            {"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("mqra",)}},
+            "eval.suites = 'mqra': expected one of .* .did you mean 'mqar'",
+        ),
+        (
+            {
+                "axes": {"ratio": ["3:1"]},
+                "set": {"eval.suites": ("niah",), "eval.suite_lengths": (10**6,)},
+            },
+            "point ratio=3-1: suite niah needs a context of 1000000",
+        ),
+        (
+            {
+                "axes": {"ratio": ["3:1"]},
+                "set": {
+                    "data.source": "mqar",
+                    "eval.sample_tokens": 0,
+                    "train.sequence_length": 16,
+                },
+            },
+            "mqar rows have 16 tokens",
+        ),
+        (
+            {"axes": {"train.seed": [0], "m": {"a": {"train.seed": 1}}}},
+            "train.seed comes from axis 'train.seed' and from axis 'm': leave it out of one",
+        ),
+        (
+            {"axes": {"ratio": ["3:1"], "m": {"a": {"model.layer_types": ()}}}},
+            "model.layer_types comes from axis 'ratio' and from axis 'm'",
+        ),
+        (
+            {
+                "axes": {
+                    "model.hidden_size": [64, 32],
+                    "w": {"a": {"model.moe_intermediate_size": 64}},
+                },
+                "match": "parameters",
+            },
+            "model.moe_intermediate_size comes from axis 'w' and from match",
+        ),
+        (
+            {"axes": {"model.hidden_size": [32, 512]}, "match": "parameters"},
+            "point hidden_size=512 has more parameters than the first one",
+        ),
+        (
+            {
+                "axes": {"model.full_attention_placement": ["first", "last"]},
+                "set": {"model.layer_types": ("full_attention",) * 4},
+            },
+            "points full_attention_placement=first and full_attention_placement=last are the same "
+            "run",
+        ),
+        (
+            {"axes": {"m": {"a": {"optimizer.learning_rate": 3e-3}, "b": {}}}},
+            "points m=a and m=b are the same run",
+        ),
+        (
+            {"axes": {"ratio": ["1:0", "7:1"]}},
+            "point ratio=7-1: ratio 7:1 needs a multiple of 8 layers, but model.num_hidden_layers "
+            "= 4: expected 8$",
+        ),
+        (
+            {"axes": {"ratio": ["3:1"], "model.num_hidden_layers": [4, 6]}},
+            "point ratio=3-1,num_hidden_layers=6: .*layers = 6: expected 4 or 8$",
+        ),
+        ({"axes": ["ratio"]}, r"axes = \['ratio'\]: expected a dict, such as"),
+        ({"axes": {"ratio": ["3:1"]}, "set": 3}, "set = 3: expected a dict"),
+        (
+            {"axes": {"ratio": ["3:1"]}, "base": None},
+            "base = None: expected a str, such as 'configs/tiny.py'",
+        ),
+        ({"axes": {"ratio": ["3:1"]}, "x": []}, r"x = \[\]: expected one of the axes"),
+        ({"axes": {0: [1]}}, "0 is of type int: expected a setting's name"),
+        ({"axes": {"m": {"a": {0: 1}}}}, "0 is of type int"),
+    ],
+)
 def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, message):
     with pytest.raises(UserError, match=message) as caught:
         check_points(load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record)))
@@ -103,30 +226,64 @@ def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, messag
 
 
 def test_what_an_axis_sets_is_not_for_the_command_line_but_what_set_says_is(tmp_path):
-    path = sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"train.steps": 3, "train.seed": 7}, "axes": {"train.seed": [0, 1]},
-                                 "match": "flops"})
-    assert [(p.config.train.seed, p.config.train.steps) for p in load_sweep(path, {"train.steps": 5}).points] == [(0, 5), (1, 5)]
-    with pytest.raises(UserError, match="train.seed comes from axis 'train.seed' and from --set: leave it out of one of them$"):
+    path = sweep_file(
+        tmp_path,
+        {
+            "base": "configs/tiny.py",
+            "set": {"train.steps": 3, "train.seed": 7},
+            "axes": {"train.seed": [0, 1]},
+            "match": "flops",
+        },
+    )
+    assert [
+        (p.config.train.seed, p.config.train.steps)
+        for p in load_sweep(path, {"train.steps": 5}).points
+    ] == [(0, 5), (1, 5)]
+    with pytest.raises(
+        UserError,
+        match="train.seed comes from axis 'train.seed' and from --set: "
+        "leave it out of one of them$",
+    ):
         load_sweep(path, {"train.seed": 2})
-    with pytest.raises(UserError, match="model.moe_intermediate_size comes from --set and from match"):
+    with pytest.raises(
+        UserError, match="model.moe_intermediate_size comes from --set and from match"
+    ):
         load_sweep(path, {"model.moe_intermediate_size": 64})
 
 
-@pytest.mark.parametrize("line, message", [("assert 1 > 2", "AssertionError"),
-                                           ("raise RuntimeError('no\\nmore')", "RuntimeError: no more"), ("1 / 0", "division by zero")])
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("assert 1 > 2", "AssertionError"),
+        ("raise RuntimeError('no\\nmore')", "RuntimeError: no more"),
+        ("1 / 0", "division by zero"),
+    ],
+)
 @pytest.mark.parametrize("file, function", [("sweep file", "get_sweep"), ("base", "get_config")])
 def test_whatever_a_file_raises_is_one_line(tmp_path, file, function, line, message):
     broken = tmp_path / "broken.py"
     broken.write_text(f"def {function}():\n    {line}\n")
-    path = broken if file == "sweep file" else sweep_file(tmp_path, {"base": str(broken), "axes": {"train.seed": [0]}})
+    path = (
+        broken
+        if file == "sweep file"
+        else sweep_file(tmp_path, {"base": str(broken), "axes": {"train.seed": [0]}})
+    )
     with pytest.raises(UserError, match=f"broken.py, line 2: .*{message}$"):
         load_sweep(path)
 
 
 def test_the_folder_of_another_sweep_is_refused(tmp_path):
     def load(seeds):
-        return load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"train.steps": len(seeds)},
-                                                "axes": {"train.seed": seeds}}))
+        return load_sweep(
+            sweep_file(
+                tmp_path,
+                {
+                    "base": "configs/tiny.py",
+                    "set": {"train.steps": len(seeds)},
+                    "axes": {"train.seed": seeds},
+                },
+            )
+        )
 
     runner.open_sweep(load([0, 1]), tmp_path / "w")
     runner.open_sweep(load([0, 1]), tmp_path / "w")
@@ -138,11 +295,17 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
 
     base = tmp_path / "base.py"
     for width in (64, 32):
-        base.write_text(Path("configs/tiny.py").read_text().replace("hidden_size = 128", f"hidden_size = {width}", 1))
+        base.write_text(
+            Path("configs/tiny.py")
+            .read_text()
+            .replace("hidden_size = 128", f"hidden_size = {width}", 1)
+        )
         sweep = load_sweep(sweep_file(tmp_path, {"base": str(base), "axes": {"train.seed": [0]}}))
         if width == 64:
             runner.open_sweep(sweep, tmp_path / "v")
-    with pytest.raises(UserError, match="holds another sweep .point seed=0 has model.hidden_size = 64, not 32"):
+    with pytest.raises(
+        UserError, match="holds another sweep .point seed=0 has model.hidden_size = 64, not 32"
+    ):
         runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
     recorded = tmp_path / "v" / "sweep.json"
     for text in ("", "[]", '{"points": [3]}', recorded.read_text().replace('"config"', '"was"')):
@@ -152,14 +315,24 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
 
 
 def test_a_killed_sweep_goes_on(tmp_path):
-    """One real sweep: the runner is killed while its first point trains, another is at work meanwhile, then it finishes."""
-    path = sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | dict.fromkeys(
-        ("train.steps", "eval.every", "checkpoint.every"), 300), "axes": {"train.seed": [0]}})
+    """One real sweep: the runner is killed while its first point trains, another is at work
+    meanwhile, then it finishes.
+    """
+    path = sweep_file(
+        tmp_path,
+        {
+            "base": "configs/mqar.py",
+            "set": NANO | dict.fromkeys(("train.steps", "eval.every", "checkpoint.every"), 300),
+            "axes": {"train.seed": [0]},
+        },
+    )
     workdir = tmp_path / "w"
     start = [sys.executable, "-m", "qwen3next_jax.sweep", str(path), f"--workdir={workdir}"]
     metrics = workdir / "points" / "seed=0" / "metrics.jsonl"
     told = []
-    here = runner.Runner(load_sweep(path), workdir, workers=1, retries=0, tell=told.append, after=told.append)
+    here = runner.Runner(
+        load_sweep(path), workdir, workers=1, retries=0, tell=told.append, after=told.append
+    )
     first = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
     _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
     with pytest.raises(UserError, match="another runner, or a point it left, is at work there"):
@@ -169,7 +342,9 @@ def test_a_killed_sweep_goes_on(tmp_path):
     first.wait()
     _wait(lambda: subprocess.run(["flock", "-n", str(workdir / "lock"), "true"]).returncode == 0)
     before = metrics.read_text()
-    assert '"checkpoint"' in before and not is_done(metrics.parent, load_sweep(path).points[0].config)
+    assert '"checkpoint"' in before and not is_done(
+        metrics.parent, load_sweep(path).points[0].config
+    )
 
     third = subprocess.run(start, capture_output=True, text=True)
     assert third.returncode == 0 and "seed=0: done" in third.stdout, third.stderr
@@ -181,37 +356,73 @@ def test_a_killed_sweep_goes_on(tmp_path):
 
 
 def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
-    """A runner whose points are `script` instead of train.py; → it, what it told, what it gave `after` last."""
-    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO, "axes": {"train.seed": list(seeds)}}))
+    """A runner whose points are `script` instead of train.py; → it, what it told, what it gave
+    `after` last.
+    """
+    sweep = load_sweep(
+        sweep_file(
+            tmp_path, {"base": "configs/mqar.py", "set": NANO, "axes": {"train.seed": list(seeds)}}
+        )
+    )
     (tmp_path / "train.py").write_text(f"import os, pathlib, signal, sys, time\n{script}\n")
     monkeypatch.setattr(runner, "TRAIN", tmp_path / "train.py")
     monkeypatch.setattr(runner, "_POLL", 0.01)
     runner.open_sweep(sweep, tmp_path / "w")
     told, after = [], []
-    found = runner.Runner(sweep, tmp_path / "w", workers=1, retries=retries, tell=told.append,
-                          after=lambda failed: after.append(dict(failed)))
+    found = runner.Runner(
+        sweep,
+        tmp_path / "w",
+        workers=1,
+        retries=retries,
+        tell=told.append,
+        after=lambda failed: after.append(dict(failed)),
+    )
     return found, told, after
 
 
-@pytest.mark.parametrize("code, starts", [(ExitCode.CRASHED, 3), (ExitCode.HANG, 3), (ExitCode.USER_ERROR, 1), (ExitCode.DIVERGED, 1),
-                                          (ExitCode.NOT_SAVED, 1), (-signal.SIGKILL, 3)])
+@pytest.mark.parametrize(
+    "code, starts",
+    [
+        (ExitCode.CRASHED, 3),
+        (ExitCode.HANG, 3),
+        (ExitCode.USER_ERROR, 1),
+        (ExitCode.DIVERGED, 1),
+        (ExitCode.NOT_SAVED, 1),
+        (-signal.SIGKILL, 3),
+    ],
+)
 def test_only_what_another_start_may_mend_is_started_again(tmp_path, monkeypatch, code, starts):
-    r, told, after = _runner(tmp_path, monkeypatch, "print('error: loss is NaN', flush=True); " + (
-        f"sys.exit({int(code)})" if code > 0 else f"os.kill(os.getpid(), {-code})"))
+    r, told, after = _runner(
+        tmp_path,
+        monkeypatch,
+        "print('error: loss is NaN', flush=True); "
+        + (f"sys.exit({int(code)})" if code > 0 else f"os.kill(os.getpid(), {-code})"),
+    )
     assert r.run() == 1 and r.starts == {"seed=0": starts}
-    assert f"seed=0: failed with exit code {int(code)}: error: loss is NaN" in told[-1] and after[-1] == {"seed=0": "error: loss is NaN"}
+    assert f"seed=0: failed with exit code {int(code)}: error: loss is NaN" in told[-1] and after[
+        -1
+    ] == {"seed=0": "error: loss is NaN"}
     results = [read_result(p, tmp_path / "none", after[-1].get(p.name, "")) for p in r.sweep.points]
     page = report(r.sweep, results, {}, "x")
-    assert "<li>1 of 1 points failed" in page and "<td>failed: error: loss is NaN</td>" in page and "not done yet" not in page
+    assert (
+        "<li>1 of 1 points failed" in page
+        and "<td>failed: error: loss is NaN</td>" in page
+        and "not done yet" not in page
+    )
 
 
 def test_a_point_fails_for_what_its_last_start_said(tmp_path, monkeypatch):
     mark = tmp_path / "began"
-    r, _, after = _runner(tmp_path, monkeypatch, f"""
+    r, _, after = _runner(
+        tmp_path,
+        monkeypatch,
+        f"""
 mark = pathlib.Path({str(mark)!r})
 print("out of memory" if mark.exists() else "error: the disk is away")
 mark.touch()
-sys.exit(1)""", retries=1)
+sys.exit(1)""",
+        retries=1,
+    )
     assert r.run() == 1 and after[-1] == {"seed=0": "out of memory"}
 
 
@@ -222,6 +433,7 @@ def test_a_signal_that_comes_while_a_point_is_being_started_reaches_it(tmp_path,
         process = popen(*arguments, **options)
         os.kill(os.getpid(), signal.SIGINT)
         return process
+
     popen = subprocess.Popen
     monkeypatch.setattr(runner.subprocess, "Popen", interrupted)
     begun = time.monotonic()
@@ -235,7 +447,9 @@ def test_a_second_runner_leaves_the_report_of_the_first_alone(tmp_path, monkeypa
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(UserError, match="another runner, or a point it left, is at work there"):
         r.run()
-    assert not after and handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert not after and handlers == [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    ]
     os.close(held)
 
 
@@ -247,48 +461,102 @@ def _wait(condition, seconds=120):
 
 
 def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
-    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/mqar.py", "set": NANO | {"eval.suites": ("position", "mqar")},
-                                             "axes": {"train.seed": [0]}}))
+    sweep = load_sweep(
+        sweep_file(
+            tmp_path,
+            {
+                "base": "configs/mqar.py",
+                "set": NANO | {"eval.suites": ("position", "mqar")},
+                "axes": {"train.seed": [0]},
+            },
+        )
+    )
     point, path = sweep.points[0], tmp_path / "metrics.jsonl"
     last = {"step": 4, "time": 0.0}
-    figures = {"bits_per_byte": {"title": "bits", "unit": "bits", "a field of later versions": 1},
-               "targets": {"title": "n", "unit": "count"}}
-    for event, done in (({"event": "heldout", "loss": 1.0, "accuracy": 0.5}, False),
-                        ({"event": "suite", "suite": "position", "loss": 1.0, "bits_per_byte": 2.0, "bits_per_byte/1-1": 3.0,
-                          "targets/1-1": 9, "figures": figures}, False),
-                        ({"event": "suite", "suite": "mqar", "accuracy/2 pairs": 0.25}, True)):
+    figures = {
+        "bits_per_byte": {"title": "bits", "unit": "bits", "a field of later versions": 1},
+        "targets": {"title": "n", "unit": "count"},
+    }
+    for event, done in (
+        ({"event": "heldout", "loss": 1.0, "accuracy": 0.5}, False),
+        (
+            {
+                "event": "suite",
+                "suite": "position",
+                "loss": 1.0,
+                "bits_per_byte": 2.0,
+                "bits_per_byte/1-1": 3.0,
+                "targets/1-1": 9,
+                "figures": figures,
+            },
+            False,
+        ),
+        ({"event": "suite", "suite": "mqar", "accuracy/2 pairs": 0.25}, True),
+    ):
         with path.open("a") as file:
             file.write(json.dumps(event | last) + "\n")
         assert is_done(tmp_path, point.config) == done
     assert {name: value.value for name, value in read_result(point, tmp_path).measured.items()} == {
-        "heldout loss": 1.0, "heldout accuracy": 0.5, "position loss": 1.0, "position bits_per_byte": 2.0,
+        "heldout loss": 1.0,
+        "heldout accuracy": 0.5,
+        "position loss": 1.0,
+        "position bits_per_byte": 2.0,
         "position bits_per_byte/1-1": 3.0,
-        "mqar accuracy/2 pairs": 0.25}
+        "mqar accuracy/2 pairs": 0.25,
+    }
 
 
 def _results(tmp_path, figures):
     """Results of {(ratio, seed): {figure: value}}."""
-    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "set": {"model.num_hidden_layers": 8}, "axes": {
-        "ratio": sorted({r for r, _ in figures}), "train.seed": sorted({s for _, s in figures})}}))
-    return sweep, [Result(p, 500, measured(figures[p.values["ratio"], int(p.values["train.seed"])]), 100.0, 1.0) for p in sweep.points]
+    sweep = load_sweep(
+        sweep_file(
+            tmp_path,
+            {
+                "base": "configs/tiny.py",
+                "set": {"model.num_hidden_layers": 8},
+                "axes": {
+                    "ratio": sorted({r for r, _ in figures}),
+                    "train.seed": sorted({s for _, s in figures}),
+                },
+            },
+        )
+    )
+    return sweep, [
+        Result(
+            p, 500, measured(figures[p.values["ratio"], int(p.values["train.seed"])]), 100.0, 1.0
+        )
+        for p in sweep.points
+    ]
 
 
 def measured(values):
     """As a run that declared its figures records them."""
     declared = Heldout.figures | {"accuracy": Figure("accuracy", "share", "higher", main=True)}
-    return {name: named({name.partition(" ")[2]: value}, declared)[0] for name, value in values.items()}
+    return {
+        name: named({name.partition(" ")[2]: value}, declared)[0] for name, value in values.items()
+    }
 
 
 def test_findings_say_no_more_than_the_seeds_do(tmp_path):
-    sweep, results = _results(tmp_path, {
-        ("1:1", 0): {"heldout bits_per_byte": 2.0}, ("1:1", 1): {"heldout bits_per_byte": 2.2},
-        ("3:1", 0): {"heldout bits_per_byte": 1.9}, ("3:1", 1): {"heldout bits_per_byte": 2.1},
-        ("7:1", 0): {"heldout bits_per_byte": 2.5}, ("7:1", 1): {"heldout bits_per_byte": 2.6}})
+    sweep, results = _results(
+        tmp_path,
+        {
+            ("1:1", 0): {"heldout bits_per_byte": 2.0},
+            ("1:1", 1): {"heldout bits_per_byte": 2.2},
+            ("3:1", 0): {"heldout bits_per_byte": 1.9},
+            ("3:1", 1): {"heldout bits_per_byte": 2.1},
+            ("7:1", 0): {"heldout bits_per_byte": 2.5},
+            ("7:1", 1): {"heldout bits_per_byte": 2.6},
+        },
+    )
     assert findings(sweep, results) == [
-        "Heldout: bits per byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) overlaps with it, seed by seed. "
-        "Every run of 7:1 (2.55) is above every run of it."]
+        "Heldout: bits per byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) "
+        "overlaps with it, seed by seed. Every run of 7:1 (2.55) is above every run of it."
+    ]
     one = [r for r in results if r.point.values["train.seed"] == "0"]
-    assert findings(sweep, one)[0].endswith("One seed only: differences of this size may be chance.")
+    assert findings(sweep, one)[0].endswith(
+        "One seed only: differences of this size may be chance."
+    )
     assert lines_of(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(2.1)
 
 
@@ -298,39 +566,80 @@ def test_pareto_keeps_what_nothing_beats_in_both():
 
 
 def test_report_and_table_hold_every_point_and_its_command(tmp_path):
-    sweep, results = _results(tmp_path, {("1:1", 0): {"heldout accuracy": 0.5, "heldout loss": 1.0}, ("3:1", 0): {}})
+    sweep, results = _results(
+        tmp_path, {("1:1", 0): {"heldout accuracy": 0.5, "heldout loss": 1.0}, ("3:1", 0): {}}
+    )
     commands = {p.name: runner.shell_command(sweep, p, tmp_path) for p in sweep.points}
     page = report(sweep, results, commands, "ratio")
-    assert "1 of 2 points done" in page and page.count("train.py --config=configs/tiny.py") == 2 and "<script src" not in page
+    assert (
+        "1 of 2 points done" in page
+        and page.count("train.py --config=configs/tiny.py") == 2
+        and "<script src" not in page
+    )
     lines = to_csv(sweep, results, commands).splitlines()
-    assert len(lines) == 3 and lines[0].startswith("point,ratio,train.seed,steps,steps_done,heldout accuracy,heldout loss")
+    assert len(lines) == 3 and lines[0].startswith(
+        "point,ratio,train.seed,steps,steps_done,heldout accuracy,heldout loss"
+    )
     assert manifest(sweep)["points"][0]["overrides"] == {
-        "model.num_hidden_layers": 8, "model.full_attention_interval": 2, "model.layer_types": [], "train.seed": 0}
+        "model.num_hidden_layers": 8,
+        "model.full_attention_interval": 2,
+        "model.layer_types": [],
+        "train.seed": 0,
+    }
 
 
 @pytest.fixture
 def two_tasks(tmp_path):
-    """A sweep of ratio × task without a seed axis, where x is not the first axis; attention heads differ between the tasks."""
-    sweep = load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py", "x": "ratio", "axes": {
-        "task": {"a": {"model.head_dim": 32}, "b": {"model.head_dim": 64}}, "ratio": ["0:1", "1:1", "3:1"]}}))
+    """A sweep of ratio × task without a seed axis, where x is not the first axis; attention
+    heads differ between the tasks.
+    """
+    sweep = load_sweep(
+        sweep_file(
+            tmp_path,
+            {
+                "base": "configs/tiny.py",
+                "x": "ratio",
+                "axes": {
+                    "task": {"a": {"model.head_dim": 32}, "b": {"model.head_dim": 64}},
+                    "ratio": ["0:1", "1:1", "3:1"],
+                },
+            },
+        )
+    )
     places = [f"position accuracy/{n}" for n in range(6)]
-    return sweep, [Result(p, 500, measured({"heldout accuracy": 0.1 * i} | dict.fromkeys(places, 0.5)), 100.0 * (i + 1), 1.0)
-                   for i, p in enumerate(sweep.points)]
+    return sweep, [
+        Result(
+            p,
+            500,
+            measured({"heldout accuracy": 0.1 * i} | dict.fromkeys(places, 0.5)),
+            100.0 * (i + 1),
+            1.0,
+        )
+        for i, p in enumerate(sweep.points)
+    ]
 
 
 def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
     sweep, results = two_tasks
     drawn = {}
-    monkeypatch.setattr("qwen3next_jax.sweeps.report.line_chart", lambda title, lines, **_: drawn.setdefault(title, lines) and "")
+    monkeypatch.setattr(
+        "qwen3next_jax.sweeps.report.line_chart",
+        lambda title, lines, **_: drawn.setdefault(title, lines) and "",
+    )
     report(sweep, results, {}, "x")
-    assert {line.label: list(line.y) for line in drawn["Tokens per second"]} == {"task a": [100, 200, 300], "task b": [400, 500, 600]}
+    assert {line.label: list(line.y) for line in drawn["Tokens per second"]} == {
+        "task a": [100, 200, 300],
+        "task b": [400, 500, 600],
+    }
     assert [line.label for line in drawn["Parameters"]] == ["task a", "task b"]
     assert [line.label for line in drawn["Recurrent state, bytes"]] == [""]  # the same for both
     for task, bytes_per_head in (("a", 32 * 4), ("b", 64 * 4)):
         lines = drawn[f"Heldout: accuracy (task {task}) against cache"]
         # Keys and values of 2 heads in 4, 2 and 1 attention layers.
         assert {line.label: list(line.x) for line in lines if line.dots} == {
-            ratio: [layers * 2 * 2 * bytes_per_head] for ratio, layers in (("0:1", 4), ("1:1", 2), ("3:1", 1))}
+            ratio: [layers * 2 * 2 * bytes_per_head]
+            for ratio, layers in (("0:1", 4), ("1:1", 2), ("3:1", 1))
+        }
     styles = [(line.shade, line.dash) for line in drawn["Position: accuracy"]]
     assert len(set(styles)) == 12 and {shade for shade, _ in styles} == {0, 0.2, 0.4, 0.6, 0.8, 1}
 
@@ -339,6 +648,15 @@ def test_tables_follow_the_sweeps_x_axis_and_need_no_seeds(two_tasks, tmp_path):
     sweep, results = two_tasks
     path = tmp_path / "results.json"
     path.write_text(to_json(sweep, results, {p.name: "" for p in sweep.points}))
-    printed = subprocess.run([sys.executable, "benchmarks/sweep_tables.py", str(path), "heldout accuracy"], capture_output=True, text=True)
+    printed = subprocess.run(
+        [sys.executable, "benchmarks/sweep_tables.py", str(path), "heldout accuracy"],
+        capture_output=True,
+        text=True,
+    )
     assert printed.stdout.splitlines()[1:6] == [
-        "heldout accuracy", "", "| ratio | task a | task b |", "|---|---|---|", "| 0:1 | 0 | 0.3 |"], printed.stderr
+        "heldout accuracy",
+        "",
+        "| ratio | task a | task b |",
+        "|---|---|---|",
+        "| 0:1 | 0 | 0.3 |",
+    ], printed.stderr

@@ -1,4 +1,6 @@
-"""Synthetic tasks: what each row promises, and the same rows wherever and whenever they are made."""
+"""Synthetic tasks: what each row promises, and the same rows wherever and whenever they are
+made.
+"""
 
 import itertools
 
@@ -20,15 +22,20 @@ def rows(task, length=64, vocab=64, count=50, seed=0, split=0, **options):
 def test_mqar_asks_every_key_once_and_the_answer_is_its_value(pairs, length):
     distances = []
     for tokens, targets in rows("mqar", length, pairs=pairs):
-        stored = dict(zip(tokens[0:2 * pairs:2].tolist(), tokens[1:2 * pairs:2].tolist(), strict=True))
-        assert len(stored) == len(set(stored.values())) == pairs and max(stored) < 32 <= min(stored.values())
+        stored = dict(
+            zip(tokens[0 : 2 * pairs : 2].tolist(), tokens[1 : 2 * pairs : 2].tolist(), strict=True)
+        )
+        assert len(stored) == len(set(stored.values())) == pairs and max(stored) < 32 <= min(
+            stored.values()
+        )
         answers = np.flatnonzero(targets)
         assert {tokens[a - 1]: tokens[a] for a in answers} == stored and len(answers) == pairs
-        keys_elsewhere = np.delete(np.arange(length), np.r_[0:2 * pairs:2, answers - 1])
+        keys_elsewhere = np.delete(np.arange(length), np.r_[0 : 2 * pairs : 2, answers - 1])
         assert (tokens[keys_elsewhere] >= 32).all()  # nothing else looks like a key
         distances += [a - 2 * pairs for a in answers]
     if (pairs, length) == (4, 32):
-        assert np.mean(distances) < 10  # a power law: near places are the likelier; uniform ones would give 12
+        # a power law: near places are the likelier; uniform ones would give 12
+        assert np.mean(distances) < 10
 
 
 def test_induction_and_copy_and_backcopy_rows_keep_their_promise():
@@ -36,7 +43,7 @@ def test_induction_and_copy_and_backcopy_rows_keep_their_promise():
         (first,) = np.flatnonzero(tokens[:-2] == tokens[-2])
         assert tokens[-1] == tokens[first + 1] and np.flatnonzero(targets).tolist() == [63]
     for tokens, targets in rows("copy"):
-        np.testing.assert_array_equal(tokens[targets], tokens[1:1 + targets.sum()])
+        np.testing.assert_array_equal(tokens[targets], tokens[1 : 1 + targets.sum()])
         assert (tokens[~targets][1:-1] != SEPARATOR).all() and targets.sum() == 31
     copied = 0
     task = TaskRows("backcopy", 64, 64, SyntheticConfig(), 0, 0)
@@ -65,16 +72,26 @@ def test_batches_resume_by_step_and_are_shared_by_hosts():
 
     straight = batches(0, 6)
     assert {name: (v.shape, v.dtype.name) for name, v in straight[0].items()} == {
-        "tokens": ((4, 32), "int32"), "segment_ids": ((4, 32), "int32"), "target_mask": ((4, 32), "bool")}
-    joined = [{name: np.concatenate([a[name], b[name]]) for name in a}
-              for a, b in zip(batches(2, 4, share=[0, 1]), batches(2, 4, share=[2, 3]))]
+        "tokens": ((4, 32), "int32"),
+        "segment_ids": ((4, 32), "int32"),
+        "target_mask": ((4, 32), "bool"),
+    }
+    joined = [
+        {name: np.concatenate([a[name], b[name]]) for name in a}
+        for a, b in zip(batches(2, 4, share=[0, 1]), batches(2, 4, share=[2, 3]))
+    ]
     for a, b in zip(joined, straight[2:], strict=True):
         for name in a:
             np.testing.assert_array_equal(a[name], b[name])
 
 
-@pytest.mark.parametrize("length, vocab, message", [(30, 64, "30 tokens: expected at least 32 for 8 pairs"),
-                                                    (64, 16, "model.vocab_size = 16: mqar needs at least 18")])
+@pytest.mark.parametrize(
+    "length, vocab, message",
+    [
+        (30, 64, "30 tokens: expected at least 32 for 8 pairs"),
+        (64, 16, "model.vocab_size = 16: mqar needs at least 18"),
+    ],
+)
 def test_rows_too_small_for_the_task_are_refused(length, vocab, message):
     with pytest.raises(UserError, match=message):
         open_data(DataConfig(source="mqar"), length, 4, vocab)

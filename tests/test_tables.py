@@ -6,24 +6,35 @@ from qwen3next_jax.config.tables import resolve
 from qwen3next_jax.errors import UserError
 
 
-@pytest.mark.parametrize("line, reason", [
-    ("no_such_module:Thing", "ModuleNotFoundError: No module named 'no_such_module'"),
-    ("math:tua", "AttributeError: module 'math' has no attribute 'tua'"),
-    ("broken:Thing", "ZeroDivisionError: division by zero"),
-    ("math", "AttributeError: module 'math' has no attribute ''"),
-])
-def test_a_line_that_cannot_be_imported_is_named_with_the_reason(line, reason, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("no_such_module:Thing", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("math:tua", "AttributeError: module 'math' has no attribute 'tua'"),
+        ("broken:Thing", "ZeroDivisionError: division by zero"),
+        ("math", "AttributeError: module 'math' has no attribute ''"),
+    ],
+)
+def test_a_line_that_cannot_be_imported_is_named_with_the_reason(
+    line, reason, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(UserError) as error:
         resolve({"thing": line}, "thing", "model.thing")
-    assert str(error.value).startswith(f"model.thing = 'thing': its line of the table, 'thing': {line!r}, ") and reason in str(error.value)
+    assert str(error.value).startswith(
+        f"model.thing = 'thing': its line of the table, 'thing': {line!r}, "
+    ) and reason in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_name_is_imported_and_an_unknown_one_gets_the_nearest():
-    table = {"tau": "math:tau", "absent": "no_such_module:Thing"}  # a line nobody names is not imported
+    # a line nobody names is not imported
+    table = {"tau": "math:tau", "absent": "no_such_module:Thing"}
     assert resolve(table, "tau", "model.number") == __import__("math").tau
     with pytest.raises(UserError) as error:
         resolve(table, "tua", "model.number")
-    assert str(error.value) == "model.number = 'tua': expected one of tau, absent (did you mean 'tau'?)"
+    assert (
+        str(error.value)
+        == "model.number = 'tua': expected one of tau, absent (did you mean 'tau'?)"
+    )

@@ -17,12 +17,35 @@ from qwen3next_jax.training import display as display_module
 from qwen3next_jax.training.display import Display
 from qwen3next_jax.training.telemetry import MetricsFile, TensorBoard, WeightsAndBiases, scalars
 
-TRAIN = {"event": "train", "step": 120, "time": 1.0, "loss": 2.0123, "bits_per_byte": 2.9031, "mtp_loss/0": 2.3, "mtp_loss/1": "nan",
-         "balance_loss": 1.02, "busiest_expert": 2.5, "idle_experts": 0, "grad_norm": 0.871, "learning_rate": 3e-3,
-         "tokens_seen": 245_760, "tokens_per_second": 4567.8, "steps": 10, "seconds": 4.48, "data_wait": 0.01,
-         "model_flops_per_second": 4.3e10, "mfu": None, "memory_bytes": 2_345_678_901, "memory_limit": None}
-HELDOUT = {"event": "heldout", "step": 125, "time": 2.0,
-           **record({"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.figures)}
+TRAIN = {
+    "event": "train",
+    "step": 120,
+    "time": 1.0,
+    "loss": 2.0123,
+    "bits_per_byte": 2.9031,
+    "mtp_loss/0": 2.3,
+    "mtp_loss/1": "nan",
+    "balance_loss": 1.02,
+    "busiest_expert": 2.5,
+    "idle_experts": 0,
+    "grad_norm": 0.871,
+    "learning_rate": 3e-3,
+    "tokens_seen": 245_760,
+    "tokens_per_second": 4567.8,
+    "steps": 10,
+    "seconds": 4.48,
+    "data_wait": 0.01,
+    "model_flops_per_second": 4.3e10,
+    "mfu": None,
+    "memory_bytes": 2_345_678_901,
+    "memory_limit": None,
+}
+HELDOUT = {
+    "event": "heldout",
+    "step": 125,
+    "time": 2.0,
+    **record({"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.figures),
+}
 
 
 def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
@@ -30,7 +53,13 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     with MetricsFile(path, 0) as metrics:
         metrics.start(0, begun=100.0, devices=1)
         for step in (10, 20, 30):
-            metrics.write("train", step, time=100.0 + step, loss=float("nan") if step == 20 else 1.0, parts=[float("inf"), None])
+            metrics.write(
+                "train",
+                step,
+                time=100.0 + step,
+                loss=float("nan") if step == 20 else 1.0,
+                parts=[float("inf"), None],
+            )
         metrics.write("skip", 25, time=131.0)
         metrics.write("stop", 30, time=132.0, reason="hang")
     with path.open("a") as file:
@@ -42,7 +71,13 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
         metrics.write("train", 35, time=245.0)
     events = read_events(path)
     assert [(e["event"], e["step"]) for e in events] == [
-        ("start", 0), ("train", 10), ("train", 20), ("stop", 30), ("start", 20), ("train", 35)]
+        ("start", 0),
+        ("train", 10),
+        ("train", 20),
+        ("stop", 30),
+        ("start", 20),
+        ("train", 35),
+    ]
     assert events[4] | {"time": 200.0, "previous_end": 132.0, "lost_steps": 10} == events[4]
     assert events[2]["loss"] == "nan" and events[2]["parts"] == ["inf", None]
 
@@ -52,7 +87,10 @@ def run_of(steps):
 
 
 def test_other_processes_write_and_show_nothing(tmp_path, capsys):
-    with MetricsFile(None, 0, [lambda event: pytest.fail("told")]) as metrics, Display("title", run_of(10), 0, visible=False) as display:
+    with (
+        MetricsFile(None, 0, [lambda event: pytest.fail("told")]) as metrics,
+        Display("title", run_of(10), 0, visible=False) as display,
+    ):
         metrics.start(0, begun=1.0)
         metrics.write("train", 1)
         metrics.rewind(0)
@@ -72,11 +110,22 @@ def test_a_long_compilation_is_said_to_be_one_before_xla_complains(monkeypatch, 
 
 
 def _screen(width: int) -> str:
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=50, color_system=None)
-    display = Display("tiny: 2,652,024 parameters on cpu · 681 documents, 11,524,470 tokens · new run", run_of(500), 0, console=console)
-    for event in (TRAIN, HELDOUT, {"event": "checkpoint", "step": 125},
-                  {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
-                  {"event": "sample", "step": 125, "text": "def f(x):\n    return [bold]x[/]\n"}):
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=50, color_system=None
+    )
+    display = Display(
+        "tiny: 2,652,024 parameters on cpu · 681 documents, 11,524,470 tokens · new run",
+        run_of(500),
+        0,
+        console=console,
+    )
+    for event in (
+        TRAIN,
+        HELDOUT,
+        {"event": "checkpoint", "step": 125},
+        {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
+        {"event": "sample", "step": 125, "text": "def f(x):\n    return [bold]x[/]\n"},
+    ):
         display(event)
     console.print(display._render())
     return console.file.getvalue()
@@ -87,39 +136,86 @@ def test_the_live_display_shows_everything_at_any_width(width):
     screen = _screen(width)
     lines = screen.splitlines()
     assert max(map(len, lines)) <= width
-    for shown in ("loss 2.0123", "bits/byte 2.903", "mtp loss 0 2.300", "mtp loss 1 nan", "balance 1.020", "busiest expert ×2.50",
-                  "grad norm 0.871", "lr 3.00e-03", "tokens 246 k", "tokens/s 4,568", "model FLOP/s 43 G", "MFU –", "left 0:02:50",
-                  "memory 2.35 GB", "data wait 1%", "checkpoint step 125", "skipped 3", "step 121  update skipped: gradient not finite",
-                  "heldout  bits per byte 2.7410  drafts accepted at depth 0 75.0%", "return [bold]x[/]"):
+    for shown in (
+        "loss 2.0123",
+        "bits/byte 2.903",
+        "mtp loss 0 2.300",
+        "mtp loss 1 nan",
+        "balance 1.020",
+        "busiest expert ×2.50",
+        "grad norm 0.871",
+        "lr 3.00e-03",
+        "tokens 246 k",
+        "tokens/s 4,568",
+        "model FLOP/s 43 G",
+        "MFU –",
+        "left 0:02:50",
+        "memory 2.35 GB",
+        "data wait 1%",
+        "checkpoint step 125",
+        "skipped 3",
+        "step 121  update skipped: gradient not finite",
+        "heldout  bits per byte 2.7410  drafts accepted at depth 0 75.0%",
+        "return [bold]x[/]",
+    ):
         assert shown in screen, shown
 
 
 def test_plain_lines_elsewhere(capsys):
     with Display("title", run_of(500), 0) as display:
-        for event in (TRAIN | {"mfu": 0.401}, HELDOUT, {"event": "rewind", "step": 100, "reason": "spike"},
-                      {"event": "suite", "step": 125, "suite": "not declared", "new_thing/here": 2, "time": 1.0}):
+        for event in (
+            TRAIN | {"mfu": 0.401},
+            HELDOUT,
+            {"event": "rewind", "step": 100, "reason": "spike"},
+            {
+                "event": "suite",
+                "step": 125,
+                "suite": "not declared",
+                "new_thing/here": 2,
+                "time": 1.0,
+            },
+        ):
             display(event)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "title" and lines[3] == "step 100  rewound: spike" and lines[4] == "step 125  not declared  new thing here 2"
-    assert lines[1].startswith("step 120/500  loss 2.0123  bits/byte 2.903") and "MFU 40.1%" in lines[1]
+    assert (
+        lines[0] == "title"
+        and lines[3] == "step 100  rewound: spike"
+        and lines[4] == "step 125  not declared  new thing here 2"
+    )
+    assert (
+        lines[1].startswith("step 120/500  loss 2.0123  bits/byte 2.903")
+        and "MFU 40.1%" in lines[1]
+    )
 
 
 def test_tensorboard_holds_every_number(tmp_path):
     pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
     from tensorboardX.proto.event_pb2 import Event
+
     board = TensorBoard(tmp_path, 0)
-    events = [TRAIN, {"event": "sample", "step": 120, "time": 1.0, "text": "def f():"},
-              {"event": "diagnostics", "step": 120, "time": 1.0, "beta": [0.5, None, 0.25], "expert_load": [[1.0, 1.0]]}]
+    events = [
+        TRAIN,
+        {"event": "sample", "step": 120, "time": 1.0, "text": "def f():"},
+        {
+            "event": "diagnostics",
+            "step": 120,
+            "time": 1.0,
+            "beta": [0.5, None, 0.25],
+            "expert_load": [[1.0, 1.0]],
+        },
+    ]
     for event in events:
         board(event)
     board.close()
     data, found = next((tmp_path / "tensorboard").iterdir()).read_bytes(), {}
     while data:
         length = int.from_bytes(data[:8], "little")
-        for value in Event.FromString(data[12:12 + length]).summary.value:
+        for value in Event.FromString(data[12 : 12 + length]).summary.value:
             found[value.tag] = value.simple_value
-        data = data[16 + length:]
-    assert found["train/loss"] == pytest.approx(2.0123) and found["train/mtp_loss/0"] == pytest.approx(2.3)
+        data = data[16 + length :]
+    assert found["train/loss"] == pytest.approx(2.0123) and found[
+        "train/mtp_loss/0"
+    ] == pytest.approx(2.3)
     assert found["diagnostics/beta/layer_00"] == 0.5 and found["diagnostics/beta/layer_02"] == 0.25
     assert "diagnostics/beta/layer_01" not in found and "train/mtp_loss/1" not in found
     assert any(tag.startswith("sample") for tag in found)
@@ -135,32 +231,78 @@ def test_weights_and_biases_goes_on_as_the_same_run(tmp_path, monkeypatch):
 
         def finish(self):
             self.finished = True
+
     starts, run = [], Run()
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: starts.append(options) or run))
+    monkeypatch.setitem(
+        sys.modules,
+        "wandb",
+        types.SimpleNamespace(init=lambda **options: starts.append(options) or run),
+    )
     config = Config(telemetry=TelemetryConfig(wandb="study"))
     for _ in range(2):
-        with MetricsFile(tmp_path / "metrics.jsonl", 0, [WeightsAndBiases(config, tmp_path)]) as metrics:
+        with MetricsFile(
+            tmp_path / "metrics.jsonl", 0, [WeightsAndBiases(config, tmp_path)]
+        ) as metrics:
             metrics.write("train", 7, loss=1.5)
-    assert starts[0] == starts[1] and starts[0]["project"] == "study" and starts[0]["resume"] == "allow"
-    assert starts[0]["config"]["telemetry"]["wandb"] == "study" and run.finished and run.step == ("*", "step")
+    assert (
+        starts[0] == starts[1]
+        and starts[0]["project"] == "study"
+        and starts[0]["resume"] == "allow"
+    )
+    assert (
+        starts[0]["config"]["telemetry"]["wandb"] == "study"
+        and run.finished
+        and run.step == ("*", "step")
+    )
     assert list(run) == [{"train/loss": 1.5, "step": 7}] * 2
 
 
-@pytest.mark.parametrize("package, make", [
-    ("tensorboardX", lambda folder: TensorBoard(folder, 0)),
-    ("wandb", lambda folder: WeightsAndBiases(Config(telemetry=TelemetryConfig(wandb="study")), folder))])
+@pytest.mark.parametrize(
+    "package, make",
+    [
+        ("tensorboardX", lambda folder: TensorBoard(folder, 0)),
+        (
+            "wandb",
+            lambda folder: WeightsAndBiases(
+                Config(telemetry=TelemetryConfig(wandb="study")), folder
+            ),
+        ),
+    ],
+)
 def test_an_absent_package_is_one_line(tmp_path, monkeypatch, package, make):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"needs the package {package}, which is not installed: pip install 'qwen3next-jax"):
+    with pytest.raises(
+        UserError,
+        match=f"needs the package {package}, which is not installed: pip install 'qwen3next-jax",
+    ):
         make(tmp_path)
 
 
 def test_scalars_leave_out_what_is_no_number():
-    assert scalars({"event": "stop", "step": 1, "time": 1.0, "reason": "hang", "code": 3, "ok": True, "x": None}) == {"stop/code": 3}
+    assert scalars(
+        {
+            "event": "stop",
+            "step": 1,
+            "time": 1.0,
+            "reason": "hang",
+            "code": 3,
+            "ok": True,
+            "x": None,
+        }
+    ) == {"stop/code": 3}
 
 
-@pytest.mark.parametrize("change", [
-    {"steps": "10"}, {"steps": "13:10"}, {"steps": "0:3"}, {"steps": "a:b"}, {"steps": ":3"}, {"memory": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": "10"},
+        {"steps": "13:10"},
+        {"steps": "0:3"},
+        {"steps": "a:b"},
+        {"steps": ":3"},
+        {"memory": True},
+    ],
+)
 def test_profile_ranges_are_checked(change):
     with pytest.raises(UserError, match="profile."):
         ProfileConfig(**change)

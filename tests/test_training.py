@@ -1,4 +1,6 @@
-"""The training run: exact accumulation, bitwise resume, schedules, starting from other weights, and refusals."""
+"""The training run: exact accumulation, bitwise resume, schedules, starting from other weights,
+and refusals.
+"""
 
 import dataclasses
 import json
@@ -16,7 +18,16 @@ from absl import flags
 from flax import nnx
 
 from qwen3next_jax.config import (
-    CheckpointConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig, from_dict, to_dict)
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    from_dict,
+    to_dict,
+)
 from qwen3next_jax import export
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.errors import UserError
@@ -33,10 +44,24 @@ from qwen3next_jax.training.step import abstract_model, abstract_train_state, ma
 
 ONE_DEVICE = one_device()
 MODEL = ModelConfig(
-    vocab_size=257, hidden_size=16, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
-    linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-    shared_expert_intermediate_size=8, dtype="float32", max_position_embeddings=128)
+    vocab_size=257,
+    hidden_size=16,
+    num_hidden_layers=2,
+    full_attention_interval=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    dtype="float32",
+    max_position_embeddings=128,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +70,9 @@ def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for i in range(40):
-        words = rng.choice(["def ", "return ", "x", "y", " = ", "\n", "(", ")", "é"], int(rng.integers(10, 120)))
+        words = rng.choice(
+            ["def ", "return ", "x", "y", " = ", "\n", "(", ")", "é"], int(rng.integers(10, 120))
+        )
         (folder / f"{i:02}.txt").write_text("".join(words) + "\n")
     return folder
 
@@ -53,11 +80,18 @@ def texts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(texts, tmp_path_factory):
     return Config(
-        name="nano", model=MODEL,
-        data=DataConfig(path=f"{texts}/*.txt", heldout_fraction=0.2, prepared_dir=str(tmp_path_factory.mktemp("prepared"))),
+        name="nano",
+        model=MODEL,
+        data=DataConfig(
+            path=f"{texts}/*.txt",
+            heldout_fraction=0.2,
+            prepared_dir=str(tmp_path_factory.mktemp("prepared")),
+        ),
         train=TrainConfig(steps=20, batch_size=4, sequence_length=64, log_every=1),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
-        checkpoint=CheckpointConfig(every=10), eval=EvalConfig(every=20, rows=4, sample_tokens=0))
+        checkpoint=CheckpointConfig(every=10),
+        eval=EvalConfig(every=20, rows=4, sample_tokens=0),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +104,11 @@ def finished(config, tmp_path_factory):
 
 def _losses(workdir):
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["event"] == "train"]
+    return [
+        (line["step"], line["loss"], line["grad_norm"])
+        for line in lines
+        if line["event"] == "train"
+    ]
 
 
 def _same(a, b):
@@ -99,10 +137,13 @@ def slowly(*arguments, batches=TrainData.batches):  # else it would be over befo
         time.sleep(0.05)
         yield batch
 TrainData.batches = slowly
-train(from_dict(Config, json.load(open({str(tmp_path / 'config.json')!r}))), pathlib.Path({str(tmp_path / 'run')!r}))"""
+config = from_dict(Config, json.load(open({str(tmp_path / "config.json")!r})))
+train(config, pathlib.Path({str(tmp_path / "run")!r}))"""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and '"checkpoint"' in metrics.read_text()):
+    while process.poll() is None and not (
+        metrics.exists() and '"checkpoint"' in metrics.read_text()
+    ):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -110,25 +151,53 @@ train(from_dict(Config, json.load(open({str(tmp_path / 'config.json')!r}))), pat
         file.write('{"event": "train", "step": 9')
     assert train(config, tmp_path / "run") == 0
     assert _losses(tmp_path / "run") == _losses(finished)
-    _same(*(nnx.to_pure_dict(nnx.state(load_trained(w)[0], nnx.Param)) for w in (tmp_path / "run", finished)))
+    _same(
+        *(
+            nnx.to_pure_dict(nnx.state(load_trained(w)[0], nnx.Param))
+            for w in (tmp_path / "run", finished)
+        )
+    )
 
 
 def test_micro_batches_and_remat_change_no_gradient(config):
-    """4 micro-batches, recomputed in the backward, against one batch: equal up to the order of float32 sums, although
-    the micro-batches are padded unequally and the balance loss is not a sum over rows."""
-    train_config = dataclasses.replace(config.train, balance_loss_weight=0.1, router_z_loss_weight=0.01, mtp_loss_weight=0.3)
+    """4 micro-batches, recomputed in the backward, against one batch: equal up to the order of
+    float32 sums, although the micro-batches are padded unequally and the balance loss is not a
+    sum over rows.
+    """
+    train_config = dataclasses.replace(
+        config.train, balance_loss_weight=0.1, router_z_loss_weight=0.01, mtp_loss_weight=0.3
+    )
     rng = np.random.default_rng(0)
     inside = np.arange(64) < np.array([[64], [1], [40], [7]])
-    batch = {"tokens": jnp.asarray(rng.integers(0, 257, (4, 64)) * inside, jnp.int32),
-             "segment_ids": jnp.asarray(np.sort(rng.integers(1, 4, (4, 64)), axis=1) * inside, jnp.int32)}
-    config = dataclasses.replace(config, model=dataclasses.replace(MODEL, num_hidden_layers=1, full_attention_interval=0, layer_types=()))
-    whole, parts = (dataclasses.replace(config, train=dataclasses.replace(train_config, **change))
-                    for change in ({}, {"gradient_accumulation": 4, "remat": "block"}))
-    params = jax.tree.map(lambda s: jnp.asarray(0.2 * rng.normal(size=s.shape), s.dtype), abstract_model(whole)[1])
-    (gradient, *one), (summed, *four) = (jax.jit(make_gradients(c, ONE_DEVICE))(params, batch) for c in (whole, parts))
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(four), strict=True):
+    batch = {
+        "tokens": jnp.asarray(rng.integers(0, 257, (4, 64)) * inside, jnp.int32),
+        "segment_ids": jnp.asarray(
+            np.sort(rng.integers(1, 4, (4, 64)), axis=1) * inside, jnp.int32
+        ),
+    }
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            MODEL, num_hidden_layers=1, full_attention_interval=0, layer_types=()
+        ),
+    )
+    whole, parts = (
+        dataclasses.replace(config, train=dataclasses.replace(train_config, **change))
+        for change in ({}, {"gradient_accumulation": 4, "remat": "block"})
+    )
+    params = jax.tree.map(
+        lambda s: jnp.asarray(0.2 * rng.normal(size=s.shape), s.dtype), abstract_model(whole)[1]
+    )
+    (gradient, *one), (summed, *four) = (
+        jax.jit(make_gradients(c, ONE_DEVICE))(params, batch) for c in (whole, parts)
+    )
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(four), strict=True
+    ):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(summed), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(summed), strict=True
+    ):
         error = float(jnp.linalg.norm(a - b)) / (float(jnp.linalg.norm(a)) + 1e-6)
         assert error < 1e-5, (jax.tree_util.keystr(path), error)
 
@@ -136,10 +205,16 @@ def test_micro_batches_and_remat_change_no_gradient(config):
 def test_schedules():
     cosine = learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=10), 100)
     assert [float(cosine(s)) for s in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
-    assert float(cosine(99)) == pytest.approx(0.1) and float(cosine(54)) == pytest.approx(0.556, abs=0.01)
-    stable = learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="warmup_stable_decay"), 100)
+    assert float(cosine(99)) == pytest.approx(0.1) and float(cosine(54)) == pytest.approx(
+        0.556, abs=0.01
+    )
+    stable = learning_rate_schedule(
+        OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="warmup_stable_decay"), 100
+    )
     assert [float(stable(s)) for s in (0, 10, 79, 99)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
-    assert float(learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=100), 5)(4)) == pytest.approx(1.0)
+    assert float(
+        learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=100), 5)(4)
+    ) == pytest.approx(1.0)
 
 
 def test_decay_rates_never_decay_and_norms_only_if_asked():
@@ -147,19 +222,31 @@ def test_decay_rates_never_decay_and_norms_only_if_asked():
     for path, parameter in declared(MODEL).items():
         for decay_norms in (True, False):
             name = path.rpartition("/")[2]
-            assert parameter.decays(decay_norms) == (name not in ("a_log", "dt_bias") and (decay_norms or "norm" not in name)), path
+            assert parameter.decays(decay_norms) == (
+                name not in ("a_log", "dt_bias") and (decay_norms or "norm" not in name)
+            ), path
 
 
-def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(config, finished, tmp_path, monkeypatch):
+def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
+    config, finished, tmp_path, monkeypatch
+):
     load_tokenizer("bytes").save(tmp_path)  # as a file of its own, which then goes away
-    moved = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(tmp_path / "tokenizer.json")))
+    moved = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, tokenizer=str(tmp_path / "tokenizer.json"))
+    )
     shutil.copytree(finished, tmp_path / "run")
     tokenizer = load_tokenizer(moved.data.tokenizer)
-    seal(tmp_path / "run", read_run(tmp_path / "run") | {"config": to_dict(moved), "tokenizer": tokenizer.fingerprint}, tokenizer,
-         new=False)
+    seal(
+        tmp_path / "run",
+        read_run(tmp_path / "run") | {"config": to_dict(moved), "tokenizer": tokenizer.fingerprint},
+        tokenizer,
+        new=False,
+    )
     (tmp_path / "tokenizer.json").unlink()
     assert load_model(tmp_path / "run").tokenizer.eos_id == 256
-    monkeypatch.setattr(sys, "argv", ["export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"])
+    monkeypatch.setattr(
+        sys, "argv", ["export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"]
+    )
     flags.FLAGS(sys.argv)
     assert export.main() == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
@@ -168,22 +255,43 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(config, finished, t
 def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
     model, _, _ = load_trained(finished)
     save_hf(model, tmp_path / "hf")
-    again = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf")))
+    again = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf"))
+    )
     data = stages.open_stages(again)
     state, _ = start_state(again, ONE_DEVICE, data)
     _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert int(state["step"]) == 0
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
-        start_state(dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)), ONE_DEVICE, data)
+        start_state(
+            dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)),
+            ONE_DEVICE,
+            data,
+        )
 
 
 def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_path):
-    """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, … Muon's state holds AdamW's, too."""
-    long = dataclasses.replace(config, optimizer=OptimizerConfig(name="muon"), model=dataclasses.replace(
-        MODEL, num_hidden_layers=12, layer_types=(), full_attention_interval=0, mlp_only_layers=(0, 2, 5, 11), mtp_depth=0))
+    """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, … Muon's state holds AdamW's,
+    too.
+    """
+    long = dataclasses.replace(
+        config,
+        optimizer=OptimizerConfig(name="muon"),
+        model=dataclasses.replace(
+            MODEL,
+            num_hidden_layers=12,
+            layer_types=(),
+            full_attention_interval=0,
+            mlp_only_layers=(0, 2, 5, 11),
+            mtp_depth=0,
+        ),
+    )
     assert len(long.model.stacks) == 12
     rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype), abstract_train_state(long, ONE_DEVICE))
+    state = jax.tree.map(
+        lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype),
+        abstract_train_state(long, ONE_DEVICE),
+    )
     state["step"] = jnp.int32(1)
     with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
         checkpoints.save(1, state)
@@ -205,7 +313,9 @@ def _damage(folder, how):
         (folder / "manifest.json").unlink()
 
 
-@pytest.mark.parametrize("how", ["a flipped bit", "a truncated file", "a missing file", "no manifest"])
+@pytest.mark.parametrize(
+    "how", ["a flipped bit", "a truncated file", "a missing file", "no manifest"]
+)
 def test_a_damaged_checkpoint_is_told_and_passed_over(config, finished, tmp_path, capsys, how):
     shutil.copytree(finished, tmp_path / "run")
     _damage(tmp_path / "run" / "checkpoints" / "20", how)
@@ -221,20 +331,46 @@ def test_training_goes_on_from_the_last_whole_checkpoint(config, finished, tmp_p
     assert train(config, tmp_path / "run") == 0
     assert _losses(tmp_path / "run") == _losses(finished)
     assert len(list((tmp_path / "run" / "damaged").iterdir())) == 1
-    _same(*(nnx.to_pure_dict(nnx.state(load_trained(w)[0], nnx.Param)) for w in (tmp_path / "run", finished)))
+    _same(
+        *(
+            nnx.to_pure_dict(nnx.state(load_trained(w)[0], nnx.Param))
+            for w in (tmp_path / "run", finished)
+        )
+    )
 
 
 def test_config_round_trips_and_names_mistakes(config):
     assert from_dict(Config, json.loads(json.dumps(to_dict(config)))) == config
     for values, message in (
-            ({"train": {"stesp": 1}}, "config.train.stesp: no such setting .did you mean 'steps'"),
-            ({"train": {"steps": "many"}}, "config.train.steps = 'many' is of type str: expected int"),
-            ({"model": {"num_experts": 4}}, "num_experts_per_tok = 10: expected 1 … model.num_experts = 4"),
-            ({"model": {"num_attention_heads": 5}}, "5 is not a multiple of model.num_key_value_heads = 2"),
-            ({"model": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "ful_attention"]}}, "did you mean 'full_attention'"),
-            ({"optimizer": {"schedule": "cosin"}}, "expected one of 'cosine', 'warmup_stable_decay'"),
-            ({"optimizer": {"name": "moun"}}, "optimizer.name = 'moun': expected one of adamw, muon .did you mean 'muon'"),
-            ({"optimizer": {"muon": {"steps": 3}}}, "optimizer.muon is set, but optimizer.name = 'adamw' does not read it"),
-            ({"data": {"path": "a,b", "weights": [1]}}, "1 numbers for 2 globs")):
+        ({"train": {"stesp": 1}}, "config.train.stesp: no such setting .did you mean 'steps'"),
+        ({"train": {"steps": "many"}}, "config.train.steps = 'many' is of type str: expected int"),
+        (
+            {"model": {"num_experts": 4}},
+            "num_experts_per_tok = 10: expected 1 … model.num_experts = 4",
+        ),
+        (
+            {"model": {"num_attention_heads": 5}},
+            "5 is not a multiple of model.num_key_value_heads = 2",
+        ),
+        (
+            {
+                "model": {
+                    "num_hidden_layers": 2,
+                    "layer_types": ["linear_attention", "ful_attention"],
+                }
+            },
+            "did you mean 'full_attention'",
+        ),
+        ({"optimizer": {"schedule": "cosin"}}, "expected one of 'cosine', 'warmup_stable_decay'"),
+        (
+            {"optimizer": {"name": "moun"}},
+            "optimizer.name = 'moun': expected one of adamw, muon .did you mean 'muon'",
+        ),
+        (
+            {"optimizer": {"muon": {"steps": 3}}},
+            "optimizer.muon is set, but optimizer.name = 'adamw' does not read it",
+        ),
+        ({"data": {"path": "a,b", "weights": [1]}}, "1 numbers for 2 globs"),
+    ):
         with pytest.raises(UserError, match=message):
             from_dict(Config, values)

@@ -1,5 +1,6 @@
-"""Gemma 3 1B (2503.19786; google/gemma-3-1b-pt). Not here: embeddings times √1152, another base of rotations in the five local layers
-(10,000; the global ones' million stands for both)."""
+"""Gemma 3 1B (2503.19786; google/gemma-3-1b-pt). Not here: embeddings times √1152, another base
+of rotations in the five local layers (10,000; the global ones' million stands for both).
+"""
 
 from configs.lineups.lineup import lineup
 
@@ -8,6 +9,20 @@ PUBLISHED, LACKS = 999_885_952, {}
 
 def get_config():
     return lineup(
-        "gemma3_1b", vocab_size=262_144, hidden_size=1152, num_hidden_layers=26, full_attention_interval=6, linear_mixer="sliding_window",
-        num_attention_heads=4, num_key_value_heads=1, head_dim=256, rope_theta=1e6, zero_centered_norm=True, intermediate_size=6912,
-        max_position_embeddings=32_768, tie_word_embeddings=True, block={"placement": "sandwich", "mlp": "geglu"}, mixer={"window": 512})
+        "gemma3_1b",
+        vocab_size=262_144,
+        hidden_size=1152,
+        num_hidden_layers=26,
+        full_attention_interval=6,
+        linear_mixer="sliding_window",
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        rope_theta=1e6,
+        zero_centered_norm=True,
+        intermediate_size=6912,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        block={"placement": "sandwich", "mlp": "geglu"},
+        mixer={"window": 512},
+    )

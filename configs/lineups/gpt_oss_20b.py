@@ -1,15 +1,36 @@
-"""gpt-oss-20b (2508.10925; openai/gpt-oss-20b): every other layer a window of 128. Not here: biases of attention, router and experts, the
-sink logits of the layers without a window, the clipped activation of the experts."""
+"""gpt-oss-20b (2508.10925; openai/gpt-oss-20b): every other layer a window of 128. Not here:
+biases of attention, router and experts, the sink logits of the layers without a window, the
+clipped activation of the experts.
+"""
 
 from configs.lineups.lineup import lineup
 
 ATTENTION, EXPERTS = 64 * 64 + 2 * 8 * 64 + 2880, 32 + 32 * (2 * 2880 + 2880)
-PUBLISHED, LACKS = 20_914_757_184, {"biases": 24 * (ATTENTION + EXPERTS), "sink logits of full attention": 12 * 64}
+PUBLISHED, LACKS = (
+    20_914_757_184,
+    {"biases": 24 * (ATTENTION + EXPERTS), "sink logits of full attention": 12 * 64},
+)
 
 
 def get_config():
     return lineup(
-        "gpt_oss_20b", vocab_size=201_088, hidden_size=2880, num_hidden_layers=24, full_attention_interval=2, linear_mixer="sliding_window",
-        num_attention_heads=64, num_key_value_heads=8, head_dim=64, rope_theta=150_000.0, qk_norm=False, yarn_factor=32.0,
-        max_position_embeddings=4096, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=2880, shared_expert_intermediate_size=0,
-        rms_norm_eps=1e-5, mixer={"window": 128, "sink_logit": True})
+        "gpt_oss_20b",
+        vocab_size=201_088,
+        hidden_size=2880,
+        num_hidden_layers=24,
+        full_attention_interval=2,
+        linear_mixer="sliding_window",
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        rope_theta=150_000.0,
+        qk_norm=False,
+        yarn_factor=32.0,
+        max_position_embeddings=4096,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=2880,
+        shared_expert_intermediate_size=0,
+        rms_norm_eps=1e-5,
+        mixer={"window": 128, "sink_logit": True},
+    )

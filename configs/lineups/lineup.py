@@ -1,20 +1,36 @@
-"""What the line-ups share: a published model as settings of this project. Each file says what it is short of; `benchmarks/lineups.py`
-prints the parameters of all beside the published ones."""
+"""What the line-ups share: a published model as settings of this project. Each file says what it
+is short of; `benchmarks/lineups.py` prints the parameters of all beside the published ones.
+"""
 
 from ml_collections import ConfigDict
 
 from qwen3next_jax.config import default_config
 
 
-# Sigmoid scores and a bias that the load moves (DeepSeek-V3's router), a shared expert without a gate.
+# Sigmoid scores and a bias that the load moves (DeepSeek-V3's router), a shared expert without a
+# gate.
 LIKE_DEEPSEEK = {"scoring_func": "sigmoid", "router_bias": True, "shared_expert_gate": False}
 
 
-def lineup(name: str, block: dict | None = None, mixer: dict | None = None, moe: dict | None = None, **model) -> ConfigDict:
-    """The default run of a model that differs from Qwen3-Next in these settings, and in what few others share with it."""
+def lineup(
+    name: str,
+    block: dict | None = None,
+    mixer: dict | None = None,
+    moe: dict | None = None,
+    **model,
+) -> ConfigDict:
+    """The default run of a model that differs from Qwen3-Next in these settings, and in what few
+    others share with it.
+    """
     config = ConfigDict(default_config())
     config.name = name
-    others = {"attention_output_gate": False, "zero_centered_norm": False, "mtp_depth": 0, "partial_rotary_factor": 1.0, "num_experts": 0}
+    others = {
+        "attention_output_gate": False,
+        "zero_centered_norm": False,
+        "mtp_depth": 0,
+        "partial_rotary_factor": 1.0,
+        "num_experts": 0,
+    }
     config.model.update(others | model)
     config.model.block.update(block or {})
     config.model.mixer.update(mixer or {})

@@ -1,20 +1,43 @@
-"""Nemotron 3 Nano 30B-A3B (2512.20848; nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16), its 52 layers in pairs, mixer (M, *) and experts
-(E). Not here: experts of two matrices and relu² (SwiGLU has a third)."""
+"""Nemotron 3 Nano 30B-A3B (2512.20848; nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16), its 52
+layers in pairs, mixer (M, *) and experts (E). Not here: experts of two matrices and relu²
+(SwiGLU has a third).
+"""
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup
 
 LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 PUBLISHED = 31_577_937_344
-LACKS = {"biases of convolutions": 23 * 6144, "the third matrix of experts": -23 * (128 * 1856 + 3712) * 2688,
-         "norms where there is no MLP": -6 * 2688, "router's bias is a parameter here": -23 * 128}
+LACKS = {
+    "biases of convolutions": 23 * 6144,
+    "the third matrix of experts": -23 * (128 * 1856 + 3712) * 2688,
+    "norms where there is no MLP": -6 * 2688,
+    "router's bias is a parameter here": -23 * 128,
+}
 
 
 def get_config():
     pairs = [(kind, after == "E") for kind, after in zip(LAYERS, LAYERS[1:]) if kind != "E"]
     return lineup(
-        "nemotron3_nano", vocab_size=131_072, hidden_size=2688, num_hidden_layers=len(pairs), num_attention_heads=32, num_key_value_heads=2,
-        layer_types=tuple("mamba2" if kind == "M" else "nope_attention" for kind, _ in pairs), head_dim=128, qk_norm=False,
-        linear_num_key_heads=8, linear_num_value_heads=64, linear_key_head_dim=128, linear_value_head_dim=64, num_experts=128,
-        num_experts_per_tok=6, moe_intermediate_size=1856, shared_expert_intermediate_size=3712, max_position_embeddings=262_144,
-        mlp_only_layers=tuple(i for i, (_, experts) in enumerate(pairs) if not experts), block={"mlp": "none"},
-        rms_norm_eps=1e-5, moe=LIKE_DEEPSEEK | {"routed_scaling_factor": 2.5})
+        "nemotron3_nano",
+        vocab_size=131_072,
+        hidden_size=2688,
+        num_hidden_layers=len(pairs),
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        layer_types=tuple("mamba2" if kind == "M" else "nope_attention" for kind, _ in pairs),
+        head_dim=128,
+        qk_norm=False,
+        linear_num_key_heads=8,
+        linear_num_value_heads=64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=64,
+        num_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        shared_expert_intermediate_size=3712,
+        max_position_embeddings=262_144,
+        mlp_only_layers=tuple(i for i, (_, experts) in enumerate(pairs) if not experts),
+        block={"mlp": "none"},
+        rms_norm_eps=1e-5,
+        moe=LIKE_DEEPSEEK | {"routed_scaling_factor": 2.5},
+    )

@@ -1,17 +1,29 @@
-"""Bytes of Python, loss against the ratio of linear to full attention at equal tokens and parameters: 4 ratios × 3 seeds.
+"""Bytes of Python, loss against the ratio of linear to full attention at equal tokens and
+parameters: 4 ratios × 3 seeds.
 
     uv run python -m qwen3next_jax.sweep configs/sweeps/byte_lm.py
 
-4 layers of width 128, dense, 0.82 M parameters, 500 steps of 8 × 256 bytes. docs/sweeps.md has what it gave.
+4 layers of width 128, dense, 0.82 M parameters, 500 steps of 8 × 256 bytes. docs/sweeps.md has
+what it gave.
 """
 
 
 def get_sweep():
     return {
         "base": "configs/tiny.py",
-        "set": {"model.num_experts": 0, "model.intermediate_size": 320, "model.mtp_depth": 0, "model.rope_theta": 10_000.0,
-                "train.steps": 500, "train.log_every": 50, "eval.every": 500, "eval.sample_tokens": 0,
-                "eval.suites": ("position",), "checkpoint.every": 250, "telemetry.diagnostics_every": 0},
+        "set": {
+            "model.num_experts": 0,
+            "model.intermediate_size": 320,
+            "model.mtp_depth": 0,
+            "model.rope_theta": 10_000.0,
+            "train.steps": 500,
+            "train.log_every": 50,
+            "eval.every": 500,
+            "eval.sample_tokens": 0,
+            "eval.suites": ("position",),
+            "checkpoint.every": 250,
+            "telemetry.diagnostics_every": 0,
+        },
         "match": "parameters",
         "x": "ratio",
         "axes": {"ratio": ["0:1", "1:1", "3:1", "1:0"], "train.seed": [0, 1, 2]},

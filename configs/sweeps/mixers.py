@@ -1,36 +1,70 @@
-"""What the recurrent layers of a 3:1 hybrid are, everything else equal: 6 mixers × (text, recall) × 3 seeds, 4 tiny layers.
+"""What the recurrent layers of a 3:1 hybrid are, everything else equal: 6 mixers × (text,
+recall) × 3 seeds, 4 tiny layers.
 
     uv run python -m qwen3next_jax.sweep configs/sweeps/mixers.py
 
-Five share one recurrence and differ in what it is made of: a decay that is constant (retnet), of the head (mamba2, gated_deltanet) or of
-every key channel (gla, kda), and a write that is added (retnet, mamba2, gla) or erases what it replaces (gated_deltanet, kda). The sixth
-has none: a window of as many keys and values as a recurrent state has numbers, 16 × 64 = 2 × 16 × 32. docs/sweeps.md has what it gave.
+Five share one recurrence and differ in what it is made of: a decay that is constant (retnet), of
+the head (mamba2, gated_deltanet) or of every key channel (gla, kda), and a write that is added
+(retnet, mamba2, gla) or erases what it replaces (gated_deltanet, kda). The sixth has none: a
+window of as many keys and values as a recurrent state has numbers, 16 × 64 = 2 × 16 × 32.
+docs/sweeps.md has what it gave.
 """
 
 LAYERS = {
-    "model.num_hidden_layers": 4, "model.hidden_size": 64, "model.head_dim": 32, "model.num_attention_heads": 2,
-    "model.num_key_value_heads": 1, "model.linear_num_key_heads": 2, "model.linear_num_value_heads": 2,
-    "model.linear_key_head_dim": 16, "model.linear_value_head_dim": 32, "model.num_experts": 0, "model.mtp_depth": 0,
+    "model.num_hidden_layers": 4,
+    "model.hidden_size": 64,
+    "model.head_dim": 32,
+    "model.num_attention_heads": 2,
+    "model.num_key_value_heads": 1,
+    "model.linear_num_key_heads": 2,
+    "model.linear_num_value_heads": 2,
+    "model.linear_key_head_dim": 16,
+    "model.linear_value_head_dim": 32,
+    "model.num_experts": 0,
+    "model.mtp_depth": 0,
     "model.rope_theta": 10_000.0,
 }
-# Mixer → width of the MLPs, with which all have as many parameters, within 0.3 %, and FLOPs per token, within 2 %.
-WIDTHS = {"gated_deltanet": 140, "kda": 128, "retnet": 143, "mamba2": 140, "gla": 137, "sliding_window": 143}
+# Mixer → width of the MLPs, with which all have as many parameters, within 0.3 %, and FLOPs per
+# token, within 2 %.
+WIDTHS = {
+    "gated_deltanet": 140,
+    "kda": 128,
+    "retnet": 143,
+    "mamba2": 140,
+    "gla": 137,
+    "sliding_window": 143,
+}
 
 
 def get_sweep():
     return {
         "base": "configs/tiny.py",
-        "set": LAYERS | {"eval.sample_tokens": 0, "eval.every": 600, "checkpoint.every": 600, "train.log_every": 50,
-                        "telemetry.diagnostics_every": 0},
+        "set": LAYERS
+        | {
+            "eval.sample_tokens": 0,
+            "eval.every": 600,
+            "checkpoint.every": 600,
+            "train.log_every": 50,
+            "telemetry.diagnostics_every": 0,
+        },
         "x": "mixer",
         "axes": {
             "train.seed": [0, 1, 2],
-            "mixer": {name: {"model.linear_mixer": name, "model.intermediate_size": width}
-                      | ({"model.mixer.window": 16} if name == "sliding_window" else {}) for name, width in WIDTHS.items()},
+            "mixer": {
+                name: {"model.linear_mixer": name, "model.intermediate_size": width}
+                | ({"model.mixer.window": 16} if name == "sliding_window" else {})
+                for name, width in WIDTHS.items()
+            },
             "task": {
                 "text": {"train.steps": 200, "train.sequence_length": 128},
-                "recall": {"data.source": "mqar", "data.synthetic.pairs": 8, "model.vocab_size": 64, "train.steps": 600,
-                           "train.batch_size": 32, "train.sequence_length": 32},
+                "recall": {
+                    "data.source": "mqar",
+                    "data.synthetic.pairs": 8,
+                    "model.vocab_size": 64,
+                    "train.steps": 600,
+                    "train.batch_size": 32,
+                    "train.sequence_length": 32,
+                },
             },
         },
     }

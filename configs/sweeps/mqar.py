@@ -1,4 +1,5 @@
-"""Recall of two layers by their kinds and order: 4 patterns × {8, 16} pairs × 3 seeds of configs/mqar.py.
+"""Recall of two layers by their kinds and order: 4 patterns × {8, 16} pairs × 3 seeds of
+configs/mqar.py.
 
     uv run python -m qwen3next_jax.sweep configs/sweeps/mqar.py
 
@@ -6,7 +7,12 @@ docs/sweeps.md has what it gave.
 """
 
 LINEAR, FULL = "linear_attention", "full_attention"
-PATTERNS = {"linear→full": (LINEAR, FULL), "full→linear": (FULL, LINEAR), "full→full": (FULL, FULL), "linear→linear": (LINEAR, LINEAR)}
+PATTERNS = {
+    "linear→full": (LINEAR, FULL),
+    "full→linear": (FULL, LINEAR),
+    "full→full": (FULL, FULL),
+    "linear→linear": (LINEAR, LINEAR),
+}
 
 
 def get_sweep():

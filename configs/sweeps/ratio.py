@@ -1,15 +1,25 @@
-"""Loss and recall against the ratio of linear to full attention layers: 5 ratios × 2 seeds × (text, recall), 8 tiny layers.
+"""Loss and recall against the ratio of linear to full attention layers: 5 ratios × 2 seeds ×
+(text, recall), 8 tiny layers.
 
     uv run python -m qwen3next_jax.sweep configs/sweeps/ratio.py
 
-Text is the tiny run's corpus; recall is a model of as many parameters trained on multi-query associative recall, since a model
-that has read one megabyte of text recalls nothing. docs/sweeps.md has what it gave.
+Text is the tiny run's corpus; recall is a model of as many parameters trained on multi-query
+associative recall, since a model that has read one megabyte of text recalls nothing.
+docs/sweeps.md has what it gave.
 """
 
 LAYERS = {
-    "model.num_hidden_layers": 8, "model.hidden_size": 64, "model.head_dim": 32, "model.num_attention_heads": 2,
-    "model.linear_num_key_heads": 2, "model.linear_num_value_heads": 2, "model.linear_key_head_dim": 16,
-    "model.linear_value_head_dim": 32, "model.num_experts": 0, "model.intermediate_size": 128, "model.mtp_depth": 0,
+    "model.num_hidden_layers": 8,
+    "model.hidden_size": 64,
+    "model.head_dim": 32,
+    "model.num_attention_heads": 2,
+    "model.linear_num_key_heads": 2,
+    "model.linear_num_value_heads": 2,
+    "model.linear_key_head_dim": 16,
+    "model.linear_value_head_dim": 32,
+    "model.num_experts": 0,
+    "model.intermediate_size": 128,
+    "model.mtp_depth": 0,
     "model.rope_theta": 10_000.0,
 }
 
@@ -17,15 +27,29 @@ LAYERS = {
 def get_sweep():
     return {
         "base": "configs/tiny.py",
-        "set": LAYERS | {"eval.sample_tokens": 0, "checkpoint.every": 100, "train.log_every": 20, "telemetry.diagnostics_every": 0},
+        "set": LAYERS
+        | {
+            "eval.sample_tokens": 0,
+            "checkpoint.every": 100,
+            "train.log_every": 20,
+            "telemetry.diagnostics_every": 0,
+        },
         "match": "parameters",
         "x": "ratio",
         "axes": {
             "ratio": ["0:1", "1:1", "3:1", "7:1", "1:0"],
             "task": {
                 "text": {"train.steps": 300, "eval.every": 300, "eval.suites": ("position",)},
-                "recall": {"data.source": "mqar", "data.synthetic.pairs": 8, "model.vocab_size": 64, "train.steps": 600,
-                           "train.batch_size": 64, "train.sequence_length": 32, "eval.every": 600, "eval.suites": ("mqar",)},
+                "recall": {
+                    "data.source": "mqar",
+                    "data.synthetic.pairs": 8,
+                    "model.vocab_size": 64,
+                    "train.steps": 600,
+                    "train.batch_size": 64,
+                    "train.sequence_length": 32,
+                    "eval.every": 600,
+                    "eval.suites": ("mqar",),
+                },
             },
             "train.seed": [0, 1],
         },

@@ -19,7 +19,12 @@ BOUNDS = {
 
 
 def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
-    """Raises: UserError: a setting of `group` ("model", "train", …) is beyond its bound. `bounds`: {bound: "names of its settings"}."""
+    """Raises: UserError: a setting of `group` ("model", "train", …) is beyond its bound.
+    `bounds`: {bound: "names of its settings"}.
+    """
     for bound, names in bounds.items():
         for name in names.split():
-            require(BOUNDS[bound](getattr(group, name)), f"{where}.{name} = {getattr(group, name)}: expected {bound}")
+            require(
+                BOUNDS[bound](getattr(group, name)),
+                f"{where}.{name} = {getattr(group, name)}: expected {bound}",
+            )

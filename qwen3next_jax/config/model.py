@@ -1,5 +1,6 @@
-"""The architecture's settings. They carry the names of Hugging Face's `config.json` for `qwen3_next`, so a setting means there
-what it means here. A value of 0, "" or () means "derive it", and the comment says from what.
+"""The architecture's settings. They carry the names of Hugging Face's `config.json` for
+`qwen3_next`, so a setting means there what it means here. A value of 0, "" or () means "derive
+it", and the comment says from what.
 """
 
 import dataclasses
@@ -14,9 +15,18 @@ from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
 
-LINEAR, FULL = "linear_attention", "full_attention"  # in `layer_types`: what `linear_mixer` and `full_mixer` name
-ABLATIONS = ("short_convolution", "decay_gate", "erase", "beta_gate", "linear_output_gate", "attention_output_gate", "qk_norm",
-             "zero_centered_norm")
+# in `layer_types`: what `linear_mixer` and `full_mixer` name
+LINEAR, FULL = "linear_attention", "full_attention"
+ABLATIONS = (
+    "short_convolution",
+    "decay_gate",
+    "erase",
+    "beta_gate",
+    "linear_output_gate",
+    "attention_output_gate",
+    "qk_norm",
+    "zero_centered_norm",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +36,21 @@ class ModelConfig:
     vocab_size: int = 151_936
     hidden_size: int = 2048
     num_hidden_layers: int = 48
-    full_attention_interval: int = 4  # one layer of every so many is full attention; 0: none is
-    full_attention_placement: Literal["last", "middle", "first"] = "last"  # which one of them: the released model's is the last
-    layer_types: tuple[str, ...] = ()  # explicitly: mixers of config/mixers.py, "linear_attention", "full_attention"; (): by the interval
-    linear_mixer: str = "gated_deltanet"  # what "linear_attention" stands for, and the interval's other layers
-    full_mixer: str = "gated_attention"  # what "full_attention" stands for; the multi-token prediction module's, too
-    mixer: MixerConfig = MixerConfig()  # settings of mixers beside these two
-    block: BlockConfig = BlockConfig()  # what else a block may be made of
+    # one layer of every so many is full attention; 0: none is
+    full_attention_interval: int = 4
+    # which one of them: the released model's is the last
+    full_attention_placement: Literal["last", "middle", "first"] = "last"
+    # explicitly: mixers of config/mixers.py, "linear_attention", "full_attention"; (): by the
+    # interval
+    layer_types: tuple[str, ...] = ()
+    # what "linear_attention" stands for, and the interval's other layers
+    linear_mixer: str = "gated_deltanet"
+    # what "full_attention" stands for; the multi-token prediction module's, too
+    full_mixer: str = "gated_attention"
+    # settings of mixers beside these two
+    mixer: MixerConfig = MixerConfig()
+    # what else a block may be made of
+    block: BlockConfig = BlockConfig()
 
     num_attention_heads: int = 16
     num_key_value_heads: int = 2
@@ -40,88 +58,139 @@ class ModelConfig:
     partial_rotary_factor: float = 0.25
     rope_theta: float = 10_000_000.0
     max_position_embeddings: int = 262_144
-    yarn_factor: float = 1.0  # texts so many times as long, by YaRN (2309.00071; `block.rope_scaling`: others); 1: off
+    # texts so many times as long, by YaRN (2309.00071; `block.rope_scaling`: others); 1: off
+    yarn_factor: float = 1.0
 
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
-    # Start values of A_log and dt_bias. "ones" (transformers, Megatron): A ~ U(0.01, 16), dt_bias = 1, median decay at
-    # the start 3e-5. "log_uniform" (fla, OLMo-Hybrid): A ~ U(0, 16), dt log-uniform in [1e-3, 0.1], median decay 0.94.
+    # Start values of A_log and dt_bias. "ones" (transformers, Megatron): A ~ U(0.01, 16), dt_bias =
+    # 1, median decay at the start 3e-5. "log_uniform" (fla, OLMo-Hybrid): A ~ U(0, 16), dt
+    # log-uniform in [1e-3, 0.1], median decay 0.94.
     decay_init: Literal["ones", "log_uniform"] = "ones"
     # What computes the recurrence (docs/delta_rule.md): the platform's best, or one by name.
-    delta_rule: Literal["auto", "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"] = "auto"
+    delta_rule: Literal[
+        "auto", "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"
+    ] = "auto"
 
-    num_experts: int = 512  # 0: dense MLPs everywhere
+    # 0: dense MLPs everywhere
+    num_experts: int = 512
     num_experts_per_tok: int = 10
     moe_intermediate_size: int = 512
-    shared_expert_intermediate_size: int = 512  # 0: no shared expert
+    # 0: no shared expert
+    shared_expert_intermediate_size: int = 512
     norm_topk_prob: bool = True
-    decoder_sparse_step: int = 1  # layer i has experts iff (i + 1) % step == 0 and i is not in mlp_only_layers
+    # layer i has experts iff (i + 1) % step == 0 and i is not in mlp_only_layers
+    decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
-    moe: MoEConfig = MoEConfig()  # another router than the released model's
-    intermediate_size: int = 5120  # width of dense MLP layers
+    # another router than the released model's
+    moe: MoEConfig = MoEConfig()
+    # width of dense MLP layers
+    intermediate_size: int = 5120
 
-    mtp_depth: int = 1  # tokens predicted beyond the next one; 0: no multi-token prediction module
+    # tokens predicted beyond the next one; 0: no multi-token prediction module
+    mtp_depth: int = 1
     tie_word_embeddings: bool = False
-    # Ablations. The released model has all of these; a model without one of them has no Hugging Face form.
-    short_convolution: bool = True  # of recurrent layers; off: SiLU alone
-    decay_gate: bool = True  # off: the state is never forgotten (g = 0), DeltaNet
-    erase: bool = True  # off: S ← e^g S + β k vᵀ, gated linear attention with scalar decay
-    beta_gate: bool = True  # off: β = 1
-    linear_output_gate: bool = True  # of recurrent layers
+    # Ablations. The released model has all of these; a model without one of them has no Hugging
+    # Face form. of recurrent layers; off: SiLU alone
+    short_convolution: bool = True
+    # off: the state is never forgotten (g = 0), DeltaNet
+    decay_gate: bool = True
+    # off: S ← e^g S + β k vᵀ, gated linear attention with scalar decay
+    erase: bool = True
+    # off: β = 1
+    beta_gate: bool = True
+    # of recurrent layers
+    linear_output_gate: bool = True
     attention_output_gate: bool = True
-    qk_norm: bool = True  # of attention
-    zero_centered_norm: bool = True  # norms scale by 1 + w, w from 0; off: by w, from 1
+    # of attention
+    qk_norm: bool = True
+    # norms scale by 1 + w, w from 0; off: by w, from 1
+    zero_centered_norm: bool = True
 
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
-    bos_token_id: int = -1  # -1: none
+    # -1: none
+    bos_token_id: int = -1
     eos_token_id: int = -1
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # matmul operands; norms, gates, router and states stay float32
-    # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it. "qwen3_5": beside a vision tower.
+    # matmul operands; norms, gates, router and states stay float32
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it.
+    # "qwen3_5": beside a vision tower.
     hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"] = "qwen3_next"
-    hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()  # "trunk", "mtp": where a layer's experts are one tensor there
+    # "trunk", "mtp": where a layer's experts are one tensor there
+    hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()
 
     def __post_init__(self):
         for name in ("layer_types", "mlp_only_layers", "hf_fused_experts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_bounds(self, "model", {
-            "a positive number":
-                "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
-                "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim decoder_sparse_step "
+        check_bounds(
+            self,
+            "model",
+            {
+                "a positive number": "vocab_size hidden_size num_hidden_layers num_attention_heads "
+                "num_key_value_heads head_dim linear_num_key_heads "
+                "linear_num_value_heads linear_key_head_dim linear_value_head_dim "
+                "linear_conv_kernel_dim decoder_sparse_step "
                 "max_position_embeddings rms_norm_eps initializer_range",
-            "0 or more": "num_experts mtp_depth shared_expert_intermediate_size full_attention_interval",
-            "at least 1": "yarn_factor", "at least 2": "rope_theta", "0 … 1": "partial_rotary_factor"})
+                "0 or more": "num_experts mtp_depth shared_expert_intermediate_size "
+                "full_attention_interval",
+                "at least 1": "yarn_factor",
+                "at least 2": "rope_theta",
+                "0 … 1": "partial_rotary_factor",
+            },
+        )
         self._check_layers()
         self._check_heads()
         self._check_mlps()
         self.block.check(self)
 
     def _check_layers(self):
-        require(not self.layer_types or len(self.layer_types) == self.num_hidden_layers,
-                f"model.layer_types names {len(self.layer_types)} layers, model.num_hidden_layers = {self.num_hidden_layers}: expected as "
-                "many; change one of the two")
+        require(
+            not self.layer_types or len(self.layer_types) == self.num_hidden_layers,
+            f"model.layer_types names {len(self.layer_types)} layers, model.num_hidden_layers = "
+            f"{self.num_hidden_layers}: expected as many; change one of the two",
+        )
         for setting in ("linear_mixer", "full_mixer"):
             check_name(MIXERS, getattr(self, setting), f"model.{setting}")
         for i, kind in enumerate(self.layer_types):
             check_name((LINEAR, FULL, *MIXERS), kind, f"model.layer_types[{i}]")
         for i in self.mlp_only_layers:
-            require(0 <= i < self.num_hidden_layers, f"model.mlp_only_layers names layer {i}: expected 0 … {self.num_hidden_layers - 1}")
+            require(
+                0 <= i < self.num_hidden_layers,
+                f"model.mlp_only_layers names layer {i}: expected 0 … {self.num_hidden_layers - 1}",
+            )
 
     def _check_heads(self):
         n, m = self.num_attention_heads, self.num_key_value_heads
-        require(n % m == 0, f"model.num_attention_heads = {n} is not a multiple of model.num_key_value_heads = {m}")
+        require(
+            n % m == 0,
+            f"model.num_attention_heads = {n} is not a multiple of model.num_key_value_heads = {m}",
+        )
         g, h = self.linear_num_key_heads, self.linear_num_value_heads
-        require(h % g == 0, f"model.linear_num_value_heads = {h} is not a multiple of model.linear_num_key_heads = {g}")
-        require(self.rotary_dim % 2 == 0, f"model.head_dim × model.partial_rotary_factor = {self.head_dim} × {self.partial_rotary_factor} "
-                                          f"gives {self.rotary_dim} rotated dimensions: expected an even number")
+        require(
+            h % g == 0,
+            f"model.linear_num_value_heads = {h} is not a multiple of model.linear_num_key_heads "
+            f"= {g}",
+        )
+        require(
+            self.rotary_dim % 2 == 0,
+            f"model.head_dim × model.partial_rotary_factor = {self.head_dim} × "
+            f"{self.partial_rotary_factor} "
+            f"gives {self.rotary_dim} rotated dimensions: expected an even number",
+        )
 
     def _check_mlps(self):
         k, e = self.num_experts_per_tok, self.num_experts
-        require(1 <= k <= e or not self.has_experts, f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}")
-        widths = "moe_intermediate_size " * self.has_experts + "intermediate_size" * self.has_dense_mlps
+        require(
+            1 <= k <= e or not self.has_experts,
+            f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}",
+        )
+        widths = (
+            "moe_intermediate_size " * self.has_experts + "intermediate_size" * self.has_dense_mlps
+        )
         check_bounds(self, "model", {"a positive number": widths})
         self.moe.check(self)
 
@@ -147,21 +216,35 @@ class ModelConfig:
     def pattern(self) -> tuple[str, ...]:
         """What every layer is, in the words of `layer_types`."""
         interval = self.full_attention_interval
-        place = {"last": interval - 1, "middle": interval // 2, "first": 0}[self.full_attention_placement]
-        return self.layer_types or tuple(FULL if interval and i % interval == place else LINEAR for i in range(self.num_hidden_layers))
+        place = {"last": interval - 1, "middle": interval // 2, "first": 0}[
+            self.full_attention_placement
+        ]
+        return self.layer_types or tuple(
+            FULL if interval and i % interval == place else LINEAR
+            for i in range(self.num_hidden_layers)
+        )
 
     @property
     def mixers(self) -> tuple[str, ...]:
         """The mixer of every layer, a name of `config/mixers.py`."""
-        return tuple({LINEAR: self.linear_mixer, FULL: self.full_mixer}.get(kind, kind) for kind in self.pattern)
+        return tuple(
+            {LINEAR: self.linear_mixer, FULL: self.full_mixer}.get(kind, kind)
+            for kind in self.pattern
+        )
 
     def is_sparse(self, layer: int) -> bool:
         """Whether 0-based `layer` has experts (else one dense MLP)."""
-        return self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        return (
+            self.num_experts > 0
+            and layer not in self.mlp_only_layers
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
-        """`(mixer, has experts)` of every layer, the multi-token prediction module's last where there is one."""
+        """`(mixer, has experts)` of every layer, the multi-token prediction module's last where
+        there is one.
+        """
         trunk = tuple((mixer, self.is_sparse(i)) for i, mixer in enumerate(self.mixers))
         return trunk + ((self.full_mixer, self.num_experts > 0),) * (self.mtp_depth > 0)
 
@@ -177,23 +260,45 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each block that is traced: the first blocks stand for one layer each, the others for every repeat of their
-        place in the period behind them (3 recurrent + 1 attention, 12 times, in the released model). A pattern without a period
-        is traced layer by layer."""
-        return _stacks(self.layer_kinds[:self.num_hidden_layers])
+        """The layers of each block that is traced: the first blocks stand for one layer each,
+        the others for every repeat of their place in the period behind them (3 recurrent + 1
+        attention, 12 times, in the released model). A pattern without a period is traced layer
+        by layer.
+        """
+        return _stacks(self.layer_kinds[: self.num_hidden_layers])
 
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
-        """The settings in which the two describe different models, however each spells its layers."""
-        spelled = {"layer_types", "linear_mixer", "full_mixer", "full_attention_interval", "full_attention_placement"}
+        """The settings in which the two describe different models, however each spells its
+        layers.
+        """
+        spelled = {
+            "layer_types",
+            "linear_mixer",
+            "full_mixer",
+            "full_attention_interval",
+            "full_attention_placement",
+        }
         names = [field.name for field in dataclasses.fields(self) if field.name not in spelled]
-        same_layers = self.mixers == other.mixers and (not self.mtp_depth or self.full_mixer == other.full_mixer)
-        return (() if same_layers else ("layer_types",)) + tuple(n for n in names if getattr(self, n) != getattr(other, n))
+        same_layers = self.mixers == other.mixers and (
+            not self.mtp_depth or self.full_mixer == other.full_mixer
+        )
+        return (() if same_layers else ("layer_types",)) + tuple(
+            n for n in names if getattr(self, n) != getattr(other, n)
+        )
 
 
 @functools.lru_cache(maxsize=64)
 def _stacks(kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
     n = len(kinds)
-    first, period = min(((first, period) for period in range(1, n + 1) for first in range(n - period, -1, -period)
-                         if kinds[first:] == kinds[first:first + period] * ((n - first) // period)),
-                        key=lambda split: (sum(split), split[0]))
-    return tuple((i,) for i in range(first)) + tuple(tuple(range(first + i, n, period)) for i in range(period))
+    first, period = min(
+        (
+            (first, period)
+            for period in range(1, n + 1)
+            for first in range(n - period, -1, -period)
+            if kinds[first:] == kinds[first : first + period] * ((n - first) // period)
+        ),
+        key=lambda split: (sum(split), split[0]),
+    )
+    return tuple((i,) for i in range(first)) + tuple(
+        tuple(range(first + i, n, period)) for i in range(period)
+    )

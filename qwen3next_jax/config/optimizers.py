@@ -1,7 +1,7 @@
 """Optimizers by name, as import strings: `optimizer.name` names a line of this table.
 
-An optimizer is one file of `training/optimizers/` and one line here (docs/extending.md). A group of settings of its own stands in
-`OptimizerConfig` under its name.
+An optimizer is one file of `training/optimizers/` and one line here (docs/extending.md). A group
+of settings of its own stands in `OptimizerConfig` under its name.
 """
 
 OPTIMIZERS = {

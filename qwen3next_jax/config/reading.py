@@ -23,7 +23,8 @@ def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
     """Builds the config dataclass `cls` from a nested dict, checking names and types.
 
     Raises:
-      UserError: an unknown key (the nearest known one is suggested), a value of the wrong type, or one that `cls` refuses.
+      UserError: an unknown key (the nearest known one is suggested), a value of the wrong type,
+      or one that `cls` refuses.
     """
     hints = typing.get_type_hints(cls)
     arguments = {}
@@ -45,20 +46,30 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         return None if value is None else _checked(value, typing.get_args(hint)[0], where)
     if origin is Literal:
         choices = typing.get_args(hint)
-        require(isinstance(value, str) and value in choices, f"{where} = {short(value)}: expected one of {', '.join(map(repr, choices))}"
-                                   f"{did_you_mean(str(value), choices)}")
+        require(
+            isinstance(value, str) and value in choices,
+            f"{where} = {short(value)}: expected one of {', '.join(map(repr, choices))}"
+            f"{did_you_mean(str(value), choices)}",
+        )
         return value
     if origin is tuple:
         require(isinstance(value, (tuple, list)), f"{where} = {short(value)}: expected a list")
-        return tuple(_checked(v, typing.get_args(hint)[0], f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(
+            _checked(v, typing.get_args(hint)[0], f"{where}[{i}]") for i, v in enumerate(value)
+        )
     return _checked_scalar(value, hint, where)
 
 
 def _checked_scalar(value: Any, hint: type, where: str) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
-        require(-2**64 < value < 2**64, f"{where} = {short(value)}: expected at most 64 bits")
+        require(-(2**64) < value < 2**64, f"{where} = {short(value)}: expected at most 64 bits")
         value = float(value) if hint is float else value
     right_type = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    require(right_type, f"{where} = {short(value)} is of type {type(value).__name__}: expected {hint.__name__}")
-    require(hint is not float or math.isfinite(value), f"{where} = {value}: expected a finite number")
+    require(
+        right_type,
+        f"{where} = {short(value)} is of type {type(value).__name__}: expected {hint.__name__}",
+    )
+    require(
+        hint is not float or math.isfinite(value), f"{where} = {value}: expected a finite number"
+    )
     return value

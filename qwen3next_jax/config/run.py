@@ -13,8 +13,9 @@ from qwen3next_jax.config.tables import check_name
 from qwen3next_jax.errors import require
 
 MESH_AXES = ("data", "expert", "context", "tensor")
-# Kept for the backward: "none" everything, in bfloat16 what took work; "block" each block's input; "dots" also what its projections
-# gave; "offload" each block's input, in host memory. The rest is computed again.
+# Kept for the backward: "none" everything, in bfloat16 what took work; "block" each block's input;
+# "dots" also what its projections gave; "offload" each block's input, in host memory. The rest is
+# computed again.
 Remat = Literal["none", "block", "dots", "offload"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
@@ -27,35 +28,54 @@ class SyntheticConfig:
     gap_power: float = 0.01  # mqar: a query's distance d has probability ∝ d^(gap_power - 1)
 
     def __post_init__(self):
-        check_bounds(self, "data.synthetic", {"at least 1": "pairs", "a positive number": "gap_power"})
+        check_bounds(
+            self, "data.synthetic", {"at least 1": "pairs", "a positive number": "gap_power"}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """What is trained on, and how it becomes rows of `train.sequence_length` tokens."""
 
-    source: str = "text"  # the files of `path`, or a name of `config.sources`, such as a task made from the seed
+    # the files of `path`, or a name of `config.sources`, such as a task made from the seed
+    source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
-    path: str = ""  # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet, or folders; "": Python's standard library
-    weights: tuple[float, ...] = ()  # share of rows drawn from each glob of `path`, 0 for none; () = in proportion to their size
-    text_field: str = "text"  # field of .jsonl records and column of .parquet files that holds the text
-    on_bad_text: Literal["stop", "skip", "replace"] = "stop"  # documents that are not UTF-8: left out, or U+FFFD for each such byte
-    tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json
-    heldout_fraction: float = 0.02  # share of documents (by hash of their text) kept for evaluation
-    prepared_dir: str = "runs/prepared"  # where the tokenized, packed rows are kept, by fingerprint
+    # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet, or folders; "":
+    # Python's standard library
+    path: str = ""
+    # share of rows drawn from each glob of `path`, 0 for none; () = in proportion to their size
+    weights: tuple[float, ...] = ()
+    # field of .jsonl records and column of .parquet files that holds the text
+    text_field: str = "text"
+    # documents that are not UTF-8: left out, or U+FFFD for each such byte
+    on_bad_text: Literal["stop", "skip", "replace"] = "stop"
+    # "bytes", or the path of a Hugging Face tokenizer.json
+    tokenizer: str = "bytes"
+    # share of documents (by hash of their text) kept for evaluation
+    heldout_fraction: float = 0.02
+    # where the tokenized, packed rows are kept, by fingerprint
+    prepared_dir: str = "runs/prepared"
     seed: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
         check_name(DATA_SOURCES, self.source, "data.source")
         check_bounds(self, "data", {"0 … 2^32 - 1": "seed", "between 0 and 1": "heldout_fraction"})
-        require("://" not in self.prepared_dir, f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are read "
-                                                "from it at random; data.path may be remote")
-        require(min(self.weights, default=0) >= 0 < max(self.weights, default=1),
-                 f"data.weights = {self.weights}: expected numbers of 0 or more, one at least above it")
+        require(
+            "://" not in self.prepared_dir,
+            f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are "
+            "read from it at random; data.path may be remote",
+        )
+        require(
+            min(self.weights, default=0) >= 0 < max(self.weights, default=1),
+            f"data.weights = {self.weights}: expected numbers of 0 or more, one at least above it",
+        )
         globs = len(self.globs)
-        require(not self.weights or len(self.weights) == max(globs, 1),
-                 f"data.weights has {len(self.weights)} numbers for {globs} globs in data.path: expected one each")
+        require(
+            not self.weights or len(self.weights) == max(globs, 1),
+            f"data.weights has {len(self.weights)} numbers for {globs} globs in data.path: "
+            "expected one each",
+        )
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -64,7 +84,9 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """So many steps, and settings of train, data and optimizer for them; None: as the run has it (`training.stages`)."""
+    """So many steps, and settings of train, data and optimizer for them; None: as the run has it
+    (`training.stages`).
+    """
 
     steps: int = 0
     name: str = ""  # in records and reports; "": its number
@@ -73,8 +95,9 @@ class Stage:
     sequence_length: int | None = None
     remat: Remat | None = None
     weights: tuple[float, ...] | None = None
-    # A stage that sets one of these has a learning-rate schedule of its own, over its steps and without warm-up. One that sets
-    # none goes on with the schedule of the stage before, which then runs over the steps of both.
+    # A stage that sets one of these has a learning-rate schedule of its own, over its steps and
+    # without warm-up. One that sets none goes on with the schedule of the stage before, which then
+    # runs over the steps of both.
     learning_rate: float | None = None
     schedule: Schedule | None = None
     decay_fraction: float | None = None
@@ -84,29 +107,55 @@ class Stage:
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1000
-    stages: tuple[Stage, ...] = ()  # such as main phase, longer rows, anneal; their steps come to `steps`
-    batch_size: int = 16  # rows per step, over all devices and micro-batches
+    # such as main phase, longer rows, anneal; their steps come to `steps`
+    stages: tuple[Stage, ...] = ()
+    # rows per step, over all devices and micro-batches
+    batch_size: int = 16
     sequence_length: int = 2048
-    gradient_accumulation: int = 1  # micro-batches per step
-    seed: int = 0  # initial weights
-    init_from: str = ""  # a Hugging Face directory or a run (RUN, RUN@STEP) whose weights this one starts from; "": random
-    init_state: Literal["weights", "all"] = "weights"  # all: of a run also optimizer state, step and place in the data
+    # micro-batches per step
+    gradient_accumulation: int = 1
+    # initial weights
+    seed: int = 0
+    # a Hugging Face directory or a run (RUN, RUN@STEP) whose weights this one starts from; "":
+    # random
+    init_from: str = ""
+    # all: of a run also optimizer state, step and place in the data
+    init_state: Literal["weights", "all"] = "weights"
     remat: Remat = "none"
-    balance_loss_weight: float = 0.001  # perfect balance gives a loss of 1 before this weight
-    mtp_loss_weight: float = 0.1  # on the mean over depths
+    # perfect balance gives a loss of 1 before this weight
+    balance_loss_weight: float = 0.001
+    # on the mean over depths
+    mtp_loss_weight: float = 0.1
     router_z_loss_weight: float = 0.0
-    router_bias_rate: float = 0.001  # of model.moe.router_bias, by which a step moves it
+    # of model.moe.router_bias, by which a step moves it
+    router_bias_rate: float = 0.001
     log_every: int = 10
-    step_timeout: float = 1800.0  # seconds; a run in which no step ends for so long dumps its stacks and exits; 0: never
-    compile_timeout: float = 7200.0  # seconds for what may compile: the first step and evaluations
+    # seconds; a run in which no step ends for so long dumps its stacks and exits; 0: never
+    step_timeout: float = 1800.0
+    # seconds for what may compile: the first step and evaluations
+    compile_timeout: float = 7200.0
 
     def __post_init__(self):
-        check_bounds(self, "train", {
-            "at least 1": "steps batch_size gradient_accumulation log_every", "at least 2": "sequence_length", "0 … 2^32 - 1": "seed",
-            "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight router_bias_rate step_timeout compile_timeout"})
-        require(self.init_state == "weights" or bool(self.init_from), "train.init_state = 'all': expected a run in train.init_from")
-        require(self.batch_size % self.gradient_accumulation == 0, f"train.batch_size = {self.batch_size} is not a multiple of "
-                                                                   f"train.gradient_accumulation = {self.gradient_accumulation}")
+        check_bounds(
+            self,
+            "train",
+            {
+                "at least 1": "steps batch_size gradient_accumulation log_every",
+                "at least 2": "sequence_length",
+                "0 … 2^32 - 1": "seed",
+                "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight "
+                "router_bias_rate step_timeout compile_timeout",
+            },
+        )
+        require(
+            self.init_state == "weights" or bool(self.init_from),
+            "train.init_state = 'all': expected a run in train.init_from",
+        )
+        require(
+            self.batch_size % self.gradient_accumulation == 0,
+            f"train.batch_size = {self.batch_size} is not a multiple of "
+            f"train.gradient_accumulation = {self.gradient_accumulation}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,54 +163,87 @@ class MuonConfig:
     """Of Muon alone; it shares everything else with AdamW, which updates what is no matrix."""
 
     momentum: float = 0.95
-    steps: int = 5  # Newton–Schulz iterations
-    dtype: Literal["float32", "bfloat16"] = "float32"  # that they are taken in
-    per_head: bool = False  # orthogonalises each head's rows or columns alone, not a projection's of all heads together
+    # Newton–Schulz iterations
+    steps: int = 5
+    # that they are taken in
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # orthogonalises each head's rows or columns alone, not a projection's of all heads together
+    per_head: bool = False
 
     def __post_init__(self):
-        check_bounds(self, "optimizer.muon", {"0 or more, less than 1": "momentum", "at least 1": "steps"})
+        check_bounds(
+            self, "optimizer.muon", {"0 or more, less than 1": "momentum", "at least 1": "steps"}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer (decoupled weight decay, clipping) and its learning rate: warm-up, then the schedule."""
+    """The optimizer (decoupled weight decay, clipping) and its learning rate: warm-up, then the
+    schedule.
+    """
 
-    name: str = "adamw"  # a line of config/optimizers.py; a group of that name, below, has settings that are its alone
+    # a line of config/optimizers.py; a group of that name, below, has settings that are its alone
+    name: str = "adamw"
     muon: MuonConfig = MuonConfig()
     learning_rate: float = 4e-4
     schedule: Schedule = "cosine"
-    warmup_steps: int = 100  # at most train.steps of them
-    decay_fraction: float = 0.2  # last share of the steps over which warmup_stable_decay falls
-    final_fraction: float = 0.1  # of learning_rate, reached at the last step unless it is constant
+    # at most train.steps of them
+    warmup_steps: int = 100
+    # last share of the steps over which warmup_stable_decay falls
+    decay_fraction: float = 0.2
+    # of learning_rate, reached at the last step unless it is constant
+    final_fraction: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    decay_norm_weights: bool = True  # as the released model trained; A_log and dt_bias never decay
-    clip_norm: float = 1.0  # global gradient norm; 0: no clipping
+    # as the released model trained; A_log and dt_bias never decay
+    decay_norm_weights: bool = True
+    # global gradient norm; 0: no clipping
+    clip_norm: float = 1.0
 
     def __post_init__(self):
         check_name(OPTIMIZERS, self.name, "optimizer.name")
         for field in dataclasses.fields(self):
             if field.name in OPTIMIZERS and field.name != self.name:
-                require(getattr(self, field.name) == field.default, f"optimizer.{field.name} is set, but optimizer.name = {self.name!r} "
-                        f"does not read it: set optimizer.name = {field.name!r}, or leave it out")
-        check_bounds(self, "optimizer", {
-            "a positive number": "learning_rate eps", "0 or more": "warmup_steps weight_decay clip_norm",
-            "0 or more, less than 1": "beta1 beta2", "0 … 1": "decay_fraction final_fraction"})
+                require(
+                    getattr(self, field.name) == field.default,
+                    f"optimizer.{field.name} is set, but optimizer.name = {self.name!r} "
+                    f"does not read it: set optimizer.name = {field.name!r}, or leave it out",
+                )
+        check_bounds(
+            self,
+            "optimizer",
+            {
+                "a positive number": "learning_rate eps",
+                "0 or more": "warmup_steps weight_decay clip_norm",
+                "0 or more, less than 1": "beta1 beta2",
+                "0 … 1": "decay_fraction final_fraction",
+            },
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """Of the compiled step. A non-finite loss or gradient is never applied; the rest is about sudden jumps upwards."""
+    """Of the compiled step. A non-finite loss or gradient is never applied; the rest is about
+    sudden jumps upwards.
+    """
 
-    on_spike: Literal["continue", "skip", "rewind", "stop"] = "continue"  # rewind: last checkpoint, without the data since
-    spike_z: float = 10.0  # robust z-score of loss or gradient norm over the window from which it is a spike
-    window: int = 128  # steps; nothing counts as a spike before as many were seen
-    max_skips: int = 10  # skipped updates in a row after which the run stops
+    # rewind: last checkpoint, without the data since
+    on_spike: Literal["continue", "skip", "rewind", "stop"] = "continue"
+    # robust z-score of loss or gradient norm over the window from which it is a spike
+    spike_z: float = 10.0
+    # steps; nothing counts as a spike before as many were seen
+    window: int = 128
+    # skipped updates in a row after which the run stops
+    max_skips: int = 10
 
     def __post_init__(self):
-        check_bounds(self, "guards", {"a positive number": "spike_z", "at least 4": "window", "at least 1": "max_skips"})
+        check_bounds(
+            self,
+            "guards",
+            {"a positive number": "spike_z", "at least 4": "window", "at least 1": "max_skips"},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,28 +254,46 @@ class CheckpointConfig:
 
     def __post_init__(self):
         # If one alone were kept, the older would be gone before the newer is sealed.
-        check_bounds(self, "checkpoint", {"0 or more": "keep_every", "at least 1": "every", "at least 2": "keep_last"})
+        check_bounds(
+            self,
+            "checkpoint",
+            {"0 or more": "keep_every", "at least 1": "every", "at least 2": "keep_last"},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    every: int = 250  # steps between held-out evaluations; the last step is always evaluated
-    rows: int = 64  # held-out rows per evaluation during training; eval.py uses all
+    # steps between held-out evaluations; the last step is always evaluated
+    every: int = 250
+    # held-out rows per evaluation during training; eval.py uses all
+    rows: int = 64
     sample_prompt: str = "def "
-    sample_tokens: int = 96  # generated at every evaluation; 0: none
-    suites: tuple[str, ...] = ()  # further evaluations at the same steps: names of `config.evaluations`
-    suite_rows: int = 64  # rows of each
-    suite_lengths: tuple[int, ...] = (256,)  # tokens per row of induction, copy and niah
-    suite_pairs: tuple[int, ...] = (4, 8, 16)  # of mqar
+    # generated at every evaluation; 0: none
+    sample_tokens: int = 96
+    # further evaluations at the same steps: names of `config.evaluations`
+    suites: tuple[str, ...] = ()
+    # rows of each
+    suite_rows: int = 64
+    # tokens per row of induction, copy and niah
+    suite_lengths: tuple[int, ...] = (256,)
+    # of mqar
+    suite_pairs: tuple[int, ...] = (4, 8, 16)
 
     def __post_init__(self):
         for name in ("suites", "suite_lengths", "suite_pairs"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("suite_lengths", "suite_pairs"):
-            require(bool(getattr(self, name)) and min(getattr(self, name)) >= 1,
-                    f"eval.{name} = {getattr(self, name)}: expected positive numbers")
-        check_bounds(self, "eval", {"at least 1": "every rows suite_rows", "0 or more": "sample_tokens"})
-        require(bool(self.sample_prompt) or not self.sample_tokens, "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0")
+            require(
+                bool(getattr(self, name)) and min(getattr(self, name)) >= 1,
+                f"eval.{name} = {getattr(self, name)}: expected positive numbers",
+            )
+        check_bounds(
+            self, "eval", {"at least 1": "every rows suite_rows", "0 or more": "sample_tokens"}
+        )
+        require(
+            bool(self.sample_prompt) or not self.sample_tokens,
+            "eval.sample_prompt is empty: expected text, or eval.sample_tokens = 0",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,17 +308,26 @@ class MeshConfig:
     def __post_init__(self):
         for axis in MESH_AXES:
             size = getattr(self, axis)
-            require(size >= 1 or size == -1, f"parallel.mesh.{axis} = {size}: expected at least 1, or -1 for what is left over")
-        require([getattr(self, axis) for axis in MESH_AXES].count(-1) <= 1, "parallel.mesh: expected -1 for one axis at most")
+            require(
+                size >= 1 or size == -1,
+                f"parallel.mesh.{axis} = {size}: expected at least 1, or -1 for what is left over",
+            )
+        require(
+            [getattr(self, axis) for axis in MESH_AXES].count(-1) <= 1,
+            "parallel.mesh: expected -1 for one axis at most",
+        )
 
     def sizes(self, devices: int) -> dict[str, int]:
         """Devices along each axis of a mesh of `devices`, -1 worked out."""
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         given = math.prod(size for size in sizes.values() if size != -1)
         text = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
-        require(devices % given == 0 and (given == devices or -1 in sizes.values()),
-                 f"parallel.mesh: {text} = {given}, but there are {devices} devices: change an axis so that they multiply to "
-                 f"{devices}" + (", or set one to -1" if -1 not in sizes.values() else ""))
+        require(
+            devices % given == 0 and (given == devices or -1 in sizes.values()),
+            f"parallel.mesh: {text} = {given}, but there are {devices} devices: change an axis so "
+            "that they multiply to "
+            f"{devices}" + (", or set one to -1" if -1 not in sizes.values() else ""),
+        )
         return {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
 
 
@@ -227,9 +336,12 @@ class ParallelConfig:
     """How the run is spread over its devices."""
 
     mesh: MeshConfig = MeshConfig()
-    start_timeout: float = 300.0  # seconds for all processes of the run to find each other
-    heartbeat_timeout: float = 100.0  # seconds after which a silent process counts as dead, and the others end
-    compiler_options: str = ""  # of XLA, "NAME=VALUE,…", in place of those that parallel/compiler_options.py has for the chip
+    # seconds for all processes of the run to find each other
+    start_timeout: float = 300.0
+    # seconds after which a silent process counts as dead, and the others end
+    heartbeat_timeout: float = 100.0
+    # of XLA, "NAME=VALUE,…", in place of those that parallel/compiler_options.py has for the chip
+    compiler_options: str = ""
 
     def __post_init__(self):
         check_bounds(self, "parallel", {"at least 1": "start_timeout heartbeat_timeout"})
@@ -237,11 +349,16 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TelemetryConfig:
-    """metrics.jsonl, the live display and report.html are always there; docs/report.md explains them."""
+    """metrics.jsonl, the live display and report.html are always there; docs/report.md explains
+    them.
+    """
 
-    diagnostics_every: int = 100  # steps between measurements of every layer (one forward pass each); 0: never
-    tensorboard: bool = False  # scalars and samples for TensorBoard in WORKDIR/tensorboard
-    wandb: str = ""  # Weights & Biases project; "": none
+    # steps between measurements of every layer (one forward pass each); 0: never
+    diagnostics_every: int = 100
+    # scalars and samples for TensorBoard in WORKDIR/tensorboard
+    tensorboard: bool = False
+    # Weights & Biases project; "": none
+    wandb: str = ""
 
     def __post_init__(self):
         check_bounds(self, "telemetry", {"0 or more": "diagnostics_every"})
@@ -251,15 +368,23 @@ class TelemetryConfig:
 class ProfileConfig:
     """Traces for xprof / TensorBoard's profiler, written to WORKDIR/profile."""
 
-    steps: str = ""  # "10:13" traces steps 10, 11 and 12; "": none
-    memory: bool = False  # at the end of those steps also writes what holds the device's memory, for pprof
+    # "10:13" traces steps 10, 11 and 12; "": none
+    steps: str = ""
+    # at the end of those steps also writes what holds the device's memory, for pprof
+    memory: bool = False
 
     def __post_init__(self):
-        require(not self.memory or bool(self.steps), "profile.memory is set without profile.steps: expected steps such as 10:13")
+        require(
+            not self.memory or bool(self.steps),
+            "profile.memory is set without profile.steps: expected steps such as 10:13",
+        )
         if self.steps:
             first, _, end = self.steps.partition(":")
-            require(first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end),
-                     f"profile.steps = {self.steps!r}: expected FIRST:END with 1 ≤ FIRST < END, such as 10:13 for steps 10, 11 and 12")
+            require(
+                first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end),
+                f"profile.steps = {self.steps!r}: expected FIRST:END with 1 ≤ FIRST < END, such "
+                "as 10:13 for steps 10, 11 and 12",
+            )
 
     @property
     def range(self) -> range:
@@ -285,11 +410,24 @@ class Config:
     profile: ProfileConfig = ProfileConfig()
 
     def __post_init__(self):
-        require(bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
-                 f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir defaults to runs/<name>")
+        require(
+            bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
+            f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir "
+            "defaults to runs/<name>",
+        )
         length, rate = self.train.sequence_length, self.train.router_bias_rate
-        require(length <= self.model.context_length, f"train.sequence_length = {length}: expected at most "
-                f"model.max_position_embeddings × model.yarn_factor = {self.model.context_length}")
-        require(length > self.model.mtp_depth + 1, f"train.sequence_length = {length}: expected more than model.mtp_depth + 1")
-        require(self.model.moe.router_bias or rate == TrainConfig.router_bias_rate, f"train.router_bias_rate = {rate}: no router of this "
-                f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = True")
+        require(
+            length <= self.model.context_length,
+            f"train.sequence_length = {length}: expected at most "
+            f"model.max_position_embeddings × model.yarn_factor = {self.model.context_length}",
+        )
+        require(
+            length > self.model.mtp_depth + 1,
+            f"train.sequence_length = {length}: expected more than model.mtp_depth + 1",
+        )
+        require(
+            self.model.moe.router_bias or rate == TrainConfig.router_bias_rate,
+            f"train.router_bias_rate = {rate}: no router of this "
+            f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
+            "True",
+        )

@@ -1,1 +1,3 @@
-"""From text on disk to batches: sources (documents), tokens, packing, preparation (shards), pipeline (batches)."""
+"""From text on disk to batches: sources (documents), tokens, packing, preparation (shards),
+pipeline (batches).
+"""

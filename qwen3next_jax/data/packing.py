@@ -1,7 +1,8 @@
 """Packs pieces of documents into rows of T tokens by best fit, with a bounded buffer.
 
-A document of at most T tokens stays whole as long as that leaves little padding; a longer one is cut into pieces of T.
-Best-fit packing after Ding et al., "Fewer Truncations Improve Language Modeling" (2024), https://arxiv.org/abs/2404.10830.
+A document of at most T tokens stays whole as long as that leaves little padding; a longer one is
+cut into pieces of T. Best-fit packing after Ding et al., "Fewer Truncations Improve Language
+Modeling" (2024), https://arxiv.org/abs/2404.10830.
 """
 
 import bisect
@@ -25,15 +26,18 @@ class Piece:
     whole: bool  # the piece is its whole document
 
     def cut(self, length: int) -> tuple["Piece", "Piece"]:
-        return (dataclasses.replace(self, tokens=self.tokens[:length], whole=False),
-                dataclasses.replace(self, tokens=self.tokens[length:], whole=False))
+        return (
+            dataclasses.replace(self, tokens=self.tokens[:length], whole=False),
+            dataclasses.replace(self, tokens=self.tokens[length:], whole=False),
+        )
 
 
 Row = list[Piece]  # at most T tokens together, in the order in which they stand
 
 
 class Packer:
-    """Collects documents and yields packed rows, in an order that depends on the documents and the seed alone.
+    """Collects documents and yields packed rows, in an order that depends on the documents and
+    the seed alone.
 
     `cut_documents` counts the documents that stand in more than one piece.
     """
@@ -47,11 +51,15 @@ class Packer:
         self.cut_documents = 0
 
     def add(self, tokens: np.ndarray, file: int, record: int) -> Iterator[Row]:
-        """Takes in one document (int [n], its end token included) and yields the rows that became ready."""
+        """Takes in one document (int [n], its end token included) and yields the rows that
+        became ready.
+        """
         whole = len(tokens) <= self._row_length
         self.cut_documents += not whole
         for start in range(0, len(tokens), self._row_length):
-            self._pieces.append(Piece(tokens[start:start + self._row_length], file, record, whole))
+            self._pieces.append(
+                Piece(tokens[start : start + self._row_length], file, record, whole)
+            )
         self._buffered += len(tokens)
         if self._buffered >= self._capacity:
             rows = self._pack()
@@ -69,7 +77,8 @@ class Packer:
         return [items[i] for i in self._random.permutation(len(items))]
 
     def _pack(self) -> list[Row]:
-        pool = _Pool(self._shuffled(self._pieces))  # shuffled: which of equally long pieces comes first is random
+        # shuffled: which of equally long pieces comes first is random
+        pool = _Pool(self._shuffled(self._pieces))
         rows = []
         while pool:
             row, gap = [], self._row_length

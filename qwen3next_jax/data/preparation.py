@@ -1,9 +1,10 @@
 """Turns a source into shards of packed rows, once, and reads them back.
 
-`prepare` writes `<prepared_dir>/<fingerprint>/`: ArrayRecord shards (whose records carry checksums) of training and
-held-out rows and, last, `metadata.json`; the directory gets its final name in one rename, so that a killed preparation
-is never taken for a finished one and two at once do no harm (the slower one discards its work). Before that the files are
-digested once more: the rows of one that changed meanwhile would stand under the fingerprint of what it was.
+`prepare` writes `<prepared_dir>/<fingerprint>/`: ArrayRecord shards (whose records carry
+checksums) of training and held-out rows and, last, `metadata.json`; the directory gets its final
+name in one rename, so that a killed preparation is never taken for a finished one and two at
+once do no harm (the slower one discards its work). Before that the files are digested once more:
+the rows of one that changed meanwhile would stand under the fingerprint of what it was.
 """
 
 import dataclasses
@@ -68,8 +69,13 @@ class Recipe:
     seed: int
 
 
-def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: str | os.PathLike,
-            progress: Progress | None = None) -> Prepared:
+def prepare(
+    source: Source,
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    prepared_dir: str | os.PathLike,
+    progress: Progress | None = None,
+) -> Prepared:
     """The rows of `source`, prepared now unless that was done before.
 
     Args:
@@ -87,24 +93,40 @@ def prepare(source: Source, tokenizer: Tokenizer, recipe: Recipe, prepared_dir: 
         _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
     content = read_metadata(directory)
     statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
-    rows = {side: RowReader(directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"])
-            for side, shards in content["shards"].items()}
+    rows = {
+        side: RowReader(
+            directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"]
+        )
+        for side, shards in content["shards"].items()
+    }
     return Prepared(source, key, directory, statistics, rows)
 
 
 def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
-    """Digest (20 hexadecimal digits) of all that decides the rows: files and the digests of their `contents`, tokenizer, recipe, format."""
-    parts = {"format": _FORMAT, "files": [(file.label, file.size, digest) for file, digest in zip(source.files, contents, strict=True)],
-             "text_field": source.text_field, **({} if source.on_bad_text == "stop" else {"on_bad_text": source.on_bad_text}),
-             "tokenizer": tokenizer.fingerprint, **dataclasses.asdict(recipe)}
+    """Digest (20 hexadecimal digits) of all that decides the rows: files and the digests of
+    their `contents`, tokenizer, recipe, format.
+    """
+    parts = {
+        "format": _FORMAT,
+        "files": [
+            (file.label, file.size, digest)
+            for file, digest in zip(source.files, contents, strict=True)
+        ],
+        "text_field": source.text_field,
+        **({} if source.on_bad_text == "stop" else {"on_bad_text": source.on_bad_text}),
+        "tokenizer": tokenizer.fingerprint,
+        **dataclasses.asdict(recipe),
+    }
     return digests.of(json.dumps(parts))[:20]
 
 
 def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[str, Document]]:
-    """Streams `(TRAIN or HELDOUT, document)`, split by a hash of the text: equal texts land on the same side.
+    """Streams `(TRAIN or HELDOUT, document)`, split by a hash of the text: equal texts land on
+    the same side.
 
-    Neither side stays empty. When no hash falls into the held-out share (few documents), the end of the document with
-    the smallest hash is held out: `heldout_fraction` of all text, at most the whole document.
+    Neither side stays empty. When no hash falls into the held-out share (few documents), the end
+    of the document with the smallest hash is held out: `heldout_fraction` of all text, at most
+    the whole document.
     """
     counts, characters = {TRAIN: 0, HELDOUT: 0}, 0
     smallest: tuple[float, Document] | None = None  # withheld, because it decides these cases
@@ -124,21 +146,27 @@ def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[s
     elif counts[HELDOUT]:
         yield TRAIN, document
     else:
-        yield from _cut_in_two(document, round(heldout_fraction * characters), source, whole=counts[TRAIN] > 0)
+        yield from _cut_in_two(
+            document, round(heldout_fraction * characters), source, whole=counts[TRAIN] > 0
+        )
 
 
 def _unit_hash(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -> Iterator[tuple[str, Document]]:
+def _cut_in_two(
+    document: Document, heldout: int, source: Source, whole: bool
+) -> Iterator[tuple[str, Document]]:
     size, heldout = len(document.text), max(heldout, 1)
     if whole and heldout >= size:
         yield HELDOUT, document
         return
     if size < 2:
-        raise UserError(f"{source.name!r} holds a single document of {size} character: too little to train on and to "
-                        "hold out; expected at least 2 characters")
+        raise UserError(
+            f"{source.name!r} holds a single document of {size} character: too little to train on "
+            "and to hold out; expected at least 2 characters"
+        )
     cut = size - min(heldout, size - 1)
     yield TRAIN, dataclasses.replace(document, text=document.text[:cut])
     yield HELDOUT, dataclasses.replace(document, text=document.text[cut:])
@@ -147,34 +175,56 @@ def _cut_in_two(document: Document, heldout: int, source: Source, whole: bool) -
 # ---- writing
 
 
-def _prepare(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path,
-             progress: Progress) -> None:
+def _prepare(
+    source: Source,
+    contents: list[str],
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    directory: pathlib.Path,
+    progress: Progress,
+) -> None:
     unwritable = f"data.prepared_dir {str(directory.parent)!r}: cannot be written to"
     with told(unwritable, OSError):
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
-        temporary = directory.parent / f".{directory.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        temporary = (
+            directory.parent
+            / f".{directory.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        )
         temporary.mkdir()
     try:
         content = _write_rows(source, tokenizer, recipe, temporary, progress)
         _check_unchanged(source, contents, directory.parent)
-        (temporary / METADATA).write_text(json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n")
+        (temporary / METADATA).write_text(
+            json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n"
+        )
         temporary.rename(directory)
     except OSError as error:
-        if not (directory / METADATA).exists():  # else another process was faster, with the same rows
+        # else another process was faster, with the same rows
+        if not (directory / METADATA).exists():
             raise UserError(f"{unwritable} ({reason(error)})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_unchanged(source: Source, contents: list[str], prepared_dir: pathlib.Path) -> None:
-    """Raises UserError where a file is not what it was when its digest was taken: rows were made of something else."""
-    now = sources.resolve(source.name, source.text_field).files if sources.is_remote(source.name) else source.files
+    """Raises UserError where a file is not what it was when its digest was taken: rows were made
+    of something else.
+    """
+    now = (
+        sources.resolve(source.name, source.text_field).files
+        if sources.is_remote(source.name)
+        else source.files
+    )
     after = {file.label: sources.content_digest(file) for file in now}
     for file, digest in zip(source.files, contents, strict=True):
         if after.get(file.label) != digest:
-            (prepared_dir / _DIGESTS).unlink(missing_ok=True)  # it may be what is wrong: a file may keep its size and its time
-            raise UserError(f"{file.path}: changed while it was being prepared; nothing of it is kept: start again when it stays as it is")
+            # it may be what is wrong: a file may keep its size and its time
+            (prepared_dir / _DIGESTS).unlink(missing_ok=True)
+            raise UserError(
+                f"{file.path}: changed while it was being prepared; nothing of it is kept: start "
+                "again when it stays as it is"
+            )
 
 
 def _remove_abandoned(directory: pathlib.Path) -> None:
@@ -194,7 +244,13 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _write_rows(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory: pathlib.Path, progress: Progress) -> dict:
+def _write_rows(
+    source: Source,
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    directory: pathlib.Path,
+    progress: Progress,
+) -> dict:
     length = recipe.row_length
     # uint16 halves the shards for vocabularies that fit.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
@@ -216,14 +272,27 @@ def _write_rows(source: Source, tokenizer: Tokenizer, recipe: Recipe, directory:
             counts[side]["text_bytes"] += len(document.text.encode())
             counts[side]["tokens"] += len(tokens)
             write(side, packers[side].add(tokens, document.file, document.record))
-        read = max(read, *(document.bytes_read for _, document in batch))  # the split withholds one and returns it late
+        # the split withholds one and returns it late
+        read = max(read, *(document.bytes_read for _, document in batch))
         progress(source.name, read, source.size)
     for side, packer in packers.items():
         write(side, packer.finish())
         counts[side]["cut_documents"] = packer.cut_documents
-    shards = {side: [dataclasses.asdict(shard) for shard in writer.close()] for side, writer in writers.items()}
-    return {"format": _FORMAT, "source": source.name, "files": len(source.files), "dtype": dtype.name, "tokenizer": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size, **dataclasses.asdict(recipe), "statistics": counts, "shards": shards}
+    shards = {
+        side: [dataclasses.asdict(shard) for shard in writer.close()]
+        for side, writer in writers.items()
+    }
+    return {
+        "format": _FORMAT,
+        "source": source.name,
+        "files": len(source.files),
+        "dtype": dtype.name,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        **dataclasses.asdict(recipe),
+        "statistics": counts,
+        "shards": shards,
+    }
 
 
 def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
@@ -255,7 +324,9 @@ def read_metadata(directory: pathlib.Path) -> dict:
 
 
 def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
-    """Digest of every file's content; a large corpus's unchanged files (size, modification time) are not read again."""
+    """Digest of every file's content; a large corpus's unchanged files (size, modification time)
+    are not read again.
+    """
     cache_path = prepared_dir / _DIGESTS
     if source.size < _REREAD_SIZE or sources.is_remote(source.name):
         return [sources.content_digest(file) for file in source.files]

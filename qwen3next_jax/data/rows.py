@@ -1,8 +1,10 @@
-"""The shard format: one ArrayRecord record per packed row, read at random and checked on every read.
+"""The shard format: one ArrayRecord record per packed row, read at random and checked on every
+read.
 
-A record is a little-endian uint32 n, then n piece lengths, n source file indices and n record numbers (uint32 each),
-then the tokens (uint16 or uint32, as the metadata says). Padding is not stored. ArrayRecord keeps a hash of every chunk
-and verifies it when reading, so a damaged byte is an error and never a different token.
+A record is a little-endian uint32 n, then n piece lengths, n source file indices and n record
+numbers (uint32 each), then the tokens (uint16 or uint32, as the metadata says). Padding is not
+stored. ArrayRecord keeps a hash of every chunk and verifies it when reading, so a damaged byte
+is an error and never a different token.
 """
 
 import bisect
@@ -28,7 +30,9 @@ class Shard:
 
 
 class PackedRow(NamedTuple):
-    """One row of T tokens as stored: pieces of documents one after the other, padding (0) at the end."""
+    """One row of T tokens as stored: pieces of documents one after the other, padding (0) at the
+    end.
+    """
 
     tokens: np.ndarray  # int32 [T]
     segment_ids: np.ndarray  # int32 [T]: 1, 2, … by piece, 0 where there is padding
@@ -51,7 +55,12 @@ class RowWriter:
             self._path = self._directory / f"{self._prefix}-{len(self._shards):05d}.array_record"
             self._writer = _array_record().ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
             self._in_shard = 0
-        header = [len(row), *(len(p.tokens) for p in row), *(p.file for p in row), *(p.record for p in row)]
+        header = [
+            len(row),
+            *(len(p.tokens) for p in row),
+            *(p.file for p in row),
+            *(p.record for p in row),
+        ]
         tokens = np.concatenate([piece.tokens for piece in row]).astype(self._dtype)
         with told(f"{self._path}: cannot be written", RuntimeError):
             self._writer.write(np.array(header, _INTEGER).tobytes() + tokens.tobytes())
@@ -70,7 +79,8 @@ class RowWriter:
             self._writer.close()
         self._writer = None
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
-        _open_shard(self._path, shard).close()  # as it will be read: nothing was lost without an error
+        # as it will be read: nothing was lost without an error
+        _open_shard(self._path, shard).close()
         self._shards.append(shard)
 
 
@@ -103,20 +113,31 @@ class RowReader:
 
     def _decode(self, record: bytes, path: pathlib.Path, position: int) -> PackedRow:
         pieces = int(np.frombuffer(record, _INTEGER, 1)[0])
-        lengths, files, numbers = np.frombuffer(record, _INTEGER, 3 * pieces, offset=4).reshape(3, pieces).astype(np.int64)
+        lengths, files, numbers = (
+            np.frombuffer(record, _INTEGER, 3 * pieces, offset=4)
+            .reshape(3, pieces)
+            .astype(np.int64)
+        )
         stored = np.frombuffer(record, self._dtype, offset=4 + 12 * pieces)
         if len(stored) != lengths.sum() or len(stored) > self._row_length:
-            raise _damaged(path, f"row {position} holds {len(stored)} tokens instead of {lengths.sum()}")
+            raise _damaged(
+                path, f"row {position} holds {len(stored)} tokens instead of {lengths.sum()}"
+            )
         tokens_T = np.zeros(self._row_length, np.int32)
         segment_ids_T = np.zeros(self._row_length, np.int32)
-        tokens_T[:len(stored)] = stored
-        segment_ids_T[:len(stored)] = np.repeat(np.arange(1, pieces + 1, dtype=np.int32), lengths)
-        return PackedRow(tokens_T, segment_ids_T, list(zip(files.tolist(), numbers.tolist(), strict=True)))
+        tokens_T[: len(stored)] = stored
+        segment_ids_T[: len(stored)] = np.repeat(np.arange(1, pieces + 1, dtype=np.int32), lengths)
+        return PackedRow(
+            tokens_T, segment_ids_T, list(zip(files.tolist(), numbers.tolist(), strict=True))
+        )
 
 
 def _array_record() -> Any:
-    """The library, looked for where shards are: it is not on every machine that only loads a model."""
+    """The library, looked for where shards are: it is not on every machine that only loads a
+    model.
+    """
     from array_record.python import array_record_module
+
     return array_record_module
 
 
@@ -125,11 +146,15 @@ def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
         raise _damaged(path, "it is missing")
     if path.stat().st_size != shard.size:
         raise _damaged(path, f"it has {path.stat().st_size} bytes instead of {shard.size}")
-    reader = _array_record().ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
+    reader = _array_record().ArrayRecordReader(
+        str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
+    )
     if reader.num_records() != shard.rows:
         raise _damaged(path, f"it has {reader.num_records()} readable rows instead of {shard.rows}")
     return reader
 
 
 def _damaged(path: pathlib.Path, what: str) -> UserError:
-    return UserError(f"shard {path} is damaged ({what}): delete {path.parent} to have it prepared again")
+    return UserError(
+        f"shard {path} is damaged ({what}): delete {path.parent} to have it prepared again"
+    )

@@ -1,7 +1,8 @@
 """Documents on disk: globs of text, JSONL and Parquet files, local or gs://, read as a stream.
 
-A `Source` is one glob of `data.path` and the sorted files it matches. Every mistake that the files can hold (nothing
-matches, not UTF-8, JSON without the field, …) becomes one `UserError` that names the file and the place in it.
+A `Source` is one glob of `data.path` and the sorted files it matches. Every mistake that the
+files can hold (nothing matches, not UTF-8, JSON without the field, …) becomes one `UserError`
+that names the file and the place in it.
 """
 
 import dataclasses
@@ -24,24 +25,78 @@ from qwen3next_jax import digests, jsonfile
 from qwen3next_jax.errors import UserError, did_you_mean, told, warn
 
 STANDARD_LIBRARY = "Python standard library"
-_STDLIB_SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
+_STDLIB_SKIPPED_DIRECTORIES = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "_bundled",
+}
 # Written when Python is built or installed, so they differ between two builds of one version.
-_STDLIB_BUILD_SPECIFIC = re.compile(r"_sysconfigdata.*|config-.*|sitecustomize\.py|usercustomize\.py")
+_STDLIB_BUILD_SPECIFIC = re.compile(
+    r"_sysconfigdata.*|config-.*|sitecustomize\.py|usercustomize\.py"
+)
 _REMOTE_SCHEMES = ("gs", "s3", "az", "hf")
 # Properties by which the object stores' listings tell one content from another, best first.
-_REMOTE_VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "mtime", "updated", "LastModified", "last_modified", "created")
+_REMOTE_VERSIONS = (
+    "md5Hash",
+    "crc32c",
+    "ETag",
+    "etag",
+    "mtime",
+    "updated",
+    "LastModified",
+    "last_modified",
+    "created",
+)
 _WILDCARD = re.compile(r"[*?\[]")
 # What is read of a folder that is named without a pattern.
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet", ".py", ".rst", ".tex", ".org", ".html", ".c", ".h", ".cc", ".cpp",
-                 ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".jl", ".hs", ".scala", ".kt", ".swift", ".lua", ".sql")
+TEXT_SUFFIXES = (
+    ".txt",
+    ".md",
+    ".jsonl",
+    ".jsonl.gz",
+    ".parquet",
+    ".py",
+    ".rst",
+    ".tex",
+    ".org",
+    ".html",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".hpp",
+    ".cu",
+    ".java",
+    ".js",
+    ".ts",
+    ".go",
+    ".rs",
+    ".rb",
+    ".sh",
+    ".jl",
+    ".hs",
+    ".scala",
+    ".kt",
+    ".swift",
+    ".lua",
+    ".sql",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
     path: epath.Path
-    label: str  # relative to the fixed part of the glob, "/"-separated: moving the whole tree does not change it
-    size: int  # bytes on disk
-    version: str  # changes with the content: a local file's modification time, a remote object's checksum
+    # relative to the fixed part of the glob, "/"-separated: moving the whole tree does not change
+    # it
+    label: str
+    # bytes on disk
+    size: int
+    # changes with the content: a local file's modification time, a remote object's checksum
+    version: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,22 +123,26 @@ class Document:
 
 
 def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
-    """Finds the files of one glob, or the text files of a folder; `""` is the Python standard library's own source.
+    """Finds the files of one glob, or the text files of a folder; `""` is the Python standard
+    library's own source.
 
     Raises:
       UserError: nothing matches, or gs:// support is not installed.
     """
     if not path:
         return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, on_bad_text)
-    files = sorted(_remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label)
+    files = sorted(
+        _remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label
+    )
     if not files:
         raise UserError(f"data.path {path!r} matches no file{_nearest_hint(path)}")
     return Source(path, tuple(files), text_field, on_bad_text)
 
 
 def documents(source: Source) -> Iterator[Document]:
-    """Streams the documents of `source` in the order of its files, skipping empty ones. Where `on_bad_text` says to go on, a
-    line on standard error counts and names those that are not UTF-8.
+    """Streams the documents of `source` in the order of its files, skipping empty ones. Where
+    `on_bad_text` says to go on, a line on standard error counts and names those that are not
+    UTF-8.
 
     Raises:
       UserError: an unreadable file or record, or no text in the whole source.
@@ -91,7 +150,13 @@ def documents(source: Source) -> Iterator[Document]:
     done, any_text, bad = 0, False, BadText(source.on_bad_text)
     for index, file in enumerate(source.files):
         suffix = file.path.name.lower()
-        read = (_read_parquet if suffix.endswith(".parquet") else _read_jsonl if suffix.endswith((".jsonl", ".jsonl.gz")) else _read_text)
+        read = (
+            _read_parquet
+            if suffix.endswith(".parquet")
+            else _read_jsonl
+            if suffix.endswith((".jsonl", ".jsonl.gz"))
+            else _read_text
+        )
         with told(f"{file.path}: cannot be read", OSError):
             for record, text, position in read(file, source.text_field, bad):
                 if text:
@@ -101,18 +166,30 @@ def documents(source: Source) -> Iterator[Document]:
     if bad.count:
         warn(f"{source.name}: {bad.told()}")
     if not any_text:
-        which = f"{source.files[0].path} is" if len(source.files) == 1 else f"all {len(source.files)} files of {source.name!r} are"
-        raise UserError(f"{which} empty{' but for ' + bad.told() if bad.count else ''}: expected text")
+        which = (
+            f"{source.files[0].path} is"
+            if len(source.files) == 1
+            else f"all {len(source.files)} files of {source.name!r} are"
+        )
+        raise UserError(
+            f"{which} empty{' but for ' + bad.told() if bad.count else ''}: expected text"
+        )
 
 
 def describe(source: Source, file: int, record: int) -> str:
     """Where a document is: "dir/part.jsonl:17" (line or row, from 1) or "dir/book.txt"."""
     label = source.files[file].label
-    return f"{label}:{record + 1}" if label.lower().endswith((".jsonl", ".jsonl.gz", ".parquet")) else label
+    return (
+        f"{label}:{record + 1}"
+        if label.lower().endswith((".jsonl", ".jsonl.gz", ".parquet"))
+        else label
+    )
 
 
 def content_digest(file: SourceFile) -> str:
-    """SHA-256 of a local file's bytes; of size and checksum for a remote object, which is not downloaded."""
+    """SHA-256 of a local file's bytes; of size and checksum for a remote object, which is not
+    downloaded.
+    """
     if is_remote(os.fspath(file.path)):
         return digests.of(f"{file.size} {file.version}")
     with told(f"{file.path}: cannot be read", OSError):
@@ -129,7 +206,7 @@ def is_remote(path: str) -> bool:
 def _fixed_part(path: str) -> str:
     """The directory before the first wildcard."""
     wildcard = _WILDCARD.search(path)
-    return (path[:wildcard.start()] if wildcard else path).rpartition("/")[0]
+    return (path[: wildcard.start()] if wildcard else path).rpartition("/")[0]
 
 
 def _local_files(path: str) -> list[SourceFile]:
@@ -137,8 +214,11 @@ def _local_files(path: str) -> list[SourceFile]:
     if os.path.isdir(expanded):
         every = _files(_glob(os.path.join(local_glob.escape(expanded), "**", "*")), expanded)
         if not (files := [file for file in every if file.label.lower().endswith(TEXT_SUFFIXES)]):
-            raise UserError(f"data.path {path!r}: a folder without text files: expected names that end in "
-                            f"{', '.join(TEXT_SUFFIXES[:6])}, …; a pattern takes any, such as {path.rstrip('/')}/**/*.log")
+            raise UserError(
+                f"data.path {path!r}: a folder without text files: expected names that end in "
+                f"{', '.join(TEXT_SUFFIXES[:6])}, …; a pattern takes any, such as "
+                f"{path.rstrip('/')}/**/*.log"
+            )
         return files
     # A file whose name contains glob characters is still found when it is named exactly.
     found = [expanded] if os.path.exists(expanded) else _glob(expanded)
@@ -154,13 +234,15 @@ def _files(found: Iterable[str], root: str) -> list[SourceFile]:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """As `glob.glob(pattern, recursive=True)`, but that `**` enters no folder twice: links may lead in circles."""
+    """As `glob.glob(pattern, recursive=True)`, but that `**` enters no folder twice: links may
+    lead in circles.
+    """
     parts = pattern.split("/")
     if "**" not in parts:
         yield from local_glob.glob(pattern)
         return
     first = parts.index("**")
-    head, tail = "/".join(parts[:first]), "/".join(parts[first + 1:]) or "*"
+    head, tail = "/".join(parts[:first]), "/".join(parts[first + 1 :]) or "*"
     entered: set[str] = set()
     for root in local_glob.glob(head) if head else ["/" if pattern.startswith("/") else "."]:
         for folder, inner, _ in os.walk(root, followlinks=True):
@@ -182,15 +264,27 @@ def _remote_files(path: str) -> list[SourceFile]:
 
     scheme = path.split("://")[0]
     if scheme not in _REMOTE_SCHEMES:
-        raise UserError(f"data.path {path!r}: expected a local path or one of {', '.join(_REMOTE_SCHEMES)}")
-    with told(f"data.path {path!r}: {scheme}:// needs another package", ImportError), \
-            told(f"data.path {path!r}: cannot be listed", OSError):
+        raise UserError(
+            f"data.path {path!r}: expected a local path or one of {', '.join(_REMOTE_SCHEMES)}"
+        )
+    with (
+        told(f"data.path {path!r}: {scheme}:// needs another package", ImportError),
+        told(f"data.path {path!r}: cannot be listed", OSError),
+    ):
         filesystem, pattern = fsspec.core.url_to_fs(path)
         found = filesystem.glob(pattern, detail=True)
     root = filesystem._strip_protocol(_fixed_part(path)).strip("/") + "/"
-    return [SourceFile(epath.Path(f"{scheme}://{name}"), name.removeprefix(root), info["size"],
-                       next((str(info[key]) for key in _REMOTE_VERSIONS if info.get(key)), ""))
-            for name, info in ((name.lstrip("/"), info) for name, info in found.items() if info["type"] == "file")]
+    return [
+        SourceFile(
+            epath.Path(f"{scheme}://{name}"),
+            name.removeprefix(root),
+            info["size"],
+            next((str(info[key]) for key in _REMOTE_VERSIONS if info.get(key)), ""),
+        )
+        for name, info in (
+            (name.lstrip("/"), info) for name, info in found.items() if info["type"] == "file"
+        )
+    ]
 
 
 def _nearest_hint(path: str) -> str:
@@ -213,14 +307,28 @@ def _standard_library_files() -> tuple[SourceFile, ...]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = []
     for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [d for d in subdirectories if d not in _STDLIB_SKIPPED_DIRECTORIES and not _STDLIB_BUILD_SPECIFIC.fullmatch(d)]
-        files += [pathlib.Path(directory, name) for name in names if name.endswith(".py") and not _STDLIB_BUILD_SPECIFIC.fullmatch(name)]
+        subdirectories[:] = [
+            d
+            for d in subdirectories
+            if d not in _STDLIB_SKIPPED_DIRECTORIES and not _STDLIB_BUILD_SPECIFIC.fullmatch(d)
+        ]
+        files += [
+            pathlib.Path(directory, name)
+            for name in names
+            if name.endswith(".py") and not _STDLIB_BUILD_SPECIFIC.fullmatch(name)
+        ]
     if not files:
         raise UserError(f"{root} holds no Python source to train on: give texts with data.path")
-    return tuple(sorted((_local_file(os.fspath(file), os.fspath(root)) for file in files), key=lambda file: file.label))
+    return tuple(
+        sorted(
+            (_local_file(os.fspath(file), os.fspath(root)) for file in files),
+            key=lambda file: file.label,
+        )
+    )
 
 
-# ---- reading files: each yields (record number, text, bytes of the file read so far); text that `bad` leaves out is ""
+# ---- reading files: each yields (record number, text, bytes of the file read so far); text that
+# `bad` leaves out is ""
 
 
 class BadText:
@@ -230,13 +338,17 @@ class BadText:
         self.policy, self.count, self.first = policy, 0, []
 
     def mend(self, data: bytes, encoding: str, where: str, what: str) -> str:
-        """Text in place of `data` at `where`, which cannot be decoded; "" to leave the document out.
+        """Text in place of `data` at `where`, which cannot be decoded; "" to leave the document
+        out.
 
         Raises:
           UserError: the policy is to stop.
         """
         if self.policy == "stop":
-            raise UserError(f"{where}: {what}; data.on_bad_text = skip leaves such documents out, replace puts U+FFFD there")
+            raise UserError(
+                f"{where}: {what}; data.on_bad_text = skip leaves such documents out, replace "
+                "puts U+FFFD there"
+            )
         self.count += 1
         if self.count <= 5:
             self.first.append(where)
@@ -244,15 +356,23 @@ class BadText:
 
     def told(self) -> str:
         done = "bytes replaced by U+FFFD in" if self.policy == "replace" else "left out"
-        return f"{done} {self.count} document{'s' * (self.count > 1)} that are not UTF-8: {', '.join(self.first)}{', …' * (self.count > 5)}"
+        return (
+            f"{done} {self.count} document{'s' * (self.count > 1)} that are not UTF-8: "
+            f"{', '.join(self.first)}{', …' * (self.count > 5)}"
+        )
 
 
 def _decoded(data: bytes, bad: BadText, where: str, start: int = 0) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return bad.mend(data, "utf-8", where, f"not UTF-8 text at byte offset {start + error.start} (0x{data[error.start]:02x}); .jsonl, "
-                                              ".jsonl.gz and .parquet are read as such, every other file as UTF-8 text")
+        return bad.mend(
+            data,
+            "utf-8",
+            where,
+            f"not UTF-8 text at byte offset {start + error.start} (0x{data[error.start]:02x}); "
+            ".jsonl, .jsonl.gz and .parquet are read as such, every other file as UTF-8 text",
+        )
 
 
 def _read_text(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tuple[int, str, int]]:
@@ -267,7 +387,9 @@ def _read_jsonl(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tup
         with told(f"{file.path}: damaged gzip file", EOFError, gzip.BadGzipFile, zlib.error):
             for record, line in enumerate(stream):
                 where = f"{file.path}:{record + 1}"
-                if line.strip() and (text := _decoded(line, bad, where, offset).removeprefix("\ufeff")):
+                if line.strip() and (
+                    text := _decoded(line, bad, where, offset).removeprefix("\ufeff")
+                ):
                     yield record, _json_text(text, text_field, bad, where), min(offset, file.size)
                 offset += len(line)
 
@@ -278,8 +400,10 @@ def _json_text(line: str, field: str, bad: BadText, where: str) -> str:
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
     if field not in record:
-        raise UserError(f"{where}: no field {field!r}{did_you_mean(field, record)}; it has "
-                        f"{', '.join(map(repr, record)) or 'none'}; name the right one with data.text_field")
+        raise UserError(
+            f"{where}: no field {field!r}{did_you_mean(field, record)}; it has "
+            f"{', '.join(map(repr, record)) or 'none'}; name the right one with data.text_field"
+        )
     return _checked_text(record[field], bad, f"{where}: field {field!r}")
 
 
@@ -289,21 +413,39 @@ def _checked_text(text: object, bad: BadText, where: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return bad.mend(text.encode("utf-16-le", "surrogatepass"), "utf-16-le", where, f"half a surrogate pair at character {error.start}")
+        return bad.mend(
+            text.encode("utf-16-le", "surrogatepass"),
+            "utf-16-le",
+            where,
+            f"half a surrogate pair at character {error.start}",
+        )
     return text
 
 
-def _read_parquet(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tuple[int, str, int]]:
-    with file.path.open("rb") as stream, told(f"{file.path}: not a readable Parquet file", pyarrow.ArrowException):
+def _read_parquet(
+    file: SourceFile, text_field: str, bad: BadText
+) -> Iterator[tuple[int, str, int]]:
+    with (
+        file.path.open("rb") as stream,
+        told(f"{file.path}: not a readable Parquet file", pyarrow.ArrowException),
+    ):
         table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
         schema = table.schema_arrow
         if schema.names.count(text_field) != 1:
-            which, hint = (("two columns", "") if text_field in schema.names else ("no column", did_you_mean(text_field, schema.names)))
-            raise UserError(f"{file.path}: {which} {text_field!r}{hint}; it has "
-                            f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field")
+            which, hint = (
+                ("two columns", "")
+                if text_field in schema.names
+                else ("no column", did_you_mean(text_field, schema.names))
+            )
+            raise UserError(
+                f"{file.path}: {which} {text_field!r}{hint}; it has "
+                f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field"
+            )
         kind = schema.field(text_field).type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise UserError(f"{file.path}: column {text_field!r} is of type {kind}: expected string")
+            raise UserError(
+                f"{file.path}: column {text_field!r} is of type {kind}: expected string"
+            )
         record, rows = 0, max(table.metadata.num_rows, 1)
         for batch in table.iter_batches(batch_size=256, columns=[text_field]):
             for value in batch.column(0):

@@ -1,14 +1,20 @@
-"""Synthetic tasks as rows: each row is a pure function of the seed and its index, so any row can be made at any time.
+"""Synthetic tasks as rows: each row is a pure function of the seed and its index, so any row can
+be made at any time.
 
-A task says which tokens of a row count as targets; the loss, the accuracy and the evaluations look at those alone.
+A task says which tokens of a row count as targets; the loss, the accuracy and the evaluations
+look at those alone.
 
-    mqar       multi-query associative recall (2312.04927, Zoology): k v k v …, then each key again at a gap drawn from a
-               power law, its value right after it. Targets: those values. In this next-token form the answer stands in
-               the row after its query; there each query slot has one filler token in that place.
-    induction  random tokens in which one token occurs twice, the second time last but one; target: what followed it.
-    copy       random tokens, a separator, the same tokens again. Targets: the second time.
-    backcopy   a Markov chain over the vocabulary in which three trigger tokens are each followed by the token before
-               them (2410.13835): all tokens are targets. Attention layers without a gate grow sinks on it.
+    mqar       multi-query associative recall (2312.04927, Zoology): k v k v …, then each key
+               again at a gap drawn from a
+               power law, its value right after it. Targets: those values. In this next-token
+               form the answer stands in the row after its query; there each query slot has one
+               filler token in that place.
+    induction  random tokens in which one token occurs twice, the second time last but one;
+               target: what followed it. copy       random tokens, a separator, the same tokens
+               again. Targets: the second time. backcopy   a Markov chain over the vocabulary in
+               which three trigger tokens are each followed by the token before
+               them (2410.13835): all tokens are targets. Attention layers without a gate grow
+               sinks on it.
 
 Letters: T tokens of a row, P pairs.
 """
@@ -47,13 +53,25 @@ class TaskRows:
       UserError: rows of `length` tokens over `vocab_size` ids are too small for the task.
     """
 
-    def __init__(self, task: str, length: int, vocab_size: int, options: SyntheticConfig, seed: int, split: int):
+    def __init__(
+        self,
+        task: str,
+        length: int,
+        vocab_size: int,
+        options: SyntheticConfig,
+        seed: int,
+        split: int,
+    ):
         self._make, needed_length, needed_vocab = _task(task, options)
         if length < needed_length:
-            raise UserError(f"{task} rows have {length} tokens: expected at least {needed_length}"
-                            + (f" for {options.pairs} pairs" if task == "mqar" else ""))
+            raise UserError(
+                f"{task} rows have {length} tokens: expected at least {needed_length}"
+                + (f" for {options.pairs} pairs" if task == "mqar" else "")
+            )
         if vocab_size < needed_vocab:
-            raise UserError(f"model.vocab_size = {vocab_size}: {task} needs at least {needed_vocab} tokens")
+            raise UserError(
+                f"model.vocab_size = {vocab_size}: {task} needs at least {needed_vocab} tokens"
+            )
         self._arguments = length, vocab_size, options
         self._key = np.array([seed, split], np.uint64)
         self._chain = _chain(vocab_size, seed) if task == "backcopy" else None
@@ -69,19 +87,28 @@ class TaskRows:
 def _task(task: str, options: SyntheticConfig) -> tuple[Callable | None, int, int]:
     """(maker, least row length, least vocabulary)."""
     pairs = options.pairs
-    return {"mqar": (_mqar, 4 * pairs, 2 * pairs + 2), "induction": (_induction, 4, 8), "copy": (_copy, 4, 4),
-            "backcopy": (None, 8, 4 * _TRIGGERS)}[task]
+    return {
+        "mqar": (_mqar, 4 * pairs, 2 * pairs + 2),
+        "induction": (_induction, 4, 8),
+        "copy": (_copy, 4, 4),
+        "backcopy": (None, 8, 4 * _TRIGGERS),
+    }[task]
 
 
-def _mqar(rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig) -> TaskRow:
-    """Keys are ids 1 … V/2 - 1, values V/2 … V - 1. Places that hold no pair hold a random value."""
+def _mqar(
+    rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig
+) -> TaskRow:
+    """Keys are ids 1 … V/2 - 1, values V/2 … V - 1. Places that hold no pair hold a random
+    value.
+    """
     pairs, half = options.pairs, vocab_size // 2
     keys = 1 + rng.permutation(half - 1)[:pairs]
     values = half + rng.permutation(vocab_size - half)[:pairs]
     tokens = rng.integers(half, vocab_size, length)
-    tokens[0:2 * pairs:2], tokens[1:2 * pairs:2] = keys, values
+    tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2] = keys, values
     slots = (length - 2 * pairs) // 2
-    # P(slot) ∝ slot^(power - 1), without replacement: the smallest of exponential waiting times with those rates.
+    # P(slot) ∝ slot^(power - 1), without replacement: the smallest of exponential waiting times
+    # with those rates.
     rate = np.arange(1, slots + 1) ** (options.gap_power - 1.0)
     chosen = np.argsort(rng.exponential(size=slots) / rate)[:pairs]
     query = 2 * pairs + 2 * chosen
@@ -91,7 +118,9 @@ def _mqar(rng: np.random.Generator, length: int, vocab_size: int, options: Synth
     return TaskRow(tokens.astype(np.int32), targets)
 
 
-def _induction(rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig) -> TaskRow:
+def _induction(
+    rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig
+) -> TaskRow:
     trigger = int(rng.integers(1, vocab_size))
     tokens = rng.integers(1, vocab_size - 1, length)
     tokens += tokens >= trigger  # every id but the trigger's
@@ -102,18 +131,22 @@ def _induction(rng: np.random.Generator, length: int, vocab_size: int, options: 
     return TaskRow(tokens.astype(np.int32), targets)
 
 
-def _copy(rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig) -> TaskRow:
+def _copy(
+    rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig
+) -> TaskRow:
     half = (length - 2) // 2
     tokens = np.full(length, SEPARATOR)
-    tokens[1:1 + half] = rng.integers(1, vocab_size, half)
-    tokens[2 + half:2 + 2 * half] = tokens[1:1 + half]
+    tokens[1 : 1 + half] = rng.integers(1, vocab_size, half)
+    tokens[2 + half : 2 + 2 * half] = tokens[1 : 1 + half]
     targets = np.zeros(length, bool)
-    targets[2 + half:2 + 2 * half] = True
+    targets[2 + half : 2 + 2 * half] = True
     return TaskRow(tokens.astype(np.int32), targets)
 
 
 def _chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(cumulative transition probabilities [V, V], whether a token is a trigger [V]) of the task of one seed."""
+    """(cumulative transition probabilities [V, V], whether a token is a trigger [V]) of the task
+    of one seed.
+    """
     rng = np.random.default_rng([seed, 7])
     transition = rng.dirichlet(np.full(vocab_size - 1, 0.1), vocab_size)
     cumulative = np.cumsum(np.pad(transition, ((0, 0), (1, 0))), axis=1)  # never the separator
@@ -123,7 +156,9 @@ def _chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return cumulative / cumulative[:, -1:], trigger
 
 
-def _backcopy(rng: np.random.Generator, length: int, cumulative: np.ndarray, trigger: np.ndarray) -> TaskRow:
+def _backcopy(
+    rng: np.random.Generator, length: int, cumulative: np.ndarray, trigger: np.ndarray
+) -> TaskRow:
     draws = rng.random(length)
     tokens = np.full(length, SEPARATOR)
     for t in range(1, length):
@@ -151,7 +186,9 @@ class TaskTokens:
         try:
             return np.array([int(word) for word in text.split()], np.int32)
         except ValueError as error:
-            raise UserError(f"{text!r}: a model of a synthetic task reads ids, such as '17 4 230'") from error
+            raise UserError(
+                f"{text!r}: a model of a synthetic task reads ids, such as '17 4 230'"
+            ) from error
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
@@ -173,13 +210,27 @@ class SyntheticData(Data):
     kinds = Data.kinds | {"target_mask": bool}
     heldout_rows = 1024  # where nobody asks for more: a task does not end
 
-    def __init__(self, config: DataConfig, sequence_length: int, batch_size: int, vocab_size: int,
-                 progress: Progress | None = None):
+    def __init__(
+        self,
+        config: DataConfig,
+        sequence_length: int,
+        batch_size: int,
+        vocab_size: int,
+        progress: Progress | None = None,
+    ):
         self.tokenizer, self.task = self.tokenizer_of(config, vocab_size), config.source
         self.batch_size, self.sequence_length = batch_size, sequence_length
-        self._rows, self._heldout = (self.task_rows(config, sequence_length, vocab_size, split)
-                                     for split in (TRAIN_SPLIT, HELDOUT_SPLIT))
-        parts = [config.source, dataclasses.asdict(config.synthetic), sequence_length, vocab_size, config.seed]
+        self._rows, self._heldout = (
+            self.task_rows(config, sequence_length, vocab_size, split)
+            for split in (TRAIN_SPLIT, HELDOUT_SPLIT)
+        )
+        parts = [
+            config.source,
+            dataclasses.asdict(config.synthetic),
+            sequence_length,
+            vocab_size,
+            config.seed,
+        ]
         self.fingerprint = digests.of(json.dumps(parts))[:20]
 
     @staticmethod
@@ -209,4 +260,8 @@ class SyntheticData(Data):
 
 
 def _task_row(row: TaskRow) -> Batch:
-    return {"tokens": row.tokens, "segment_ids": np.ones_like(row.tokens), "target_mask": row.targets}
+    return {
+        "tokens": row.tokens,
+        "segment_ids": np.ones_like(row.tokens),
+        "target_mask": row.targets,
+    }

@@ -1,7 +1,8 @@
 """Tokenizers: bytes, or any Hugging Face `tokenizer.json`, behind one small interface.
 
-`load_tokenizer("bytes")` and `load_tokenizer("path/to/tokenizer.json")` return objects with the same attributes, so
-that preparation, evaluation (bits per byte), generation and export need not know which one they hold.
+`load_tokenizer("bytes")` and `load_tokenizer("path/to/tokenizer.json")` return objects with the
+same attributes, so that preparation, evaluation (bits per byte), generation and export need not
+know which one they hold.
 """
 
 import functools
@@ -18,8 +19,8 @@ from qwen3next_jax.errors import UserError, short, told
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
-# Longer documents are tokenized in parts cut at line ends: the library handles one text on one core, and keeps about a
-# hundred bytes per byte of it.
+# Longer documents are tokenized in parts cut at line ends: the library handles one text on one
+# core, and keeps about a hundred bytes per byte of it.
 _LONGEST_TEXT = 1 << 17
 _LARGEST_GAP = 1 << 20  # ids that stand for no token; more are a mistake that would cost gigabytes
 
@@ -58,16 +59,21 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer named by `spec`.
 
     Args:
-      spec: "bytes", the path of a Hugging Face `tokenizer.json`, or a directory that holds one (local or gs://).
-      vocab_size: of the model, when known.
+      spec: "bytes", the path of a Hugging Face `tokenizer.json`, or a directory that holds one
+      (local or gs://). vocab_size: of the model, when known.
 
     Raises:
-      UserError: no such file, not a tokenizer, no end-of-document token, or more ids than `vocab_size`.
+      UserError: no such file, not a tokenizer, no end-of-document token, or more ids than
+      `vocab_size`.
     """
     tokenizer = ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise UserError(f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only {vocab_size}: set model.vocab_size "
-                        f"to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose another data.tokenizer")
+        raise UserError(
+            f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only "
+            f"{vocab_size}: set model.vocab_size "
+            f"to at least {tokenizer.vocab_size}, or to 0 for what the tokenizer has, or choose "
+            "another data.tokenizer"
+        )
     return tokenizer
 
 
@@ -85,18 +91,29 @@ class ByteTokenizer:
         return np.concatenate(documents)[:-1]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.append(np.frombuffer(text.encode("utf-8"), np.uint8), np.int32(self.eos_id)) for text in texts]
+        return [
+            np.append(np.frombuffer(text.encode("utf-8"), np.uint8), np.int32(self.eos_id))
+            for text in texts
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         invalid = b"\xff"  # in no UTF-8 text
         special = {self.eos_id: END_OF_TEXT.encode()}
-        return b"".join(bytes([i]) if i < 256 else special.get(i, invalid) for i in ids).decode("utf-8", "replace")
+        return b"".join(bytes([i]) if i < 256 else special.get(i, invalid) for i in ids).decode(
+            "utf-8", "replace"
+        )
 
     def save(self, directory: epath.PathLike) -> None:
-        """Writes a byte-level BPE without merges: the same ids in any program that reads Hugging Face tokenizers."""
-        model = tokenizers.models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
+        """Writes a byte-level BPE without merges: the same ids in any program that reads Hugging
+        Face tokenizers.
+        """
+        model = tokenizers.models.BPE(
+            vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]
+        )
         tokenizer = tokenizers.Tokenizer(model)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_TEXT])
         _save(directory, tokenizer.to_str(pretty=True), END_OF_TEXT)
@@ -105,8 +122,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
-    The end-of-document token is `eos_token` of the `tokenizer_config.json` beside it, else the first usual one that the
-    vocabulary has.
+    The end-of-document token is `eos_token` of the `tokenizer_config.json` beside it, else the
+    first usual one that the vocabulary has.
     """
 
     reads_text = True
@@ -115,16 +132,24 @@ class HuggingFaceTokenizer:
         path = epath.Path(spec)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
-            raise UserError(f"tokenizer {path}: no such file; expected 'bytes' or the path of a Hugging Face tokenizer.json")
-        with told(f"tokenizer {path}: cannot be read", OSError), told(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError):
+            raise UserError(
+                f"tokenizer {path}: no such file; expected 'bytes' or the path of a Hugging Face "
+                "tokenizer.json"
+            )
+        with (
+            told(f"tokenizer {path}: cannot be read", OSError),
+            told(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError),
+        ):
             with jsonfile.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(jsonfile.MAX_BYTES))
         # The library lists every id that is left out, and a table of all ids is made here, too.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         if self.vocab_size > _LARGEST_GAP + len(ids):
-            raise UserError(f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a vocabulary of {len(ids)} "
-                            "tokens: damaged; copy or download it again")
+            raise UserError(
+                f"tokenizer {path}: {max(ids, key=ids.get)!r} has id {self.vocab_size - 1} in a "
+                f"vocabulary of {len(ids)} tokens: damaged; copy or download it again"
+            )
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._eos_token = _eos_token(path, self._tokenizer)
@@ -163,8 +188,15 @@ class HuggingFaceTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts = [_cut_at_lines(text) for text in texts]
-        flat = iter(self._literal.encode_batch_fast([p for ps in parts for p in ps], add_special_tokens=False))
-        return [np.array([i for _ in ps for i in next(flat).ids] + [self.eos_id], np.int32) for ps in parts]
+        flat = iter(
+            self._literal.encode_batch_fast(
+                [p for ps in parts for p in ps], add_special_tokens=False
+            )
+        )
+        return [
+            np.array([i for _ in ps for i in next(flat).ids] + [self.eos_id], np.int32)
+            for ps in parts
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -174,7 +206,11 @@ class HuggingFaceTokenizer:
 
 
 def _save(directory: epath.PathLike, tokenizer_json: str, eos_token: str) -> None:
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos_token,
+        "clean_up_tokenization_spaces": False,
+    }
     directory = epath.Path(directory)
     (directory / "tokenizer.json").write_text(tokenizer_json)
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -188,13 +224,19 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
-                raise UserError(f"{config_path}: eos_token {short(token)} is not in the vocabulary of {path}: expected one of its tokens")
+                raise UserError(
+                    f"{config_path}: eos_token {short(token)} is not in the vocabulary of {path}: "
+                    "expected one of its tokens"
+                )
             return token
     for token in _COMMON_EOS:
         if tokenizer.token_to_id(token) is not None:
             return token
-    raise UserError(f"tokenizer {path}: no end-of-document token found (tried {', '.join(_COMMON_EOS)}); name it as "
-                    f'"eos_token" in {config_path}')
+    raise UserError(
+        f"tokenizer {path}: no end-of-document token found (tried {', '.join(_COMMON_EOS)}); name "
+        "it as "
+        f'"eos_token" in {config_path}'
+    )
 
 
 def _cut_at_lines(text: str) -> list[str]:
@@ -207,7 +249,9 @@ def _cut_at_lines(text: str) -> list[str]:
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level BPE vocabularies (from GPT-2 on) write for each of the 256 bytes."""
+    """The character that byte-level BPE vocabularies (from GPT-2 on) write for each of the 256
+    bytes.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

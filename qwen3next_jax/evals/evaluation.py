@@ -1,4 +1,6 @@
-"""What an evaluation is: a class of its own file and a line of `config.evaluations`; and running them by name on one model."""
+"""What an evaluation is: a class of its own file and a line of `config.evaluations`; and running
+them by name on one model.
+"""
 
 import dataclasses
 import functools
@@ -38,9 +40,10 @@ def options_of(config: EvalConfig) -> Options:
 class Subject:
     """The model that is evaluated, and on what.
 
-    graphdef: of the `Qwen3Next`, whose parameters come with every call.
-    open_data: gives the data whose held-out rows count; called only by the evaluations that read them.
-    mesh: on which the parameters lie, as `Qwen3Next.features` takes it; None: one device. On a mesh of several processes each
+    graphdef: of the `Qwen3Next`, whose parameters come with every call. open_data: gives the
+    data whose held-out rows count; called only by the evaluations that read them. mesh: on which
+    the parameters lie, as `Qwen3Next.features` takes it; None: one device. On a mesh of several
+    processes each
       of them runs every evaluation, with the same rows.
     """
 
@@ -52,7 +55,9 @@ class Subject:
     mesh: Mesh | None = None
 
     def heldout(self, rows: int | None = None) -> Iterator[Batch]:
-        """Held-out rows in batches on the host: `options.rows`, else `rows`, else all. `scoring.place` takes them to the mesh."""
+        """Held-out rows in batches on the host: `options.rows`, else `rows`, else all.
+        `scoring.place` takes them to the mesh.
+        """
         return self.open_data().heldout(self.options.rows or rows)
 
     def scorer(self, params: dict) -> Scorer:
@@ -65,10 +70,11 @@ class Subject:
 
 
 class Evaluation:
-    """One evaluation of one model, compiled once and run on any of its parameters. A subclass says what it gives and needs.
+    """One evaluation of one model, compiled once and run on any of its parameters. A subclass
+    says what it gives and needs.
 
-    figures: of every kind of number that `run` gives. A number that is measured in several places is named "kind/place".
-    needs_text: whether the model's tokens have to stand for text.
+    figures: of every kind of number that `run` gives. A number that is measured in several
+    places is named "kind/place". needs_text: whether the model's tokens have to stand for text.
     """
 
     figures: ClassVar[Mapping[str, Figure]] = {}
@@ -84,33 +90,55 @@ class Evaluation:
 
     @classmethod
     def check(cls, options: Options, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        """Raises: UserError: it cannot run on such a model, for a reason that `needs_text` and `context` do not tell."""
+        """Raises: UserError: it cannot run on such a model, for a reason that `needs_text` and
+        `context` do not tell.
+        """
 
     def run(self, params: dict) -> dict[str, float]:
-        """Evaluates `params`, which lie on the mesh as those of the train state do. Every process returns the same numbers."""
+        """Evaluates `params`, which lie on the mesh as those of the train state do. Every
+        process returns the same numbers.
+        """
         raise NotImplementedError
 
 
-def check(names: Sequence[str], options: Options, config: ModelConfig, tokenizer: Tokenizer, setting: str = "eval.suites") -> None:
-    """Refuses what cannot run on a model, before anything is computed. `setting`: where the names were given.
+def check(
+    names: Sequence[str],
+    options: Options,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    setting: str = "eval.suites",
+) -> None:
+    """Refuses what cannot run on a model, before anything is computed. `setting`: where the
+    names were given.
 
     Raises:
       UserError: names the evaluation, and what it needs.
     """
-    require(options.rows is None or options.rows >= 1, f"{options.rows} rows of each evaluation: expected at least 1")
+    require(
+        options.rows is None or options.rows >= 1,
+        f"{options.rows} rows of each evaluation: expected at least 1",
+    )
     for name in names:
         evaluation: type[Evaluation] = resolve(EVALUATIONS, name, setting)
         needed, longest = evaluation.context(options), config.context_length
-        require(needed <= longest, f"suite {name} needs a context of {needed} tokens, the model's is {longest} "
-                                   "(max_position_embeddings × yarn_factor): give smaller lengths or fewer pairs")
-        require(tokenizer.reads_text or not evaluation.needs_text, f"suite {name}: a model of a synthetic task reads no text")
+        require(
+            needed <= longest,
+            f"suite {name} needs a context of {needed} tokens, the model's is {longest} "
+            "(max_position_embeddings × yarn_factor): give smaller lengths or fewer pairs",
+        )
+        require(
+            tokenizer.reads_text or not evaluation.needs_text,
+            f"suite {name}: a model of a synthetic task reads no text",
+        )
         try:
             evaluation.check(options, config, tokenizer)
         except UserError as error:
             raise UserError(f"suite {name}: {error}") from error
 
 
-def make(names: Sequence[str], subject: Subject, setting: str = "eval.suites") -> dict[str, Evaluation]:
+def make(
+    names: Sequence[str], subject: Subject, setting: str = "eval.suites"
+) -> dict[str, Evaluation]:
     """The evaluations of these names, ready to run. Raises as `check` does."""
     check(names, subject.options, subject.config, subject.tokenizer, setting)
     return {name: resolve(EVALUATIONS, name, setting)(subject) for name in names}

@@ -1,8 +1,8 @@
 """Decoding one token per pass.
 
-Every row carries one pending token: known, but not yet in the cache. Prefill puts all but the last token of each prompt
-into the cache; one step puts the pending token in and chooses the next. So a prompt of one token needs no prefill,
-and rows of any length enter the same program.
+Every row carries one pending token: known, but not yet in the cache. Prefill puts all but the
+last token of each prompt into the cache; one step puts the pending token in and chooses the
+next. So a prompt of one token needs no prefill, and rows of any length enter the same program.
 
 Letters: B batch, T time, V vocabulary, N tokens that one call emits at most.
 """
@@ -33,8 +33,9 @@ class Rows(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """What one call gave: tokens [B, N], of which the first `count` [B] of a row are new; passes []: how often rows went through
-    the trunk; accepted [K]: how often drafts were, by depth."""
+    """What one call gave: tokens [B, N], of which the first `count` [B] of a row are new; passes
+    []: how often rows went through the trunk; accepted [K]: how often drafts were, by depth.
+    """
 
     tokens: jax.Array
     count: jax.Array
@@ -49,21 +50,37 @@ def start(model: Qwen3Next, length: int, token_B, position_B, left_B) -> Rows:
 
 def prefill(model: Qwen3Next, mesh, rows: Rows, tokens_BT, begin) -> Rows:
     """Puts the tokens at positions `begin` … that are below `rows.position` into the cache."""
-    positions_BT = jnp.broadcast_to(begin + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+    positions_BT = jnp.broadcast_to(
+        begin + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
+    )
     inside_BT = (positions_BT < rows.position[:, None]).astype(jnp.int32)
-    return rows._replace(cache=model.decode(tokens_BT, positions_BT, rows.cache, inside_BT, mesh)[1])
+    return rows._replace(
+        cache=model.decode(tokens_BT, positions_BT, rows.cache, inside_BT, mesh)[1]
+    )
 
 
-def advance(model: Qwen3Next, mesh, greedy: bool, filters: bool, rows: Rows, steps, stop_ids, sampling: Sampling,
-            seed) -> tuple[Rows, Emitted]:
+def advance(
+    model: Qwen3Next,
+    mesh,
+    greedy: bool,
+    filters: bool,
+    rows: Rows,
+    steps,
+    stop_ids,
+    sampling: Sampling,
+    seed,
+) -> tuple[Rows, Emitted]:
     """`steps` ≤ STEPS steps, fewer where every row has ended."""
+
     def more(carry):
         step, rows, *_ = carry
         return (step < steps) & jnp.any(rows.left > 0)
 
     def one(carry):
         step, rows, tokens_BN, count_B, passes = carry
-        hidden_B1D, cache = model.decode(rows.token[:, None], rows.position[:, None], rows.cache, mesh=mesh)
+        hidden_B1D, cache = model.decode(
+            rows.token[:, None], rows.position[:, None], rows.cache, mesh=mesh
+        )
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
             next_B = likeliest(logits_BV)
@@ -71,10 +88,24 @@ def advance(model: Qwen3Next, mesh, greedy: bool, filters: bool, rows: Rows, ste
             next_B = draw(log_probabilities(logits_BV, sampling, filters), seed, rows.position + 1)
         live_B = rows.left > 0
         emits_B = live_B & ~jnp.isin(next_B, stop_ids)
-        # A finished row repeats its last step: its slots stay inside the cache and nobody reads them.
-        rows = Rows(cache, jnp.where(emits_B, next_B, rows.token), rows.position + emits_B, jnp.where(emits_B, rows.left - 1, 0))
-        return step + 1, rows, tokens_BN.at[:, step].set(next_B), count_B + emits_B, passes + jnp.sum(live_B)
+        # A finished row repeats its last step: its slots stay inside the cache and nobody reads
+        # them.
+        rows = Rows(
+            cache,
+            jnp.where(emits_B, next_B, rows.token),
+            rows.position + emits_B,
+            jnp.where(emits_B, rows.left - 1, 0),
+        )
+        return (
+            step + 1,
+            rows,
+            tokens_BN.at[:, step].set(next_B),
+            count_B + emits_B,
+            passes + jnp.sum(live_B),
+        )
 
     batch = len(rows.token)
-    _, rows, *emitted = jax.lax.while_loop(more, one, (0, rows, jnp.zeros((batch, STEPS), jnp.int32), jnp.zeros(batch, jnp.int32), 0))
+    _, rows, *emitted = jax.lax.while_loop(
+        more, one, (0, rows, jnp.zeros((batch, STEPS), jnp.int32), jnp.zeros(batch, jnp.int32), 0)
+    )
     return rows, Emitted(*emitted, jnp.zeros(0, jnp.int32))

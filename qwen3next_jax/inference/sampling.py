@@ -36,48 +36,75 @@ class Sampling(NamedTuple):
 
     def check(self) -> None:
         """Raises UserError: a number out of range, or two that contradict each other."""
-        bounds = {"temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-                  "top_k": (0 <= self.top_k < 2**31, "0 (all tokens) or more"),
-                  "top_p": (0 < self.top_p <= 1, "more than 0, up to 1 (all tokens)"),
-                  "min_p": (0 <= self.min_p <= 1, "0 (all tokens) … 1")}
+        bounds = {
+            "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            "top_k": (0 <= self.top_k < 2**31, "0 (all tokens) or more"),
+            "top_p": (0 < self.top_p <= 1, "more than 0, up to 1 (all tokens)"),
+            "min_p": (0 <= self.min_p <= 1, "0 (all tokens) … 1"),
+        }
         for name, (holds, expected) in bounds.items():
             if not holds:
                 raise UserError(f"{name} = {getattr(self, name)}: expected {expected}")
         if self.greedy and self.filters:
-            name = next(name for name in ("top_k", "top_p", "min_p") if getattr(self, name) != self._field_defaults[name])
-            raise UserError(f"{name} = {getattr(self, name)} with temperature = 0, which takes the likeliest token whatever {name} is: "
-                            "expected one of the two")
+            name = next(
+                name
+                for name in ("top_k", "top_p", "min_p")
+                if getattr(self, name) != self._field_defaults[name]
+            )
+            raise UserError(
+                f"{name} = {getattr(self, name)} with temperature = 0, which takes the likeliest "
+                f"token whatever {name} is: expected one of the two"
+            )
 
 
 def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> jax.Array:
-    """logits [..., V] → log-probabilities of what is drawn, -inf of what is left out. `sampling` may be traced, `filters` not."""
+    """logits [..., V] → log-probabilities of what is drawn, -inf of what is left out. `sampling`
+    may be traced, `filters` not.
+    """
     scaled = logits.astype(jnp.float32) / sampling.temperature
     if filters:
         falling = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
         index_V = jnp.arange(scaled.shape[-1])
         counted_V = (index_V < sampling.top_k) | (sampling.top_k == 0)
         p = jax.nn.softmax(jnp.where(counted_V, falling, -jnp.inf), axis=-1)
-        left = counted_V & (jnp.cumsum(p, axis=-1) - p < sampling.top_p) & (p >= sampling.min_p * p[..., :1])
+        left = (
+            counted_V
+            & (jnp.cumsum(p, axis=-1) - p < sampling.top_p)
+            & (p >= sampling.min_p * p[..., :1])
+        )
         last = jnp.take_along_axis(falling, jnp.sum(left, axis=-1, keepdims=True) - 1, axis=-1)
         scaled = jnp.where(scaled >= last, scaled, -jnp.inf)
     return jax.nn.log_softmax(scaled, axis=-1)
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
-    """[..., V] → [...] int32, the first of the largest. `jnp.argmax` takes one number at a time on a CPU, 18 times as long for 151,936."""
+    """[..., V] → [...] int32, the first of the largest. `jnp.argmax` takes one number at a time
+    on a CPU, 18 times as long for 151,936.
+    """
     size = logits.shape[-1]
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.minimum(jnp.min(jnp.where(is_largest, jnp.arange(size, dtype=jnp.int32), size), axis=-1), size - 1)  # none of NaNs
+    # none of NaNs
+    return jnp.minimum(
+        jnp.min(jnp.where(is_largest, jnp.arange(size, dtype=jnp.int32), size), axis=-1), size - 1
+    )
 
 
 def position_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:
-    """[B] keys that depend on the seed, the row, the position of the token that is drawn and what for, on nothing else."""
+    """[B] keys that depend on the seed, the row, the position of the token that is drawn and
+    what for, on nothing else.
+    """
+
     def key(row, position):
-        return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position), purpose)
+        return jax.random.fold_in(
+            jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position), purpose
+        )
+
     return jax.vmap(key)(jnp.arange(len(position_B)), position_B)
 
 
 def draw(log_p_BV: jax.Array, seed, position_B: jax.Array, purpose: int = 0) -> jax.Array:
     """[B] int32."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, log_p_BV.shape[1:], log_p_BV.dtype))(position_keys(seed, position_B, purpose))
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, log_p_BV.shape[1:], log_p_BV.dtype))(
+        position_keys(seed, position_B, purpose)
+    )
     return likeliest(noise + log_p_BV)

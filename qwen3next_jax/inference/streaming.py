@@ -6,14 +6,18 @@ from qwen3next_jax.data.tokens import Tokenizer
 class DecodeStream:
     """Incremental decoding: text leaves as soon as it is complete, never half a UTF-8 character.
 
-    To continue a prompt, feed its ids first and drop what they return: some decoders treat a text's first token apart."""
+    To continue a prompt, feed its ids first and drop what they return: some decoders treat a
+    text's first token apart.
+    """
 
-    # A character has at most 4 bytes and a token at least one, so a longer undecodable tail is not an unfinished one.
+    # A character has at most 4 bytes and a token at least one, so a longer undecodable tail is not
+    # an unfinished one.
     _LONGEST_TAIL = 8
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # ids already shown, kept because some decoders join tokens to what precedes
+        # ids already shown, kept because some decoders join tokens to what precedes
+        self._context: list[int] = []
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:
@@ -30,7 +34,7 @@ class DecodeStream:
 
     def _pending_text(self) -> str:
         shown = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._pending)[len(shown):]
+        return self._tokenizer.decode(self._context + self._pending)[len(shown) :]
 
     def _release(self, text: str) -> str:
         self._context, self._pending = self._pending, []

@@ -29,20 +29,32 @@ def mixer_class(name: str) -> type[Mixer]:
 
 
 def check_mixers(config: ModelConfig) -> None:
-    """Raises UserError where a mixer refuses the settings, or a switch is changed that no layer of the model reads."""
+    """Raises UserError where a mixer refuses the settings, or a switch is changed that no layer
+    of the model reads.
+    """
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     for mixer in used.values():
         mixer.check(config)
     read = {setting for mixer in used.values() for setting in mixer.settings} | set(Block.settings)
-    for setting in (*ABLATIONS, "delta_rule", "yarn_factor", "block.rope_scaling", *(f"mixer.{name}" for name in vars(config.mixer))):
+    for setting in (
+        *ABLATIONS,
+        "delta_rule",
+        "yarn_factor",
+        "block.rope_scaling",
+        *(f"mixer.{name}" for name in vars(config.mixer)),
+    ):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
-        require(value == default or setting in read,
-                f"model.{setting} = {value!r}: no layer of this model reads it (its mixers: {', '.join(used)}): expected {default!r}")
+        require(
+            value == default or setting in read,
+            f"model.{setting} = {value!r}: no layer of this model reads it (its mixers: "
+            f"{', '.join(used)}): expected {default!r}",
+        )
 
 
 def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
-    """What the layers' mixers ask of a mesh (see `parallel.mesh.check_divides`): the settings that `tensor` must divide, and the
-    tokens read of a neighbour."""
+    """What the layers' mixers ask of a mesh (see `parallel.mesh.check_divides`): the settings
+    that `tensor` must divide, and the tokens read of a neighbour.
+    """
     mixers = [mixer_class(name) for name in dict.fromkeys(name for name, _ in config.layer_kinds)]
     splits = {setting: size for mixer in mixers for setting, size in mixer.splits(config).items()}
     return splits, max(mixer.halo(config) for mixer in mixers)
@@ -53,39 +65,60 @@ class Block(nnx.Module):
 
     settings = ("zero_centered_norm",)
 
-    def __init__(self, config: ModelConfig, mixer: str, sparse: bool, make: Make, layers: tuple[int, ...]):
+    def __init__(
+        self, config: ModelConfig, mixer: str, sparse: bool, make: Make, layers: tuple[int, ...]
+    ):
         self.config = config
         self.mixer_norm = make.norm(config.hidden_size)
         self.mixer = mixer_class(mixer)(config, make, layers)
         self.mlp_norm = make.norm(config.hidden_size)
         self.mlp = (SparseMoE if sparse else config.block.of("mlp"))(config, make)
 
-    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict[str, Any], dict | None]:
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """→ (x, auxiliary outputs of the MLP, cache).
 
-        With `context.diagnose` the auxiliary outputs hold "diagnostics": those of the mixer and the MLP, and
-        activation_max [] = max |x| over the counted tokens, activation_median [] = the mean over tokens of median |x|.
+        With `context.diagnose` the auxiliary outputs hold "diagnostics": those of the mixer and
+        the MLP, and activation_max [] = max |x| over the counted tokens, activation_median [] =
+        the mean over tokens of median |x|.
         """
-        def whole(x_BTD):  # over `tensor`; else the partitioner may split time over it between the matmuls
+
+        # over `tensor`; else the partitioner may split time over it between the matmuls
+        def whole(x_BTD):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         sparse = isinstance(self.mlp, SparseMoE)
-        several = sparse and cache is None and not context.diagnose  # what is diagnosed are means over all tokens
-        mix = self.mixer.each_token if context.each and self.mixer.cache_kind == "state" else self.mixer
+        # what is diagnosed are means over all tokens
+        several = sparse and cache is None and not context.diagnose
+        mix = (
+            self.mixer.each_token
+            if context.each and self.mixer.cache_kind == "state"
+            else self.mixer
+        )
         xs_BTD, contexts = [], []
-        for rows_BTD, own in apart(x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1):
+        for rows_BTD, own in apart(
+            x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1
+        ):
             mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
             xs_BTD.append(kept(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
             contexts.append(own)
         inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
         y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)
-        x_BTD = joined([whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])], context)
+        x_BTD = joined(
+            [whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])],
+            context,
+        )
         if context.diagnose:
-            aux["diagnostics"] = diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
+            aux["diagnostics"] = (
+                diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
+            )
         return x_BTD, aux, cache
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
-        """What `part`, "mixer" or "mlp", reads; `after`: what goes on behind it, of its input and its output."""
+        """What `part`, "mixer" or "mlp", reads; `after`: what goes on behind it, of its input
+        and its output.
+        """
         return rms_norm(x_BTD, getattr(self, f"{part}_norm")[...], self.config)
 
     def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:
@@ -96,12 +129,21 @@ class Block(nnx.Module):
         """How a layer of this kind is stored; of a mixer that has a Hugging Face form."""
         yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
         yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
-        for part, owner in (("mixer", mixer_class(mixer)), ("mlp", SparseMoE if sparse else DenseMLP)):
-            yield from (entry._replace(path=f"{part}/{entry.path}") for entry in owner.hf_entries(config))
+        for part, owner in (
+            ("mixer", mixer_class(mixer)),
+            ("mlp", SparseMoE if sparse else DenseMLP),
+        ):
+            yield from (
+                entry._replace(path=f"{part}/{entry.path}") for entry in owner.hf_entries(config)
+            )
 
 
 def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:
     size_BTD = jnp.abs(x_BTD.astype(jnp.float32))
     largest = jnp.max(jnp.max(size_BTD, axis=-1), where=counted_BT, initial=0.0)
-    # The median of each token's own features: a median over all tokens would be a sort across devices.
-    return {"activation_max": largest, "activation_median": token_mean(jnp.median(size_BTD, axis=-1), counted_BT)}
+    # The median of each token's own features: a median over all tokens would be a sort across
+    # devices.
+    return {
+        "activation_max": largest,
+        "activation_median": token_mean(jnp.median(size_BTD, axis=-1), counted_BT),
+    }

@@ -1,17 +1,22 @@
-"""Floating-point operations and parameters, counted from the declarations: one formula for MFU, planner and sweeps.
+"""Floating-point operations and parameters, counted from the declarations: one formula for MFU,
+planner and sweeps.
 
-"Model FLOPs" are the products that the mathematics of one training step needs, forward and backward, whatever the
-program does to get them:
+"Model FLOPs" are the products that the mathematics of one training step needs, forward and
+backward, whatever the program does to get them:
 
-- a product of [m, k] and [k, n] is 2·m·k·n; the backward of a product is two of the same size, so a step is 3 × forward;
-- causal attention reads (T + 1)/2 keys per query. Packed documents read fewer, which is not taken off;
-- what a mixer multiplies without a parameter, it says itself (`Mixer.forward_flops`). The gated delta rule is its token recurrence: per
-  token and value head S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq, three products of K·V. The chunked form executes more (8·C/d of 6 for
-  chunks of C): that is the kernel's choice, as recomputation (remat) is the program's, and neither raises the MFU;
+- a product of [m, k] and [k, n] is 2·m·k·n; the backward of a product is two of the same size,
+  so a step is 3 × forward;
+- causal attention reads (T + 1)/2 keys per query. Packed documents read fewer, which is not
+  taken off;
+- what a mixer multiplies without a parameter, it says itself (`Mixer.forward_flops`). The gated
+  delta rule is its token recurrence: per
+  token and value head S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq, three products of K·V. The chunked
+  form executes more (8·C/d of 6 for chunks of C): that is the kernel's choice, as recomputation
+  (remat) is the program's, and neither raises the MFU;
 - of the experts, only the chosen ones.
 
-Left out: whatever is no product (norms, activations, softmax, the depthwise convolution, rotary embedding, the embedding
-lookup, the optimizer), under 1 % of the released model.
+Left out: whatever is no product (norms, activations, softmax, the depthwise convolution, rotary
+embedding, the embedding lookup, the optimizer), under 1 % of the released model.
 """
 
 from typing import NamedTuple
@@ -25,8 +30,10 @@ BACKWARD_OVER_FORWARD = 2
 
 
 class ParameterCounts(NamedTuple):
-    """total: of the whole model. embeddings: input table and output head. mtp: the multi-token prediction module.
-    active: what one token passes in the trunk, embeddings left out (the "A3B" of the released model's name)."""
+    """total: of the whole model. embeddings: input table and output head. mtp: the multi-token
+    prediction module. active: what one token passes in the trunk, embeddings left out (the "A3B"
+    of the released model's name).
+    """
 
     total: int
     embeddings: int
@@ -35,23 +42,35 @@ class ParameterCounts(NamedTuple):
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Model FLOPs of one training token, forward and backward, in rows of `sequence_length` tokens."""
-    return (1 + BACKWARD_OVER_FORWARD) * sum(forward_flops_per_token(config, sequence_length).values())
+    """Model FLOPs of one training token, forward and backward, in rows of `sequence_length`
+    tokens.
+    """
+    return (1 + BACKWARD_OVER_FORWARD) * sum(
+        forward_flops_per_token(config, sequence_length).values()
+    )
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[str, float]:
-    """Model FLOPs of one token's forward pass, by part: each mixer by name, "router", "experts" (the chosen ones), "mlp" (dense and
-    shared), "head", and "mtp" with all of its module and its head, once per depth."""
+    """Model FLOPs of one token's forward pass, by part: each mixer by name, "router", "experts"
+    (the chosen ones), "mlp" (dense and shared), "head", and "mtp" with all of its module and its
+    head, once per depth.
+    """
     head = 2.0 * config.hidden_size * config.vocab_size  # of a tied embedding, too
     parts = {"head": head, "mtp": config.mtp_depth * head}
     for path, parameter in declared(config).items():
         if parameter.letters and parameter.kind != "head":
             part = _part(config, path, parameter)
-            parts[part] = parts.get(part, 0.0) + 2 * _passed(config, parameter) * (config.mtp_depth if part == "mtp" else 1)
+            parts[part] = parts.get(part, 0.0) + 2 * _passed(config, parameter) * (
+                config.mtp_depth if part == "mtp" else 1
+            )
     for mixer in config.mixers:
-        parts[mixer] = parts.get(mixer, 0.0) + mixer_class(mixer).forward_flops(config, sequence_length)
+        parts[mixer] = parts.get(mixer, 0.0) + mixer_class(mixer).forward_flops(
+            config, sequence_length
+        )
     if config.mtp_depth:
-        parts["mtp"] += config.mtp_depth * mixer_class(config.full_mixer).forward_flops(config, sequence_length)
+        parts["mtp"] += config.mtp_depth * mixer_class(config.full_mixer).forward_flops(
+            config, sequence_length
+        )
     return parts
 
 

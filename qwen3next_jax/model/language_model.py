@@ -1,8 +1,10 @@
-"""Qwen3-Next: embedding, the stack of decoder layers, final norm, output head, multi-token prediction.
+"""Qwen3-Next: embedding, the stack of decoder layers, final norm, output head, multi-token
+prediction.
 
-Layers repeat with a period (3 recurrent + 1 attention in the released model). The parameters of every repeat are
-stacked on a leading axis and the period is the body of one `lax.scan`, so that 48 layers trace and compile as 4. Layers before
-the periodic part (first-k dense), and those of a pattern without a period, run one after another (`ModelConfig.stacks`).
+Layers repeat with a period (3 recurrent + 1 attention in the released model). The parameters of
+every repeat are stacked on a leading axis and the period is the body of one `lax.scan`, so that
+48 layers trace and compile as 4. Layers before the periodic part (first-k dense), and those of a
+pattern without a period, run one after another (`ModelConfig.stacks`).
 
 Letters: B batch, T time, D model, V vocabulary, E experts.
 """
@@ -28,21 +30,33 @@ from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.parallel.rules import (
-    CONTEXT, TENSOR, TOKENS, activation_spec, constrain, gather, gather_local, local, shards, storage_spec)
+    CONTEXT,
+    TENSOR,
+    TOKENS,
+    activation_spec,
+    constrain,
+    gather,
+    gather_local,
+    local,
+    shards,
+    storage_spec,
+)
 from qwen3next_jax.trees import path_string
 
 UNROLLED = 4  # periods at most that a TPU takes without a loop
 
 
 class Features(NamedTuple):
-    """What the loss needs of one forward pass; logits are left to whoever can compute them in pieces.
+    """What the loss needs of one forward pass; logits are left to whoever can compute them in
+    pieces.
 
-    hidden: [B, T, D] after the final norm.
-    mtp_hidden: per depth d, [B, T, D]; position t predicts token t+2+d (the last 1+d positions of a row mean nothing).
-    router: statistics of the sparse layers (see `SparseMoE`), each stacked on a leading axis in layer order; {} if none.
-    mtp_router: the same for the one layer of the MTP module, summed over depths; {} if none.
-    hidden_states, router_logits: per layer, where asked for; else None.
-    diagnostics: per layer a dict of small arrays (see the layers' classes), the MTP module's at depth 0 last, where asked for.
+    hidden: [B, T, D] after the final norm. mtp_hidden: per depth d, [B, T, D]; position t
+    predicts token t+2+d (the last 1+d positions of a row mean nothing). router: statistics of
+    the sparse layers (see `SparseMoE`), each stacked on a leading axis in layer order; {} if
+    none. mtp_router: the same for the one layer of the MTP module, summed over depths; {} if
+    none. hidden_states, router_logits: per layer, where asked for; else None. diagnostics: per
+    layer a dict of small arrays (see the layers' classes), the MTP module's at depth 0 last,
+    where asked for.
     """
 
     hidden: jax.Array
@@ -55,11 +69,13 @@ class Features(NamedTuple):
 
 
 class Output(NamedTuple):
-    """logits [B, T, V]; mtp_logits: per depth d, [B, T-1-d, V], position t predicts token t+2+d; balance_loss: pooled
-    over the trunk's sparse layers as transformers' `load_balancing_loss_func` does, padding excluded.
+    """logits [B, T, V]; mtp_logits: per depth d, [B, T-1-d, V], position t predicts token t+2+d;
+    balance_loss: pooled over the trunk's sparse layers as transformers'
+    `load_balancing_loss_func` does, padding excluded.
 
-    hidden_states (embedding output, then every layer's; the last one after the final norm) and router_logits
-    ([B, T, E] per sparse layer) only where asked for. Logits, router logits and losses are float32.
+    hidden_states (embedding output, then every layer's; the last one after the final norm) and
+    router_logits ([B, T, E] per sparse layer) only where asked for. Logits, router logits and
+    losses are float32.
     """
 
     logits: jax.Array
@@ -70,84 +86,163 @@ class Output(NamedTuple):
 
 
 class Qwen3Next(nnx.Module):
-    """A Qwen3-Next language model with parameters of `dtype`; operands of matrix products are of `config.dtype`."""
+    """A Qwen3-Next language model with parameters of `dtype`; operands of matrix products are of
+    `config.dtype`.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
         check_mixers(config)
         self.config = c = config
         make = Make(c, rngs, dtype=dtype)
-        self.embedding = make.matrix((c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator")
+        self.embedding = make.matrix(
+            (c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator"
+        )
         self.positions = c.block.of("positions")(c, make)
         block = c.block.of("placement")
-        self.layers = nnx.List([block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers) for layers in c.stacks])
+        self.layers = nnx.List(
+            [
+                block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers)
+                for layers in c.stacks
+            ]
+        )
         self.final_norm = make.norm(c.hidden_size)
         if not c.tie_word_embeddings:
-            self.head = make.matrix((c.hidden_size, c.vocab_size), "embed -> vocab", kind="head", gathered="operator")
+            self.head = make.matrix(
+                (c.hidden_size, c.vocab_size), "embed -> vocab", kind="head", gathered="operator"
+            )
         if c.mtp_depth:
             self.mtp = MultiTokenPrediction(c, make)
         check_declared(self)
 
-    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, output_hidden_states: bool = False) -> Output:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        *,
+        output_hidden_states: bool = False,
+    ) -> Output:
         """tokens [B, T] int32 → logits at every position and MTP depth.
 
         Args:
-          segment_ids: [B, T] int32, non-decreasing along T: documents 1, 2, …, then 0 for padding at the end. Nothing
+          segment_ids: [B, T] int32, non-decreasing along T: documents 1, 2, …, then 0 for
+          padding at the end. Nothing
             passes from one document to another. None: every row is one document.
           output_hidden_states: also return each layer's output and router logits.
         """
         f = self.features(tokens, segment_ids, capture=output_hidden_states)
-        mtp_logits = tuple(self.logits(h[:, :max(tokens.shape[1] - 1 - d, 0)]) for d, h in enumerate(f.mtp_hidden))
-        return Output(self.logits(f.hidden), mtp_logits, pooled_balance_loss(f.router), f.hidden_states, f.router_logits)
+        mtp_logits = tuple(
+            self.logits(h[:, : max(tokens.shape[1] - 1 - d, 0)]) for d, h in enumerate(f.mtp_hidden)
+        )
+        return Output(
+            self.logits(f.hidden),
+            mtp_logits,
+            pooled_balance_loss(f.router),
+            f.hidden_states,
+            f.router_logits,
+        )
 
-    def features(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, remat: str = "none",
-                 capture: bool = False, diagnose: bool = False, mesh: Mesh | None = None) -> Features:
-        """The forward pass up to, but without, the output head. `remat`: what is kept for the backward (see `remat`).
-        `mesh`: the devices that share it, parameters lying as `parallel.rules` says; None for one device."""
+    def features(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        *,
+        remat: str = "none",
+        capture: bool = False,
+        diagnose: bool = False,
+        mesh: Mesh | None = None,
+    ) -> Features:
+        """The forward pass up to, but without, the output head. `remat`: what is kept for the
+        backward (see `remat`). `mesh`: the devices that share it, parameters lying as
+        `parallel.rules` says; None for one device.
+        """
         b, t = tokens.shape
         if segment_ids is None:
-            context = Context(jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)), diagnose=diagnose, mesh=mesh)
+            context = Context(
+                jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)),
+                diagnose=diagnose,
+                mesh=mesh,
+            )
         else:
-            context = Context(document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh)
+            context = Context(
+                document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
+            )
         embedded = self.embed(tokens, mesh)
-        named = all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers) and self.config.block.mlp == "swiglu"
+        named = (
+            all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
+            and self.config.block.mlp == "swiglu"
+        )
         remat = "kept" if remat == "none" and named and embedded.dtype.itemsize < 4 else remat
         x, per_layer, _ = self._run_layers(embedded, context, None, remat, capture)
         hidden = constrain(self._final(x), mesh, "batch", "time", None)
         mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(hidden, embedded, context, remat)
 
-        hidden_states = (embedded, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
-        router_logits = tuple(layer["router_logits"] for layer in per_layer if "router_logits" in layer) if capture else None
-        statistics = [{name: layer[name] for name in ("load", "probability", "z", "tokens")} for layer in per_layer if "load" in layer]
+        hidden_states = (
+            (embedded, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
+        )
+        router_logits = (
+            tuple(layer["router_logits"] for layer in per_layer if "router_logits" in layer)
+            if capture
+            else None
+        )
+        statistics = [
+            {name: layer[name] for name in ("load", "probability", "z", "tokens")}
+            for layer in per_layer
+            if "load" in layer
+        ]
         router = jax.tree.map(lambda *s: jnp.stack(s), *statistics) if statistics else {}
-        diagnostics = (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
-        return Features(hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics)
+        diagnostics = (
+            (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
+        )
+        return Features(
+            hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics
+        )
 
-    def decode(self, tokens: jax.Array, positions: jax.Array, cache: list, segment_ids: jax.Array | None = None,
-               mesh: Mesh | None = None, each: bool = False) -> tuple[jax.Array, list]:
-        """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T], consecutive ones of the cache → (final-normed states
-        [B, T, D], cache).
+    def decode(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: list,
+        segment_ids: jax.Array | None = None,
+        mesh: Mesh | None = None,
+        each: bool = False,
+    ) -> tuple[jax.Array, list]:
+        """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T], consecutive ones
+        of the cache → (final-normed states [B, T, D], cache).
 
-        `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding changes no cache entry that
-        a later token can see. On a `mesh` B is divided over `data` × `expert`; `context` shares nothing out. `each`: caches of
-        kind "state" come as [repeats, B, T, …], after every token, for `inference.cache.kept`; without `segment_ids`.
+        `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding
+        changes no cache entry that a later token can see. On a `mesh` B is divided over `data` ×
+        `expert`; `context` shares nothing out. `each`: caches of kind "state" come as [repeats,
+        B, T, …], after every token, for `inference.cache.kept`; without `segment_ids`.
         """
         context = Context(positions, segment_ids, mesh=mesh, time=None, each=each)
-        x, _, cache = self._run_layers(self.embed(tokens, mesh, time=None), context, cache, "none", False)
+        x, _, cache = self._run_layers(
+            self.embed(tokens, mesh, time=None), context, cache, "none", False
+        )
         return self._final(x), cache
 
     def init_cache(self, batch: int, length: int) -> list:
-        """Cache of `length` slots before the first token: per traced block, stacked over its layers."""
+        """Cache of `length` slots before the first token: per traced block, stacked over its
+        layers.
+        """
+
         def empty(layers: tuple[int, ...]):
             mixer = mixer_class(self.config.mixers[layers[0]])
             shapes = jax.eval_shape(lambda: mixer.init_cache(self.config, batch, length))
-            return jax.tree.map(lambda leaf: jnp.zeros((len(layers), *leaf.shape), leaf.dtype), shapes)
+            return jax.tree.map(
+                lambda leaf: jnp.zeros((len(layers), *leaf.shape), leaf.dtype), shapes
+            )
+
         return [empty(layers) for layers in self.config.stacks]
 
-    def embed(self, tokens: jax.Array, mesh: Mesh | None = None, time: str | None = "time") -> jax.Array:
-        """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of the vocabulary.
+    def embed(
+        self, tokens: jax.Array, mesh: Mesh | None = None, time: str | None = "time"
+    ) -> jax.Array:
+        """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of
+        the vocabulary.
 
-        Ids outside the vocabulary are looked up as its first or last token. Where this is traced under `jax.debug_nans(True)`
-        they end the program with a ValueError from a host callback."""
+        Ids outside the vocabulary are looked up as its first or last token. Where this is traced
+        under `jax.debug_nans(True)` they end the program with a ValueError from a host callback.
+        """
         if jax.config.jax_debug_nans:
             _check_tokens(tokens, self.config.vocab_size)
         if mesh is None:
@@ -164,17 +259,23 @@ class Qwen3Next(nnx.Module):
             return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), TENSOR)
 
         in_specs = (storage_spec(declared, shape, mesh), activation_spec("batch", time))
-        return local(look_up, mesh, in_specs, activation_spec("batch", time, None))(self.embedding[...], tokens)
+        return local(look_up, mesh, in_specs, activation_spec("batch", time, None))(
+            self.embedding[...], tokens
+        )
 
-    def cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array,
-                      mesh: Mesh | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens are split over all devices.
+    def cross_entropy(
+        self, hidden: jax.Array, targets: jax.Array, weights: jax.Array, mesh: Mesh | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens
+        are split over all devices.
 
         Args:
-          hidden: [B, T, D]; targets: [B, T] int32; weights: [B, T] float32, 0 where there is no target.
+          hidden: [B, T, D]; targets: [B, T] int32; weights: [B, T] float32, 0 where there is no
+          target.
 
         Returns:
-          (sum, correct [B, T] bool, argmax [B, T] int32, cross-entropy [B, T] float32 without gradient).
+          (sum, correct [B, T] bool, argmax [B, T] int32, cross-entropy [B, T] float32 without
+          gradient).
         """
         tied = self.config.tie_word_embeddings
         parameter = self.embedding if tied else self.head
@@ -186,42 +287,66 @@ class Qwen3Next(nnx.Module):
             if mesh is not None:
                 table = gather_local(table, declared, shape, mesh, whole=True)
             head_DV = table.T if tied else table
-            loss, rows = linear_cross_entropy(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), head_DV, targets_BT.reshape(-1),
-                                              weights_BT.reshape(-1))
+            loss, rows = linear_cross_entropy(
+                hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
+                head_DV,
+                targets_BT.reshape(-1),
+                weights_BT.reshape(-1),
+            )
             if mesh is not None:
                 loss = jax.lax.psum(loss, axes)
-            return loss, *(x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll))
+            return loss, *(
+                x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll)
+            )
 
-        hidden = constrain(hidden, mesh, "batch", "time", None)  # what splits the loss further stays out of the layers
+        # what splits the loss further stays out of the layers
+        hidden = constrain(hidden, mesh, "batch", "time", None)
         divides = mesh is not None and hidden.shape[1] % shards(mesh, CONTEXT, TENSOR) == 0
         time, axes = ("time_rows", (*TOKENS, TENSOR)) if divides else ("time", TOKENS)
         tokens = activation_spec("batch", time)
         stored = None if mesh is None else storage_spec(declared, shape, mesh)
-        return local(sum_up, mesh, (activation_spec("batch", time, None), stored, tokens, tokens), (P(), tokens, tokens, tokens))(
-            hidden, table, targets, weights)
+        return local(
+            sum_up,
+            mesh,
+            (activation_spec("batch", time, None), stored, tokens, tokens),
+            (P(), tokens, tokens, tokens),
+        )(hidden, table, targets, weights)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] → [..., V], float32."""
         head_DV = self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
-        return jnp.einsum("...d,dv->...v", hidden, head_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "...d,dv->...v",
+            hidden,
+            head_DV.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config)
 
     def _run_layers(self, x, context: Context, cache: list | None, remat: str, capture: bool):
-        """→ (x, per layer its auxiliary outputs, cache). Slots are carried from layer to layer, each writing its own in place."""
+        """→ (x, per layer its auxiliary outputs, cache). Slots are carried from layer to layer,
+        each writing its own in place.
+        """
         x = self.positions(x, context.positions)
 
         def apply(block_params, x, block_cache, graphdef, layer):
             block_params = gather(block_params, context.mesh, self.config.dtype)
-            x, aux, block_cache = nnx.merge(graphdef, block_params)(x, context._replace(layer=layer), block_cache)
+            x, aux, block_cache = nnx.merge(graphdef, block_params)(
+                x, context._replace(layer=layer), block_cache
+            )
             return constrain(x, context.mesh, "batch", context.time, None), aux, block_cache
 
         def run(carry, graphdefs, inputs, looped=False):
             (x, slots), (params, states, layer), auxes = carry, inputs, []
             for i, (graphdef, block_params) in enumerate(zip(graphdefs, params)):
                 kept = states if slots[i] is None else slots
-                block = rematerialized(functools.partial(apply, block_cache=kept[i], graphdef=graphdef, layer=layer), remat, looped)
+                block = rematerialized(
+                    functools.partial(apply, block_cache=kept[i], graphdef=graphdef, layer=layer),
+                    remat,
+                    looped,
+                )
                 x, aux, kept[i] = block(block_params, x)
                 if not capture:
                     aux.pop("router_logits", None)
@@ -229,42 +354,87 @@ class Qwen3Next(nnx.Module):
             return (x, slots), (auxes, states)
 
         graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
-        in_place = [mixer_class(self.config.mixers[layers[0]]).in_place for layers in self.config.stacks]
-        slots, states = ([own if has == wanted else None for has, own in zip(in_place, cache or [None] * len(in_place))]
-                         for wanted in (True, False))
-        repeats, single = len(self.config.stacks[-1]), sum(len(layers) == 1 for layers in self.config.stacks)
+        in_place = [
+            mixer_class(self.config.mixers[layers[0]]).in_place for layers in self.config.stacks
+        ]
+        slots, states = (
+            [
+                own if has == wanted else None
+                for has, own in zip(in_place, cache or [None] * len(in_place))
+            ]
+            for wanted in (True, False)
+        )
+        repeats, single = (
+            len(self.config.stacks[-1]),
+            sum(len(layers) == 1 for layers in self.config.stacks),
+        )
         first = jax.tree.map(lambda leaf: leaf[0], (list(params[:single]), states[:single]))
-        (x, slots[:single]), (per_layer, first) = run((x, slots[:single]), graphdefs[:single], (*first, 0))
+        (x, slots[:single]), (per_layer, first) = run(
+            (x, slots[:single]), graphdefs[:single], (*first, 0)
+        )
         states[:single] = jax.tree.map(lambda leaf: leaf[None], first)
         if single < len(params):
             params, layers = list(params[single:]), None if cache is None else jnp.arange(repeats)
             keep = lambda p: layers is not None and context.mesh is None and p.declared.experts > 1
-            by_param = functools.partial(jax.tree.map, is_leaf=lambda leaf: hasattr(leaf, "declared"))
-            unrolled = cache is None and repeats <= UNROLLED and tpu() is not None  # nothing that is kept goes into a stack and back
+            by_param = functools.partial(
+                jax.tree.map, is_leaf=lambda leaf: hasattr(leaf, "declared")
+            )
+            # nothing that is kept goes into a stack and back
+            unrolled = cache is None and repeats <= UNROLLED and tpu() is not None
 
-            def period(carry, inputs):  # decoding keeps experts whole: cut out, all of a layer's would be copied for the few in use
+            # decoding keeps experts whole: cut out, all of a layer's would be copied for the few in
+            # use
+            def period(carry, inputs):
                 own, *rest = inputs
-                return run(carry, graphdefs[single:], (by_param(lambda p, own: p if keep(p) else own, params, own), *rest), not unrolled)
-            inputs = by_param(lambda p: p.replace(layers) if keep(p) else p, params), states[single:], layers
-            carry, (auxes, states[single:]) = jax.lax.scan(period, (x, slots[single:]), inputs, unroll=repeats if unrolled else 1)
+                return run(
+                    carry,
+                    graphdefs[single:],
+                    (by_param(lambda p, own: p if keep(p) else own, params, own), *rest),
+                    not unrolled,
+                )
+
+            inputs = (
+                by_param(lambda p: p.replace(layers) if keep(p) else p, params),
+                states[single:],
+                layers,
+            )
+            carry, (auxes, states[single:]) = jax.lax.scan(
+                period, (x, slots[single:]), inputs, unroll=repeats if unrolled else 1
+            )
             x, slots[single:] = carry
-            per_layer += [jax.tree.map(lambda leaf, i=i: leaf[i], aux) for i in range(repeats) for aux in auxes]
+            per_layer += [
+                jax.tree.map(lambda leaf, i=i: leaf[i], aux)
+                for i in range(repeats)
+                for aux in auxes
+            ]
         return x, per_layer, [slot or state for slot, state in zip(slots, states)]
 
     def _run_mtp(self, hidden, embedded, context: Context, remat: str):
-        """→ (per depth the normed states, router statistics summed over depths, [diagnostics of depth 0] or [])."""
+        """→ (per depth the normed states, router statistics summed over depths, [diagnostics of
+        depth 0] or []).
+        """
         states, total, diagnostics = [], {}, []
-        segment_ids = jnp.ones(hidden.shape[:2], jnp.int32) if context.segment_ids is None else context.segment_ids
+        segment_ids = (
+            jnp.ones(hidden.shape[:2], jnp.int32)
+            if context.segment_ids is None
+            else context.segment_ids
+        )
         for depth in range(self.config.mtp_depth):
             counted = targets_in_document(segment_ids, 2 + depth)
             graphdef, params = nnx.split(self.mtp)
 
             def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
                 params = gather(params, context.mesh, self.config.dtype)
-                x, aux, _ = nnx.merge(graphdef, params).before_norm(hidden, shifted, context._replace(counted=counted))
+                x, aux, _ = nnx.merge(graphdef, params).before_norm(
+                    hidden, shifted, context._replace(counted=counted)
+                )
                 return constrain(x, context.mesh, "batch", "time", None), aux
-            x, aux = rematerialized(apply, remat)(params, hidden, jnp.roll(embedded, -(1 + depth), axis=1))
-            hidden = rms_norm(x, self.mtp.norm[...], self.config)  # outside: its gradient alone would have the experts run again
+
+            x, aux = rematerialized(apply, remat)(
+                params, hidden, jnp.roll(embedded, -(1 + depth), axis=1)
+            )
+            # outside: its gradient alone would have the experts run again
+            hidden = rms_norm(x, self.mtp.norm[...], self.config)
             aux.pop("router_logits", None)
             if context.diagnose:
                 diagnostics.append(aux.pop("diagnostics"))
@@ -284,23 +454,33 @@ class Qwen3Next(nnx.Module):
 
 @functools.lru_cache(maxsize=256)
 def declared(config: ModelConfig) -> Mapping[str, Declared]:
-    """What is decided of every parameter of such a model, by its path ("layers/0/mixer/q_proj"); no array is made."""
+    """What is decided of every parameter of such a model, by its path ("layers/0/mixer/q_proj");
+    no array is made.
+    """
     model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_leaves_with_path(declared_tree(nnx.state(model, nnx.Param)))
     return types.MappingProxyType({path_string(path): leaf for path, leaf in leaves})
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """transformers' `load_balancing_loss_func`: choices and probabilities pooled over all layers; balance gives top-k."""
+    """transformers' `load_balancing_loss_func`: choices and probabilities pooled over all
+    layers; balance gives top-k.
+    """
     if not router:
         return jnp.zeros((), jnp.float32)
     tokens = jnp.maximum(jnp.sum(router["tokens"]), 1.0)
-    load, probability = jnp.sum(router["load"], axis=0) / tokens, jnp.sum(router["probability"], axis=0) / tokens
+    load, probability = (
+        jnp.sum(router["load"], axis=0) / tokens,
+        jnp.sum(router["probability"], axis=0) / tokens,
+    )
     return load.shape[0] * jnp.sum(load * probability)
 
 
 def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
     def report(lowest, highest):
         if lowest < 0 or highest >= vocab_size:
-            raise ValueError(f"tokens are {lowest} … {highest}: expected 0 … {vocab_size - 1}, the vocabulary")
+            raise ValueError(
+                f"tokens are {lowest} … {highest}: expected 0 … {vocab_size - 1}, the vocabulary"
+            )
+
     jax.debug.callback(report, jnp.min(tokens), jnp.max(tokens))

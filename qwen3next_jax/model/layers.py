@@ -19,14 +19,15 @@ from qwen3next_jax.parallel.rules import CONTEXT, shards
 class Context(NamedTuple):
     """What the layers of one forward pass have in common.
 
-    positions: [B, T] int32, each token's position in its document (with a cache: its slot in the cache, too).
-    segment_ids: [B, T] int32, the document of each token, 0 = padding; None when every row is one document.
-    counted: [B, T] bool, the tokens whose routing enters the router statistics; None for all.
-    diagnose: each layer adds "diagnostics" (a dict of small arrays, see its class) to its auxiliary outputs.
-    mesh: the devices that share the pass (see `parallel.rules`); None for one device.
-    time: the logical name of the tokens of a row: "time", or None where every device has whole rows (decoding).
-    each: of caches without slots, give the one after every token (see `Mixer.each_token`).
-    layer: which of a cache with slots, stacked over equal layers, is this layer's.
+    positions: [B, T] int32, each token's position in its document (with a cache: its slot in the
+    cache, too). segment_ids: [B, T] int32, the document of each token, 0 = padding; None when
+    every row is one document. counted: [B, T] bool, the tokens whose routing enters the router
+    statistics; None for all. diagnose: each layer adds "diagnostics" (a dict of small arrays,
+    see its class) to its auxiliary outputs. mesh: the devices that share the pass (see
+    `parallel.rules`); None for one device. time: the logical name of the tokens of a row:
+    "time", or None where every device has whole rows (decoding). each: of caches without slots,
+    give the one after every token (see `Mixer.each_token`). layer: which of a cache with slots,
+    stacked over equal layers, is this layer's.
     """
 
     positions: jax.Array
@@ -40,7 +41,9 @@ class Context(NamedTuple):
 
     @property
     def time_axis(self) -> str | None:
-        """The mesh axis that splits the tokens of a row, for operators that look back; None where none does."""
+        """The mesh axis that splits the tokens of a row, for operators that look back; None
+        where none does.
+        """
         return CONTEXT if self.time and shards(self.mesh, CONTEXT) > 1 else None
 
 
@@ -49,27 +52,38 @@ def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:
     if counted_BT is None:
         return jnp.mean(x_BT.astype(jnp.float32), axis=(0, 1))
     counted_BT = counted_BT.astype(jnp.float32)
-    return jnp.einsum("bt...,bt->...", x_BT.astype(jnp.float32), counted_BT) / jnp.maximum(jnp.sum(counted_BT), 1.0)
+    return jnp.einsum("bt...,bt->...", x_BT.astype(jnp.float32), counted_BT) / jnp.maximum(
+        jnp.sum(counted_BT), 1.0
+    )
 
 
 def keeping_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
-    """f(x, *args), of which the backward pass keeps the arguments and computes the rest again, where x is narrower than float32:
-    autodiff would keep every float32 step of a norm or a gate, several times the bytes of x each. Else f as it is."""
+    """f(x, *args), of which the backward pass keeps the arguments and computes the rest again,
+    where x is narrower than float32: autodiff would keep every float32 step of a norm or a gate,
+    several times the bytes of x each. Else f as it is.
+    """
     return (f if x.dtype.itemsize >= 4 else jax.checkpoint(f))(x, *args)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted; `block.norm`: others); dtype of `x`."""
+    """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted;
+    `block.norm`: others); dtype of `x`.
+    """
     if config.block.norm != "rms":
         return config.block.of("norm").apply(x, weight, config)
-    return rms_norm_plain(x, weight.astype(jnp.float32) + config.zero_centered_norm, config.rms_norm_eps)
+    return rms_norm_plain(
+        x, weight.astype(jnp.float32) + config.zero_centered_norm, config.rms_norm_eps
+    )
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x̂ · weight: the form that the output norm of Gated DeltaNet alone uses."""
+
     def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
-        return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
+        return (
+            x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps) * scale
+        ).astype(x.dtype)
 
     return keeping_inputs(normalise, x, weight.astype(jnp.float32))
 
@@ -77,32 +91,48 @@ def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def document_positions(segment_ids: jax.Array) -> jax.Array:
     """[B, T] segment ids → [B, T] int32 positions that restart at 0 in every document."""
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
-    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    starts = jnp.pad(
+        segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True
+    )
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
 def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, rotary_dim / 2], float32: at 262k positions a bfloat16 angle would be off by whole turns."""
+    """cos and sin [B, T, rotary_dim / 2], float32: at 262k positions a bfloat16 angle would be
+    off by whole turns.
+    """
     half, theta = config.rotary_dim // 2, config.rope_theta
-    slowdown, gain = config.block.of("rope_scaling")(half, theta, config.yarn_factor, config.max_position_embeddings)
+    slowdown, gain = config.block.of("rope_scaling")(
+        half, theta, config.yarn_factor, config.max_position_embeddings
+    )
     frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown
     angle = positions_BT[:, :, None].astype(jnp.float32) * frequency
     return jnp.cos(angle) * gain, jnp.sin(angle) * gain
 
 
 def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
-    """Rotary position embedding (2104.09864, rotate-half form) of the first `config.rotary_dim` of D dimensions."""
+    """Rotary position embedding (2104.09864, rotate-half form) of the first `config.rotary_dim`
+    of D dimensions.
+    """
     if config.rotary_dim == 0:
         return x_BTND
     cos, sin = (x[:, :, None] for x in angles(positions_BT, config))
-    first, second, rest = jnp.split(x_BTND.astype(jnp.float32), (cos.shape[-1], config.rotary_dim), axis=-1)
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1).astype(x_BTND.dtype)
+    first, second, rest = jnp.split(
+        x_BTND.astype(jnp.float32), (cos.shape[-1], config.rotary_dim), axis=-1
+    )
+    return jnp.concatenate(
+        (first * cos - second * sin, second * cos + first * sin, rest), axis=-1
+    ).astype(x_BTND.dtype)
 
 
 def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """YaRN (2309.00071, section 3.2) → ([half], what multiplies each frequency; what multiplies cos and sin). Those that turn 32 times
-    within the trained context stay, those that do not turn once are divided by the factor, those between are mixed by their place."""
-    low, high = (half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1))
+    """YaRN (2309.00071, section 3.2) → ([half], what multiplies each frequency; what multiplies
+    cos and sin). Those that turn 32 times within the trained context stay, those that do not
+    turn once are divided by the factor, those between are mixed by their place.
+    """
+    low, high = (
+        half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1)
+    )
     low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * half - 1)
     slowed = np.clip((np.arange(half) - low) / max(high - low, 0.001), 0, 1)
     return (1 - slowed + slowed / factor).astype(np.float32), 0.1 * math.log(factor) + 1.0

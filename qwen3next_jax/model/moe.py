@@ -1,4 +1,5 @@
-"""Feed-forward layers: the sparse mixture of experts with a gated shared expert, and the dense SwiGLU.
+"""Feed-forward layers: the sparse mixture of experts with a gated shared expert, and the dense
+SwiGLU.
 
 Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E experts, I expert width.
 """
@@ -24,7 +25,17 @@ from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.ops.used_experts import few_tokens, used_experts
 from qwen3next_jax.parallel.experts import split_experts, whole_experts
 from qwen3next_jax.parallel.row_groups import joined
-from qwen3next_jax.parallel.rules import EXPERTS, TENSOR, TOKENS, activation_spec, gather_local, local, shards, storage_spec
+from qwen3next_jax.parallel.rules import (
+    EXPERTS,
+    TENSOR,
+    TOKENS,
+    activation_spec,
+    gather_local,
+    local,
+    shards,
+    storage_spec,
+)
+
 
 class DenseMLP(nnx.Module):
     """down(silu(gate x) · up x)."""
@@ -43,21 +54,31 @@ class DenseMLP(nnx.Module):
 
 
 class SparseMoE(nnx.Module):
-    """Σ over the top experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No token is ever dropped. Other routers: `MoEConfig`.
+    """Σ over the top experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No token is
+    ever dropped. Other routers: `MoEConfig`.
 
-    Auxiliary output, summed (not averaged) over the counted tokens so that micro-batches and devices add up exactly:
-      load [E]: choices of each expert; probability [E]: router probability of each; z []: logsumexp(logits)²;
-      tokens []: counted tokens. `router_logits` [B, T, E] as well, for whoever asks for them.
-    Diagnostics, means over the counted tokens: router_entropy [], of a token's probabilities over ln E; router_z [].
+    Auxiliary output, summed (not averaged) over the counted tokens so that micro-batches and
+    devices add up exactly:
+      load [E]: choices of each expert; probability [E]: router probability of each; z []:
+      logsumexp(logits)²; tokens []: counted tokens. `router_logits` [B, T, E] as well, for
+      whoever asks for them. Diagnostics, means over the counted tokens: router_entropy [], of a
+      token's probabilities over ln E; router_z [].
     """
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = c = config
-        d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
+        d, e, i, s = (
+            c.hidden_size,
+            c.num_experts,
+            c.moe_intermediate_size,
+            c.shared_expert_intermediate_size,
+        )
         self.router = make.matrix((d, e), "embed -> router", kind="router", gathered="operator")
         if c.moe.router_bias:
             self.router_bias = make.parameter(jnp.zeros, (e,), ".", kind="balance")
-        self.expert_gate_up = make.matrix((e, d, 2, i), "experts | embed -> * mlp", gathered="operator")
+        self.expert_gate_up = make.matrix(
+            (e, d, 2, i), "experts | embed -> * mlp", gathered="operator"
+        )
         self.expert_down = make.matrix((e, i, d), "experts | mlp_in -> embed", gathered="operator")
         if s:
             self.shared_gate_up = make.matrix((d, 2, s), "embed -> * mlp")
@@ -65,18 +86,38 @@ class SparseMoE(nnx.Module):
             if c.moe.shared_expert_gate:
                 self.shared_gate = make.matrix((d,), ". ->", kind="vector")
 
-    def __call__(self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]) -> tuple[Sequence[jax.Array], dict]:
-        """Of groups of rows, each with its context, which the routed experts take as one → (of each the result, auxiliary output)."""
+    def __call__(
+        self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]
+    ) -> tuple[Sequence[jax.Array], dict]:
+        """Of groups of rows, each with its context, which the routed experts take as one → (of
+        each the result, auxiliary output).
+        """
         context, dtype, mesh = contexts[0], xs_BTD[0].dtype, contexts[0].mesh
         tokens = activation_spec("batch", context.time)
-        gate_up_ED2I, down_EID = self.expert_gate_up[...].astype(dtype), self.expert_down[...].astype(dtype)
-        weights = tuple((p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down))
-        stored = (None,) * 3 if mesh is None else tuple(storage_spec(declared, shape, mesh) for declared, shape in weights)
-        layer = (context.layer,) * (gate_up_ED2I.ndim - 4)  # decoding has those of all layers of the stack
-        routed = local(functools.partial(_routed, self.config, mesh, weights, layer), mesh, (tokens, *stored, tokens, P()),
-                       (tokens, P(), tokens))
+        gate_up_ED2I, down_EID = (
+            self.expert_gate_up[...].astype(dtype),
+            self.expert_down[...].astype(dtype),
+        )
+        weights = tuple(
+            (p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down)
+        )
+        stored = (
+            (None,) * 3
+            if mesh is None
+            else tuple(storage_spec(declared, shape, mesh) for declared, shape in weights)
+        )
+        # decoding has those of all layers of the stack
+        layer = (context.layer,) * (gate_up_ED2I.ndim - 4)
+        routed = local(
+            functools.partial(_routed, self.config, mesh, weights, layer),
+            mesh,
+            (tokens, *stored, tokens, P()),
+            (tokens, P(), tokens),
+        )
         bias_E = self.router_bias[...] if self.config.moe.router_bias else None
-        ys_BTD, statistics, logits = routed(xs_BTD, self.router[...], gate_up_ED2I, down_EID, [c.counted for c in contexts], bias_E)
+        ys_BTD, statistics, logits = routed(
+            xs_BTD, self.router[...], gate_up_ED2I, down_EID, [c.counted for c in contexts], bias_E
+        )
         if self.config.shared_expert_intermediate_size:
             ys_BTD = [y_BTD + self._shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
         aux = statistics | {"router_logits": joined(logits, context)}
@@ -88,24 +129,45 @@ class SparseMoE(nnx.Module):
         shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
         if not self.config.moe.shared_expert_gate:
             return shared_BTD
-        openness_BT1 = jax.nn.sigmoid((x_BTD @ self.shared_gate[...].astype(x_BTD.dtype))[..., None].astype(jnp.float32))
+        openness_BT1 = jax.nn.sigmoid(
+            (x_BTD @ self.shared_gate[...].astype(x_BTD.dtype))[..., None].astype(jnp.float32)
+        )
         return openness_BT1.astype(x_BTD.dtype) * shared_BTD
 
     @staticmethod
     def hf_entries(config: ModelConfig) -> Iterator[Entry]:
         c, kimi = config, config.hf_form == "kimi_linear"
-        mlp, shared, halves, down = ("block_sparse_moe", "shared_experts", ((0, "w1"), (1, "w3")), "w2") if kimi else (
-            "mlp", "shared_expert", _HALVES, "down_proj")
+        mlp, shared, halves, down = (
+            ("block_sparse_moe", "shared_experts", ((0, "w1"), (1, "w3")), "w2")
+            if kimi
+            else ("mlp", "shared_expert", _HALVES, "down_proj")
+        )
         experts = [(expert, f"{mlp}.experts.{expert}") for expert in range(c.num_experts)]
-        d, e, i, s = c.hidden_size, c.num_experts, c.moe_intermediate_size, c.shared_expert_intermediate_size
+        d, e, i, s = (
+            c.hidden_size,
+            c.num_experts,
+            c.moe_intermediate_size,
+            c.shared_expert_intermediate_size,
+        )
         yield one("router", f"{mlp}.gate.weight", (1, 0), (e, d))
         if c.moe.router_bias:
             yield vector("router_bias", f"{mlp}.gate.e_score_correction_bias", e)
-        yield Entry("expert_gate_up", (0, 2, 3, 1),
-                    tuple(Slice((x, half), f"{name}.{projection}.weight", (i, d)) for x, name in experts for half, projection in halves),
-                    fused=Slice((), "mlp.experts.gate_up_proj", (e, 2 * i, d)))
-        yield Entry("expert_down", (0, 2, 1), tuple(Slice((x,), f"{name}.{down}.weight", (d, i)) for x, name in experts),
-                    fused=Slice((), "mlp.experts.down_proj", (e, d, i)))
+        yield Entry(
+            "expert_gate_up",
+            (0, 2, 3, 1),
+            tuple(
+                Slice((x, half), f"{name}.{projection}.weight", (i, d))
+                for x, name in experts
+                for half, projection in halves
+            ),
+            fused=Slice((), "mlp.experts.gate_up_proj", (e, 2 * i, d)),
+        )
+        yield Entry(
+            "expert_down",
+            (0, 2, 1),
+            tuple(Slice((x,), f"{name}.{down}.weight", (d, i)) for x, name in experts),
+            fused=Slice((), "mlp.experts.down_proj", (e, d, i)),
+        )
         if s:
             yield from _swiglu_entries("shared_", f"{mlp}.{shared}", d, s)
         if s and c.moe.shared_expert_gate:
@@ -116,51 +178,116 @@ _HALVES = ((0, "gate_proj"), (1, "up_proj"))
 
 
 def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
-    yield Entry(f"{path}gate_up", (1, 2, 0), tuple(Slice((half,), f"{name}.{projection}.weight", (i, d)) for half, projection in _HALVES))
+    yield Entry(
+        f"{path}gate_up",
+        (1, 2, 0),
+        tuple(
+            Slice((half,), f"{name}.{projection}.weight", (i, d)) for half, projection in _HALVES
+        ),
+    )
     yield one(f"{path}down", f"{name}.down_proj.weight", (1, 0), (d, i))
 
 
-def _routed(config: ModelConfig, mesh: Mesh | None, weights: tuple, layer: tuple, xs_BTD, router_DE, gate_up_ED2I, down_EID, counted,
-            bias_E):
-    """One device's tokens, in groups → (of each the routed experts' sum, router statistics of all devices, router logits of each)."""
-    dtype, by_token = xs_BTD[0].dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())  # either form runs anywhere
-    few = few_tokens(sum(x.shape[0] * x.shape[1] for x in xs_BTD), config.num_experts_per_tok, config.num_experts, layer)
+def _routed(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    weights: tuple,
+    layer: tuple,
+    xs_BTD,
+    router_DE,
+    gate_up_ED2I,
+    down_EID,
+    counted,
+    bias_E,
+):
+    """One device's tokens, in groups → (of each the routed experts' sum, router statistics of
+    all devices, router logits of each).
+    """
+    # either form runs anywhere
+    dtype, by_token = xs_BTD[0].dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())
+    few = few_tokens(
+        sum(x.shape[0] * x.shape[1] for x in xs_BTD),
+        config.num_experts_per_tok,
+        config.num_experts,
+        layer,
+    )
     if layer and (by_token or not few):
         gate_up_ED2I, down_EID, layer = gate_up_ED2I[layer], down_EID[layer], ()
     if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
         gate_up_ED2I = gate_up_ED2I.reshape(*gate_up_ED2I.shape[:2], -1)
     if mesh is not None:
-        router_DE, gate_up_ED2I, down_EID = (gather_local(w, declared, shape, mesh) for w, (declared, shape) in
-                                             zip((router_DE, gate_up_ED2I, down_EID), weights))
-    if shards(mesh, EXPERTS) > 1:  # weights first, then rows travel: gathered together they wait for each other, and so do their gradients
-        first_BTD, gate_up_ED2I, down_EID = jax.lax.optimization_barrier((xs_BTD[0], gate_up_ED2I, down_EID))
+        router_DE, gate_up_ED2I, down_EID = (
+            gather_local(w, declared, shape, mesh)
+            for w, (declared, shape) in zip((router_DE, gate_up_ED2I, down_EID), weights)
+        )
+    # weights first, then rows travel: gathered together they wait for each other, and so do their
+    # gradients
+    if shards(mesh, EXPERTS) > 1:
+        first_BTD, gate_up_ED2I, down_EID = jax.lax.optimization_barrier(
+            (xs_BTD[0], gate_up_ED2I, down_EID)
+        )
         xs_BTD = [first_BTD, *xs_BTD[1:]]
-    # Float32 throughout: a bfloat16 router flips choices near ties. Three of a TPU's six bfloat16 passes are 2e-6 off for a bfloat16 x.
-    precision = jax.lax.Precision.HIGH if tpu() and dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    # Float32 throughout: a bfloat16 router flips choices near ties. Three of a TPU's six bfloat16
+    # passes are 2e-6 off for a bfloat16 x.
+    precision = (
+        jax.lax.Precision.HIGH if tpu() and dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    )
 
     def route(x_BTD, counted_BT):
         x_RD = x_BTD.reshape(-1, config.hidden_size)
-        logits_RE = kept(keeping_inputs(lambda x, w: jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=precision), x_RD,
-                                        router_DE))
+        logits_RE = kept(
+            keeping_inputs(
+                lambda x, w: jnp.dot(
+                    x.astype(jnp.float32), w.astype(jnp.float32), precision=precision
+                ),
+                x_RD,
+                router_DE,
+            )
+        )
         share_RE, weight_RA, expert_RA = choose(config, logits_RE, bias_E)
         statistics = _router_statistics(logits_RE, share_RE, expert_RA, counted_BT)
-        return (x_RD, weight_RA.astype(dtype), expert_RA), statistics, logits_RE.reshape(*x_BTD.shape[:2], -1)
+        return (
+            (x_RD, weight_RA.astype(dtype), expert_RA),
+            statistics,
+            logits_RE.reshape(*x_BTD.shape[:2], -1),
+        )
 
     rows, statistics, logits = zip(*map(route, xs_BTD, counted))
     statistics = jax.tree.map(lambda first, *more: sum(more, first), *statistics)
-    many = _sorted_experts if dtype.itemsize >= 4 else functools.partial(whole_experts, on_cpu=_sorted_experts)  # keeps its inputs alone
-    run = whole_experts if by_token else functools.partial(_few_tokens_of_a_stack, *layer) if layer else _few_tokens if few else many
+    # keeps its inputs alone
+    many = (
+        _sorted_experts
+        if dtype.itemsize >= 4
+        else functools.partial(whole_experts, on_cpu=_sorted_experts)
+    )
+    run = (
+        whole_experts
+        if by_token
+        else functools.partial(_few_tokens_of_a_stack, *layer)
+        if layer
+        else _few_tokens
+        if few
+        else many
+    )
     if shards(mesh, EXPERTS) > 1:
         run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
     y_RD = run(*map(jnp.concatenate, zip(*rows)), gate_up_ED2I, down_EID)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard held a part of every expert's width
         statistics = jax.lax.psum(statistics, TOKENS)
-    return [y.reshape(x.shape) for x, y in zip(xs_BTD, jnp.split(y_RD, len(xs_BTD)))], statistics, list(logits)
+    return (
+        [y.reshape(x.shape) for x, y in zip(xs_BTD, jnp.split(y_RD, len(xs_BTD)))],
+        statistics,
+        list(logits),
+    )
 
 
-def choose(config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(scores over their sum [R, E], weights and experts of every token's choices [R, A]); `bias_E`: of `MoEConfig.router_bias`."""
+def choose(
+    config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(scores over their sum [R, E], weights and experts of every token's choices [R, A]);
+    `bias_E`: of `MoEConfig.router_bias`.
+    """
     score_RE, share_RE = scored(config.moe, logits_RE)
     rank_RE = ranked(config.moe, score_RE, bias_E)
     weight_RA, expert_RA = jax.lax.top_k(rank_RE, config.num_experts_per_tok)
@@ -168,18 +295,27 @@ def choose(config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None =
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
     if config.norm_topk_prob:
         weight_RA = over_sum(weight_RA)
-    return share_RE, weight_RA if config.moe.routed_scaling_factor == 1 else weight_RA * config.moe.routed_scaling_factor, expert_RA
+    return (
+        share_RE,
+        weight_RA
+        if config.moe.routed_scaling_factor == 1
+        else weight_RA * config.moe.routed_scaling_factor,
+        expert_RA,
+    )
 
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
     gate_up = kept(jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype)))
-    hidden = keeping_inputs(lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up)
+    hidden = keeping_inputs(
+        lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
+    )
     return hidden @ down_ID.astype(x.dtype)
 
 
 def _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
-    """Every token through its chosen experts, with a row for each choice, which CPUs do fastest: sort the choices by expert, one grouped
-    SwiGLU, unsort, weigh, sum."""
+    """Every token through its chosen experts, with a row for each choice, which CPUs do fastest:
+    sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum.
+    """
     r, a = expert_RA.shape
     expert_Q = expert_RA.reshape(-1)  # Q = R·A choices
     order_Q = jnp.argsort(expert_Q, stable=True)
@@ -196,42 +332,74 @@ def _few_tokens(*inputs):
 
 
 def _few_tokens_of_a_stack(layer, *inputs):
-    """Of decoding alone, without a gradient: the experts of all layers of a stack, and which layer's."""
+    """Of decoding alone, without a gradient: the experts of all layers of a stack, and which
+    layer's.
+    """
+
     def sort(x, weight, expert, gate_up, down, layer):
         return _sorted_experts(x, weight, expert, gate_up[layer], down[layer])
-    return jax.lax.platform_dependent(*inputs, layer, cpu=lambda *inputs: used_experts(*inputs[:-1], layer=inputs[-1:]), default=sort)
+
+    return jax.lax.platform_dependent(
+        *inputs,
+        layer,
+        cpu=lambda *inputs: used_experts(*inputs[:-1], layer=inputs[-1:]),
+        default=sort,
+    )
 
 
 _used_experts = jax.custom_vjp(lambda *inputs: used_experts(*inputs))
-_used_experts.defvjp(lambda *inputs: jax.vjp(_sorted_experts, *inputs), lambda pullback, dy: pullback(dy))
+_used_experts.defvjp(
+    lambda *inputs: jax.vjp(_sorted_experts, *inputs), lambda pullback, dy: pullback(dy)
+)
 
 
 def _counts(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
-    """How often each of `experts` occurs in `expert` [Q] (int32), or the sum of `weight` [Q] over its occurrences.
-    A comparison and a sum, which fuse; a scatter-add would run serially on CPU and TPU."""
+    """How often each of `experts` occurs in `expert` [Q] (int32), or the sum of `weight` [Q]
+    over its occurrences. A comparison and a sum, which fuse; a scatter-add would run serially on
+    CPU and TPU.
+    """
     hit_QE = expert[:, None] == jnp.arange(experts)
-    return jnp.sum(hit_QE, axis=0, dtype=jnp.int32) if weight is None else weight @ hit_QE.astype(weight.dtype)
+    return (
+        jnp.sum(hit_QE, axis=0, dtype=jnp.int32)
+        if weight is None
+        else weight @ hit_QE.astype(weight.dtype)
+    )
 
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[order] for a permutation whose inverse is known: its gradient is a gather too, not a scatter."""
+    """x[order] for a permutation whose inverse is known: its gradient is a gather too, not a
+    scatter.
+    """
     return x[order]
 
 
-_permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None))
+_permute.defvjp(
+    lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None)
+)
 
 
 def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:
     entropy_BT = jnp.sum(jax.scipy.special.entr(scored(config.moe, logits_BTE)[1]), axis=-1)
     z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
-    return {"router_entropy": token_mean(entropy_BT, counted_BT) / math.log(max(logits_BTE.shape[-1], 2)),
-            "router_z": token_mean(z_BT, counted_BT)}
+    return {
+        "router_entropy": token_mean(entropy_BT, counted_BT)
+        / math.log(max(logits_BTE.shape[-1], 2)),
+        "router_z": token_mean(z_BT, counted_BT),
+    }
 
 
 def _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT) -> dict[str, jax.Array]:
     tokens, a = expert_RA.shape
-    counted_R = jnp.ones(tokens, jnp.float32) if counted_BT is None else counted_BT.reshape(-1).astype(jnp.float32)
+    counted_R = (
+        jnp.ones(tokens, jnp.float32)
+        if counted_BT is None
+        else counted_BT.reshape(-1).astype(jnp.float32)
+    )
     z_R = jnp.square(jax.nn.logsumexp(logits_RE, axis=-1))
-    return {"load": _counts(expert_RA.reshape(-1), logits_RE.shape[-1], jnp.repeat(counted_R, a)),
-            "probability": counted_R @ probability_RE, "z": counted_R @ z_R, "tokens": jnp.sum(counted_R)}
+    return {
+        "load": _counts(expert_RA.reshape(-1), logits_RE.shape[-1], jnp.repeat(counted_R, a)),
+        "probability": counted_R @ probability_RE,
+        "z": counted_R @ z_R,
+        "tokens": jnp.sum(counted_R),
+    }

@@ -1,9 +1,11 @@
-"""Multi-token prediction: one extra decoder layer, applied once per depth, that predicts tokens beyond the next one.
+"""Multi-token prediction: one extra decoder layer, applied once per depth, that predicts tokens
+beyond the next one.
 
-At depth d = 0, 1, … position t combines the state of depth d-1 (the trunk's final-normed state at d = 0) with the
-embedding of token t+1+d, and predicts token t+2+d. Depths share the module, as in the released model's multi-step
-training. In training each depth attends to the keys of its own depth, so that it is a plain causal layer that any
-attention kernel can run; drafting has one list of keys and values, of depth 0 and of its own round's drafts (docs/design.md).
+At depth d = 0, 1, … position t combines the state of depth d-1 (the trunk's final-normed state
+at d = 0) with the embedding of token t+1+d, and predicts token t+2+d. Depths share the module,
+as in the released model's multi-step training. In training each depth attends to the keys of its
+own depth, so that it is a plain causal layer that any attention kernel can run; drafting has one
+list of keys and values, of depth 0 and of its own round's drafts (docs/design.md).
 
 Letters: B batch, T time, D model.
 """
@@ -30,19 +32,47 @@ class MultiTokenPrediction(nnx.Module):
         self.embedding_norm = make.norm(d)
         self.hidden_norm = make.norm(d)
         self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
-        self.block = config.block.of("placement")(config, *config.layer_kinds[-1], make, (config.num_hidden_layers,))
+        self.block = config.block.of("placement")(
+            config, *config.layer_kinds[-1], make, (config.num_hidden_layers,)
+        )
         self.norm = make.norm(d)
 
-    def __call__(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context,
-                 cache: dict | None = None) -> tuple[jax.Array, dict[str, jax.Array], dict | None]:
-        """One depth: states [B, T, D] and embeddings of the tokens they are combined with → (normed states, aux, cache)."""
+    def __call__(
+        self,
+        hidden_BTD: jax.Array,
+        embedded_BTD: jax.Array,
+        context: Context,
+        cache: dict | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array], dict | None]:
+        """One depth: states [B, T, D] and embeddings of the tokens they are combined with →
+        (normed states, aux, cache).
+        """
         x_BTD, aux, cache = self.before_norm(hidden_BTD, embedded_BTD, context, cache)
         return rms_norm(x_BTD, self.norm[...], self.config), aux, cache
 
-    def before_norm(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context, cache: dict | None = None):
-        pair = jnp.concatenate((rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
-                                rms_norm(hidden_BTD, self.hidden_norm[...], self.config)), axis=-1)
-        x_BTD = kept(constrain(pair @ self.fc[...].astype(hidden_BTD.dtype), context.mesh, "batch", context.time, None))
+    def before_norm(
+        self,
+        hidden_BTD: jax.Array,
+        embedded_BTD: jax.Array,
+        context: Context,
+        cache: dict | None = None,
+    ):
+        pair = jnp.concatenate(
+            (
+                rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
+                rms_norm(hidden_BTD, self.hidden_norm[...], self.config),
+            ),
+            axis=-1,
+        )
+        x_BTD = kept(
+            constrain(
+                pair @ self.fc[...].astype(hidden_BTD.dtype),
+                context.mesh,
+                "batch",
+                context.time,
+                None,
+            )
+        )
         return self.block(x_BTD, context, cache)
 
     @staticmethod
@@ -56,13 +86,23 @@ class MultiTokenPrediction(nnx.Module):
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
-    """[B, T] bool: whether token t + `offset` exists, is no padding, and lies in the document of token t."""
-    later_BT = jnp.pad(segment_ids_BT[:, offset:], ((0, 0), (0, min(offset, segment_ids_BT.shape[1]))))
+    """[B, T] bool: whether token t + `offset` exists, is no padding, and lies in the document of
+    token t.
+    """
+    later_BT = jnp.pad(
+        segment_ids_BT[:, offset:], ((0, 0), (0, min(offset, segment_ids_BT.shape[1])))
+    )
     return (segment_ids_BT > 0) & (later_BT == segment_ids_BT)
 
 
 def target_positions(batch: dict[str, jax.Array], offset: int) -> jax.Array:
-    """[B, T] bool: the positions whose loss counts: token t + `offset` lies in the document of token t and, where the batch
-    has a `target_mask` [B, T] (synthetic tasks), is one of the tokens that count as targets."""
+    """[B, T] bool: the positions whose loss counts: token t + `offset` lies in the document of
+    token t and, where the batch has a `target_mask` [B, T] (synthetic tasks), is one of the
+    tokens that count as targets.
+    """
     inside_BT = targets_in_document(batch["segment_ids"], offset)
-    return inside_BT & jnp.roll(batch["target_mask"], -offset, axis=1) if "target_mask" in batch else inside_BT
+    return (
+        inside_BT & jnp.roll(batch["target_mask"], -offset, axis=1)
+        if "target_mask" in batch
+        else inside_BT
+    )

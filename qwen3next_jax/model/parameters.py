@@ -1,9 +1,12 @@
-"""A parameter is declared once, where it is made: everything the rest of the code must know of it stands there.
+"""A parameter is declared once, where it is made: everything the rest of the code must know of
+it stands there.
 
-    self.q_proj = make.matrix((d, heads, 2 * k), "embed -> query_heads head_width", parts=(("query", k), ("gate", k)))
+    self.q_proj = make.matrix((d, heads, 2 * k), "embed -> query_heads head_width",
+    parts=(("query", k), ("gate", k)))
 
-The declaration travels as metadata of the `nnx.Param`. Sharding (`parallel.rules`), weight decay and Muon (`training.optimizers`),
-counts and FLOPs (`flops`), the planner's memory and diagnostics read it; none of them knows a parameter's name.
+The declaration travels as metadata of the `nnx.Param`. Sharding (`parallel.rules`), weight decay
+and Muon (`training.optimizers`), counts and FLOPs (`flops`), the planner's memory and
+diagnostics read it; none of them knows a parameter's name.
 """
 
 import dataclasses
@@ -18,25 +21,28 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.parallel.rules import check_axes
 
-# matrix       of a product inside a layer: decays; Muon's
-# embedding, head, router, convolution, vector      decay; AdamW's under Muon, too
-# norm         weight of a norm: decays where `optimizer.decay_norm_weights` says so
-# rate         of decays, and constants: starts from a distribution (or a value) that weight decay would erase, so it never decays
-# balance      of a router: the experts' load moves it (`training.step`), no gradient and no decay does
-Kind = Literal["matrix", "embedding", "head", "router", "convolution", "vector", "norm", "rate", "balance"]
+# matrix       of a product inside a layer: decays; Muon's embedding, head, router, convolution,
+# vector      decay; AdamW's under Muon, too norm         weight of a norm: decays where
+# `optimizer.decay_norm_weights` says so rate         of decays, and constants: starts from a
+# distribution (or a value) that weight decay would erase, so it never decays balance      of a
+# router: the experts' load moves it (`training.step`), no gradient and no decay does
+Kind = Literal[
+    "matrix", "embedding", "head", "router", "convolution", "vector", "norm", "rate", "balance"
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
     """What is decided of one parameter.
 
-    shape: of its own dimensions; `stack` is the shape of the stacked layers before them.
-    axes: the logical axis of each own dimension, a name of `parallel.rules.AXES`; None: never split.
-    letters: one per own dimension where the parameter enters a product, else "": i summed over, o kept, p tells apart matrices with
-      the same input (gate | up), b matrices of which a token passes some (experts).
-    parts: matrices side by side along the last dimension, as (name, width); () for one.
-    operand: used in the model's dtype, and gathered in it; else in its own.
-    gathered: over what only stores it: before its layer ("layer"), or inside the operator that uses it ("operator").
+    shape: of its own dimensions; `stack` is the shape of the stacked layers before them. axes:
+    the logical axis of each own dimension, a name of `parallel.rules.AXES`; None: never split.
+    letters: one per own dimension where the parameter enters a product, else "": i summed over,
+    o kept, p tells apart matrices with
+      the same input (gate | up), b matrices of which a token passes some (experts). parts:
+      matrices side by side along the last dimension, as (name, width); () for one. operand: used
+      in the model's dtype, and gathered in it; else in its own. gathered: over what only stores
+      it: before its layer ("layer"), or inside the operator that uses it ("operator").
     """
 
     kind: Kind
@@ -55,7 +61,9 @@ class Declared:
 
     @property
     def experts(self) -> int:
-        """How many matrices there are of which a token passes some; 1 where every token passes it."""
+        """How many matrices there are of which a token passes some; 1 where every token passes
+        it.
+        """
         return math.prod(size for size, letter in zip(self.shape, self.letters) if letter == "b")
 
     def decays(self, norm_weights: bool) -> bool:
@@ -64,54 +72,92 @@ class Declared:
 
 
 class Make:
-    """Makes the parameters of one layer. `stack`: the shape put before every parameter's own; `dtype`: what it is kept in."""
+    """Makes the parameters of one layer. `stack`: the shape put before every parameter's own;
+    `dtype`: what it is kept in.
+    """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, stack: tuple[int, ...] = (), dtype: Any = jnp.float32):
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        stack: tuple[int, ...] = (),
+        dtype: Any = jnp.float32,
+    ):
         self.config, self.rngs, self.stack, self.dtype = config, rngs, stack, dtype
 
     def stacked(self, *stack: int) -> "Make":
         """The same for layers that are stacked so."""
         return Make(self.config, self.rngs, stack, self.dtype)
 
-    def matrix(self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any) -> nnx.Param:
+    def matrix(
+        self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any
+    ) -> nnx.Param:
         """Of start N(0, initializer_range). Arguments: see `parameter`."""
+
         def start(shape):
-            return self.config.initializer_range * jax.random.normal(self.rngs.params(), shape, jnp.float32)
+            return self.config.initializer_range * jax.random.normal(
+                self.rngs.params(), shape, jnp.float32
+            )
+
         return self.parameter(start, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
-        """Weight of `layers.rms_norm`; `plain`: of `layers.rms_norm_plain`, which starts at 1 in every model."""
+        """Weight of `layers.rms_norm`; `plain`: of `layers.rms_norm_plain`, which starts at 1 in
+        every model.
+        """
         if self.config.block.norm != "rms" and not plain:
             return self.config.block.of("norm").weight(self, width)
         start = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
         return self.parameter(start, (width,), ".", kind="norm")
 
-    def parameter(self, start: Callable[[tuple[int, ...]], jax.Array], shape: Sequence[int], dims: str, *, kind: Kind,
-                  parts: Sequence[tuple[str, int]] = (), operand: bool | None = None,
-                  gathered: Literal["layer", "operator"] = "layer") -> nnx.Param:
+    def parameter(
+        self,
+        start: Callable[[tuple[int, ...]], jax.Array],
+        shape: Sequence[int],
+        dims: str,
+        *,
+        kind: Kind,
+        parts: Sequence[tuple[str, int]] = (),
+        operand: bool | None = None,
+        gathered: Literal["layer", "operator"] = "layer",
+    ) -> nnx.Param:
         """A parameter whose decisions are all made.
 
         Args:
           start: shape (stack included) → its start value.
           shape: of one layer.
-          dims: the logical axis of each dimension ("." for none), with "->" between those that a product sums over and those that
-            it keeps: "embed -> query_heads head_width". Before "|" stand dimensions of matrices of which a token passes some, "*" is
-            one that tells matrices with the same input apart: "experts | embed -> * mlp". No arrow: no product.
-          parts, operand, gathered: see `Declared`. `operand` None: matrices, convolutions, heads and vectors are.
+          dims: the logical axis of each dimension ("." for none), with "->" between those that a
+          product sums over and those that
+            it keeps: "embed -> query_heads head_width". Before "|" stand dimensions of matrices
+            of which a token passes some, "*" is one that tells matrices with the same input
+            apart: "experts | embed -> * mlp". No arrow: no product.
+          parts, operand, gathered: see `Declared`. `operand` None: matrices, convolutions, heads
+          and vectors are.
 
         Raises:
-          ValueError: `dims` does not fit `shape`, or names an axis that `parallel.rules` does not have.
+          ValueError: `dims` does not fit `shape`, or names an axis that `parallel.rules` does
+          not have.
         """
         axes, letters = _parsed(dims)
         check_axes(axes)
         shape, parts = tuple(shape), tuple((name, int(width)) for name, width in parts)
         if len(axes) != len(shape):
-            raise ValueError(f"{dims!r} names {len(axes)} dimensions of a parameter of shape {shape}: expected one name for each")
+            raise ValueError(
+                f"{dims!r} names {len(axes)} dimensions of a parameter of shape {shape}: expected "
+                "one name for each"
+            )
         if kind == "matrix" and not {"i", "o"} <= set(letters):
-            raise ValueError(f"{dims!r} of a matrix: expected dimensions before and after \"->\", or another kind")
+            raise ValueError(
+                f'{dims!r} of a matrix: expected dimensions before and after "->", or another kind'
+            )
         if parts and sum(width for _, width in parts) != shape[-1]:
-            raise ValueError(f"parts {parts} of a parameter of shape {shape}: expected their widths to sum to {shape[-1]}")
-        operand = kind in ("matrix", "convolution", "head", "vector") if operand is None else operand
+            raise ValueError(
+                f"parts {parts} of a parameter of shape {shape}: expected their widths to sum to "
+                f"{shape[-1]}"
+            )
+        operand = (
+            kind in ("matrix", "convolution", "head", "vector") if operand is None else operand
+        )
         declared = Declared(kind, shape, self.stack, axes, letters, parts, operand, gathered)
         dtype = jnp.float32 if kind in ("rate", "balance") else self.dtype
         return nnx.Param(start((*self.stack, *shape)).astype(dtype), declared=declared)
@@ -132,14 +178,26 @@ def _parsed(dims: str) -> tuple[tuple[str | None, ...], str]:
 
 
 def check_declared(model: nnx.Module) -> None:
-    """Raises ValueError where a parameter of `model` has no declaration; names it and the class that made it."""
+    """Raises ValueError where a parameter of `model` has no declaration; names it and the class
+    that made it.
+    """
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param) and "declared" not in value.get_metadata():
-                raise ValueError(f"parameter {'/'.join(map(str, (*path, name)))} of {type(module).__module__}:{type(module).__name__} is "
-                                 "not declared: make it with model.parameters.Make, so that its shape, axes and kind are decided")
+                raise ValueError(
+                    f"parameter {'/'.join(map(str, (*path, name)))} of "
+                    f"{type(module).__module__}:{type(module).__name__} is "
+                    "not declared: make it with model.parameters.Make, so that its shape, axes "
+                    "and kind are decided"
+                )
 
 
 def declared_tree(params: nnx.State) -> dict:
-    """Nested plain dicts like `nnx.to_pure_dict(params)`, with each parameter's `Declared` in its place."""
-    return nnx.to_pure_dict(jax.tree.map(lambda p: p.declared, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    """Nested plain dicts like `nnx.to_pure_dict(params)`, with each parameter's `Declared` in
+    its place.
+    """
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda p: p.declared, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+        )
+    )

@@ -1,35 +1,53 @@
-"""Attention to a cache: the keys and values of a row's tokens so far, each in its slot, of several equal layers in one array.
+"""Attention to a cache: the keys and values of a row's tokens so far, each in its slot, of
+several equal layers in one array.
 
-Letters: R layers, B batch, T queries, S slots, C slots of a block, N query heads, M key/value heads, D head width; X = M · D,
-L queries of a key/value head.
+Letters: R layers, B batch, T queries, S slots, C slots of a block, N query heads, M key/value
+heads, D head width; X = M · D, L queries of a key/value head.
 """
 
 import jax
 import jax.numpy as jnp
 
 _FEW_QUERIES = 8
-_BLOCK, _BLOCK_OF_FEW = 256, 2048  # slots read at once; of a prompt's chunk, and of a few queries, whose scores are few
+# slots read at once; of a prompt's chunk, and of a few queries, whose scores are few
+_BLOCK, _BLOCK_OF_FEW = 256, 2048
 _HIDDEN = -1e30  # finite, so that a query before the first slot stays finite
 
 
 def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Array:
-    """The cache [R, B, S, M, D] with `new` [B, T, M, D] in slots `start` [B] … of `layer`, in place where the cache is not used again.
+    """The cache [R, B, S, M, D] with `new` [B, T, M, D] in slots `start` [B] … of `layer`, in
+    place where the cache is not used again.
 
-    All must be slots, but those below 0, whose tokens are dropped: that leaves something undefined in as many slots behind the last."""
+    All must be slots, but those below 0, whose tokens are dropped: that leaves something
+    undefined in as many slots behind the last.
+    """
+
     def row(b, cache):
         own_TMD = new[b]
         if new.shape[1] > 1:
-            own_TMD = own_TMD.take(jnp.arange(len(own_TMD)) - jnp.minimum(start[b], 0), axis=0, mode="clip")
-        return jax.lax.dynamic_update_slice(cache, own_TMD[None, None].astype(cache.dtype), (layer, b, start[b].clip(0), 0, 0))
-    # Without the barrier XLA on CPU repeats the write for each of its readers, with two copies of the cache each time.
-    return jax.lax.optimization_barrier(jax.lax.fori_loop(0, len(new), row, cache) if len(new) > 1 else row(0, cache))
+            own_TMD = own_TMD.take(
+                jnp.arange(len(own_TMD)) - jnp.minimum(start[b], 0), axis=0, mode="clip"
+            )
+        return jax.lax.dynamic_update_slice(
+            cache, own_TMD[None, None].astype(cache.dtype), (layer, b, start[b].clip(0), 0, 0)
+        )
+
+    # Without the barrier XLA on CPU repeats the write for each of its readers, with two copies of
+    # the cache each time.
+    return jax.lax.optimization_barrier(
+        jax.lax.fori_loop(0, len(new), row, cache) if len(new) > 1 else row(0, cache)
+    )
 
 
-def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, layer, positions: jax.Array) -> jax.Array:
-    """softmax(D^-1/2 q kᵀ) v over the slots 0 … p of `layer`, for a query at p, with float32 softmax; only blocks in use are read.
+def cached_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, layer, positions: jax.Array
+) -> jax.Array:
+    """softmax(D^-1/2 q kᵀ) v over the slots 0 … p of `layer`, for a query at p, with float32
+    softmax; only blocks in use are read.
 
     Args:
-      q: [B, T, N, D]. k, v: [R, B, S, M, D] with N % M == 0; they may be the same array. positions: [B, T], p of each query.
+      q: [B, T, N, D]. k, v: [R, B, S, M, D] with N % M == 0; they may be the same array.
+      positions: [B, T], p of each query.
 
     Returns:
       [B, T, N, D] in q's dtype.
@@ -37,8 +55,9 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, layer, positions:
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     if t > _FEW_QUERIES:
         return _blockwise(q, k, v, layer, positions, min(s, _BLOCK), d**-0.5)
-    # Read as it lies: a query is spread over the width of all key heads, zero outside its own, as a batch over heads would
-    # copy keys and values with heads first. A single layer of the softmax's dtype is nowhere copied, so that it is read whole.
+    # Read as it lies: a query is spread over the width of all key heads, zero outside its own, as a
+    # batch over heads would copy keys and values with heads first. A single layer of the softmax's
+    # dtype is nowhere copied, so that it is read whole.
     own_M1M1 = jnp.eye(m, dtype=q.dtype)[:, None, :, None]
     q_BTNX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t, n, m * d)
     k, v = (x.reshape(r, b, s, 1, m * d) for x in (k, v))
@@ -50,7 +69,9 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, layer, positions:
 
 
 def _whole(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
-    """All slots at once. An axis of one key head, as `_blockwise` has, would cost two thirds more."""
+    """All slots at once. An axis of one key head, as `_blockwise` has, would cost two thirds
+    more.
+    """
     q_BLX = q_BTNX.reshape(len(q_BTNX), -1, q_BTNX.shape[-1])
     position_BL1 = jnp.repeat(positions_BT, q_BTNX.shape[2], axis=1)[..., None]
     s_BLS = jnp.einsum("blx,bsx->bls", q_BLX, k_BSX) * scale
@@ -70,18 +91,31 @@ def _blockwise(q, k, v, layer, positions_BT, size, scale):
         o_BMLD, largest_BML, total_BML = carry
         start = jnp.minimum(j * size, s - size)
         # Flat: XLA on CPU copies short inner dimensions at half the rate.
-        k_BMCD, v_BMCD = (jax.lax.dynamic_slice(x.reshape(r, b, s * m * d), (layer, 0, start * m * d), (1, b, size * m * d))
-                          .reshape(b, size, m, d).swapaxes(1, 2) for x in (k, v))
+        k_BMCD, v_BMCD = (
+            jax.lax.dynamic_slice(
+                x.reshape(r, b, s * m * d), (layer, 0, start * m * d), (1, b, size * m * d)
+            )
+            .reshape(b, size, m, d)
+            .swapaxes(1, 2)
+            for x in (k, v)
+        )
         slot_C = start + jnp.arange(size)
-        seen_BLC = (slot_C >= j * size) & (slot_C <= position_BL1)  # the last block begins within the one before
+        # the last block begins within the one before
+        seen_BLC = (slot_C >= j * size) & (slot_C <= position_BL1)
         s_BMLC = jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=wide) * scale
         s_BMLC = jnp.where(seen_BLC[:, None], s_BMLC, _HIDDEN)
         new_BML = jnp.maximum(largest_BML, jnp.max(s_BMLC, axis=-1))
         p_BMLC, shrink_BML = jnp.exp(s_BMLC - new_BML[..., None]), jnp.exp(largest_BML - new_BML)
-        o_BMLD = o_BMLD * shrink_BML[..., None] + jnp.einsum("bmlc,bmcd->bmld", p_BMLC.astype(v.dtype), v_BMCD, preferred_element_type=wide)
+        o_BMLD = o_BMLD * shrink_BML[..., None] + jnp.einsum(
+            "bmlc,bmcd->bmld", p_BMLC.astype(v.dtype), v_BMCD, preferred_element_type=wide
+        )
         return o_BMLD, new_BML, total_BML * shrink_BML + jnp.sum(p_BMLC, axis=-1)
 
-    carry = jnp.zeros(q_BMLD.shape, wide), jnp.full(q_BMLD.shape[:-1], _HIDDEN, wide), jnp.zeros(q_BMLD.shape[:-1], wide)
+    carry = (
+        jnp.zeros(q_BMLD.shape, wide),
+        jnp.full(q_BMLD.shape[:-1], _HIDDEN, wide),
+        jnp.zeros(q_BMLD.shape[:-1], wide),
+    )
     last = jnp.minimum(jnp.max(positions_BT), s - 1) // size + 1
     o_BMLD, _, total_BML = jax.lax.fori_loop(0, last, block, carry)
     o_BMLD = o_BMLD / jnp.maximum(total_BML, 1)[..., None]  # less than 1 only where nothing is seen

@@ -13,33 +13,50 @@ from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.pallas_causal_conv1d import kernels
 
 
-def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=None, segment_ids=None, axis_name: str | None = None):
+def causal_conv1d(
+    x,
+    kernel,
+    *,
+    activation: str | None = "silu",
+    initial_state=None,
+    segment_ids=None,
+    axis_name: str | None = None,
+):
     """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), each channel by itself.
 
     Args:
       x: [B, T, *channels].
       kernel: [W, *channels]; kernel[W - 1] multiplies the current token.
       activation: "silu" or None.
-      initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None for zeros. With
+      initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None
+      for zeros. With
         `segment_ids` they belong to the first segment.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at the end. No input crosses
+      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at
+      the end. No input crosses
         from one document to another; padding rows give zeros.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order; x and `segment_ids` are then this shard's,
-        the ids those of the whole row. `initial_state` enters the first shard (elsewhere it is ignored and has no
-        gradient) and `final_state` is the row's, the same on every shard.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; x and
+      `segment_ids` are then this shard's,
+        the ids those of the whole row. `initial_state` enters the first shard (elsewhere it is
+        ignored and has no gradient) and `final_state` is the row's, the same on every shard.
 
     Returns:
       y: [B, T, *channels] in x's dtype; products and sum in float32 (float64 for float64).
-      final_state: [B, W - 1, *channels] in x's dtype: the last W - 1 inputs, oldest first. With `segment_ids` those of the
-        last segment, with zeros where an input belongs to another document; padding at the end is skipped.
+      final_state: [B, W - 1, *channels] in x's dtype: the last W - 1 inputs, oldest first. With
+      `segment_ids` those of the
+        last segment, with zeros where an input belongs to another document; padding at the end
+        is skipped.
 
     Raises:
-      ValueError: shapes, dtypes or the activation do not fit, or a shard holds fewer than W - 1 tokens.
+      ValueError: shapes, dtypes or the activation do not fit, or a shard holds fewer than W - 1
+      tokens.
     """
     _check(x, kernel, activation, initial_state, segment_ids)
     if axis_name is not None and x.shape[1] < kernel.shape[0] - 1:
-        raise ValueError(f"x has {x.shape[1]} tokens a shard of axis {axis_name!r}: expected at least the {kernel.shape[0] - 1} "
-                         f"that a kernel of width {kernel.shape[0]} reads of the shard before")
+        raise ValueError(
+            f"x has {x.shape[1]} tokens a shard of axis {axis_name!r}: expected at least the "
+            f"{kernel.shape[0] - 1} "
+            f"that a kernel of width {kernel.shape[0]} reads of the shard before"
+        )
     batch, time, channels = x.shape[0], x.shape[1], x.shape[2:]
     width, size = kernel.shape[0], math.prod(channels)
     x_BTD, kernel_WD = x.reshape(batch, time, size), kernel.reshape(width, size)
@@ -50,7 +67,9 @@ def causal_conv1d(x, kernel, *, activation: str | None = "silu", initial_state=N
     ids_before = None if segment_ids is None else jnp.repeat(segment_ids[:, :1], width - 1, axis=1)
     if axis_name is not None and width > 1:
         before = _halo(x_BTD, before, width - 1, axis_name)
-        ids_before = None if segment_ids is None else _halo(segment_ids, ids_before, width - 1, axis_name)
+        ids_before = (
+            None if segment_ids is None else _halo(segment_ids, ids_before, width - 1, axis_name)
+        )
     ids = None if segment_ids is None else jnp.concatenate([ids_before, segment_ids], axis=1)
     y_BTD = _convolve(activation, before, x_BTD, kernel_WD, ids)
     extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
@@ -74,27 +93,40 @@ def _check(x, kernel, activation, initial_state, segment_ids):
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r}: expected 'silu' or None")
     channels = x.shape[2:]
-    checks.shapes(x=(x, ("B", "T", *channels)), kernel=(kernel, ("W", *channels)), segment_ids=(segment_ids, "BT"))
+    checks.shapes(
+        x=(x, ("B", "T", *channels)),
+        kernel=(kernel, ("W", *channels)),
+        segment_ids=(segment_ids, "BT"),
+    )
     checks.shapes(initial_state=(initial_state, (x.shape[0], kernel.shape[0] - 1, *channels)))
 
 
 def _halo(x, first, size: int, axis_name: str):
     """The last `size` rows of the shard before; on the first shard `first`."""
     shards = jax.lax.axis_size(axis_name)
-    received = jax.lax.ppermute(x[:, x.shape[1] - size :], axis_name, [(i, i + 1) for i in range(shards - 1)])
+    received = jax.lax.ppermute(
+        x[:, x.shape[1] - size :], axis_name, [(i, i + 1) for i in range(shards - 1)]
+    )
     return jnp.where(jax.lax.axis_index(axis_name) == 0, first, received)
 
 
 def _same_document(ids, width: int, dtype):
-    """[W, B, T] ones where tap w of output t reads t's own document and t is a token, else zeros."""
+    """[W, B, T] ones where tap w of output t reads t's own document and t is a token, else
+    zeros.
+    """
     here = ids[:, width - 1 :]
     time = here.shape[1]
-    return jnp.stack([(ids[:, w : w + time] == here) & (here > 0) for w in range(width)]).astype(dtype)
+    return jnp.stack([(ids[:, w : w + time] == here) & (here > 0) for w in range(width)]).astype(
+        dtype
+    )
 
 
 def _terms(rows, scale, same):
     """Per tap w: rows[w] * scale[w], zero where the documents differ."""
-    return [x * y if same is None else x * y * same[w][..., None] for w, (x, y) in enumerate(zip(rows, scale))]
+    return [
+        x * y if same is None else x * y * same[w][..., None]
+        for w, (x, y) in enumerate(zip(rows, scale))
+    ]
 
 
 def _shifted(padded, width: int):
@@ -112,20 +144,32 @@ def _convolve(activation, before, x, kernel, ids):
     def products(before, x, kernel, ids):
         wide = jnp.promote_types(jnp.float32, x.dtype)
         same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
-        z = _before_activation(jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same)
+        z = _before_activation(
+            jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same
+        )
         return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
-    return jax.lax.platform_dependent(before, x, kernel, ids, **{"default": products} | kernels("forward", activation, x, kernel))
+
+    return jax.lax.platform_dependent(
+        before, x, kernel, ids, **{"default": products} | kernels("forward", activation, x, kernel)
+    )
 
 
 def _convolve_backward(activation, residuals, dy):
     def products(on_cpu, before, x, kernel, ids, dy):
-        dextended, dkernel = _gradients(activation, on_cpu, jnp.concatenate([before, x], axis=1), kernel, ids, dy)
-        return dextended[:, :before.shape[1]], dextended[:, before.shape[1]:], dkernel
+        dextended, dkernel = _gradients(
+            activation, on_cpu, jnp.concatenate([before, x], axis=1), kernel, ids, dy
+        )
+        return dextended[:, : before.shape[1]], dextended[:, before.shape[1] :], dkernel
+
     platforms = {name: functools.partial(products, name == "cpu") for name in ("cpu", "default")}
-    return *jax.lax.platform_dependent(*residuals, dy, **platforms | kernels("backward", activation, *residuals[1:3])), None
+    return *jax.lax.platform_dependent(
+        *residuals, dy, **platforms | kernels("backward", activation, *residuals[1:3])
+    ), None
 
 
-_convolve.defvjp(lambda activation, *inputs: (_convolve(activation, *inputs), inputs), _convolve_backward)
+_convolve.defvjp(
+    lambda activation, *inputs: (_convolve(activation, *inputs), inputs), _convolve_backward
+)
 
 
 def _gradients(activation, on_cpu, extended, kernel, ids, dy):
@@ -137,8 +181,9 @@ def _gradients(activation, on_cpu, extended, kernel, ids, dy):
         gate = jax.nn.sigmoid(z)
         dz *= gate * (1 + z * (1 - gate))
     time = dz.shape[1]
-    # The barrier makes these arrays exist: fused into what follows, the padding turns every read into a branch and the
-    # activation's gradient is computed once per tap. Where a pass over memory is what costs, x is not copied in float32.
+    # The barrier makes these arrays exist: fused into what follows, the padding turns every read
+    # into a branch and the activation's gradient is computed once per tap. Where a pass over memory
+    # is what costs, x is not copied in float32.
     padded = jnp.pad(dz, ((0, 0), (width - 1, width - 1), (0, 0)))
     padded, same = jax.lax.optimization_barrier((padded, same))
     dz = padded[:, width - 1 : width - 1 + time]

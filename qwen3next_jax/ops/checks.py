@@ -14,9 +14,17 @@ def shapes(**arrays) -> dict:
         if x is None:
             continue
         wanted = [sizes.get(axis, axis) for axis in axes]
-        if x.ndim != len(wanted) or any(n < 1 if isinstance(want, str) else n != want for n, want in zip(x.shape, wanted)):
-            known = ", ".join(str(axis) if axis == want else f"{axis} = {want}" for axis, want in zip(axes, wanted))
-            raise ValueError(f"{name} has shape {x.shape}: expected [{known}]" + ", nothing empty" * (0 in x.shape))
+        if x.ndim != len(wanted) or any(
+            n < 1 if isinstance(want, str) else n != want for n, want in zip(x.shape, wanted)
+        ):
+            known = ", ".join(
+                str(axis) if axis == want else f"{axis} = {want}"
+                for axis, want in zip(axes, wanted)
+            )
+            raise ValueError(
+                f"{name} has shape {x.shape}: expected [{known}]"
+                + ", nothing empty" * (0 in x.shape)
+            )
         sizes |= zip(axes, x.shape)
     return sizes
 
@@ -33,8 +41,12 @@ def implementation(name: str | None, known):
 
 
 def values(wrong: dict):
-    """{message: whether it is so, [] traced}: the first that is ends the program with a ValueError, from a host callback."""
+    """{message: whether it is so, [] traced}: the first that is ends the program with a
+    ValueError, from a host callback.
+    """
+
     def report(*found):
         if any(found):
             raise ValueError(next(message for message, is_wrong in zip(wrong, found) if is_wrong))
+
     jax.debug.callback(report, *wrong.values())

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.tpu import tpu
 
-# Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks of 256 to 512 rows
-# are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192). Accelerators want matmuls of many rows, and dw,
-# which every chunk reads and writes, seldom: where a TPU is compiled for, the logits may take this part of its memory, on a GPU half a GiB.
+# Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks
+# of 256 to 512 rows are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192).
+# Accelerators want matmuls of many rows, and dw, which every chunk reads and writes, seldom: where
+# a TPU is compiled for, the logits may take this part of its memory, on a GPU half a GiB.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, 2**27
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
 
 
 class Rows(NamedTuple):
-    """Per row, without gradient: the negative log-likelihood and logsumexp of the logits [R] float32, the index of the
-    largest logit [R] int32, and whether that is the target [R] bool."""
+    """Per row, without gradient: the negative log-likelihood and logsumexp of the logits [R]
+    float32, the index of the largest logit [R] int32, and whether that is the target [R] bool.
+    """
 
     nll: jax.Array
     logsumexp: jax.Array
@@ -30,24 +32,28 @@ class Rows(NamedTuple):
     correct: jax.Array
 
 
-def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *,
-                         chunk: int | None = None) -> tuple[jax.Array, Rows]:
+def linear_cross_entropy(
+    x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *, chunk: int | None = None
+) -> tuple[jax.Array, Rows]:
     """Σ_r weights_r · (logsumexp(x_r w) − x_r w[:, targets_r]), chunk by chunk over the rows.
 
-    When differentiated, the forward pass computes the gradients of each chunk while its logits are at hand (three matmuls; on a TPU
-    two more for a narrow model, whose logits cost less than their way to memory) and the backward pass multiplies them by the
-    scalar cotangent. Between the two live dx [R, D] and dw [D, V]; never [R, V].
+    When differentiated, the forward pass computes the gradients of each chunk while its logits
+    are at hand (three matmuls; on a TPU two more for a narrow model, whose logits cost less than
+    their way to memory) and the backward pass multiplies them by the scalar cotangent. Between
+    the two live dx [R, D] and dw [D, V]; never [R, V].
 
     Args:
       x: [R, D] in the dtype of computation.
-      w: [D, V]; cast to x's dtype for the matmuls. Tied embeddings [V, D] are passed transposed: the transpose folds
+      w: [D, V]; cast to x's dtype for the matmuls. Tied embeddings [V, D] are passed transposed:
+      the transpose folds
         into the matmul.
       targets: [R] integers in [0, V); anything where the weight is 0.
-      weights: [R] float32; a row of weight 0 does not count. Differentiable too (its gradient is nll).
-      chunk: rows per chunk; None chooses.
+      weights: [R] float32; a row of weight 0 does not count. Differentiable too (its gradient is
+      nll). chunk: rows per chunk; None chooses.
 
     Returns:
-      (loss_sum, rows): a float32 scalar and the per-row figures. A tie for the largest logit goes to the smaller index.
+      (loss_sum, rows): a float32 scalar and the per-row figures. A tie for the largest logit
+      goes to the smaller index.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -62,7 +68,8 @@ def linear_cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array, weights
             elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART)
         chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
         if chip or gpu:
-            chunk = -(-rows // -(-rows // chunk))  # all of one size, or the last would be mostly padding
+            # all of one size, or the last would be mostly padding
+            chunk = -(-rows // -(-rows // chunk))
     return _operator(min(chunk, rows), x, w, targets, weights)
 
 
@@ -88,7 +95,12 @@ def _forward(chunk, x, w, targets, weights):
 def _backward(chunk, residuals, cotangents):
     dx, dw, nll, w_empty, weights_empty = residuals
     scale = cotangents[0]
-    return (scale * dx).astype(dx.dtype), (scale * dw).astype(w_empty.dtype), None, (scale * nll).astype(weights_empty.dtype)
+    return (
+        (scale * dx).astype(dx.dtype),
+        (scale * dw).astype(w_empty.dtype),
+        None,
+        (scale * nll).astype(weights_empty.dtype),
+    )
 
 
 _operator.defvjp(_forward, _backward)
@@ -116,18 +128,24 @@ def _walk(chunk, x, w, targets, weights, *, gradients):
 def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     def product(*after):
         """The logits once what is named is known."""
-        return jnp.dot(jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide)
+        return jnp.dot(
+            jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide
+        )
 
     logits_CV, chip = product(), tpu()
-    # Two more products, each of whose reductions fuse with it, may be less than writing the logits and reading them three times.
+    # Two more products, each of whose reductions fuse with it, may be less than writing the logits
+    # and reading them three times.
     anew = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second
     logits = product if anew else lambda *_: logits_CV
     index_1V = jnp.arange(w_DV.shape[1], dtype=jnp.int32)[None]
     hit_CV = index_1V == target_C[:, None]
     largest_C = jnp.max(logits_CV, axis=1)
     # Of one product, as another may differ by rounding.
-    best_C = (jnp.argmax(logits_CV, axis=1).astype(jnp.int32) if anew else
-              jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1))
+    best_C = (
+        jnp.argmax(logits_CV, axis=1).astype(jnp.int32)
+        if anew
+        else jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1)
+    )
     logits_CV = logits(largest_C)
     total_C = jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=1)
     logsumexp_C = largest_C + jnp.log(total_C)
@@ -135,7 +153,8 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
-    # Divide after the matmul's operand is made small: exp · (weight / total), less weight at the target.
+    # Divide after the matmul's operand is made small: exp · (weight / total), less weight at the
+    # target.
     exp_CV = jnp.exp(logits(total_C) - largest_C[:, None])
     dlogits_CV = exp_CV * (weight_C / total_C)[:, None] - jnp.where(hit_CV, weight_C[:, None], 0)
     dlogits_CV = dlogits_CV.astype(x_CD.dtype)

@@ -1,10 +1,11 @@
 """Matmuls of rows sorted by group, one weight matrix per group: the experts of a mixture.
 
-"blocked" copies the rows into blocks of one group each, filled up with zeros, and multiplies the blocks as one batch, so
-every row meets one weight matrix only. (XLA's own `ragged_dot` computes every group for every row on CPUs and GPUs.)
+"blocked" copies the rows into blocks of one group each, filled up with zeros, and multiplies the
+blocks as one batch, so every row meets one weight matrix only. (XLA's own `ragged_dot` computes
+every group for every row on CPUs and GPUs.)
 
-Letters: R rows, C rows of a block, D width in, F width out, E groups (experts), G = min(E, R) groups that can have rows,
-I expert width, K blocks of a batch, W groups of a batch.
+Letters: R rows, C rows of a block, D width in, F width out, E groups (experts), G = min(E, R)
+groups that can have rows, I expert width, K blocks of a batch, W groups of a batch.
 """
 
 import functools
@@ -22,9 +23,9 @@ IMPLEMENTATIONS = ("blocked", "ragged_dot")
 class Tiles(NamedTuple):
     """How "blocked" cuts rows into blocks.
 
-    largest: rows of a block at most.
-    share: blocks that a group of mean size fills; every group wastes less than one block, so a share of 1/share at most.
-    batch: elements of the weights copied for one batch of blocks.
+    largest: rows of a block at most. share: blocks that a group of mean size fills; every group
+    wastes less than one block, so a share of 1/share at most. batch: elements of the weights
+    copied for one batch of blocks.
     """
 
     largest: int
@@ -32,21 +33,26 @@ class Tiles(NamedTuple):
     batch: int
 
 
-# Both the best of several for 8 to 64 groups of 8192 to 16384 rows (benchmarks/grouped_matmul.py); the copy stays in cache.
+# Both the best of several for 8 to 64 groups of 8192 to 16384 rows (benchmarks/grouped_matmul.py);
+# the copy stays in cache.
 _CPU = Tiles(largest=128, share=1, batch=2**20)
-# Never timed. Long blocks copy the weights seldom; blocks of one batch are one product, which has to fill the chip.
+# Never timed. Long blocks copy the weights seldom; blocks of one batch are one product, which has
+# to fill the chip.
 _GPU = Tiles(largest=512, share=8, batch=2**26)
 _FULL_TILE = 64  # rows of a matrix unit's tile: shorter blocks save nothing
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
     """y_r = x_r · w[group of r].
 
     Args:
       x: [R, D] rows sorted by group.
       w: [E, D, F].
-      group_sizes: [E] integers, rows of each group; their sum may be below R, the rows beyond give zeros.
-      implementation: "blocked", "ragged_dot", or None for the platform's best: "ragged_dot" on TPU, on an H100 tokamax's kernels
+      group_sizes: [E] integers, rows of each group; their sum may be below R, the rows beyond
+      give zeros. implementation: "blocked", "ragged_dot", or None for the platform's best:
+      "ragged_dot" on TPU, on an H100 tokamax's kernels
         where they were right when first tried, else "blocked".
 
     Returns:
@@ -59,8 +65,14 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implem
     return _matmul(implementation, x, w, group_sizes.astype(jnp.int32))
 
 
-def expert_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: jax.Array, *,
-               implementation: str | None = None) -> jax.Array:
+def expert_mlp(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
     """SwiGLU experts on rows sorted by expert: y_r = (silu(x_r gate_e) · (x_r up_e)) down_e.
 
     Args:
@@ -75,8 +87,20 @@ def expert_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, group_sizes: j
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
     """
-    _check(group_sizes, implementation, x=(x, "RD"), gate_up=(gate_up, ("E", "D", 2, "I")), down=(down, "EID"))
-    return _mlp(implementation, x, gate_up.reshape(*gate_up.shape[:2], -1), down, group_sizes.astype(jnp.int32))
+    _check(
+        group_sizes,
+        implementation,
+        x=(x, "RD"),
+        gate_up=(gate_up, ("E", "D", 2, "I")),
+        down=(down, "EID"),
+    )
+    return _mlp(
+        implementation,
+        x,
+        gate_up.reshape(*gate_up.shape[:2], -1),
+        down,
+        group_sizes.astype(jnp.int32),
+    )
 
 
 def _check(group_sizes, implementation, **arrays):
@@ -85,7 +109,8 @@ def _check(group_sizes, implementation, **arrays):
     checks.integers(group_sizes=group_sizes)
 
 
-# ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------
+# ---- one custom gradient outside, the choice of platform inside forward and inside backward
+# ----------------------
 
 
 def _choose(implementation, blocked, ragged, *args):
@@ -97,20 +122,31 @@ def _choose(implementation, blocked, ragged, *args):
     further = {"tpu": in_xla} if implementation is None else {}
     if implementation is None and jax.default_backend() == "gpu":
         from qwen3next_jax.ops import pallas_gpu_ragged  # a second to import
+
         further |= pallas_gpu_ragged.platforms(ragged, *args)
     return jax.lax.platform_dependent(*args, cpu=cpu, default=elsewhere, **further)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(implementation, x, w, group_sizes):
-    return _choose(implementation, _blocked, lambda product, _, *args: product(*args), x, w, group_sizes)
+    return _choose(
+        implementation, _blocked, lambda product, _, *args: product(*args), x, w, group_sizes
+    )
 
 
 def _matmul_backward(implementation, residuals, dy):
-    return *_choose(implementation, _blocked_gradients, lambda _, gradients, *args: gradients(*args), *residuals, dy), None
+    return *_choose(
+        implementation,
+        _blocked_gradients,
+        lambda _, gradients, *args: gradients(*args),
+        *residuals,
+        dy,
+    ), None
 
 
-_matmul.defvjp(lambda implementation, *inputs: (_matmul(implementation, *inputs), inputs), _matmul_backward)
+_matmul.defvjp(
+    lambda implementation, *inputs: (_matmul(implementation, *inputs), inputs), _matmul_backward
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -124,7 +160,10 @@ def _mlp_forward(implementation, *inputs):
 
 
 def _mlp_backward(implementation, residuals, dy):
-    return (*_choose(implementation, _blocked_mlp_gradients, _ragged_mlp_gradients, *residuals, dy), None)
+    return (
+        *_choose(implementation, _blocked_mlp_gradients, _ragged_mlp_gradients, *residuals, dy),
+        None,
+    )
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -136,7 +175,8 @@ def _swiglu(hidden):
     return (jax.nn.silu(gate) * up).astype(hidden.dtype)
 
 
-# ---- ragged_dot ---------------------------------------------------------------------------------------------------
+# ---- ragged_dot
+# --------------------------------------------------------------------------------------------------
 
 
 def _ragged(x, w, group_sizes):
@@ -160,11 +200,14 @@ def _ragged_mlp_gradients(_, gradients, x, gate_up, down, group_sizes, hidden, d
     return dx, dgate_up, ddown
 
 
-# ---- blocked ------------------------------------------------------------------------------------------------------
+# ---- blocked
+# --------------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
-    """How rows fill blocks, the blocks lying in n batches of K; "rank" counts the groups that have rows."""
+    """How rows fill blocks, the blocks lying in n batches of K; "rank" counts the groups that
+    have rows.
+    """
 
     group: jax.Array  # [n, K] of each block
     first: jax.Array  # [n] rank where the W groups of a batch start
@@ -180,7 +223,9 @@ class _Plan(NamedTuple):
 def _block_size(tiles: Tiles, rows: int, groups: int) -> int:
     """A power of two up to the mean size of a group, as each group wastes less than one block."""
     mean = rows // groups
-    return min(1 << (max(mean // tiles.share, min(mean, _FULL_TILE)).bit_length() - 1), tiles.largest)
+    return min(
+        1 << (max(mean // tiles.share, min(mean, _FULL_TILE)).bit_length() - 1), tiles.largest
+    )
 
 
 def _plan(tiles: Tiles, group_sizes, rows: int, weights: int) -> _Plan:
@@ -200,17 +245,28 @@ def _plan(tiles: Tiles, group_sizes, rows: int, weights: int) -> _Plan:
 
     ends_by = lambda end_G, index: jnp.sum(end_G <= index[..., None], axis=-1)  # how many groups do
     block = jnp.arange(batches * batch).reshape(batches, batch)
-    rank = jnp.minimum(ends_by(block_end_G, block), groups - 1)  # blocks beyond those needed come out empty
-    row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(size)
+    # blocks beyond those needed come out empty
+    rank = jnp.minimum(ends_by(block_end_G, block), groups - 1)
+    row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(
+        size
+    )
     window = min(batch, groups)
     first = jnp.minimum(rank[:, 0], groups - window)
 
     index = jnp.arange(rows)
     rank_R = jnp.minimum(ends_by(end_G, index), groups - 1)
     place = block_start_G[rank_R] * size + index - (end_G - size_G)[rank_R]
-    return _Plan(group_G[rank], first, rank[:, None] == first[:, None, None] + jnp.arange(window)[:, None],
-                 jnp.minimum(row, rows - 1), row < end_G[rank][..., None], place, index < end_G[-1],
-                 jnp.cumsum(group_sizes > 0) - 1, groups)
+    return _Plan(
+        group_G[rank],
+        first,
+        rank[:, None] == first[:, None, None] + jnp.arange(window)[:, None],
+        jnp.minimum(row, rows - 1),
+        row < end_G[rank][..., None],
+        place,
+        index < end_G[-1],
+        jnp.cumsum(group_sizes > 0) - 1,
+        groups,
+    )
 
 
 def _walk(plan: _Plan, rows, weights, step):
@@ -219,24 +275,43 @@ def _walk(plan: _Plan, rows, weights, step):
     Args:
       rows: tuple of [R, F].
       weights: tuple of [E, D, F], to whose shapes terms are summed.
-      step: (group [K], the blocks [K, C, F] of each of `rows`) → (tuple of [K, C, F], tuple of terms [K, D, F]).
+      step: (group [K], the blocks [K, C, F] of each of `rows`) → (tuple of [K, C, F], tuple of
+      terms [K, D, F]).
 
     Returns:
-      ([R, F] of each output, zeros in rows of no group; [E, D, F] of each term, summed over the blocks of a group).
+      ([R, F] of each output, zeros in rows of no group; [E, D, F] of each term, summed over the
+      blocks of a group).
     """
+
     def batch(totals, inputs):
         group, first, member, *blocks = inputs
         outputs, terms = step(group, *blocks)
         # A sum that ends in bfloat16 may be one of terms rounded to a GPU's 11 bits.
-        precision = jax.lax.Precision.DEFAULT if rows[0].dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-        return tuple(_add(total, first, member, term, precision) for total, term in zip(totals, terms, strict=True)), outputs
+        precision = (
+            jax.lax.Precision.DEFAULT
+            if rows[0].dtype == jnp.bfloat16
+            else jax.lax.Precision.HIGHEST
+        )
+        return tuple(
+            _add(total, first, member, term, precision)
+            for total, term in zip(totals, terms, strict=True)
+        ), outputs
 
     blocks = (jnp.where(plan.filled[..., None], x[plan.row], 0) for x in rows)
     zeros = tuple(jnp.zeros((plan.groups, *w.shape[1:]), wide(w)) for w in weights)
     totals, outputs = jax.lax.scan(batch, zeros, (plan.group, plan.first, plan.member, *blocks))
-    return (tuple(jnp.where(plan.used[:, None], y.reshape(-1, y.shape[-1])[plan.place], 0) for y in outputs),
-            tuple(jnp.where((jnp.diff(plan.rank, prepend=-1) > 0)[:, None, None], total[plan.rank], 0).astype(w.dtype)
-                  for total, w in zip(totals, weights)))
+    return (
+        tuple(
+            jnp.where(plan.used[:, None], y.reshape(-1, y.shape[-1])[plan.place], 0)
+            for y in outputs
+        ),
+        tuple(
+            jnp.where(
+                (jnp.diff(plan.rank, prepend=-1) > 0)[:, None, None], total[plan.rank], 0
+            ).astype(w.dtype)
+            for total, w in zip(totals, weights)
+        ),
+    )
 
 
 def _add(total, first, member_WK, term, precision):
@@ -247,28 +322,39 @@ def _add(total, first, member_WK, term, precision):
 
 
 def _dot(x_KCD, w_KDF):
-    return jnp.einsum("kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=wide(x_KCD)).astype(x_KCD.dtype)
+    return jnp.einsum("kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=wide(x_KCD)).astype(
+        x_KCD.dtype
+    )
 
 
 def _dot_transposed(y_KCF, w_KDF):
-    return jnp.einsum("kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=wide(y_KCF)).astype(y_KCF.dtype)
+    return jnp.einsum("kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=wide(y_KCF)).astype(
+        y_KCF.dtype
+    )
 
 
 def _product(x_KCD, y_KCF):
     """xᵀ y of each block in the dtype of accumulation."""
-    # Without the barrier XLA would fold the transpose into the matmul, which takes half as long again on CPU.
+    # Without the barrier XLA would fold the transpose into the matmul, which takes half as long
+    # again on CPU.
     copied = lambda x: jax.lax.optimization_barrier(x.swapaxes(1, 2))
     x_KDC = jax.lax.platform_dependent(x_KCD, cpu=copied, default=lambda x: x.swapaxes(1, 2))
     return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=wide(x_KCD))
 
 
 def _blocked(tiles, x, w, group_sizes):
-    return _walk(_plan(tiles, group_sizes, x.shape[0], w[0].size), (x,), (), lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()))[0][0]
+    return _walk(
+        _plan(tiles, group_sizes, x.shape[0], w[0].size),
+        (x,),
+        (),
+        lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()),
+    )[0][0]
 
 
 def _blocked_gradients(tiles, x, w, group_sizes, dy):
     def step(group, x_KCD, dy_KCF):
         return (_dot_transposed(dy_KCF, w[group]),), (_product(x_KCD, dy_KCF),)
+
     (dx,), (dw,) = _walk(_plan(tiles, group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step)
     return dx, dw
 
@@ -277,6 +363,7 @@ def _blocked_mlp(tiles, x, gate_up, down, group_sizes):
     def step(group, x_KCD):
         hidden = _dot(x_KCD, gate_up[group])
         return (_dot(_swiglu(hidden), down[group]), hidden), ()
+
     return _walk(_plan(tiles, group_sizes, x.shape[0], gate_up[0].size), (x,), (), step)[0]
 
 
@@ -286,5 +373,11 @@ def _blocked_mlp_gradients(tiles, x, gate_up, down, group_sizes, hidden, dy):
         (dhidden,) = pullback(_dot_transposed(dy_KCD, down[group]))
         dx_KCD = _dot_transposed(dhidden, gate_up[group])
         return (dx_KCD,), (_product(x_KCD, dhidden), _product(activation, dy_KCD))
-    (dx,), (dgate_up, ddown) = _walk(_plan(tiles, group_sizes, x.shape[0], gate_up[0].size), (x, hidden, dy), (gate_up, down), step)
+
+    (dx,), (dgate_up, ddown) = _walk(
+        _plan(tiles, group_sizes, x.shape[0], gate_up[0].size),
+        (x, hidden, dy),
+        (gate_up, down),
+        step,
+    )
     return dx, dgate_up, ddown

@@ -1,7 +1,9 @@
-"""Mosaic GPU kernels of the causal depthwise convolution with its activation (sm_90a): one pass over the tokens forward, one backward.
+"""Mosaic GPU kernels of the causal depthwise convolution with its activation (sm_90a): one pass
+over the tokens forward, one backward.
 
-A block of one warpgroup takes C channels of R tokens, two channels a thread, and goes through the tokens one by one: what they share
-stays in registers, float32. The tokens beside a block, W - 1 before it and backward as many behind it, are copied with it.
+A block of one warpgroup takes C channels of R tokens, two channels a thread, and goes through
+the tokens one by one: what they share stays in registers, float32. The tokens beside a block, W
+- 1 before it and backward as many behind it, are copied with it.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -23,39 +25,70 @@ TOKENS = 32  # of a block; more take shared memory from other blocks, and are sl
 
 
 def platforms(name: str, activation: str | None, x, kernel) -> dict:
-    """{"cuda": `forward` or `backward`} where the kernels take inputs [B, T, D] and were right when first tried, else nothing."""
+    """{"cuda": `forward` or `backward`} where the kernels take inputs [B, T, D] and were right
+    when first tried, else nothing.
+    """
     if x.shape[1] < TOKENS:  # as decoding has
         return {}
     why = kernel_trial.hopper_refusal()
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or x.shape[1] % TOKENS or x.shape[2] % 128 or not 2 <= kernel.shape[0] <= 8:
-        why = (f"has {x.shape[1]} tokens of {x.shape[2]} channels in {x.dtype} and a kernel of {kernel.shape[0]}: expected multiples of "
-               f"{TOKENS} and 128, bfloat16 or float32, 2 to 8")
-    return {"cuda": functools.partial(globals()[name], activation)} if kernel_trial.takes(trial(activation, x, kernel), why) else {}
+    if (
+        x.dtype not in (jnp.bfloat16, jnp.float32)
+        or x.shape[1] % TOKENS
+        or x.shape[2] % 128
+        or not 2 <= kernel.shape[0] <= 8
+    ):
+        why = (
+            f"has {x.shape[1]} tokens of {x.shape[2]} channels in {x.dtype} and a kernel of "
+            f"{kernel.shape[0]}: expected multiples of "
+            f"{TOKENS} and 128, bfloat16 or float32, 2 to 8"
+        )
+    return (
+        {"cuda": functools.partial(globals()[name], activation)}
+        if kernel_trial.takes(trial(activation, x, kernel), why)
+        else {}
+    )
 
 
 def trial(activation, x, kernel) -> kernel_trial.Trial:
     kind = activation, str(x.dtype), kernel.shape[0]
     modules = __name__, pallas_causal_conv1d.__name__
-    return kernel_trial.Trial("convolution", kernel_trial.AVOID, kind, modules, functools.partial(worst, *kind), APART)
+    return kernel_trial.Trial(
+        "convolution", kernel_trial.AVOID, kind, modules, functools.partial(worst, *kind), APART
+    )
 
 
 def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
-    """Two rows of two blocks of tokens, with three documents and padding and as one document, against autodiff of the sum written out."""
+    """Two rows of two blocks of tokens, with three documents and padding and as one document,
+    against autodiff of the sum written out.
+    """
     rng, size = np.random.default_rng(0), TOKENS
-    before, x, kernel, dy = (jnp.asarray(rng.normal(size=shape), dtype) for shape in (
-        (2, width - 1, 256), (2, 2 * size, 256), (width, 256), (2, 2 * size, 256)))
-    documents = jnp.asarray([[1] * (size - 1) + [2] * 2 + [3] * (size - 1), [4] * (size + 8) + [0] * (size - 8)])
-    documents = jnp.concatenate([jnp.repeat(documents[:, :1], width - 1, axis=1), documents], axis=1)
+    before, x, kernel, dy = (
+        jnp.asarray(rng.normal(size=shape), dtype)
+        for shape in ((2, width - 1, 256), (2, 2 * size, 256), (width, 256), (2, 2 * size, 256))
+    )
+    documents = jnp.asarray(
+        [[1] * (size - 1) + [2] * 2 + [3] * (size - 1), [4] * (size + 8) + [0] * (size - 8)]
+    )
+    documents = jnp.concatenate(
+        [jnp.repeat(documents[:, :1], width - 1, axis=1), documents], axis=1
+    )
 
     def plain(ids, before, x, kernel):
         extended, age = jnp.concatenate([before, x], axis=1).astype(jnp.float32), ages(ids, width)
-        z = sum(kernel[w] * extended[:, w:w + 2 * size] * (1.0 if ids is None else (age >= width - 1 - w)[..., None]) for w in range(width))
+        z = sum(
+            kernel[w]
+            * extended[:, w : w + 2 * size]
+            * (1.0 if ids is None else (age >= width - 1 - w)[..., None])
+            for w in range(width)
+        )
         return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
 
     @jax.jit
     def got(ids):
-        return (forward(activation, before, x, kernel, ids, interpret=interpret),
-                *backward(activation, before, x, kernel, ids, dy, interpret=interpret))
+        return (
+            forward(activation, before, x, kernel, ids, interpret=interpret),
+            *backward(activation, before, x, kernel, ids, dy, interpret=interpret),
+        )
 
     @jax.jit
     def want(ids):
@@ -78,8 +111,19 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     age = ages(ids, kernel.shape[0])
     call = _Call(activation, before, x, kernel, age)
     sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // TOKENS, *kernel.shape), jnp.float32)
-    dx, dkernel = call(_backward, "backward", [dy], [jax.ShapeDtypeStruct(x.shape, x.dtype), sums], kernel.shape[0] - 1, interpret)
-    return gradient_before(activation, before, x, kernel, age, dy), dx, jnp.sum(dkernel, axis=(0, 1)).astype(kernel.dtype)
+    dx, dkernel = call(
+        _backward,
+        "backward",
+        [dy],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype), sums],
+        kernel.shape[0] - 1,
+        interpret,
+    )
+    return (
+        gradient_before(activation, before, x, kernel, age, dy),
+        dx,
+        jnp.sum(dkernel, axis=(0, 1)).astype(kernel.dtype),
+    )
 
 
 class _Call:
@@ -88,25 +132,41 @@ class _Call:
     def __init__(self, activation, before, x, kernel, age):
         self.activation, self.width, self.aged = activation, kernel.shape[0], age is not None
         self.channels = 256 if x.shape[2] % 256 == 0 else 128
-        self.shape, self.inputs = x.shape, [x, before.astype(x.dtype), kernel.astype(jnp.float32)] + [age] * self.aged
+        self.shape, self.inputs = (
+            x.shape,
+            [x, before.astype(x.dtype), kernel.astype(jnp.float32)] + [age] * self.aged,
+        )
 
     def __call__(self, body, name, inputs, outputs, behind: int, interpret: bool):
         """`behind`: how many tokens behind a block it reads."""
         rows, dtype, backward = TOKENS + behind, self.inputs[0].dtype, behind > 0
-        scratch = [plgpu.SMEM((self.width - 1 + rows, self.channels), dtype), plgpu.SMEM((rows, self.channels), dtype)]
+        scratch = [
+            plgpu.SMEM((self.width - 1 + rows, self.channels), dtype),
+            plgpu.SMEM((rows, self.channels), dtype),
+        ]
         scratch += [plgpu.SMEM((TOKENS + 32 * backward,), jnp.int32)] * self.aged
         scratch.append(plgpu.Barrier(num_arrivals=2 + self.aged + (2 + self.aged + 1) * backward))
         batch, time, d = self.shape
         with jax.enable_x64(False):
             return plgpu.kernel(
-                functools.partial(body, self), out_type=tuple(outputs), scratch_types=tuple(scratch), kernel_name=f"causal_conv1d_{name}",
-                grid=(d // self.channels, time // TOKENS, batch), grid_names=("channels", "tokens", "batch"),
-                interpret=INTERPRETER if interpret else None)(*self.inputs, *inputs)
+                functools.partial(body, self),
+                out_type=tuple(outputs),
+                scratch_types=tuple(scratch),
+                kernel_name=f"causal_conv1d_{name}",
+                grid=(d // self.channels, time // TOKENS, batch),
+                grid_names=("channels", "tokens", "batch"),
+                interpret=INTERPRETER if interpret else None,
+            )(*self.inputs, *inputs)
 
     def place(self):
         """(row of the batch, block of tokens, its first token, its channels)."""
         t = jax.lax.axis_index("tokens")
-        return jax.lax.axis_index("batch"), t, t * TOKENS, pl.ds(jax.lax.axis_index("channels") * self.channels, self.channels)
+        return (
+            jax.lax.axis_index("batch"),
+            t,
+            t * TOKENS,
+            pl.ds(jax.lax.axis_index("channels") * self.channels, self.channels),
+        )
 
     def load(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
         """Starts the copies of a block's inputs, of those before it and of its ages."""
@@ -114,7 +174,11 @@ class _Call:
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
         edge = xs.at[pl.ds(0, self.width - 1)]
         pl.when(t == 0)(lambda: copy(before_gmem.at[b, :, channels], edge))
-        pl.when(t > 0)(lambda: copy(gmem.at[b, pl.ds(first - (self.width - 1), self.width - 1), channels], edge))
+        pl.when(t > 0)(
+            lambda: copy(
+                gmem.at[b, pl.ds(first - (self.width - 1), self.width - 1), channels], edge
+            )
+        )
         copy(gmem.at[b, pl.ds(first, TOKENS), channels], xs.at[pl.ds(self.width - 1, TOKENS)])
         if self.aged:
             copy(age_gmem.at[b, pl.ds(first, TOKENS)], ages_ref.at[pl.ds(0, TOKENS)])
@@ -125,7 +189,13 @@ class _Call:
 
     def before_activation(self, weights, taps, age):
         """`taps`: the inputs of a token, its own first."""
-        return functools.reduce(jnp.add, (self.own(weights[self.width - 1 - back] * x, age, back) for back, x in enumerate(taps)))
+        return functools.reduce(
+            jnp.add,
+            (
+                self.own(weights[self.width - 1 - back] * x, age, back)
+                for back, x in enumerate(taps)
+            ),
+        )
 
 
 def _refs(call, refs, outputs: int, gradient: bool):
@@ -145,7 +215,9 @@ def _row(ref, r):
 
 
 def _forward(call, *refs):
-    x_gmem, before, age_gmem, _, (y_gmem,), xs, ys, ages_ref, arrived, weights = _refs(call, refs, 1, False)
+    x_gmem, before, age_gmem, _, (y_gmem,), xs, ys, ages_ref, arrived, weights = _refs(
+        call, refs, 1, False
+    )
     b, _, first, channels = call.place()
     call.load(x_gmem, before, age_gmem, xs, ages_ref, arrived)
     plgpu.barrier_wait(arrived)
@@ -156,16 +228,22 @@ def _forward(call, *refs):
         ys[r] = (z * jax.nn.sigmoid(z) if call.activation == "silu" else z).astype(ys.dtype)
         return taps[:-1]
 
-    jax.lax.fori_loop(0, TOKENS, step, tuple(_row(xs, call.width - 2 - i) for i in range(call.width - 1)))
+    jax.lax.fori_loop(
+        0, TOKENS, step, tuple(_row(xs, call.width - 2 - i) for i in range(call.width - 1))
+    )
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(ys, y_gmem.at[b, pl.ds(first, TOKENS), channels])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _backward(call, *refs):
-    """From the last token to the first. The tokens behind the block come first; of them the gradients before the activation are needed
-    alone. The last block copies its own last tokens in their place, and takes them as zero."""
-    x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = _refs(call, refs, 2, True)
+    """From the last token to the first. The tokens behind the block come first; of them the
+    gradients before the activation are needed alone. The last block copies its own last tokens
+    in their place, and takes them as zero.
+    """
+    x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = (
+        _refs(call, refs, 2, True)
+    )
     b, t, first, channels = call.place()
     edge, rows = call.width - 1, TOKENS
     copy = call.load(x_gmem, before, age_gmem, xs, ages_ref, arrived)
@@ -174,7 +252,10 @@ def _backward(call, *refs):
     copy(x_gmem.at[b, behind, channels], xs.at[pl.ds(edge + rows, edge)])
     copy(dy_gmem.at[b, behind, channels], dys.at[pl.ds(rows, edge)])
     if call.aged:
-        copy(age_gmem.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)], ages_ref.at[pl.ds(rows, 32)])
+        copy(
+            age_gmem.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)],
+            ages_ref.at[pl.ds(rows, 32)],
+        )
     plgpu.barrier_wait(arrived)
     live = (first + rows < call.shape[1]).astype(jnp.float32)
 
@@ -202,12 +283,22 @@ def _backward(call, *refs):
         dzs = (gradient(r, taps), *following)
         age = lambda back: ages_ref[r + back] if call.aged else None
         places = range(edge, -1, -1)  # of the kernel, by how far back
-        dx = functools.reduce(jnp.add, (call.own(weights[w] * dz, age(back), back) for back, (w, dz) in enumerate(zip(places, dzs))))
-        sums = tuple(s + call.own(dzs[0] * x, age(0), back) for back, (s, x) in enumerate(zip(sums, taps)))
+        dx = functools.reduce(
+            jnp.add,
+            (
+                call.own(weights[w] * dz, age(back), back)
+                for back, (w, dz) in enumerate(zip(places, dzs))
+            ),
+        )
+        sums = tuple(
+            s + call.own(dzs[0] * x, age(0), back) for back, (s, x) in enumerate(zip(sums, taps))
+        )
         dys[r] = dx.astype(dys.dtype)
         return taps[1:], dzs[:-1], sums
 
-    *_, sums = jax.lax.fori_loop(0, rows, step, (inputs, following, tuple(w * 0.0 for w in weights)))
+    *_, sums = jax.lax.fori_loop(
+        0, rows, step, (inputs, following, tuple(w * 0.0 for w in weights))
+    )
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(dys.at[pl.ds(0, rows)], dx_gmem.at[b, pl.ds(first, rows), channels])
     for back, total in enumerate(sums):

@@ -1,6 +1,8 @@
-"""Mosaic GPU kernels of the RMS norm of each head times a SiLU gate (sm_90a): one pass over memory forward, one backward.
+"""Mosaic GPU kernels of the RMS norm of each head times a SiLU gate (sm_90a): one pass over
+memory forward, one backward.
 
-A block of one warpgroup takes one head of 64 tokens, in tiles of 64 channels. B batch, T time, H heads of V channels.
+A block of one warpgroup takes one head of 64 tokens, in tiles of 64 channels. B batch, T time, H
+heads of V channels.
 """
 
 import functools
@@ -18,17 +20,32 @@ INTERPRETER = plgpu.InterpretGPUParams()
 
 
 def platforms(name: str, eps: float, o, weight) -> dict:
-    """{"cuda": `forward` or `backward`} where the kernels take o [B, T, H · V] and were right when first tried, else nothing."""
+    """{"cuda": `forward` or `backward`} where the kernels take o [B, T, H · V] and were right
+    when first tried, else nothing.
+    """
     width = weight.shape[0]
     why = kernel_trial.hopper_refusal()
     if o.dtype != jnp.bfloat16 or o.shape[1] % C or width not in (64, 128, 256):
-        why = f"has {o.shape[1]} tokens, heads of {width} in {o.dtype}: expected a multiple of {C}, 64, 128 or 256, bfloat16"
-    return {"cuda": functools.partial(globals()[name], eps)} if kernel_trial.takes(trial(eps, width), why) else {}
+        why = (
+            f"has {o.shape[1]} tokens, heads of {width} in {o.dtype}: expected a multiple of {C}, "
+            "64, 128 or 256, bfloat16"
+        )
+    return (
+        {"cuda": functools.partial(globals()[name], eps)}
+        if kernel_trial.takes(trial(eps, width), why)
+        else {}
+    )
 
 
 def trial(eps: float, width: int) -> kernel_trial.Trial:
-    return kernel_trial.Trial("norm and gate", kernel_trial.AVOID, (eps, width), (__name__,),
-                              functools.partial(worst, eps, width), APART)
+    return kernel_trial.Trial(
+        "norm and gate",
+        kernel_trial.AVOID,
+        (eps, width),
+        (__name__,),
+        functools.partial(worst, eps, width),
+        APART,
+    )
 
 
 def worst(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
@@ -36,14 +53,22 @@ def worst(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
     from qwen3next_jax.ops.pallas_gated_norm import whole  # which imports this
 
     rng = np.random.default_rng(0)
-    o, gate, dy = (jnp.asarray(rng.normal(size=(1, 2 * C, 2 * width)), jnp.bfloat16) for _ in range(3))
+    o, gate, dy = (
+        jnp.asarray(rng.normal(size=(1, 2 * C, 2 * width)), jnp.bfloat16) for _ in range(3)
+    )
     weight = jnp.asarray(rng.normal(size=width), jnp.float32)
-    got = jax.jit(lambda: (forward(eps, o, gate, weight, interpret=interpret), *backward(eps, o, gate, weight, dy, interpret=interpret)))
+    got = jax.jit(
+        lambda: (
+            forward(eps, o, gate, weight, interpret=interpret),
+            *backward(eps, o, gate, weight, dy, interpret=interpret),
+        )
+    )
 
     @jax.jit
     def want():
         y, pullback = jax.vjp(functools.partial(whole, eps), o, gate, weight)
         return y, *pullback(dy)
+
     return kernel_trial.worst_of(("y", "do", "dgate", "dweight"), got(), want())
 
 
@@ -67,9 +92,14 @@ def _call(body, eps, weight, inputs, like, sums, interpret):
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
     with jax.enable_x64(False):
         return plgpu.kernel(
-            functools.partial(body, eps, width), out_type=(*outputs, *sums), scratch_types=tuple(scratch),
-            grid=(d // width, time // C, batch), grid_names=("heads", "tokens", "batch"), kernel_name=f"gated_norm{body.__name__}",
-            interpret=INTERPRETER if interpret else None)(weight.astype(jnp.float32), *inputs)
+            functools.partial(body, eps, width),
+            out_type=(*outputs, *sums),
+            scratch_types=tuple(scratch),
+            grid=(d // width, time // C, batch),
+            grid_names=("heads", "tokens", "batch"),
+            kernel_name=f"gated_norm{body.__name__}",
+            interpret=INTERPRETER if interpret else None,
+        )(weight.astype(jnp.float32), *inputs)
 
 
 class _Block:
@@ -105,16 +135,35 @@ def _forward(eps, width, weight_gmem, o_gmem, gate_gmem, y_gmem, o, gate, weight
     block = _Block(eps, width, weight_gmem, (o_gmem, gate_gmem), (o, gate), weight, arrived)
     for c in range(block.tiles):
         x = block.load(1, c)
-        o[c] = (block.o(c) * block.scale * block.weights(c) * (x * jax.nn.sigmoid(x))).astype(o.dtype)
+        o[c] = (block.o(c) * block.scale * block.weights(c) * (x * jax.nn.sigmoid(x))).astype(
+            o.dtype
+        )
     plgpu.commit_smem()
     for c in range(block.tiles):
         plgpu.copy_smem_to_gmem(o.at[c], y_gmem.at[block.at(c)])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _backward(eps, width, weight_gmem, o_gmem, gate_gmem, dy_gmem, do_gmem, dgate_gmem, sums_gmem, o, gate, dy, weight, arrived):
+def _backward(
+    eps,
+    width,
+    weight_gmem,
+    o_gmem,
+    gate_gmem,
+    dy_gmem,
+    do_gmem,
+    dgate_gmem,
+    sums_gmem,
+    o,
+    gate,
+    dy,
+    weight,
+    arrived,
+):
     """dy gives way to do, gate to its gradient."""
-    block = _Block(eps, width, weight_gmem, (o_gmem, gate_gmem, dy_gmem), (o, gate, dy), weight, arrived)
+    block = _Block(
+        eps, width, weight_gmem, (o_gmem, gate_gmem, dy_gmem), (o, gate, dy), weight, arrived
+    )
     b, t = (jax.lax.axis_index(name) for name in ("batch", "tokens"))
 
     def parts(c: int):

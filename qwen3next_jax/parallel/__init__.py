@@ -1,1 +1,3 @@
-"""Devices: what chips can do, the mesh they form, how arrays are split over it, and what a compiled program asks of it."""
+"""Devices: what chips can do, the mesh they form, how arrays are split over it, and what a
+compiled program asks of it.
+"""

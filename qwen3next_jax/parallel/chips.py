@@ -1,10 +1,11 @@
 """What accelerators can do: published peaks, memory and networks, for MFU and for the planner.
 
-Sources. TPU: Google Cloud's documentation of each version (docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}): peak
-compute, HBM bandwidth, and the bidirectional interconnect bandwidth per chip, which is divided by the number
-of links and by two for one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM, H200 SXM and DGX
-B200, dense bf16. Clocks are the peak divided by the multiply-adds of the matrix units. All figures are peaks: what a program
-reaches lies below.
+Sources. TPU: Google Cloud's documentation of each version
+(docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}): peak compute, HBM bandwidth, and the
+bidirectional interconnect bandwidth per chip, which is divided by the number of links and by two
+for one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM, H200 SXM and
+DGX B200, dense bf16. Clocks are the peak divided by the multiply-adds of the matrix units. All
+figures are peaks: what a program reaches lies below.
 """
 
 import dataclasses
@@ -16,14 +17,15 @@ GB, GIB, TERA = 1e9, 2**30, 1e12
 class Chip:
     """One accelerator chip; rates per second.
 
-    kinds: values of `jax.Device.device_kind` on it.
-    devices_per_chip: JAX devices that one chip shows as. A TPU7x is two devices; v4 and v5p join their two cores in one.
-    bf16_flops, hbm_bandwidth: of the whole chip.
-    torus: dimensions of the torus that links TPU chips; 0: the chips hang on a switch.
-    link_bandwidth: bytes in one direction over one link. A torus has two links per dimension and chip; a switch one.
-    clock: of the matrix unit, where static schedules are turned into time. die_bandwidth: between the two devices of a
-      chip. largest_slice: chips of the largest slice that is lent. usable_hbm: what the TPU compiler (libtpu 0.0.50) lets one
-      device's program take; of a GPU what its driver shows. 0: not needed or not known.
+    kinds: values of `jax.Device.device_kind` on it. devices_per_chip: JAX devices that one chip
+    shows as. A TPU7x is two devices; v4 and v5p join their two cores in one. bf16_flops,
+    hbm_bandwidth: of the whole chip. torus: dimensions of the torus that links TPU chips; 0: the
+    chips hang on a switch. link_bandwidth: bytes in one direction over one link. A torus has two
+    links per dimension and chip; a switch one. clock: of the matrix unit, where static schedules
+    are turned into time. die_bandwidth: between the two devices of a
+      chip. largest_slice: chips of the largest slice that is lent. usable_hbm: what the TPU
+      compiler (libtpu 0.0.50) lets one device's program take; of a GPU what its driver shows. 0:
+      not needed or not known.
     """
 
     name: str
@@ -44,27 +46,100 @@ class Chip:
         return self.bf16_flops / self.devices_per_chip
 
 
-CHIPS = {chip.name: chip for chip in (
-    Chip("v4", ("TPU v4",), 275 * TERA, 1228 * GB, torus=3, link_bandwidth=50 * GB, clock=1.05e9,
-         usable_hbm=30.75 * GIB, largest_slice=4096),
-    Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197 * TERA, 819 * GB, torus=2, link_bandwidth=50 * GB, clock=1.5e9,
-         usable_hbm=15.75 * GIB, largest_slice=256),
-    Chip("v5p", ("TPU v5", "TPU v5p"), 459 * TERA, 2765 * GB, torus=3, link_bandwidth=100 * GB, clock=1.75e9,
-         usable_hbm=95.73 * GIB, largest_slice=6144),
-    Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918 * TERA, 1640 * GB, torus=2, link_bandwidth=100 * GB, clock=1.75e9,
-         usable_hbm=31.24 * GIB, largest_slice=256),
-    # Its two chiplets are joined by six times the bandwidth of a link.
-    Chip("tpu7x", ("TPU7x",), 2307 * TERA, 7380 * GB, torus=3, link_bandwidth=100 * GB, devices_per_chip=2,
-         clock=2.2e9, die_bandwidth=600 * GB, usable_hbm=94.74 * GIB, largest_slice=9216),
-    Chip("A100", ("NVIDIA A100-SXM4-80GB",), 312 * TERA, 2039 * GB, torus=0, link_bandwidth=300 * GB),
-    Chip("H100", ("NVIDIA H100 80GB HBM3",), 989.4 * TERA, 3350 * GB, torus=0, link_bandwidth=450 * GB,
-         usable_hbm=84_929_347_584),
-    Chip("H200", ("NVIDIA H200",), 989.4 * TERA, 4800 * GB, torus=0, link_bandwidth=450 * GB,
-         usable_hbm=139 * GIB),
-    Chip("B200", ("NVIDIA B200",), 2250 * TERA, 8000 * GB, torus=0, link_bandwidth=900 * GB),
-)}
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "v4",
+            ("TPU v4",),
+            275 * TERA,
+            1228 * GB,
+            torus=3,
+            link_bandwidth=50 * GB,
+            clock=1.05e9,
+            usable_hbm=30.75 * GIB,
+            largest_slice=4096,
+        ),
+        Chip(
+            "v5e",
+            ("TPU v5 lite", "TPU v5e"),
+            197 * TERA,
+            819 * GB,
+            torus=2,
+            link_bandwidth=50 * GB,
+            clock=1.5e9,
+            usable_hbm=15.75 * GIB,
+            largest_slice=256,
+        ),
+        Chip(
+            "v5p",
+            ("TPU v5", "TPU v5p"),
+            459 * TERA,
+            2765 * GB,
+            torus=3,
+            link_bandwidth=100 * GB,
+            clock=1.75e9,
+            usable_hbm=95.73 * GIB,
+            largest_slice=6144,
+        ),
+        Chip(
+            "v6e",
+            ("TPU v6 lite", "TPU v6e"),
+            918 * TERA,
+            1640 * GB,
+            torus=2,
+            link_bandwidth=100 * GB,
+            clock=1.75e9,
+            usable_hbm=31.24 * GIB,
+            largest_slice=256,
+        ),
+        # Its two chiplets are joined by six times the bandwidth of a link.
+        Chip(
+            "tpu7x",
+            ("TPU7x",),
+            2307 * TERA,
+            7380 * GB,
+            torus=3,
+            link_bandwidth=100 * GB,
+            devices_per_chip=2,
+            clock=2.2e9,
+            die_bandwidth=600 * GB,
+            usable_hbm=94.74 * GIB,
+            largest_slice=9216,
+        ),
+        Chip(
+            "A100",
+            ("NVIDIA A100-SXM4-80GB",),
+            312 * TERA,
+            2039 * GB,
+            torus=0,
+            link_bandwidth=300 * GB,
+        ),
+        Chip(
+            "H100",
+            ("NVIDIA H100 80GB HBM3",),
+            989.4 * TERA,
+            3350 * GB,
+            torus=0,
+            link_bandwidth=450 * GB,
+            usable_hbm=84_929_347_584,
+        ),
+        Chip(
+            "H200",
+            ("NVIDIA H200",),
+            989.4 * TERA,
+            4800 * GB,
+            torus=0,
+            link_bandwidth=450 * GB,
+            usable_hbm=139 * GIB,
+        ),
+        Chip("B200", ("NVIDIA B200",), 2250 * TERA, 8000 * GB, torus=0, link_bandwidth=900 * GB),
+    )
+}
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip behind a `jax.Device.device_kind`; None for one that is not in the table (a CPU, an unlisted GPU)."""
+    """The chip behind a `jax.Device.device_kind`; None for one that is not in the table (a CPU,
+    an unlisted GPU).
+    """
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)

@@ -1,20 +1,23 @@
-"""Routed experts over the devices of a mesh: tokens go to the shards that hold their experts, and come back. Exact and dropless
-at any imbalance.
+"""Routed experts over the devices of a mesh: tokens go to the shards that hold their experts,
+and come back. Exact and dropless at any imbalance.
 
-Where the experts are split over the `expert` axis there are two exchanges, chosen by the number of shards n (the arithmetic is in
-docs/parallel.md):
+Where the experts are split over the `expert` axis there are two exchanges, chosen by the number
+of shards n (the arithmetic is in docs/parallel.md):
 
-- up to `GATHERED_SHARDS`, every shard gathers all tokens, computes its own experts' part of all of them, and the parts are
+- up to `GATHERED_SHARDS`, every shard gathers all tokens, computes its own experts' part of all
+  of them, and the parts are
   summed where the tokens came from (reduce-scatter);
 - beyond, every choice of an expert travels alone to the shard that holds it (`ragged_all_to_all`).
 
-A shard may receive anything between nothing and everything, but buffers are static: they have room for somewhat more than a
-balanced router sends, and what exceeds them is worked off in loops that a balanced one never enters (of the first form in
-`ops/routed_experts/`, of the second in rounds of their own). Tokens are walked in chunks. The experts run once forward and once
-backward: only inputs are kept, and exchanged again, but for what was gathered all at once, which remat `dots` and `none` keep.
+A shard may receive anything between nothing and everything, but buffers are static: they have
+room for somewhat more than a balanced router sends, and what exceeds them is worked off in loops
+that a balanced one never enters (of the first form in `ops/routed_experts/`, of the second in
+rounds of their own). Tokens are walked in chunks. The experts run once forward and once
+backward: only inputs are kept, and exchanged again, but for what was gathered all at once, which
+remat `dots` and `none` keep.
 
-Letters: R tokens of this shard, N tokens that meet this shard's experts, D model, A choices per token, Q choices, P rows of
-a round, E experts, L experts of this shard, S shards.
+Letters: R tokens of this shard, N tokens that meet this shard's experts, D model, A choices per
+token, Q choices, P rows of a round, E experts, L experts of this shard, S shards.
 """
 
 import functools
@@ -31,26 +34,37 @@ from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_grad
 from qwen3next_jax.ops.tpu import tpu
 
 GATHERED_SHARDS = 8
-CHUNK_BYTES = 2**29  # rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of its memory if more:
+# rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of
+# its memory if more:
+CHUNK_BYTES = 2**29
 CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
 OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's
-HALF_ROWS = 512  # of each expert in a half, on average, from which on the gathered exchange goes in halves
-ROOM = 1.125  # rows that there is room for, as a multiple of what a shard receives under perfect balance
+# of each expert in a half, on average, from which on the gathered exchange goes in halves
+HALF_ROWS = 512
+# rows that there is room for, as a multiple of what a shard receives under perfect balance
+ROOM = 1.125
 
 
-def whole_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, on_cpu: Callable | None = None):
-    """`split_experts` where this device holds all experts, without a mesh axis. on_cpu: the form for a CPU, of the same arguments."""
+def whole_experts(
+    x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, on_cpu: Callable | None = None
+):
+    """`split_experts` where this device holds all experts, without a mesh axis. on_cpu: the form
+    for a CPU, of the same arguments.
+    """
     options = _Options(_Whole, _chunk(x_RD, expert_RA), on_cpu=on_cpu)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
-def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str, axes: tuple[str, ...]):
+def split_experts(
+    x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str, axes: tuple[str, ...]
+):
     """Σ_a weight · SwiGLU_expert(x) for this shard's tokens, inside `shard_map`.
 
     Args:
-      x_RD, weight_RA, expert_RA: this shard's tokens, and the weights and numbers of the experts they chose.
-      gate_up_LD2I, down_LID: this shard's experts; over a `tensor` axis they may be a part of the width, and so is the result.
-      axis: the mesh axis over which the experts are split in order.
+      x_RD, weight_RA, expert_RA: this shard's tokens, and the weights and numbers of the experts
+      they chose. gate_up_LD2I, down_LID: this shard's experts; over a `tensor` axis they may be
+      a part of the width, and so is the result. axis: the mesh axis over which the experts are
+      split in order.
       axes: all axes that split tokens; shards along them make the same number of rounds.
 
     Returns:
@@ -58,22 +72,35 @@ def split_experts(x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str,
     """
     chunk, experts = _chunk(x_RD, expert_RA), gate_up_LD2I.shape[0]
     if jax.lax.axis_size(axis) > GATHERED_SHARDS:
-        return _experts(_Options(_Exchanged, chunk, axis, axes), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
+        return _experts(
+            _Options(_Exchanged, chunk, axis, axes),
+            x_RD,
+            weight_RA,
+            expert_RA,
+            gate_up_LD2I,
+            down_LID,
+        )
     if halves(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], experts) == 2:
         chunk = longer
     elif chunk == x_RD.shape[0]:
-        # All at once: gathered outside of `_experts`, so that remat can keep it. A second gather would begin a layer's gradients, with
-        # nothing beside it.
-        x_ND, weight_NA, expert_NA = (kept(gather(a, axis), "gathered rows") for gather, a in (
-            (_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA)))
+        # All at once: gathered outside of `_experts`, so that remat can keep it. A second gather
+        # would begin a layer's gradients, with nothing beside it.
+        x_ND, weight_NA, expert_NA = (
+            kept(gather(a, axis), "gathered rows")
+            for gather, a in ((_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA))
+        )
         here = _Options(_Whole, x_ND.shape[0], room=_room(expert_RA.size))
         expert_NA -= jax.lax.axis_index(axis) * experts
         return _sum_rows(_experts(here, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID), axis)
-    return _experts(_Options(_Gathered, chunk, axis, axes), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID)
+    return _experts(
+        _Options(_Gathered, chunk, axis, axes), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID
+    )
 
 
 def halves_of_all(tokens: int, width: int, choices: int, experts: int, dtype) -> int:
-    """In how many parts the gathered exchange takes all of a shard's tokens; 1, too, where it takes them in several chunks."""
+    """In how many parts the gathered exchange takes all of a shard's tokens; 1, too, where it
+    takes them in several chunks.
+    """
     x_RD, expert_RA = (jax.ShapeDtypeStruct((tokens, n), dtype) for n in (width, choices))
     parts = halves(tokens, choices, experts)
     return parts if _chunk(x_RD, expert_RA, parts) == tokens else 1
@@ -89,21 +116,29 @@ class _Options(NamedTuple):
 
 
 def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
-    """Tokens of a chunk: the largest divisor of all whose rows have room, one of its `parts` after another."""
+    """Tokens of a chunk: the largest divisor of all whose rows have room, one of its `parts`
+    after another.
+    """
     (tokens, choices), chip = expert_RA.shape, tpu()
     room = max(CHUNK_BYTES, chip.hbm_capacity_bytes * chip.num_cores // CHUNK_PART if chip else 0)
     most = max(parts * room // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
-    return next(tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most)
+    return next(
+        tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most
+    )
 
 
-# ---- one custom gradient around chunks ---------------------------------------------------------------------------
+# ---- one custom gradient around chunks
+# ---------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _experts(options, x_RD, weight_RA, expert_RA, gate_up, down):
     def chunk(_, inputs):
         x, weight, expert = inputs
-        return None, options.form(options, expert, gate_up.shape[0]).forward(x, weight, gate_up, down)
+        return None, options.form(options, expert, gate_up.shape[0]).forward(
+            x, weight, gate_up, down
+        )
+
     return _walk(options.chunk, chunk, None, (x_RD, weight_RA, expert_RA))[1]
 
 
@@ -116,12 +151,16 @@ def _experts_backward(options, inputs, dy_RD):
 
     def chunk(totals, inputs):
         x, weight, expert, dy = inputs
-        dx, dweight, *dw = options.form(options, expert, gate_up.shape[0]).backward(x, weight, gate_up, down, dy)
+        dx, dweight, *dw = options.form(options, expert, gate_up.shape[0]).backward(
+            x, weight, gate_up, down, dy
+        )
         return _add(totals, dw) if totals else dw, (dx, dweight.astype(weight.dtype))
 
     one = options.chunk == x_RD.shape[0]  # its gradients stay in the weights' dtype
     totals = None if one else [_zeros_wide(w) for w in (gate_up, down)]
-    (dgate_up, ddown), (dx_RD, dweight_RA) = _walk(options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD))
+    (dgate_up, ddown), (dx_RD, dweight_RA) = _walk(
+        options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD)
+    )
     return dx_RD, dweight_RA, None, dgate_up.astype(gate_up.dtype), ddown.astype(down.dtype)
 
 
@@ -149,39 +188,65 @@ def _room(balanced: int) -> int:
     return math.ceil(ROOM * balanced)
 
 
-# ---- all experts here --------------------------------------------------------------------------------------------
+# ---- all experts here
+# --------------------------------------------------------------------------------------------
 
 
 class _Whole:
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.expert, self.on_cpu, self.room = expert_RA, options.on_cpu, options.room or expert_RA.size
+        self.expert, self.on_cpu, self.room = (
+            expert_RA,
+            options.on_cpu,
+            options.room or expert_RA.size,
+        )
 
     def forward(self, x, weight, gate_up, down):
         return self._run(routed_experts, self.on_cpu, x, weight, self.expert, gate_up, down)
 
     def backward(self, x, weight, gate_up, down, dy):
         def gradients(x, weight, expert, gate_up, down, dy):
-            _, pullback = jax.vjp(lambda x, weight, *w: self.on_cpu(x, weight, expert, *w), x, weight, gate_up, down)
+            _, pullback = jax.vjp(
+                lambda x, weight, *w: self.on_cpu(x, weight, expert, *w), x, weight, gate_up, down
+            )
             dx, dweight, *dw = pullback(dy)
             return dx, dweight.astype(jnp.promote_types(jnp.float32, dweight.dtype)), *dw
-        return self._run(routed_experts_gradients, self.on_cpu and gradients, x, weight, self.expert, gate_up, down, dy)
+
+        return self._run(
+            routed_experts_gradients,
+            self.on_cpu and gradients,
+            x,
+            weight,
+            self.expert,
+            gate_up,
+            down,
+            dy,
+        )
 
     def _run(self, by_token, on_cpu, *arguments):
         by_token = functools.partial(by_token, room=self.room)
-        return jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=by_token) if on_cpu else by_token(*arguments)
+        return (
+            jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=by_token)
+            if on_cpu
+            else by_token(*arguments)
+        )
 
 
-# ---- all tokens to all shards ------------------------------------------------------------------------------------
+# ---- all tokens to all shards
+# ------------------------------------------------------------------------------------
 
 
 def halves(tokens: int, choices: int, experts: int) -> int:
-    """In how many parts a shard's tokens go whose choices are spread over all shards: `experts` of a shard get as many."""
+    """In how many parts a shard's tokens go whose choices are spread over all shards: `experts`
+    of a shard get as many.
+    """
     return 2 if tokens * choices >= 2 * HALF_ROWS * experts and tokens % 2 == 0 else 1
 
 
 class _Gathered:
-    """Tokens gathered over the axis; the shards' parts of each summed where it came from. In two halves, where that leaves experts
-    rows enough: of one the rows travel while those of the other are computed."""
+    """Tokens gathered over the axis; the shards' parts of each summed where it came from. In two
+    halves, where that leaves experts rows enough: of one the rows travel while those of the
+    other are computed.
+    """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
         self.axis, self.halves = options.axis, halves(*expert_RA.shape, experts)
@@ -191,27 +256,43 @@ class _Gathered:
     def forward(self, x, weight, gate_up, down):
         def a_half(_, expert, x, weight):
             return (), [routed_experts(x, weight, expert, gate_up, down, room=self.room)]
+
         return self._each(a_half, x, weight)[1][0]
 
     def backward(self, x, weight, gate_up, down, dy):
         def a_half(dw, expert, x, weight, dy):
-            dx, dweight, *dw = routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw, room=self.room)
+            dx, dweight, *dw = routed_experts_gradients(
+                x, weight, expert, gate_up, down, dy, *dw, room=self.room
+            )
             return dw, [dx, dweight]
+
         dw, (dx, dweight) = self._each(a_half, x, weight, dy, back=True)
         return dx, dweight, *dw
 
     def _each(self, a_half, *arrays, back: bool = False):
-        """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts and rows) → (carry, parts of sums).
-        `back`: from the last half to the first, the order in which gradients come back through the mixers of `row_groups`."""
-        each = list(zip(*([_gather(half, self.axis) for half in jnp.split(a, self.halves)] for a in (self.expert_RA, *arrays))))
+        """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts
+        and rows) → (carry, parts of sums). `back`: from the last half to the first, the order in
+        which gradients come back through the mixers of `row_groups`.
+        """
+        each = list(
+            zip(
+                *(
+                    [_gather(half, self.axis) for half in jnp.split(a, self.halves)]
+                    for a in (self.expert_RA, *arrays)
+                )
+            )
+        )
         carry, parts = (), []
         for expert, *rows in reversed(each) if back else each:
-            if parts:  # what was gathered is first read when the half before is done: until then it may travel
+            # what was gathered is first read when the half before is done: until then it may travel
+            if parts:
                 rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
             carry, part = a_half(carry, expert - self.first, *rows)
             parts.append(part)
         parts = reversed(parts) if back else parts
-        return carry, [jnp.concatenate([_sum(part, self.axis) for part in these]) for these in zip(*parts)]
+        return carry, [
+            jnp.concatenate([_sum(part, self.axis) for part in these]) for these in zip(*parts)
+        ]
 
 
 def _gather(x, axis):
@@ -224,21 +305,27 @@ def _sum(part, axis):
 
 _gather_rows, _sum_rows = (jax.custom_vjp(f, nondiff_argnums=(1,)) for f in (_gather, _sum))
 _gather_rows.defvjp(lambda x, axis: (_gather(x, axis), None), lambda axis, _, dx: (_sum(dx, axis),))
-_sum_rows.defvjp(lambda part, axis: (_sum(part, axis), None), lambda axis, _, dy: (_gather(dy, axis),))
+_sum_rows.defvjp(
+    lambda part, axis: (_sum(part, axis), None), lambda axis, _, dy: (_gather(dy, axis),)
+)
 
 
 def _row_major(x):
-    """`x` in the layout of the kernels. A TPU's compiler would exchange rows in that of what comes before or after, and copy all of
-    them, many times what one device has."""
+    """`x` in the layout of the kernels. A TPU's compiler would exchange rows in that of what
+    comes before or after, and copy all of them, many times what one device has.
+    """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if tpu() else x
 
 
-# ---- every choice to its shard -----------------------------------------------------------------------------------
+# ---- every choice to its shard
+# -----------------------------------------------------------------------------------
 
 
 class _Exchanged:
-    """This shard's choices sorted by expert, so that those for one shard lie together; each shard works off what it receives,
-    in the order of the senders: one round of a balanced shard's rows and some more, then rounds of a part of them."""
+    """This shard's choices sorted by expert, so that those for one shard lie together; each
+    shard works off what it receives, in the order of the senders: one round of a balanced
+    shard's rows and some more, then rounds of a part of them.
+    """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
         self.axis, self.experts, self.shape = options.axis, experts, expert_RA.shape
@@ -246,24 +333,35 @@ class _Exchanged:
         expert_Q = expert_RA.reshape(-1)
         self.order_Q = jnp.argsort(expert_Q, stable=True)
         self.token_Q = self.order_Q // self.shape[1]
-        sizes_E = jnp.sum(expert_Q[:, None] == jnp.arange(shards * experts), axis=0, dtype=jnp.int32)
-        self.sizes_SSL = jax.lax.all_gather(sizes_E, self.axis).reshape(shards, shards, experts)  # sender, receiver, expert of the receiver
+        sizes_E = jnp.sum(
+            expert_Q[:, None] == jnp.arange(shards * experts), axis=0, dtype=jnp.int32
+        )
+        # sender, receiver, expert of the receiver
+        self.sizes_SSL = jax.lax.all_gather(sizes_E, self.axis).reshape(shards, shards, experts)
         self.sent_SS = jnp.sum(self.sizes_SSL, axis=-1)
-        self.first_SS = jnp.cumsum(self.sent_SS, axis=1) - self.sent_SS  # where a receiver's choices begin at the sender
-        self.arrives_SS = jnp.cumsum(self.sent_SS, axis=0) - self.sent_SS  # where a sender's begin at the receiver
+        # where a receiver's choices begin at the sender
+        self.first_SS = jnp.cumsum(self.sent_SS, axis=1) - self.sent_SS
+        # where a sender's begin at the receiver
+        self.arrives_SS = jnp.cumsum(self.sent_SS, axis=0) - self.sent_SS
         self.room = min(_room(expert_Q.size), shards * expert_Q.size)
         self.more = -(-self.room // OVERFLOW_PART)
         fullest = jnp.max(jnp.sum(self.sent_SS, axis=0))
-        # Every round is a collective: all shards take part in as many as the fullest of them all needs.
-        self.rounds = jax.lax.pmax(-(-jnp.maximum(fullest - self.room, 0) // self.more), options.axes)
+        # Every round is a collective: all shards take part in as many as the fullest of them all
+        # needs.
+        self.rounds = jax.lax.pmax(
+            -(-jnp.maximum(fullest - self.room, 0) // self.more), options.axes
+        )
 
     def forward(self, x, weight, gate_up, down):
         rows = x[self.token_Q], weight.reshape(-1)[self.order_Q]
 
         def a_round(low, size, y_QD):
             (x_P, weight_P), expert_P = self._receive(low, size, rows)
-            y_PD = routed_experts(x_P, weight_P[:, None], expert_P[:, None], gate_up, down, room=size)
+            y_PD = routed_experts(
+                x_P, weight_P[:, None], expert_P[:, None], gate_up, down, room=size
+            )
             return self._return(low, y_PD, y_QD)
+
         return self._collect(self._rounds(a_round, jnp.zeros_like(rows[0])))
 
     def backward(self, x, weight, gate_up, down, dy):
@@ -272,35 +370,71 @@ class _Exchanged:
         def a_round(low, size, carry):
             dw, dx_QD, dweight_Q = carry
             (x_P, weight_P, dy_P), expert_P = self._receive(low, size, rows)
-            dx_P, dweight_P1, *terms = routed_experts_gradients(x_P, weight_P[:, None], expert_P[:, None], gate_up, down, dy_P, room=size)
-            return _add(dw, terms), self._return(low, dx_P, dx_QD), self._return(low, dweight_P1[:, 0], dweight_Q)
-        dw, dx_QD, dweight_Q = self._rounds(a_round, (
-            [_zeros_wide(w) for w in (gate_up, down)], jnp.zeros_like(rows[0]), _zeros_wide(rows[1])))
+            dx_P, dweight_P1, *terms = routed_experts_gradients(
+                x_P, weight_P[:, None], expert_P[:, None], gate_up, down, dy_P, room=size
+            )
+            return (
+                _add(dw, terms),
+                self._return(low, dx_P, dx_QD),
+                self._return(low, dweight_P1[:, 0], dweight_Q),
+            )
+
+        dw, dx_QD, dweight_Q = self._rounds(
+            a_round,
+            (
+                [_zeros_wide(w) for w in (gate_up, down)],
+                jnp.zeros_like(rows[0]),
+                _zeros_wide(rows[1]),
+            ),
+        )
         return self._collect(dx_QD), dweight_Q[jnp.argsort(self.order_Q)].reshape(self.shape), *dw
 
     def _rounds(self, a_round, carry):
         carry = a_round(0, self.room, carry)
-        return jax.lax.fori_loop(0, self.rounds, lambda k, carry: a_round(self.room + k * self.more, self.more, carry), carry)
+        return jax.lax.fori_loop(
+            0,
+            self.rounds,
+            lambda k, carry: a_round(self.room + k * self.more, self.more, carry),
+            carry,
+        )
 
     def _receive(self, low, size, rows):
-        """(each of `rows` for this shard's choices from `low` on, their experts' numbers here; L where there is none)."""
+        """(each of `rows` for this shard's choices from `low` on, their experts' numbers here; L
+        where there is none).
+        """
         ends_SL = jnp.cumsum(self.sizes_SSL[:, self.shard].reshape(-1))  # by sender, then expert
         row_P = low + jnp.arange(size)
         group_P = jnp.sum(row_P[:, None] >= ends_SL, axis=1)
         read_SS, rows_SS, land_SS = self._round(low, size)
-        received = tuple(exchange(a, jnp.zeros((size, *a.shape[1:]), a.dtype), read_SS, rows_SS, land_SS, self.axis) for a in rows)
+        received = tuple(
+            exchange(
+                a, jnp.zeros((size, *a.shape[1:]), a.dtype), read_SS, rows_SS, land_SS, self.axis
+            )
+            for a in rows
+        )
         return received, jnp.where(row_P < ends_SL[-1], group_P % self.experts, self.experts)
 
     def _return(self, low, rows_P, total_Q):
         read_SS, rows_SS, land_SS = self._round(low, rows_P.shape[0])
-        return exchange(rows_P.astype(total_Q.dtype), total_Q, land_SS.T, rows_SS.T, read_SS.T, self.axis)
+        return exchange(
+            rows_P.astype(total_Q.dtype), total_Q, land_SS.T, rows_SS.T, read_SS.T, self.axis
+        )
 
     def _round(self, low, size):
-        """[S, S] of the rows from `low` on: where sender s starts to read for receiver d, how many rows, where they land."""
-        start, end = jnp.maximum(self.arrives_SS, low), jnp.minimum(self.arrives_SS + self.sent_SS, low + size)
+        """[S, S] of the rows from `low` on: where sender s starts to read for receiver d, how
+        many rows, where they land.
+        """
+        start, end = (
+            jnp.maximum(self.arrives_SS, low),
+            jnp.minimum(self.arrives_SS + self.sent_SS, low + size),
+        )
         rows_SS = jnp.maximum(end - start, 0)
-        # A pair that exchanges nothing would carry offsets far outside the buffers, which hardware need not forgive.
-        read_SS, land_SS = (jnp.where(rows_SS > 0, x, 0) for x in (self.first_SS + start - self.arrives_SS, start - low))
+        # A pair that exchanges nothing would carry offsets far outside the buffers, which hardware
+        # need not forgive.
+        read_SS, land_SS = (
+            jnp.where(rows_SS > 0, x, 0)
+            for x in (self.first_SS + start - self.arrives_SS, start - low)
+        )
         return read_SS, rows_SS, land_SS
 
     def _collect(self, rows_QD):
@@ -312,13 +446,22 @@ def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
 
     Args:
       rows: [Q, …], what this shard may send. output: [P, …].
-      read_SS, rows_SS, land_SS: [S, S] int32, known to all: sender s sends receiver d its rows from read[s, d] on, so many, to
+      read_SS, rows_SS, land_SS: [S, S] int32, known to all: sender s sends receiver d its rows
+      from read[s, d] on, so many, to
         d's output from land[s, d] on.
     """
+
     def ragged(rows, output, read_SS, rows_SS, land_SS):
         shard = jax.lax.axis_index(axis)
-        return jax.lax.ragged_all_to_all(rows, output, read_SS[shard], rows_SS[shard], land_SS[shard], rows_SS[:, shard],
-                                         axis_name=axis)
+        return jax.lax.ragged_all_to_all(
+            rows,
+            output,
+            read_SS[shard],
+            rows_SS[shard],
+            land_SS[shard],
+            rows_SS[:, shard],
+            axis_name=axis,
+        )
 
     def gathered(rows, output, read_SS, rows_SS, land_SS):
         shard = jax.lax.axis_index(axis)
@@ -326,10 +469,17 @@ def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
         into_PS = place_P1 - land_SS[:, shard]
         from_PS = (into_PS >= 0) & (into_PS < rows_SS[:, shard])
         index_PS = jnp.arange(rows_SS.shape[0]) * rows.shape[0] + read_SS[:, shard] + into_PS
-        taken = jax.lax.all_gather(rows, axis, tiled=True)[jnp.sum(jnp.where(from_PS, index_PS, 0), axis=1)]
+        taken = jax.lax.all_gather(rows, axis, tiled=True)[
+            jnp.sum(jnp.where(from_PS, index_PS, 0), axis=1)
+        ]
         arrived_P = jnp.any(from_PS, axis=1)
         return jnp.where(arrived_P.reshape(-1, *(1,) * (rows.ndim - 1)), taken, output)
 
     # XLA's CPU backend has no ragged_all_to_all.
-    return jax.lax.platform_dependent(rows, output, *(a.astype(jnp.int32) for a in (read_SS, rows_SS, land_SS)),
-                                      cpu=gathered, default=ragged)
+    return jax.lax.platform_dependent(
+        rows,
+        output,
+        *(a.astype(jnp.int32) for a in (read_SS, rows_SS, land_SS)),
+        cpu=gathered,
+        default=ragged,
+    )

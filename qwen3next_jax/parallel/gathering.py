@@ -8,18 +8,23 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.tpu import tpu
 
 LANES = 128  # of a tile
-_SMOOTH = 2**30 * 3**5 * 5**3 * 7 * 11 * 13 * 17 * 19  # numbers of tiles that divide this were cut; multiples of 37 and 1187 were not
+# numbers of tiles that divide this were cut; multiples of 37 and 1187 were not
+_SMOOTH = 2**30 * 3**5 * 5**3 * 7 * 11 * 13 * 17 * 19
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The parts `x` of all devices along the mesh axis `axis`, joined along dimension `dim`; of two dimensions or more."""
+    """The parts `x` of all devices along the mesh axis `axis`, joined along dimension `dim`; of
+    two dimensions or more.
+    """
     return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def _backward(axis, dim, _, dy):
-    """A TPU cuts what it reduces along another dimension, too. Where its tiles have a prime factor of 37 or more (151,936 = 128 · 1187)
-    the compiler sums the whole on every device instead, twice the bytes: zeros fill it up."""
+    """A TPU cuts what it reduces along another dimension, too. Where its tiles have a prime
+    factor of 37 or more (151,936 = 128 · 1187) the compiler sums the whole on every device
+    instead, twice the bytes: zeros fill it up.
+    """
     other = dy.ndim - 1 - (dim == dy.ndim - 1)
     wide = full = dy.shape[other]
     while tpu() and full % LANES == 0 and _SMOOTH % (full // LANES):

@@ -1,7 +1,9 @@
-"""What lies where on the mesh: one table from the logical axes of parameters to mesh axes, one for activations.
+"""What lies where on the mesh: one table from the logical axes of parameters to mesh axes, one
+for activations.
 
-A parameter is declared with the logical axis of each dimension (`model.parameters`). Some mesh axes split it while computing, others only
-to store less (FSDP, ZeRO-3: 1910.02054): gathered just before use. The axis of stacked layers is never split: a scan would gather it whole.
+A parameter is declared with the logical axis of each dimension (`model.parameters`). Some mesh
+axes split it while computing, others only to store less (FSDP, ZeRO-3: 1910.02054): gathered
+just before use. The axis of stacked layers is never split: a scan would gather it whole.
 """
 
 import functools
@@ -19,25 +21,29 @@ from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.parallel.gathering import all_gather
 from qwen3next_jax.trees import path_string
 
-ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"  # what is split over which mesh axes; rows: of a batch
+# what is split over which mesh axes; rows: of a batch
+ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"
 FSDP = TOKENS = (*ROWS, CONTEXT)
 
-# Over what a dimension is split while computing, and over what besides between steps: of these the longest is outermost, and so gathered
-# last, when an array is largest. Dimensions take, from the first on, those of their axes that divide them and that none before has taken.
+# Over what a dimension is split while computing, and over what besides between steps: of these the
+# longest is outermost, and so gathered last, when an array is largest. Dimensions take, from the
+# first on, those of their axes that divide them and that none before has taken.
 AXES: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embed": ((), FSDP),  # the model's width, where the other dimensions are split while computing
     "embed_out": ((), (TENSOR,)),  # the model's width where it is what a product gives
     "vocab": ((TENSOR,), ()),
     "query_heads": ((TENSOR,), ()),
     "key_value_heads": ((TENSOR,), ()),
-    "head_width": ((), (TENSOR,)),  # where `tensor` exceeds the number of heads, which then stay whole
+    # where `tensor` exceeds the number of heads, which then stay whole
+    "head_width": ((), (TENSOR,)),
     "key_heads": ((TENSOR,), ()),  # their value heads come along
     "value_heads": ((TENSOR,), ()),
     "channels": ((), FSDP),  # of a convolution
     "experts": ((EXPERTS,), ()),
     "router": ((), (TENSOR,)),
     "mlp": ((TENSOR,), ()),
-    "mlp_in": ((TENSOR,), FSDP),  # of experts: gathered along their last dimension, a TPU would copy the whole to another layout
+    # of experts: gathered along their last dimension, a TPU would copy the whole to another layout
+    "mlp_in": ((TENSOR,), FSDP),
     None: ((), ()),
 }
 
@@ -50,20 +56,38 @@ class Declared(Protocol):
     gathered: str
 
 
-ACTIVATIONS = {"batch": ROWS, "time": CONTEXT, "heads": TENSOR, "time_rows": (CONTEXT, TENSOR), None: None}
+ACTIVATIONS = {
+    "batch": ROWS,
+    "time": CONTEXT,
+    "heads": TENSOR,
+    "time_rows": (CONTEXT, TENSOR),
+    None: None,
+}
 
 
 def check_axes(axes: tuple[str | None, ...]) -> None:
     """Raises ValueError where one of `axes` is not in the table."""
     for axis in axes:
         if axis not in AXES:
-            raise ValueError(f"no logical axis {axis!r} in parallel/rules.py{did_you_mean(str(axis), filter(None, AXES))}: "
-                             f"expected one of {', '.join(filter(None, AXES))}")
+            raise ValueError(
+                f"no logical axis {axis!r} in "
+                f"parallel/rules.py{did_you_mean(str(axis), filter(None, AXES))}: "
+                f"expected one of {', '.join(filter(None, AXES))}"
+            )
 
 
 def storage_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How a parameter (or its optimizer state) of this declaration lies on the mesh between steps."""
-    return _spec([(*AXES[axis][0], *sorted(AXES[axis][1], key=mesh.shape.get, reverse=True)) for axis in declared.axes], shape, mesh)
+    """How a parameter (or its optimizer state) of this declaration lies on the mesh between
+    steps.
+    """
+    return _spec(
+        [
+            (*AXES[axis][0], *sorted(AXES[axis][1], key=mesh.shape.get, reverse=True))
+            for axis in declared.axes
+        ],
+        shape,
+        mesh,
+    )
 
 
 def use_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -72,12 +96,18 @@ def use_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
-    """`dims` for the last dimensions of `shape`, each with those of its axes that divide it and that none before has taken."""
+    """`dims` for the last dimensions of `shape`, each with those of its axes that divide it and
+    that none before has taken.
+    """
     entries: list[tuple[str, ...]] = []
     for axes, size in zip([()] * (len(shape) - len(dims)) + dims, shape):
         kept: tuple[str, ...] = ()
         for axis in axes:
-            if mesh.shape[axis] > 1 and axis not in sum(entries, ()) and size % shards(mesh, axis, *kept) == 0:
+            if (
+                mesh.shape[axis] > 1
+                and axis not in sum(entries, ())
+                and size % shards(mesh, axis, *kept) == 0
+            ):
                 kept += (axis,)
         entries.append(kept)
     return P(*entries)
@@ -94,7 +124,11 @@ def activation_spec(*names: str | None) -> P:
 
 def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     """Tells the partitioner where activation `x` lies; nothing without a mesh."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(*names)))
+    return (
+        x
+        if mesh is None
+        else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(*names)))
+    )
 
 
 def shards(mesh: Mesh | None, *axes: str) -> int:
@@ -103,15 +137,19 @@ def shards(mesh: Mesh | None, *axes: str) -> int:
 
 
 def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """`f` on each device's own part, for what the partitioner cannot split (kernels); `f` itself without a mesh."""
+    """`f` on each device's own part, for what the partitioner cannot split (kernels); `f` itself
+    without a mesh.
+    """
     if mesh is None:
         return f
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
-    """Parameters (declared variables) as they are used: operands cast to `dtype`, then gathered over their storage axes. Gradients
-    go back to where the parameters lie. Nothing happens without a mesh."""
+    """Parameters (declared variables) as they are used: operands cast to `dtype`, then gathered
+    over their storage axes. Gradients go back to where the parameters lie. Nothing happens
+    without a mesh.
+    """
     if mesh is None:
         return params
 
@@ -120,14 +158,22 @@ def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
         to = jnp.dtype(dtype) if declared.operand else leaf.dtype
         if declared.gathered == "operator":
             return variable.replace(leaf.astype(to))
-        specs = _stages(storage_spec(declared, leaf.shape, mesh), use_spec(declared, leaf.shape, mesh))
-        return variable.replace(kept(_gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype)))
+        specs = _stages(
+            storage_spec(declared, leaf.shape, mesh), use_spec(declared, leaf.shape, mesh)
+        )
+        return variable.replace(
+            kept(_gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype))
+        )
+
     return jax.tree.map(one, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
 
 
-def gather_local(x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh: Mesh, whole: bool = False) -> jax.Array:
-    """Inside `local`: this device's stored part of a parameter of global `shape`, gathered for use; `whole`: over `tensor` too. Its
-    gradient is a reduce-scatter by construction."""
+def gather_local(
+    x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh: Mesh, whole: bool = False
+) -> jax.Array:
+    """Inside `local`: this device's stored part of a parameter of global `shape`, gathered for
+    use; `whole`: over `tensor` too. Its gradient is a reduce-scatter by construction.
+    """
     used = P(*(None,) * len(shape)) if whole else use_spec(declared, shape, mesh)
     for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
         for axis in reversed(axes):
@@ -137,12 +183,14 @@ def gather_local(x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh:
 
 def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
     """Per dimension the axes, outer ones first, that split it in `storage` and not in `use`."""
-    return [_axes(stored)[len(_axes(used)):] for stored, used in zip(storage, use)]
+    return [_axes(stored)[len(_axes(used)) :] for stored, used in zip(storage, use)]
 
 
 def _stages(storage: P, use: P) -> list[P]:
-    """From `storage` to `use`, one mesh axis less at a time, inner ones first. Over several axes at once that together span all dimensions
-    of a torus the TPU compiler sums zero-padded parts instead of gathering (and sums instead of reduce-scattering): twice the bytes."""
+    """From `storage` to `use`, one mesh axis less at a time, inner ones first. Over several axes
+    at once that together span all dimensions of a torus the TPU compiler sums zero-padded parts
+    instead of gathering (and sums instead of reduce-scattering): twice the bytes.
+    """
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):
         for _ in axes:
@@ -155,7 +203,8 @@ def _stages(storage: P, use: P) -> list[P]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(x, dtype, stages, own_dtype):
     x = x.astype(dtype)
-    for sharding in stages:  # where it lies first, or the partitioner may gather before the cast: twice the bytes
+    # where it lies first, or the partitioner may gather before the cast: twice the bytes
+    for sharding in stages:
         x = jax.lax.with_sharding_constraint(x, sharding)
     return x
 
@@ -173,16 +222,32 @@ def shardings(tree: Any, declared: Mapping[str, Declared], mesh: Mesh) -> Any:
     """NamedSharding of every leaf (array or shape) of a train state or of a tree of parameters.
 
     Args:
-      declared: of every parameter, by its path ("layers/0/mixer/q_proj"). What follows a parameter (moments, …) lies as it does and has
-        its path behind a prefix of its own; anything else must be small: counters and guards, which every device holds.
+      declared: of every parameter, by its path ("layers/0/mixer/q_proj"). What follows a
+      parameter (moments, …) lies as it does and has
+        its path behind a prefix of its own; anything else must be small: counters and guards,
+        which every device holds.
 
     Raises:
       ValueError: a leaf of `params` or `opt_state` follows no parameter and is no scalar.
     """
+
     def one(path, leaf):
         *groups, _ = names = path_string(path).split("/")
-        followed = next((declared[name] for i in range(len(names)) if (name := "/".join(names[i:])) in declared), None)
+        followed = next(
+            (
+                declared[name]
+                for i in range(len(names))
+                if (name := "/".join(names[i:])) in declared
+            ),
+            None,
+        )
         if followed is None and leaf.ndim and groups[0] != "guards":
-            raise ValueError(f"{path_string(path)}: follows no declared parameter: what an optimizer keeps for one must have its path")
-        return NamedSharding(mesh, P() if followed is None else storage_spec(followed, leaf.shape, mesh))
+            raise ValueError(
+                f"{path_string(path)}: follows no declared parameter: what an optimizer keeps for "
+                "one must have its path"
+            )
+        return NamedSharding(
+            mesh, P() if followed is None else storage_spec(followed, leaf.shape, mesh)
+        )
+
     return jax.tree_util.tree_map_with_path(one, tree)

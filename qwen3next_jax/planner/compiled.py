@@ -1,6 +1,8 @@
-"""What a compiled program asks of each device: memory by part, collectives by mesh axis, FLOPs, HBM traffic.
+"""What a compiled program asks of each device: memory by part, collectives by mesh axis, FLOPs,
+HBM traffic.
 
-All figures are of one device and one run of the program; what stands in a loop counts once per trip.
+All figures are of one device and one run of the program; what stands in a loop counts once per
+trip.
 """
 
 import math
@@ -15,21 +17,29 @@ from qwen3next_jax.ops.attention.splash import block_size
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
 from qwen3next_jax.planner.schedule import Schedule
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-               "collective-broadcast")
-# Passes of the matrix unit that a product of float32 operands takes, by XLA's name of the precision.
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Passes of the matrix unit that a product of float32 operands takes, by XLA's name of the
+# precision.
 _PASSES = {"high": 3, "highest": 6}
 
 
 class Collective(NamedTuple):
     """One collective of the program.
 
-    axes: mesh axes over which its devices talk, in mesh order; a permutation names each axis along which any pair differs.
-    group: devices that talk together.
-    sent: bytes that leave each device in one run, by the best algorithm on a ring: of an array of S bytes per device
-      (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce. Of a ragged
-      all-to-all S is the smaller of its two buffers, one of which has room for an uneven load.
-    times: how often it runs in one run of the program.
+    axes: mesh axes over which its devices talk, in mesh order; a permutation names each axis
+    along which any pair differs. group: devices that talk together. sent: bytes that leave each
+    device in one run, by the best algorithm on a ring: of an array of S bytes per device
+      (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for
+      all-reduce. Of a ragged all-to-all S is the smaller of its two buffers, one of which has
+      room for an uneven load. times: how often it runs in one run of the program.
     """
 
     kind: str
@@ -47,10 +57,11 @@ class Collective(NamedTuple):
 class Memory(NamedTuple):
     """Bytes of HBM on one device.
 
-    parameters, optimizer: the donated state, as its shardings cut it. gradients, activations: arrays that the layer scans
-    stack up for the optimizer and for the backward pass (read off the loops of the program). temporaries: the rest of
-    what the program needs while it runs. other: batch, outputs, padding of the state's layout, the program's code.
-    peak: all of it, from the compiler's own account.
+    parameters, optimizer: the donated state, as its shardings cut it. gradients, activations:
+    arrays that the layer scans stack up for the optimizer and for the backward pass (read off
+    the loops of the program). temporaries: the rest of what the program needs while it runs.
+    other: batch, outputs, padding of the state's layout, the program's code. peak: all of it,
+    from the compiler's own account.
     """
 
     parameters: float
@@ -62,7 +73,8 @@ class Memory(NamedTuple):
     peak: float
 
 
-# ---- collectives ---------------------------------------------------------------------------------------------------------
+# ---- collectives
+# --------------------------------------------------------------------------------------------------
 
 
 def collective_kind(instruction: Instruction) -> str:
@@ -71,7 +83,9 @@ def collective_kind(instruction: Instruction) -> str:
     return kind if kind in COLLECTIVES else ""
 
 
-def fused_collective(program: Program, instruction: Instruction) -> tuple[Computation, Instruction] | None:
+def fused_collective(
+    program: Program, instruction: Instruction
+) -> tuple[Computation, Instruction] | None:
     """The collective inside a fusion, and where it stands; None for every other instruction."""
     if instruction.opcode != "fusion":
         return None
@@ -80,8 +94,9 @@ def fused_collective(program: Program, instruction: Instruction) -> tuple[Comput
 
 
 def _scatters(computation: Computation, reduction: Instruction) -> bool:
-    """Whether a computation is an all-reduce and slices of it: so the TPU compiler writes a reduce-scatter, and runs it as one
-    (its emitter is the "AllReduceScatterFusion")."""
+    """Whether a computation is an all-reduce and slices of it: so the TPU compiler writes a
+    reduce-scatter, and runs it as one (its emitter is the "AllReduceScatterFusion").
+    """
     root = computation.root
     for name in root.operands if root.opcode == "tuple" else (root.name,):
         sliced = computation[name]
@@ -97,7 +112,9 @@ def _scatters(computation: Computation, reduction: Instruction) -> bool:
     return True
 
 
-def read_collective(computation: Computation, instruction: Instruction, mesh: jax.sharding.Mesh, times: float = 1) -> Collective:
+def read_collective(
+    computation: Computation, instruction: Instruction, mesh: jax.sharding.Mesh, times: float = 1
+) -> Collective:
     """The record of an instruction whose `collective_kind` is not ""."""
     kind = collective_kind(instruction)
     if kind == "all-reduce" and _scatters(computation, instruction):
@@ -110,15 +127,20 @@ def read_collective(computation: Computation, instruction: Instruction, mesh: ja
         sent = size if len(pairs) else 0.0
     else:
         axes, group = _axes(instruction.attributes, mesh)
-        sent = size * {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group,
-                       "collective-broadcast": 1}.get(kind, (group - 1) / group)
+        sent = size * {
+            "all-gather": group - 1,
+            "all-reduce": 2 * (group - 1) / group,
+            "collective-broadcast": 1,
+        }.get(kind, (group - 1) / group)
     return Collective(kind, axes, group, sent, times)
 
 
 def permuted_pairs(instruction: Instruction) -> np.ndarray:
     """[n, 2] (source, target) of a collective-permute, without those that stay where they are."""
     text = instruction.attribute("source_target_pairs")
-    pairs = np.array([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)\}", text)]).reshape(-1, 2)
+    pairs = np.array(
+        [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)\}", text)]
+    ).reshape(-1, 2)
     return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
@@ -132,32 +154,48 @@ def collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
 
 
 def replica_groups(text: str) -> np.ndarray | None:
-    """[groups, devices] of `replica_groups=`, in any of its forms: lists, an iota, axes of a named mesh. None: all devices.
+    """[groups, devices] of `replica_groups=`, in any of its forms: lists, an iota, axes of a
+    named mesh. None: all devices.
 
-        {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['x'=2,'y'=4] {'y':(2)2}    (the second of y's two factors)
+    {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['x'=2,'y'=4] {'y':(2)2}    (the
+                     second of y's two factors)
     """
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota:
-        groups, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        groups, dims, order = (
+            [int(n) for n in part.split(",")] if part else None for part in iota.groups()
+        )
         devices = np.arange(math.prod(dims)).reshape(dims)
         return (devices.transpose(order) if order else devices).reshape(groups)
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? \{([^}]*)\}", text)
+    named = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? \{([^}]*)\}", text
+    )
     if named:
         dims = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named.group(1))}
         listed = [int(n) for n in re.findall(r"\d+", named.group(2) or "")]
-        devices = np.array(listed if len(listed) == math.prod(dims.values()) else range(math.prod(dims.values())))
-        chosen = {name: (int(before or 1), int(size or dims[name]))
-                  for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named.group(3))}
+        devices = np.array(
+            listed if len(listed) == math.prod(dims.values()) else range(math.prod(dims.values()))
+        )
+        chosen = {
+            name: (int(before or 1), int(size or dims[name]))
+            for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named.group(3))
+        }
         shape, inside = [], []
         for name, size in dims.items():
             before, part = chosen.get(name, (1, 1))
             inside.append(len(shape) + 1)
             shape += [before, part, size // before // part]
         outside = [d for d in range(len(shape)) if d not in inside]
-        return devices.reshape(shape).transpose(outside + inside).reshape(-1, math.prod(part for _, part in chosen.values()))
+        return (
+            devices.reshape(shape)
+            .transpose(outside + inside)
+            .reshape(-1, math.prod(part for _, part in chosen.values()))
+        )
     listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)
     if listed:
-        rows = [[int(n) for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", listed.group(1))]
+        rows = [
+            [int(n) for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", listed.group(1))
+        ]
         return np.array(rows) if rows else None
     return None
 
@@ -166,28 +204,41 @@ def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
     """(mesh axes, devices of a group) of an instruction's replica groups."""
     groups = replica_groups(text)
     first = np.arange(mesh.size) if groups is None else groups[0]
-    return _differing(mesh, np.stack((np.broadcast_to(first[:1], first.shape), first), axis=1)), len(first)
+    return _differing(
+        mesh, np.stack((np.broadcast_to(first[:1], first.shape), first), axis=1)
+    ), len(first)
 
 
 def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
-    """Axes along which the two positions of any pair [n, 2] differ. A position counts devices in the mesh's order."""
+    """Axes along which the two positions of any pair [n, 2] differ. A position counts devices in
+    the mesh's order.
+    """
     coordinates = np.unravel_index(pairs, mesh.devices.shape)
-    return tuple(name for name, c in zip(mesh.axis_names, coordinates) if np.any(c[:, 0] != c[:, 1]))
+    return tuple(
+        name for name, c in zip(mesh.axis_names, coordinates) if np.any(c[:, 0] != c[:, 1])
+    )
 
 
-# ---- work ----------------------------------------------------------------------------------------------------------------
+# ---- work
+# --------------------------------------------------------------------------------------------------
 
 
 def flops(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of one run of an instruction that stands outside fusions, with all it calls but loops and branches. Kernels
-    state their own cost, or are known by name."""
+    """FLOPs of one run of an instruction that stands outside fusions, with all it calls but
+    loops and branches. Kernels state their own cost, or are known by name.
+    """
     if instruction.opcode == "fusion":
-        return sum(flops(program, program.computations[name], inner)
-                   for name in instruction.called for inner in program.computations[name].values())
+        return sum(
+            flops(program, program.computations[name], inner)
+            for name in instruction.called
+            for inner in program.computations[name].values()
+        )
     if instruction.opcode == "custom-call":
         return _kernel_flops(computation, instruction) or 0.0
     precision = re.search(r"operand_precision=\{(\w+)", instruction.attributes)
-    return product_flops(computation, instruction) * _PASSES.get(precision.group(1) if precision else "", 1)
+    return product_flops(computation, instruction) * _PASSES.get(
+        precision.group(1) if precision else "", 1
+    )
 
 
 def _kernel_flops(computation: Computation, instruction: Instruction) -> float | None:
@@ -196,34 +247,67 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     if stated:
         return float(stated.group(1))
     splash = re.match(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
-    mask = re.search(r"/splash_(causal|full)/", instruction.op_name)  # the scope around the call (ops/attention/splash.py)
+    # the scope around the call (ops/attention/splash.py)
+    mask = re.search(r"/splash_(causal|full)/", instruction.op_name)
     if splash and mask:
         arrays = [s for name in instruction.operands for s in computation[name].shapes]
-        queries, keys = [s.dims for s in arrays if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1][:2]
+        queries, keys = [
+            s.dims
+            for s in arrays
+            if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1
+        ][:2]
         products = {"fwd": 2, "dkv": 4, "dq": 3}[splash.group(1)]
-        return products * 2.0 * math.prod(queries) * keys[-2] * (0.5 if mask.group(1) == "causal" else 1.0)
+        return (
+            products
+            * 2.0
+            * math.prod(queries)
+            * keys[-2]
+            * (0.5 if mask.group(1) == "causal" else 1.0)
+        )
     rule = delta_rule_call(computation, instruction)
     if rule:
-        key, value, chunk = rule.key, rule.value, rule.chunk  # docs/delta_rule.md; inverses are not counted, so known ones save nothing
-        per_token = {"map": 6 * key * (key + value) + 2 * chunk * (4 * key + value),
-                     "backward": 14 * key * value + 10 * chunk * (key + value)}
-        return rule.tokens * rule.heads * per_token.get(rule.kernel, 6 * key * value + 4 * chunk * (key + value))
-    return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None  # integers, as of ragged_dot's offsets
+        # docs/delta_rule.md; inverses are not counted, so known ones save nothing
+        key, value, chunk = rule.key, rule.value, rule.chunk
+        per_token = {
+            "map": 6 * key * (key + value) + 2 * chunk * (4 * key + value),
+            "backward": 14 * key * value + 10 * chunk * (key + value),
+        }
+        return (
+            rule.tokens
+            * rule.heads
+            * per_token.get(rule.kernel, 6 * key * value + 4 * chunk * (key + value))
+        )
+    # integers, as of ragged_dot's offsets
+    return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None
 
 
 def gpu_flops(program: Program) -> float:
-    """2 × multiply-adds of every product of a program for a GPU as often as it runs: XLA's own, cuBLAS', and tokamax's of grouped rows, as
-    if no tile were padded. A loop of unstated length counts once."""
+    """2 × multiply-adds of every product of a program for a GPU as often as it runs: XLA's own,
+    cuBLAS', and tokamax's of grouped rows, as if no tile were padded. A loop of unstated length
+    counts once.
+    """
     total = 0.0
     for computation, instruction, times in program.walk():
-        flops, target = product_flops(computation, instruction), instruction.attribute("custom_call_target")
+        flops, target = (
+            product_flops(computation, instruction),
+            instruction.attribute("custom_call_target"),
+        )
         contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
-        dims = [computation[name].shapes[0].dims for name in instruction.operands if computation[name].shapes]
+        dims = [
+            computation[name].shapes[0].dims
+            for name in instruction.operands
+            if computation[name].shapes
+        ]
         if instruction.opcode == "custom-call" and "matmul" in target and contracted:
             flops = 2.0 * instruction.shapes[0].elements * dims[0][int(contracted[1])]
-        elif instruction.opcode == "custom-call" and "/ragged_dot_sm90/" in instruction.op_name:  # [R, D] by [E, D, F]
+        # [R, D] by [E, D, F]
+        elif instruction.opcode == "custom-call" and "/ragged_dot_sm90/" in instruction.op_name:
             flops = 2.0 * instruction.shapes[0].elements * dims[0][1]
-        elif instruction.opcode == "custom-call" and "/ragged_contracting_dim_dot_sm90/" in instruction.op_name:  # .., .., [D, R], [R, F]
+        # .., .., [D, R], [R, F]
+        elif (
+            instruction.opcode == "custom-call"
+            and "/ragged_contracting_dim_dot_sm90/" in instruction.op_name
+        ):
             flops = 2.0 * math.prod(dims[2]) * dims[3][1]
         total += times * flops
     return total
@@ -235,11 +319,20 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def visited(computation: Computation, instruction: Instruction) -> float:
-    """Share of a kernel's grid whose bodies run: of causal attention the blocks on the diagonal and below it."""
-    if not re.match(r"splash_m[hq]a_", instruction.name) or "/splash_causal/" not in instruction.op_name:
+    """Share of a kernel's grid whose bodies run: of causal attention the blocks on the diagonal
+    and below it.
+    """
+    if (
+        not re.match(r"splash_m[hq]a_", instruction.name)
+        or "/splash_causal/" not in instruction.op_name
+    ):
         return 1.0
-    q = next(s for name in instruction.operands for s in computation[name].shapes if s.dtype in ("bf16", "f32")
-             and len(s.dims) >= 3 and s.dims[-1] > 1)
+    q = next(
+        s
+        for name in instruction.operands
+        for s in computation[name].shapes
+        if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1
+    )
     blocks = -(-q.dims[-2] // block_size(*q.dims[-2:], 2 if q.dtype == "bf16" else 4))
     return (blocks + 1) / (2 * blocks)
 
@@ -251,16 +344,29 @@ def stated_bytes(instruction: Instruction) -> float:
 
 
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
-    """Traced names of the kernels of which neither their products nor a whole schedule say what they cost, each once."""
+    """Traced names of the kernels of which neither their products nor a whole schedule say what
+    they cost, each once.
+    """
+
     def unknown(step):
         schedule = (schedules or {}).get(step.instruction.name)
-        return (is_kernel(step.instruction) and not (schedule and schedule.whole)
-                and _kernel_flops(step.computation, step.instruction) is None)
-    return list(dict.fromkeys(s.instruction.op_name or s.instruction.name for s in program.walk() if unknown(s)))
+        return (
+            is_kernel(step.instruction)
+            and not (schedule and schedule.whole)
+            and _kernel_flops(step.computation, step.instruction) is None
+        )
+
+    return list(
+        dict.fromkeys(
+            s.instruction.op_name or s.instruction.name for s in program.walk() if unknown(s)
+        )
+    )
 
 
 class DeltaRuleCall(NamedTuple):
-    """A call of one of our kernels. kernel: "forward", "forward with known inverses", "map" or "backward"; heads: of the values."""
+    """A call of one of our kernels. kernel: "forward", "forward with known inverses", "map" or
+    "backward"; heads: of the values.
+    """
 
     kernel: str
     tokens: int
@@ -278,25 +384,36 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
     # Operands start with q, k, v [B, T, heads · width] and the summed decay [B, chunks, blocks, …].
     arrays = [computation[name].shapes[0] for name in instruction.operands]
     (batch, time, _), chunks = arrays[2].dims, arrays[3].dims[1]
-    _, heads, key, value = next(s.dims for s in instruction.shapes if s.dtype == "f32" and len(s.dims) == 4)  # the state
+    # the state
+    _, heads, key, value = next(
+        s.dims for s in instruction.shapes if s.dtype == "f32" and len(s.dims) == 4
+    )
     chunk = time // chunks
     inverses = chunks, batch, heads // 2, chunk, 2 * chunk
     known = kernel.group(1) == "forward" and any(a.dims == inverses for a in arrays)
-    return DeltaRuleCall(kernel.group(1) + " with known inverses" * known, tokens=batch * time, heads=heads, key=key, value=value,
-                         chunk=chunk)
+    return DeltaRuleCall(
+        kernel.group(1) + " with known inverses" * known,
+        tokens=batch * time,
+        heads=heads,
+        key=key,
+        value=value,
+        chunk=chunk,
+    )
 
 
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
     """Bytes that one run of an instruction outside fusions reads from and writes to HBM.
 
-    Slices and updates in place touch their part only; other memories (VMEM) are free. Of a gather the result counts.
+    Slices and updates in place touch their part only; other memories (VMEM) are free. Of a
+    gather the result counts.
     """
     op = instruction.opcode
     if op in FREE or op in ("while", "conditional", "call") or op.endswith(("-done", "-update")):
         return 0.0
     if op.endswith("-start") and op.removesuffix("-start") in ("copy", "slice", "dynamic-slice"):
         source = computation[instruction.operands[0]].shapes[0]
-        target = instruction.shapes[op != "copy-start"]  # (target, source, …) of a copy; ((source), target, …) of a slice
+        # (target, source, …) of a copy; ((source), target, …) of a slice
+        target = instruction.shapes[op != "copy-start"]
         moved = min(source.bytes, target.bytes)
         return moved * (source.in_hbm + target.in_hbm)
     operands = [computation[name] for name in instruction.operands]
@@ -325,7 +442,10 @@ def _read(inner: Computation, parameter: Instruction) -> float:
         for user in inner.users[value.name]:
             if user.opcode == "bitcast":
                 pending.append(user)
-            elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
+            elif (
+                user.opcode in ("dynamic-slice", "slice", "gather")
+                and user.operands[0] == value.name
+            ):
                 touched += user.bytes
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
                 continue  # in place: only the update is written
@@ -338,18 +458,26 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
     while root.opcode == "bitcast":
         root = inner[root.operands[0]]
     if root.opcode == "tuple":
-        return sum(_written(inner, inner[name], (result,)) for name, result in zip(root.operands, results))
+        return sum(
+            _written(inner, inner[name], (result,)) for name, result in zip(root.operands, results)
+        )
     if root.opcode == "dynamic-update-slice":
         return inner[root.operands[1]].bytes * all(r.in_hbm for r in results)
     return _in_hbm(results)
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------
+# ---- memory
+# --------------------------------------------------------------------------------------------------
 
 
 def shard_bytes(tree: Any) -> float:
     """Bytes of one device's part of a tree of arrays or `jax.ShapeDtypeStruct`s with shardings."""
-    return float(sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))
+    return float(
+        sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
+    )
 
 
 def memory(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memory:
@@ -362,16 +490,24 @@ def memory(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memo
     gradients = min(gradients, temporary)
     activations = min(activations, temporary - gradients)
     other = kept - parameters - optimizer + stats.generated_code_size_in_bytes
-    return Memory(parameters=parameters, optimizer=optimizer, gradients=gradients, activations=activations,
-                  temporaries=temporary - gradients - activations, other=other,
-                  peak=kept + temporary + stats.generated_code_size_in_bytes)
+    return Memory(
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=gradients,
+        activations=activations,
+        temporaries=temporary - gradients - activations,
+        other=other,
+        peak=kept + temporary + stats.generated_code_size_in_bytes,
+    )
 
 
 def _stacked(program: Program) -> tuple[float, float]:
-    """Bytes in HBM of the arrays that loops fill one trip at a time: (by forward loops, by backward loops).
+    """Bytes in HBM of the arrays that loops fill one trip at a time: (by forward loops, by
+    backward loops).
 
-    A forward scan stacks what its backward needs, a backward scan the gradients of the stacked parameters; JAX marks the
-    transposed one in its name. Of nested loops the inner ones' stacks live within one outer trip and count once.
+    A forward scan stacks what its backward needs, a backward scan the gradients of the stacked
+    parameters; JAX marks the transposed one in its name. Of nested loops the inner ones' stacks
+    live within one outer trip and count once.
     """
     forward = backward = 0.0
     for step in program.walk():
@@ -380,7 +516,13 @@ def _stacked(program: Program) -> tuple[float, float]:
         trips = program.trips(step.computation, step.instruction)
         body = program.computations[step.instruction.attribute("body").lstrip("%")]
         for i, shape in enumerate(step.instruction.shapes):
-            if trips and trips > 1 and shape.dims[:1] == (trips,) and shape.in_hbm and program.changes(body, i):
+            if (
+                trips
+                and trips > 1
+                and shape.dims[:1] == (trips,)
+                and shape.in_hbm
+                and program.changes(body, i)
+            ):
                 if "transpose(" in step.instruction.op_name:
                     backward += shape.bytes
                 else:

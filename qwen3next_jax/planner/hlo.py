@@ -1,8 +1,10 @@
-"""Reads the text of a compiled XLA program (`compiled.as_text()`): its computations, instructions and loops.
+"""Reads the text of a compiled XLA program (`compiled.as_text()`): its computations,
+instructions and loops.
 
-The text is the program of one device after partitioning, optimization and, on TPU, scheduling: instructions of a
-computation stand in the order in which they start. Everything here is text in, small records out; what the records mean
-for memory, network and time is read off in `compiled.py` and `roofline.py`.
+The text is the program of one device after partitioning, optimization and, on TPU, scheduling:
+instructions of a computation stand in the order in which they start. Everything here is text in,
+small records out; what the records mean for memory, network and time is read off in
+`compiled.py` and `roofline.py`.
 """
 
 import dataclasses
@@ -14,14 +16,40 @@ from typing import NamedTuple
 
 import numpy as np
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "f8e4m3fn": 8, "f8e5m2": 8, "f8e4m3b11fnuz": 8, "f4e2m1fn": 4, "f8e8m0fnu": 8,
-         "bf16": 16, "c64": 64, "c128": 128} | {f"{kind}{bits}": bits for kind in "suf" for bits in (1, 2, 4, 8, 16, 32, 64)}
+_BITS = {
+    "pred": 8,
+    "token": 0,
+    "opaque": 0,
+    "f8e4m3fn": 8,
+    "f8e5m2": 8,
+    "f8e4m3b11fnuz": 8,
+    "f4e2m1fn": 4,
+    "f8e8m0fnu": 8,
+    "bf16": 16,
+    "c64": 64,
+    "c128": 128,
+} | {f"{kind}{bits}": bits for kind in "suf" for bits in (1, 2, 4, 8, 16, 32, 64)}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|called_computations|branch_computations|true_computation|"
-                     r"false_computation|async_wrapped)=(?:\{([^}]*)\}|%?([\w.\-]+))")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|called_computations|branch_computations|true_computation|"
+    r"false_computation|async_wrapped)=(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
 # Instructions that move nothing: names for parts of other values.
-FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-                  "opt-barrier", "domain", "add-dependency"))
+FREE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "domain",
+        "add-dependency",
+    )
+)
 # Instructions that run the computations they name.
 CALLERS = frozenset(("fusion", "call", "conditional", "custom-call", "async-start", "call-start"))
 
@@ -44,7 +72,9 @@ class Shape:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it lies in the device's main memory; the compiler marks every other memory as S(n) in the layout."""
+        """Whether it lies in the device's main memory; the compiler marks every other memory as
+        S(n) in the layout.
+        """
         return "S(" not in self.layout
 
 
@@ -68,7 +98,10 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The value of `name={...}` or `name=word`; "" where there is none."""
-        m = re.search(rf"(?:^|[ ,]){name}=(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|\"[^\"]*\"|[^\s,]+)", self.attributes)
+        m = re.search(
+            rf"(?:^|[ ,]){name}=(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|\"[^\"]*\"|[^\s,]+)",
+            self.attributes,
+        )
         return m.group(1) if m else ""
 
     @property
@@ -91,7 +124,9 @@ class Computation(dict[str, Instruction]):
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        return sorted((i for i in self.values() if i.opcode == "parameter"), key=lambda i: int(i.literal))
+        return sorted(
+            (i for i in self.values() if i.opcode == "parameter"), key=lambda i: int(i.literal)
+        )
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
@@ -114,16 +149,29 @@ class Step(NamedTuple):
 class Program:
     computations: dict[str, Computation]
     entry: str
-    functions: dict[int, str] = dataclasses.field(default_factory=dict)  # of this package: the innermost of each stack frame
+    # of this package: the innermost of each stack frame
+    functions: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def part(self, instruction: Instruction) -> str:
-        """Which function of this package asked for it, as "file function"; of a fusion that does not say, for a product, or else for the
-        first inside that says. A kernel or a collective that nobody asked for has its own name; anything else belongs to its first operand.
+        """Which function of this package asked for it, as "file function"; of a fusion that does
+        not say, for a product, or else for the first inside that says. A kernel or a collective
+        that nobody asked for has its own name; anything else belongs to its first operand.
         """
-        inside = [i for name in instruction.called for i in self.computations[name].values()] if instruction.opcode == "fusion" else []
+        inside = (
+            [i for name in instruction.called for i in self.computations[name].values()]
+            if instruction.opcode == "fusion"
+            else []
+        )
         inside.sort(key=lambda i: i.opcode not in ("dot", "convolution"))
         frames = (re.search(r"stack_frame_id=(\d+)", i.attributes) for i in (instruction, *inside))
-        found = next((name for f in frames if f and (name := self.functions.get(int(f.group(1)), "?")) != "?"), "?")
+        found = next(
+            (
+                name
+                for f in frames
+                if f and (name := self.functions.get(int(f.group(1)), "?")) != "?"
+            ),
+            "?",
+        )
         if found == "?" and instruction.opcode in ("custom-call", "call-start"):
             return re.sub(r"\.(cloned|call-start|\d+)", "", instruction.name)
         if found == "?" and instruction.operands and instruction.operands[0] in self._by_name:
@@ -132,14 +180,18 @@ class Program:
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Instruction]:
-        return {name: i for computation in self.computations.values() for name, i in computation.items()}
+        return {
+            name: i for computation in self.computations.values() for name, i in computation.items()
+        }
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; None where the program does not state it."""
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if stated:
             return int(stated.group(1))
-        condition, body = (self.computations[loop.attribute(k).lstrip("%")] for k in ("condition", "body"))
+        condition, body = (
+            self.computations[loop.attribute(k).lstrip("%")] for k in ("condition", "body")
+        )
         before, after = _elements(computation, loop.operands[0]), _elements(body, body.root.name)
         if before is None or after is None or condition.root.opcode != "compare":
             return None
@@ -156,12 +208,27 @@ class Program:
         counter, bound = condition.root.operands
         direction = condition.root.attribute("direction")
         if constant(condition, bound) is None:
-            counter, bound, direction = bound, counter, {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction)
+            counter, bound, direction = (
+                bound,
+                counter,
+                {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction),
+            )
         counter, bound = _source(condition, counter), constant(condition, bound)
-        if counter.opcode != "get-tuple-element" or bound is None or direction not in ("LT", "LE", "GT", "GE"):
+        if (
+            counter.opcode != "get-tuple-element"
+            or bound is None
+            or direction not in ("LT", "LE", "GT", "GE")
+        ):
             return None
         index = int(counter.attribute("index"))
-        step = next((constant(body, name) for name in after[index].operands if constant(body, name) is not None), None)
+        step = next(
+            (
+                constant(body, name)
+                for name in after[index].operands
+                if constant(body, name) is not None
+            ),
+            None,
+        )
         start = int(before[index].literal) if before[index].opcode == "constant" else None
         if start is None or not step or after[index].opcode != "add":
             return None
@@ -171,11 +238,17 @@ class Program:
     def changes(self, body: Computation, index: int) -> bool:
         """Whether a trip of a loop with this body changes element `index` of the loop's tuple."""
         after = _elements(body, body.root.name)
-        return after is None or after[index].opcode != "get-tuple-element" or int(after[index].attribute("index")) != index
+        return (
+            after is None
+            or after[index].opcode != "get-tuple-element"
+            or int(after[index].attribute("index")) != index
+        )
 
     def walk(self, name: str | None = None, times: float = 1) -> Iterator["Step"]:
-        """Every instruction reachable from the entry, with how often it runs. A loop whose trips are not stated counts
-        once (`unstated_loops` names them); of a conditional's branches each counts."""
+        """Every instruction reachable from the entry, with how often it runs. A loop whose trips
+        are not stated counts once (`unstated_loops` names them); of a conditional's branches
+        each counts.
+        """
         computation = self.computations[name or self.entry]
         for instruction in computation.values():
             yield Step(computation, instruction, times)
@@ -191,8 +264,14 @@ class Program:
 
     def unstated_loops(self) -> list[str]:
         """Traced names of the loops that may run more often than they are counted, each once."""
-        return list(dict.fromkeys(s.instruction.op_name or s.instruction.name for s in self.walk()
-                                  if s.instruction.opcode == "while" and self.trips(s.computation, s.instruction) is None))
+        return list(
+            dict.fromkeys(
+                s.instruction.op_name or s.instruction.name
+                for s in self.walk()
+                if s.instruction.opcode == "while"
+                and self.trips(s.computation, s.instruction) is None
+            )
+        )
 
 
 def _source(computation: Computation, name: str) -> Instruction:
@@ -206,12 +285,17 @@ def _source(computation: Computation, name: str) -> Instruction:
 def _elements(computation: Computation, name: str) -> list[Instruction] | None:
     """The elements of the tuple `name`."""
     instruction = _source(computation, name)
-    return [_source(computation, n) for n in instruction.operands] if instruction.opcode == "tuple" else None
+    return (
+        [_source(computation, n) for n in instruction.operands]
+        if instruction.opcode == "tuple"
+        else None
+    )
 
 
 def parse(text: str) -> Program:
     """The program in the text of an HLO module."""
-    text = re.sub(r'"(?:body|debug_locations)":"[^"]*"', '""', text)  # kernels in base64, megabytes of them
+    # kernels in base64, megabytes of them
+    text = re.sub(r'"(?:body|debug_locations)":"[^"]*"', '""', text)
     computations: dict[str, Computation] = {}
     entry, current, pending = "", None, ""
 
@@ -239,18 +323,33 @@ def parse(text: str) -> Program:
 def _functions(text: str) -> dict[int, str]:
     def numbered(name):
         section = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
-        return {int(line.split(" ", 1)[0]): line.split(" ", 1)[1].strip('"') for line in section.group(1).splitlines()} if section else {}
+        return (
+            {
+                int(line.split(" ", 1)[0]): line.split(" ", 1)[1].strip('"')
+                for line in section.group(1).splitlines()
+            }
+            if section
+            else {}
+        )
 
     files, functions = numbered("FileNames"), numbered("FunctionNames")
-    locations, frames = ({i: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", line)} for i, line in numbered(name).items()}
-                         for name in ("FileLocations", "StackFrames"))
+    locations, frames = (
+        {
+            i: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", line)}
+            for i, line in numbered(name).items()
+        }
+        for name in ("FileLocations", "StackFrames")
+    )
     found: dict[int, str] = {}
     for i in sorted(frames):
         location = locations[frames[i]["file_location_id"]]
         file = files[location["file_name_id"]]
         function = functions[location["function_name_id"]].replace(".<locals>", "")
-        found[i] = (f"{file.rpartition('/')[2].removesuffix('.py')} {function}" if "qwen3next_jax/" in file
-                    else found.get(frames[i]["parent_frame_id"], "?"))
+        found[i] = (
+            f"{file.rpartition('/')[2].removesuffix('.py')} {function}"
+            if "qwen3next_jax/" in file
+            else found.get(frames[i]["parent_frame_id"], "?")
+        )
     return found
 
 
@@ -262,17 +361,28 @@ def _instruction(line: str) -> Instruction | None:
     end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     paren = line.index("(", end)
     close = _closing(line, paren)
-    inside = line[paren + 1:close]
+    inside = line[paren + 1 : close]
     opcode = line[end:paren].strip()
-    operands = () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name=m.group(2), opcode=opcode, shapes=shapes(line[start:end]), operands=operands, literal=inside,
-                       attributes=line[close + 1:].lstrip(", "), root=bool(m.group(1)))
+    operands = (
+        () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.\-]+)", inside))
+    )
+    return Instruction(
+        name=m.group(2),
+        opcode=opcode,
+        shapes=shapes(line[start:end]),
+        operands=operands,
+        literal=inside,
+        attributes=line[close + 1 :].lstrip(", "),
+        root=bool(m.group(1)),
+    )
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
     """The arrays in the text of a type."""
-    return tuple(Shape(dtype, tuple(int(d) for d in dims.split(",") if d), layout)
-                 for dtype, dims, layout in _SHAPE.findall(text))
+    return tuple(
+        Shape(dtype, tuple(int(d) for d in dims.split(",") if d), layout)
+        for dtype, dims, layout in _SHAPE.findall(text)
+    )
 
 
 def _closing(line: str, opening: int) -> int:
@@ -285,14 +395,21 @@ def _closing(line: str, opening: int) -> int:
     raise ValueError(f"unbalanced parentheses in {line[:80]!r}")
 
 
-# ---- FLOPs of products -------------------------------------------------------------------------------------------------
+# ---- FLOPs of products
+# -------------------------------------------------------------------------------------------------
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> float:
-    """2 × multiply-adds of a `dot` or `convolution` (XLA on TPU writes every product as one); 0 for anything else."""
+    """2 × multiply-adds of a `dot` or `convolution` (XLA on TPU writes every product as one); 0
+    for anything else.
+    """
     if instruction.opcode == "dot":
         left = computation[instruction.operands[0]].shapes[0].dims
-        contracted = [int(d) for d in instruction.attribute("lhs_contracting_dims").strip("{}").split(",") if d]
+        contracted = [
+            int(d)
+            for d in instruction.attribute("lhs_contracting_dims").strip("{}").split(",")
+            if d
+        ]
         return 2.0 * instruction.shapes[0].elements * math.prod(left[d] for d in contracted)
     if instruction.opcode == "convolution":
         return _convolution_flops(computation, instruction)
@@ -307,18 +424,38 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
     spatial = [c for c in left if c.isdigit()]
     pairs = 1
     for axis, label in enumerate(sorted(spatial)):
+
         def of(name, default, axis=axis):
             return window[name].split("x")[axis] if name in window else default
+
         low = int(of("pad", "0_0").split("_")[0])
-        pairs *= _pairs(base[left.index(label)], kernel[right.index(label)], result[out.index(label)],
-                        stride=int(of("stride", "1")), low=low,
-                        base_dilation=int(of("lhs_dilate", "1")), kernel_dilation=int(of("rhs_dilate", "1")))
+        pairs *= _pairs(
+            base[left.index(label)],
+            kernel[right.index(label)],
+            result[out.index(label)],
+            stride=int(of("stride", "1")),
+            low=low,
+            base_dilation=int(of("lhs_dilate", "1")),
+            kernel_dilation=int(of("rhs_dilate", "1")),
+        )
     return 2.0 * result[out.index("b")] * result[out.index("f")] * kernel[right.index("i")] * pairs
 
 
 @functools.cache
-def _pairs(base: int, kernel: int, out: int, *, stride: int, low: int, base_dilation: int, kernel_dilation: int) -> int:
-    """Pairs of output and kernel positions that meet an element, not padding: a batch dimension that is written as a
-    window (strides and holes) has one pair per element."""
+def _pairs(
+    base: int,
+    kernel: int,
+    out: int,
+    *,
+    stride: int,
+    low: int,
+    base_dilation: int,
+    kernel_dilation: int,
+) -> int:
+    """Pairs of output and kernel positions that meet an element, not padding: a batch dimension
+    that is written as a window (strides and holes) has one pair per element.
+    """
     place = np.arange(out)[:, None] * stride - low + np.arange(kernel) * kernel_dilation
-    return int(np.sum((place >= 0) & (place <= (base - 1) * base_dilation) & (place % base_dilation == 0)))
+    return int(
+        np.sum((place >= 0) & (place <= (base - 1) * base_dilation) & (place % base_dilation == 0))
+    )

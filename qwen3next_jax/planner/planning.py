@@ -1,8 +1,10 @@
-"""Compiles the real train step for a described TPU slice, or GPUs, and says what each chip would hold, send and take.
+"""Compiles the real train step for a described TPU slice, or GPUs, and says what each chip would
+hold, send and take.
 
 A compiler for GPUs leaves no schedule: there, nothing says how long a step lasts.
 
-Nothing here touches a device: the model is shapes, the slice a description, the compiler the real one.
+Nothing here touches a device: the model is shapes, the slice a description, the compiler the
+real one.
 """
 
 import dataclasses
@@ -23,7 +25,14 @@ from qwen3next_jax.parallel.chips import Chip
 from qwen3next_jax.parallel.experts import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.compiled import Collective, Memory, collectives, gpu_flops, memory, unknown_kernels
+from qwen3next_jax.planner.compiled import (
+    Collective,
+    Memory,
+    collectives,
+    gpu_flops,
+    memory,
+    unknown_kernels,
+)
 from qwen3next_jax.parallel.mesh import EXPERT, make_mesh
 from qwen3next_jax.parallel.compiler_options import compiler_options
 from qwen3next_jax.planner.ideal import Ideal, ideal
@@ -33,7 +42,11 @@ from qwen3next_jax.training.fingerprint import code_version
 from qwen3next_jax.training.step import abstract_train_state, batch_sharding, make_train_step
 
 # Of a GPU's program memory and network are read, which are settled before its code is made.
-ROUGH_CODE = {"xla_gpu_disable_gpuasm_optimizations": True, "xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
+ROUGH_CODE = {
+    "xla_gpu_disable_gpuasm_optimizations": True,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_backend_optimization_level": 0,
+}
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -41,9 +54,10 @@ UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class Plan:
     """One configuration on one slice. Bytes, FLOPs and seconds are of one device and one step.
 
-    Where the program does not fit, there are no figures but `needs` and `usable_hbm` (bytes). Where the compiler gave another
-    error or ended its process (`failed`), there are none. `reason` says which, in one line. Times are by the rules called `rules`
-    (`roofline.RULES`), of which `estimates` has one each.
+    Where the program does not fit, there are no figures but `needs` and `usable_hbm` (bytes).
+    Where the compiler gave another error or ended its process (`failed`), there are none.
+    `reason` says which, in one line. Times are by the rules called `rules` (`roofline.RULES`),
+    of which `estimates` has one each.
     """
 
     config: Config
@@ -81,7 +95,11 @@ class Plan:
     @property
     def model_flops(self) -> float:
         """Of one step on one device, recomputation excluded."""
-        return flops_per_token(self.config.model, self.config.train.sequence_length) * self.tokens / len(self.topology.devices)
+        return (
+            flops_per_token(self.config.model, self.config.train.sequence_length)
+            * self.tokens
+            / len(self.topology.devices)
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,7 +111,11 @@ class Plan:
 
     def mfu_in(self, seconds: float) -> float | None:
         """Of a step of so many seconds; None where nothing says what a kernel costs."""
-        return None if self.unknown_kernels else self.model_flops / seconds / self.topology.chip.device_flops
+        return (
+            None
+            if self.unknown_kernels
+            else self.model_flops / seconds / self.topology.chip.device_flops
+        )
 
     @property
     def binding(self) -> str:
@@ -108,32 +130,59 @@ class Plan:
         """JSON-ready. Of what does not fit, the predictions are null."""
         train, fitting = self.config.train, self.fits and bool(self.estimates)
         return {
-            "topology": self.topology.name, "chips": self.topology.chips, "devices": len(self.topology.devices), "mesh": self.mesh,
-            "config": self.config.name, "batch_size": train.batch_size, "sequence_length": train.sequence_length,
-            "remat": train.remat, "gradient_accumulation": train.gradient_accumulation, "tokens_per_step": self.tokens,
-            "fits": self.fits, "failed": self.failed, "reason": self.reason,
-            "peak_hbm_bytes": self.needs or None, "usable_hbm_bytes": self.usable_hbm or None,
+            "topology": self.topology.name,
+            "chips": self.topology.chips,
+            "devices": len(self.topology.devices),
+            "mesh": self.mesh,
+            "config": self.config.name,
+            "batch_size": train.batch_size,
+            "sequence_length": train.sequence_length,
+            "remat": train.remat,
+            "gradient_accumulation": train.gradient_accumulation,
+            "tokens_per_step": self.tokens,
+            "fits": self.fits,
+            "failed": self.failed,
+            "reason": self.reason,
+            "peak_hbm_bytes": self.needs or None,
+            "usable_hbm_bytes": self.usable_hbm or None,
             "memory_bytes": self.memory._asdict() if self.fits else None,
             "step_seconds": self.estimate.seconds if fitting else None,
-            "tokens_per_second": self.tokens_per_second if fitting else None, "mfu": self.mfu if fitting else None,
-            "mfu_today": self.mfu_in(self.estimates["today"].seconds) if fitting else None, "rules": self.rules,
+            "tokens_per_second": self.tokens_per_second if fitting else None,
+            "mfu": self.mfu if fitting else None,
+            "mfu_today": self.mfu_in(self.estimates["today"].seconds) if fitting else None,
+            "rules": self.rules,
             "ideal": self.ideal._asdict() if fitting else None,
-            "parts": {name: part._asdict() for name, part in self.estimate.parts.items()} if fitting else None,
-            "bound_seconds": self.estimate.bound if fitting else None, "binding": self.binding if fitting else None,
-            "model_flops": self.model_flops, "executed_flops": self.estimate.flops if fitting else self.gpu_flops or None,
+            "parts": {name: part._asdict() for name, part in self.estimate.parts.items()}
+            if fitting
+            else None,
+            "bound_seconds": self.estimate.bound if fitting else None,
+            "binding": self.binding if fitting else None,
+            "model_flops": self.model_flops,
+            "executed_flops": self.estimate.flops if fitting else self.gpu_flops or None,
             "hbm_bytes": self.estimate.hbm_bytes if fitting else None,
-            "network": [{"axes": list(axes), "collective": kind, "bytes": size, "count": count}
-                        for (axes, kind), (size, count) in traffic(self.collectives).items()],
-            "loops_of_unknown_length": list(self.unstated_loops), "kernels_of_unknown_cost": list(self.unknown_kernels),
-            "optimization_level": self.optimization_level, "compiler_options": dict(self.compiler_options),
+            "network": [
+                {"axes": list(axes), "collective": kind, "bytes": size, "count": count}
+                for (axes, kind), (size, count) in traffic(self.collectives).items()
+            ],
+            "loops_of_unknown_length": list(self.unstated_loops),
+            "kernels_of_unknown_cost": list(self.unknown_kernels),
+            "optimization_level": self.optimization_level,
+            "compiler_options": dict(self.compiler_options),
             "lower_seconds": round(self.lower_seconds, 1),
-            "compile_seconds": round(self.compile_seconds, 1), "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
+            "compile_seconds": round(self.compile_seconds, 1),
+            "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
             "compile_memory_bytes": self.compile_bytes or None,
-            "versions": {"jax": jax.__version__, **_compiler_version(self.topology.chip), "code": code_version()},
+            "versions": {
+                "jax": jax.__version__,
+                **_compiler_version(self.topology.chip),
+                "code": code_version(),
+            },
         }
 
 
-def traffic(found: tuple[Collective, ...]) -> dict[tuple[tuple[str, ...], str], tuple[float, float]]:
+def traffic(
+    found: tuple[Collective, ...],
+) -> dict[tuple[tuple[str, ...], str], tuple[float, float]]:
     """(axes, kind) → (bytes that leave a device in a step, collectives run), largest first."""
     sums: dict = {}
     for c in found:
@@ -143,26 +192,39 @@ def traffic(found: tuple[Collective, ...]) -> dict[tuple[tuple[str, ...], str], 
 
 
 def check_exchange(sizes: dict[str, int], topology: Topology) -> None:
-    """Raises UserError where the experts' exchange needs what the slice's compiler does not have."""
+    """Raises UserError where the experts' exchange needs what the slice's compiler does not
+    have.
+    """
     if topology.chip.name == "v5e" and topology.chips > 16 and sizes[EXPERT] > GATHERED_SHARDS:
-        raise UserError(f"parallel.mesh.expert = {sizes[EXPERT]}: beyond {GATHERED_SHARDS} needs ragged_all_to_all, which libtpu 0.0.50 "
-                        f"lacks on v5e beyond 4x4: expected at most {GATHERED_SHARDS}")
+        raise UserError(
+            f"parallel.mesh.expert = {sizes[EXPERT]}: beyond {GATHERED_SHARDS} needs "
+            "ragged_all_to_all, which libtpu 0.0.50 "
+            f"lacks on v5e beyond 4x4: expected at most {GATHERED_SHARDS}"
+        )
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and places of one batch."""
     shape = (config.train.batch_size, config.train.sequence_length)
-    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh)) for name in ("tokens", "segment_ids")}
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+        for name in ("tokens", "segment_ids")
+    }
 
 
-def make_plan(config: Config, topology: Topology, optimization_level: str = "", dumped: str | None = None) -> Plan:
+def make_plan(
+    config: Config, topology: Topology, optimization_level: str = "", dumped: str | None = None
+) -> Plan:
     """Compiles the train step of `config` for `topology`.
 
     Args:
-      optimization_level: "O1" partitions and plans memory as always, but keeps no arrays in VMEM between fusions and spends
-        less on the code of each: memory and network hold, times are others. "": the compiler's default, which training uses.
+      optimization_level: "O1" partitions and plans memory as always, but keeps no arrays in VMEM
+      between fusions and spends
+        less on the code of each: memory and network hold, times are others. "": the compiler's
+        default, which training uses.
 
-      dumped: folder to which the compiler leaves its schedules (`schedule.dump_to`); None: none are read.
+      dumped: folder to which the compiler leaves its schedules (`schedule.dump_to`); None: none
+      are read.
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
@@ -171,22 +233,37 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "", 
     check_exchange(dict(mesh.shape), topology)
     state, batch = abstract_train_state(config, mesh), abstract_batch(config, mesh)
     start = time.perf_counter()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask the described chip for its memory
+    # kernels ask the described chip for its memory
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         platforms = None if topology.chip.torus else ("cuda",)
-        lowered = make_train_step(config, mesh).trace(state, batch).lower(lowering_platforms=platforms)
+        lowered = (
+            make_train_step(config, mesh).trace(state, batch).lower(lowering_platforms=platforms)
+        )
     lowered_at, cpu_then = time.perf_counter(), cpu_seconds()
     options = {"optimization_level": optimization_level} if optimization_level else {}
     try:
-        compiled, failure = lowered.compile(options | ({} if topology.chip.torus else ROUGH_CODE) or None), ""
+        compiled, failure = (
+            lowered.compile(options | ({} if topology.chip.torus else ROUGH_CODE) or None),
+            "",
+        )
     except jax.errors.JaxRuntimeError as error:
         compiled, failure = None, str(error)
-    plan = functools.partial(Plan, config, topology, mesh=dict(mesh.shape), compiler_options=compiler_options(config.parallel, mesh),
-                             optimization_level=optimization_level or "default",
-                             lower_seconds=lowered_at - start, compile_seconds=time.perf_counter() - lowered_at,
-                             compile_cpu_seconds=cpu_seconds() - cpu_then,
-                             compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
+    plan = functools.partial(
+        Plan,
+        config,
+        topology,
+        mesh=dict(mesh.shape),
+        compiler_options=compiler_options(config.parallel, mesh),
+        optimization_level=optimization_level or "default",
+        lower_seconds=lowered_at - start,
+        compile_seconds=time.perf_counter() - lowered_at,
+        compile_cpu_seconds=cpu_seconds() - cpu_then,
+        compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,
+    )
     if compiled is None and "RESOURCE_EXHAUSTED" not in failure:
-        return plan(fits=False, failed=True, reason=f"the compiler's error: {failure.splitlines()[0][:300]}")
+        return plan(
+            fits=False, failed=True, reason=f"the compiler's error: {failure.splitlines()[0][:300]}"
+        )
     if compiled is None:
         needs, usable = out_of_memory(failure)
         return plan(fits=False, reason=_too_much(needs, usable), needs=needs, usable_hbm=usable)
@@ -195,13 +272,26 @@ def make_plan(config: Config, topology: Topology, optimization_level: str = "", 
     parts = memory(compiled, program, state["params"], state["opt_state"])
     usable = topology.chip.usable_hbm
     fits = parts.peak <= usable  # at O1 the compiler does not refuse what exceeds it
-    plan = functools.partial(plan, fits=fits, reason="" if fits else _too_much(parts.peak, usable), needs=parts.peak, usable_hbm=usable,
-                             memory=parts, collectives=tuple(collectives(program, mesh)),
-                             unstated_loops=tuple(program.unstated_loops()))
+    plan = functools.partial(
+        plan,
+        fits=fits,
+        reason="" if fits else _too_much(parts.peak, usable),
+        needs=parts.peak,
+        usable_hbm=usable,
+        memory=parts,
+        collectives=tuple(collectives(program, mesh)),
+        unstated_loops=tuple(program.unstated_loops()),
+    )
     if not topology.chip.torus:
         return plan(gpu_flops=gpu_flops(program))
-    return plan(estimates={rules: estimate(program, mesh, topology.chip, topology.shape, schedules, rules) for rules in RULES},
-                ideal=ideal(config, topology, mesh), unknown_kernels=tuple(unknown_kernels(program, schedules)))
+    return plan(
+        estimates={
+            rules: estimate(program, mesh, topology.chip, topology.shape, schedules, rules)
+            for rules in RULES
+        },
+        ideal=ideal(config, topology, mesh),
+        unknown_kernels=tuple(unknown_kernels(program, schedules)),
+    )
 
 
 def _too_much(needs: float, usable: float) -> str:
@@ -209,15 +299,19 @@ def _too_much(needs: float, usable: float) -> str:
 
 
 def cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
-    """Of all threads, in user and kernel mode; RUSAGE_CHILDREN: of the processes that this one has waited for."""
+    """Of all threads, in user and kernel mode; RUSAGE_CHILDREN: of the processes that this one
+    has waited for.
+    """
     usage = resource.getrusage(who)
     return usage.ru_utime + usage.ru_stime
 
 
 def out_of_memory(message: str) -> tuple[float, float]:
     """(bytes needed, bytes there) of the compiler's complaint; 0 where it does not say."""
-    for pattern in (r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
-                    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"):
+    for pattern in (
+        r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
+        r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
+    ):
         m = re.search(pattern, message)
         if m:
             return float(m.group(1)) * UNITS[m.group(2)], float(m.group(3)) * UNITS[m.group(4)]

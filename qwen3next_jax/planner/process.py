@@ -1,6 +1,8 @@
-"""Compiles a plan in a process of its own, so that a compiler which aborts takes nothing else along.
+"""Compiles a plan in a process of its own, so that a compiler which aborts takes nothing else
+along.
 
-libtpu ends its process where one of its checks fails; the planner then still has a line to say, and in a search other plans.
+libtpu ends its process where one of its checks fails; the planner then still has a line to say,
+and in a search other plans.
 """
 
 import dataclasses
@@ -25,14 +27,29 @@ from qwen3next_jax.planner.schedule import dump_to
 
 
 def make_plan_apart(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
-    """`make_plan` in a new process, which ends with this one. Where the compiler takes that down, the plan has `failed`."""
+    """`make_plan` in a new process, which ends with this one. Where the compiler takes that
+    down, the plan has `failed`.
+    """
     start, cpu_then = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
     # The answer is a file without a name: nothing is left of it however both end.
-    with tempfile.TemporaryFile() as answer, tempfile.TemporaryDirectory(prefix="schedules-") as dumped:
+    with (
+        tempfile.TemporaryFile() as answer,
+        tempfile.TemporaryDirectory(prefix="schedules-") as dumped,
+    ):
         fd = answer.fileno()
-        done = subprocess.run([sys.executable, "-m", "qwen3next_jax.planner.process", str(os.getpid()), str(fd), dumped],
-                              pass_fds=(fd,),
-                              stderr=subprocess.PIPE, input=pickle.dumps((config, topology.name, optimization_level)))
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "qwen3next_jax.planner.process",
+                str(os.getpid()),
+                str(fd),
+                dumped,
+            ],
+            pass_fds=(fd,),
+            stderr=subprocess.PIPE,
+            input=pickle.dumps((config, topology.name, optimization_level)),
+        )
         answer.seek(0)
         try:
             found = pickle.load(answer)
@@ -42,36 +59,51 @@ def make_plan_apart(config: Config, topology: Topology, optimization_level: str 
         raise found
     if found:
         return dataclasses.replace(found, topology=topology)
-    return Plan(config, topology, mesh=config.parallel.mesh.sizes(len(topology.devices)), lower_seconds=0.0,
-                optimization_level=optimization_level or "default", compile_seconds=time.perf_counter() - start,
-                compile_cpu_seconds=cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then, fits=False, failed=True,
-                reason=_last_words(done.returncode, done.stderr.decode(errors="replace")))
+    return Plan(
+        config,
+        topology,
+        mesh=config.parallel.mesh.sizes(len(topology.devices)),
+        lower_seconds=0.0,
+        optimization_level=optimization_level or "default",
+        compile_seconds=time.perf_counter() - start,
+        compile_cpu_seconds=cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then,
+        fits=False,
+        failed=True,
+        reason=_last_words(done.returncode, done.stderr.decode(errors="replace")),
+    )
 
 
 def _last_words(code: int, text: str) -> str:
-    """Why a process ended without an answer. What Python said goes on to standard error: that is no fault of the compiler."""
+    """Why a process ended without an answer. What Python said goes on to standard error: that is
+    no fault of the compiler.
+    """
     check = re.search(r"Check failed.*", text)
     if code < 0 and check:
         return f"the compiler aborted: {check.group()[:300]}"
     if code < 0:
         return f"the compiler's process was ended by signal {-code} ({signal.strsignal(-code)})" + (
-            ": perhaps the machine ran out of memory" if code == -signal.SIGKILL else "")
+            ": perhaps the machine ran out of memory" if code == -signal.SIGKILL else ""
+        )
     sys.stderr.write(text)
     return f"the planner crashed: {(text.strip().splitlines() or ['it said nothing'])[-1][:300]}"
 
 
 def _answer(planner: int, fd: int, dumped: str) -> None:
-    """In the new process: reads what to compile from standard input, leaves the plan, or a UserError, in the open file `fd`.
+    """In the new process: reads what to compile from standard input, leaves the plan, or a
+    UserError, in the open file `fd`.
 
     It ends with the process `planner`, however that dies.
     """
     end_with(planner, signal.SIGKILL)
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # such programs can be written to it, but not read back
+    # such programs can be written to it, but not read back
+    jax.config.update("jax_enable_compilation_cache", False)
     config, name, optimization_level = pickle.load(sys.stdin.buffer)
     dump_to(dumped)
     try:
-        found = dataclasses.replace(make_plan(config, describe(name), optimization_level, dumped), topology=None)
+        found = dataclasses.replace(
+            make_plan(config, describe(name), optimization_level, dumped), topology=None
+        )
     except UserError as error:
         found = error
     with open(fd, "wb") as answer:

@@ -1,6 +1,8 @@
-"""Which meshes, batches, remat policies and micro-batches to try on a slice: ranked by arithmetic, before anything is compiled.
+"""Which meshes, batches, remat policies and micro-batches to try on a slice: ranked by
+arithmetic, before anything is compiled.
 
-The arithmetic is rough (it leaves out what the compiler adds or saves) and only decides what is worth a compile.
+The arithmetic is rough (it leaves out what the compiler adds or saves) and only decides what is
+worth a compile.
 """
 
 import dataclasses
@@ -24,16 +26,23 @@ from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.planner.planning import check_exchange
 
 MICRO_BATCHES = (1, 2, 4, 8)
-LONG_ROWS = 32_768  # tokens a device; rows are split over `context` where they are longer than this, or fewer than devices
-# `train.remat` → share of the forward pass, without experts and heads, that the backward computes again.
+# tokens a device; rows are split over `context` where they are longer than this, or fewer than
+# devices
+LONG_ROWS = 32_768
+# `train.remat` → share of the forward pass, without experts and heads, that the backward computes
+# again.
 RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "offload": 1.0}
 HIDDEN = 0.5  # of the network, beside compute (docs/pod_step.md)
-STACKED = 4  # times that HBM moves what a layer scan keeps: out of its place into the stack, and back
-_counts, _flops = functools.cache(parameter_counts), functools.cache(forward_flops_per_token)  # of one model for hundreds of candidates
+# times that HBM moves what a layer scan keeps: out of its place into the stack, and back
+STACKED = 4
+# of one model for hundreds of candidates
+_counts, _flops = functools.cache(parameter_counts), functools.cache(forward_flops_per_token)
 
 
 class Candidate(NamedTuple):
-    """A configuration with its estimated bytes of HBM and seconds a step on one device; `reason` where it is out."""
+    """A configuration with its estimated bytes of HBM and seconds a step on one device; `reason`
+    where it is out.
+    """
 
     config: Config
     bytes: float
@@ -52,45 +61,84 @@ class Candidate(NamedTuple):
     def label(self) -> str:
         t = self.config.train
         k = t.gradient_accumulation
-        return f"{mesh_text(self.sizes)}, {t.batch_size:,} rows, remat {t.remat}, {k} micro-batch{'es' if k > 1 else ''}"
+        return (
+            f"{mesh_text(self.sizes)}, {t.batch_size:,} rows, remat {t.remat}, {k} "
+            f"micro-batch{'es' if k > 1 else ''}"
+        )
 
 
-def candidates(config: Config, topology: Topology, fixed: Mapping[str, int] | None = None, rows: Sequence[int] = ()) -> list[Candidate]:
-    """Every mesh × rows a step × remat policy × micro-batches: those that should fit first, fastest for each token first, then the others,
-    smallest first. Of those that should fit each mesh and number of rows has its fastest alone: compiles take minutes.
+def candidates(
+    config: Config,
+    topology: Topology,
+    fixed: Mapping[str, int] | None = None,
+    rows: Sequence[int] = (),
+) -> list[Candidate]:
+    """Every mesh × rows a step × remat policy × micro-batches: those that should fit first,
+    fastest for each token first, then the others, smallest first. Of those that should fit each
+    mesh and number of rows has its fastest alone: compiles take minutes.
 
     Args:
-      fixed: sizes of the axes that every mesh has alike. What `config` says of mesh, remat and micro-batches does not count.
-      rows: to choose among; () leaves the configuration's.
+      fixed: sizes of the axes that every mesh has alike. What `config` says of mesh, remat and
+      micro-batches does not count. rows: to choose among; () leaves the configuration's.
     """
     found = []
     for batch in rows or (config.train.batch_size,):
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1))
+        config = dataclasses.replace(
+            config,
+            train=dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1),
+        )
         for mesh in _meshes(config, len(topology.devices), fixed or {}):
             tried = []
             for remat, k in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % k == 0:
                     train = dataclasses.replace(config.train, remat=remat, gradient_accumulation=k)
                     parallel = dataclasses.replace(config.parallel, mesh=mesh)
-                    tried.append(_judge(dataclasses.replace(config, train=train, parallel=parallel), topology))
-            found += sorted((c for c in tried if not c.reason), key=lambda c: c.seconds)[:1] + [c for c in tried if c.reason]
-    return sorted(found, key=lambda c: (bool(c.reason), c.seconds / c.tokens if not c.reason else c.bytes))
+                    tried.append(
+                        _judge(
+                            dataclasses.replace(config, train=train, parallel=parallel), topology
+                        )
+                    )
+            found += sorted((c for c in tried if not c.reason), key=lambda c: c.seconds)[:1] + [
+                c for c in tried if c.reason
+            ]
+    return sorted(
+        found, key=lambda c: (bool(c.reason), c.seconds / c.tokens if not c.reason else c.bytes)
+    )
 
 
 def _meshes(config: Config, devices: int, fixed: Mapping[str, int]) -> list[MeshConfig]:
-    """Those of `devices`. Other axes than the first take powers of two: nothing else divides the heads."""
+    """Those of `devices`. Other axes than the first take powers of two: nothing else divides the
+    heads.
+    """
     powers = [2**i for i in range(devices.bit_length())]
-    longest = max(-(-config.train.sequence_length // LONG_ROWS), -(-devices // config.train.batch_size))
-    most = MeshConfig(expert=max(config.model.num_experts, 1), context=2 * longest - 1, tensor=config.model.num_attention_heads)
-    sizes = [[fixed[axis]] if axis in fixed else [n for n in powers if n <= getattr(most, axis)] for axis in MESH_AXES[1:]]
-    meshes = [MeshConfig(devices // math.prod(rest), *rest) for rest in itertools.product(*sizes) if devices % math.prod(rest) == 0]
-    return [mesh for mesh in meshes if all(getattr(mesh, axis) == size for axis, size in fixed.items())]
+    longest = max(
+        -(-config.train.sequence_length // LONG_ROWS), -(-devices // config.train.batch_size)
+    )
+    most = MeshConfig(
+        expert=max(config.model.num_experts, 1),
+        context=2 * longest - 1,
+        tensor=config.model.num_attention_heads,
+    )
+    sizes = [
+        [fixed[axis]] if axis in fixed else [n for n in powers if n <= getattr(most, axis)]
+        for axis in MESH_AXES[1:]
+    ]
+    meshes = [
+        MeshConfig(devices // math.prod(rest), *rest)
+        for rest in itertools.product(*sizes)
+        if devices % math.prod(rest) == 0
+    ]
+    return [
+        mesh for mesh in meshes if all(getattr(mesh, axis) == size for axis, size in fixed.items())
+    ]
 
 
 def _judge(config: Config, topology: Topology) -> Candidate:
     sizes = dataclasses.asdict(config.parallel.mesh)
     try:
-        check_divides(config, AbstractMesh(tuple(sizes.values()), tuple(sizes)), *split_sizes(config.model))
+        check_divides(
+            config, AbstractMesh(tuple(sizes.values()), tuple(sizes)), *split_sizes(config.model)
+        )
         check_exchange(sizes, topology)
     except UserError as error:
         return Candidate(config, float("inf"), float("inf"), str(error))
@@ -101,13 +149,15 @@ def _judge(config: Config, topology: Topology) -> Candidate:
 
 
 def estimated_bytes(config: Config) -> float:
-    """State, gradients, saved activations, the gathered embedding and head with their gradients, and the largest working set:
-    a period's gathered weights and one layer's tokens."""
+    """State, gradients, saved activations, the gathered embedding and head with their gradients,
+    and the largest working set: a period's gathered weights and one layer's tokens.
+    """
     m, train, mesh = config.model, config.train, config.parallel.mesh
     devices, tokens = _devices(mesh), _micro_batch_tokens(config)
     # Float32: parameter, two moments, gradient; a second one where micro-batches add up.
     state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
-    ends = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)  # float32, split over `tensor`; bfloat16, whole
+    # float32, split over `tensor`; bfloat16, whole
+    ends = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
     saved = 0.0 if train.remat == "offload" else _kept(config)
     weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
     return state + saved + ends + 3 * weights + 2 * layer_bytes(m) * tokens
@@ -116,39 +166,65 @@ def estimated_bytes(config: Config) -> float:
 def _kept(config: Config) -> float:
     """Bytes that the layers keep for the backward pass, wherever they lie."""
     m, remat, operands = config.model, config.train.remat, layer_bytes(config.model, experts=False)
-    rows = 2 * m.hidden_size * config.parallel.mesh.expert * _at_once(config)  # else the experts keep their input alone
-    attention = 2 * m.num_attention_heads * m.head_dim * sum("attention" in name for name in m.mixers) / m.num_hidden_layers
-    per_token = {"none": operands + rows, "dots": operands / 2 + rows, "block": 2 * m.hidden_size + attention,
-                 "offload": 2 * m.hidden_size}[remat]
-    weights = 2 * _gathered(m, config.parallel.mesh) if remat == "none" and _devices(config.parallel.mesh) > 1 else 0
+    # else the experts keep their input alone
+    rows = 2 * m.hidden_size * config.parallel.mesh.expert * _at_once(config)
+    attention = (
+        2
+        * m.num_attention_heads
+        * m.head_dim
+        * sum("attention" in name for name in m.mixers)
+        / m.num_hidden_layers
+    )
+    per_token = {
+        "none": operands + rows,
+        "dots": operands / 2 + rows,
+        "block": 2 * m.hidden_size + attention,
+        "offload": 2 * m.hidden_size,
+    }[remat]
+    weights = (
+        2 * _gathered(m, config.parallel.mesh)
+        if remat == "none" and _devices(config.parallel.mesh) > 1
+        else 0
+    )
     return per_token * m.num_hidden_layers * _micro_batch_tokens(config) + weights
 
 
 def _at_once(config: Config) -> bool:
     """Whether the experts gather all rows of a micro-batch at once, and so may keep them."""
     m, n = config.model, config.parallel.mesh.expert
-    return m.has_experts and 1 < n <= GATHERED_SHARDS and halves(
-        int(_micro_batch_tokens(config)), m.num_experts_per_tok, m.num_experts // n) == 1
+    return (
+        m.has_experts
+        and 1 < n <= GATHERED_SHARDS
+        and halves(int(_micro_batch_tokens(config)), m.num_experts_per_tok, m.num_experts // n) == 1
+    )
 
 
 def estimated_seconds(config: Config, topology: Topology) -> float:
-    """Products at realistic rates, what is kept there and back, and the part of the network that is not hidden, with one torus dimension
-    an axis."""
+    """Products at realistic rates, what is kept there and back, and the part of the network that
+    is not hidden, with one torus dimension an axis.
+    """
     m, train, mesh, chip = config.model, config.train, config.parallel.mesh, topology.chip
     devices, tokens, k = _devices(mesh), _micro_batch_tokens(config), train.gradient_accumulation
     parts = _flops(m, train.sequence_length)
     grouped, heads = parts.get("experts", 0.0), parts["head"]
     dense = sum(parts.values()) - grouped
     passes = 3 + (k > 1)  # the load is counted first
-    products = (dense * passes + RECOMPUTED[train.remat] * (dense - heads)) / DENSE + grouped * passes / GROUPED
+    products = (
+        dense * passes + RECOMPUTED[train.remat] * (dense - heads)
+    ) / DENSE + grouped * passes / GROUPED
     compute = products * tokens * k / mesh.tensor / chip.device_flops
     moved = k * STACKED * _kept(config) / (chip.hbm_bandwidth / chip.devices_per_chip)
-    weights = k * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)  # gathered for each pass, gradients once, in bfloat16
+    # gathered for each pass, gradients once, in bfloat16
+    weights = k * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)
     layers, residual = m.num_hidden_layers, 2 * m.hidden_size * tokens * k
     exchanges = 5 - (train.remat in ("none", "dots") and _at_once(config))
     experts = exchanges * layers * residual * (mesh.expert - 1) if m.has_experts else 0
     split = 8 * layers * residual * (mesh.tensor - 1) / mesh.tensor
-    network = (weights + experts + split) / (2 * chip.link_bandwidth / chip.devices_per_chip) if devices > 1 else 0.0
+    network = (
+        (weights + experts + split) / (2 * chip.link_bandwidth / chip.devices_per_chip)
+        if devices > 1
+        else 0.0
+    )
     return max(compute + moved + (1 - HIDDEN) * network, network)
 
 
@@ -159,11 +235,18 @@ def _devices(mesh: MeshConfig) -> int:
 def _micro_batch_tokens(config: Config) -> float:
     """Of one device in one micro-batch."""
     train, mesh = config.train, config.parallel.mesh
-    return train.batch_size * train.sequence_length / train.gradient_accumulation / (_devices(mesh) / mesh.tensor)
+    return (
+        train.batch_size
+        * train.sequence_length
+        / train.gradient_accumulation
+        / (_devices(mesh) / mesh.tensor)
+    )
 
 
 def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
-    """Parameters that one device gathers in a pass: experts stay split over `expert`, everything over `tensor`."""
+    """Parameters that one device gathers in a pass: experts stay split over `expert`, everything
+    over `tensor`.
+    """
     experts = _expert_weights(m)
     return (_counts(m).total - experts + experts / mesh.expert) / mesh.tensor
 

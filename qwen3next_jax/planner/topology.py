@@ -1,4 +1,6 @@
-"""Described TPU slices and GPU hosts: the real compilers (libtpu, XLA's CUDA plugin) on a machine that has neither chip."""
+"""Described TPU slices and GPU hosts: the real compilers (libtpu, XLA's CUDA plugin) on a
+machine that has neither chip.
+"""
 
 import importlib.util
 import math
@@ -17,7 +19,13 @@ _CUBES = "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8, 8x8x16, 8x16x1
 _PLANES = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
 # Slice shapes that Google Cloud documents; the compiler takes others too (4x4x12).
 KNOWN = {"v4": _CUBES, "v5e": _PLANES, "v5p": _CUBES, "v6e": _PLANES, "tpu7x": _CUBES}
-_ACCELERATOR_TYPES = {"v4": "v4-8", "v5e": "v5litepod-16", "v5p": "v5p-8", "v6e": "v6e-16", "tpu7x": "tpu7x-8"}
+_ACCELERATOR_TYPES = {
+    "v4": "v4-8",
+    "v5e": "v5litepod-16",
+    "v5p": "v5p-8",
+    "v6e": "v6e-16",
+    "tpu7x": "tpu7x-8",
+}
 # As XLA names what it compiles for. GPUs are given as hosts x GPUs of a host.
 _HOPPER = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -31,12 +39,14 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{kind}"
-"""
+"""  # noqa: E501
 GPUS = {"h100": "H100", "h200": "H200"}
 
 
 class Topology(NamedTuple):
-    """name: as given. shape: chips along each dimension of the torus, or hosts and GPUs of each. devices: described, not present."""
+    """name: as given. shape: chips along each dimension of the torus, or hosts and GPUs of each.
+    devices: described, not present.
+    """
 
     name: str
     chip: Chip
@@ -49,31 +59,52 @@ class Topology(NamedTuple):
 
 
 def describe(name: str) -> Topology:
-    """The slice called CHIP:GRID, such as "v5p:8x8x8", or the GPUs "h100:16x8", 16 hosts of 8. Call it before anything else loads
-    libtpu in this process.
+    """The slice called CHIP:GRID, such as "v5p:8x8x8", or the GPUs "h100:16x8", 16 hosts of 8.
+    Call it before anything else loads libtpu in this process.
 
     Raises:
       UserError: no such chip or grid (the known ones are listed), or the compiler is not installed.
     """
     chip, _, grid = name.partition(":")
-    known = "; ".join(f"{c}: {grids}" for c, grids in KNOWN.items()) + f"; {', '.join(GPUS)}: HOSTSxGPUS, such as 1x8, 16x8"
+    known = (
+        "; ".join(f"{c}: {grids}" for c, grids in KNOWN.items())
+        + f"; {', '.join(GPUS)}: HOSTSxGPUS, such as 1x8, 16x8"
+    )
     if chip in GPUS and re.fullmatch("[1-9][0-9]*x[1-8]", grid):
         return _gpus(name, CHIPS[GPUS[chip]], tuple(int(n) for n in grid.split("x")))
-    if chip not in KNOWN or not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)*", grid) or grid.count("x") + 1 != CHIPS[chip].torus:
+    if (
+        chip not in KNOWN
+        or not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)*", grid)
+        or grid.count("x") + 1 != CHIPS[chip].torus
+    ):
         raise UserError(f"--topology={name}: unknown; expected CHIP:GRID, of {known}")
     shape = tuple(int(n) for n in grid.split("x"))
     if math.prod(shape) > CHIPS[chip].largest_slice:
-        raise UserError(f"--topology={name}: {math.prod(shape):,} chips, but the largest slice of {chip} has {CHIPS[chip].largest_slice:,}")
+        raise UserError(
+            f"--topology={name}: {math.prod(shape):,} chips, but the largest slice of {chip} has "
+            f"{CHIPS[chip].largest_slice:,}"
+        )
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip install libtpu matplotlib`")
-    # Read once, when libtpu is loaded. Without them it asks the cloud's metadata server which TPU it is on.
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-                   "TPU_ACCELERATOR_TYPE": _ACCELERATOR_TYPES[chip]}
+        raise UserError(
+            "libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip "
+            "install libtpu matplotlib`"
+        )
+    # Read once, when libtpu is loaded. Without them it asks the cloud's metadata server which TPU
+    # it is on.
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_ACCELERATOR_TYPE": _ACCELERATOR_TYPES[chip],
+    }
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # v4's two cores are one device, as on real hosts; for the later chips the compiler's default is already right.
+    # v4's two cores are one device, as on real hosts; for the later chips the compiler's default is
+    # already right.
     options = {"chip_config_name": "megacore"} if chip == "v4" else {}
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+        devices = topologies.get_topology_desc(
+            platform="tpu", topology_name=name, **options
+        ).devices
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].partition(": ")[2]
         raise UserError(f"--topology={name}: {reason}; known: {known}") from None
@@ -81,12 +112,19 @@ def describe(name: str) -> Topology:
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
-    assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")  # of the CUDA on the PATH, or of that which jax[cuda13] brings
+    # of the CUDA on the PATH, or of that which jax[cuda13] brings
+    assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")
     if importlib.util.find_spec("jax_cuda13_plugin") is None or assembler is None:
-        raise UserError(f"--topology={name}: its compiler is not installed, jax's CUDA plugin and `ptxas` of CUDA 13: use "
-                        "`uv run --extra gpu …`; no GPU is needed")
+        raise UserError(
+            f"--topology={name}: its compiler is not installed, jax's CUDA plugin and `ptxas` of "
+            "CUDA 13: use `uv run --extra gpu …`; no GPU is needed"
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # those of this machine are left alone
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    described = _HOPPER.format(bandwidth=chip.hbm_bandwidth, memory=chip.usable_hbm, kind=chip.kinds[0])
-    devices = topologies.get_topology_desc(platform="cuda", target_config=described, topology=f"1x{shape[0]}x{shape[1]}").devices
+    described = _HOPPER.format(
+        bandwidth=chip.hbm_bandwidth, memory=chip.usable_hbm, kind=chip.kinds[0]
+    )
+    devices = topologies.get_topology_desc(
+        platform="cuda", target_config=described, topology=f"1x{shape[0]}x{shape[1]}"
+    ).devices
     return Topology(name, chip, shape, tuple(devices))

@@ -1,4 +1,5 @@
-"""Charts as strings of HTML: data in, one <figure> with inline SVG out. page.css colours them, page.js shows values on hover.
+"""Charts as strings of HTML: data in, one <figure> with inline SVG out. page.css colours them,
+page.js shows values on hover.
 
 Any report can use them: a figure needs nothing but those two files in its page (`page.document`).
 """
@@ -22,9 +23,11 @@ DASHES = ("", "6 3", "2 3", "9 3 2 3")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line of a chart: x increasing, y with NaN for gaps, low and high the range around y (None: none).
+    """One line of a chart: x increasing, y with NaN for gaps, low and high the range around y
+    (None: none).
 
-    colour: index of a series colour. shade: 0 … 1 colours by depth instead. dash: index into DASHES. dots: marks the points.
+    colour: index of a series colour. shade: 0 … 1 colours by depth instead. dash: index into
+    DASHES. dots: marks the points.
     """
 
     label: str
@@ -39,7 +42,11 @@ class Line:
 
     @property
     def stroke(self) -> str:
-        return f"var(--series-{self.colour % COLOURS})" if self.shade is None else f"var(--depth-{round(7 * self.shade)})"
+        return (
+            f"var(--series-{self.colour % COLOURS})"
+            if self.shade is None
+            else f"var(--depth-{round(7 * self.shade)})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +60,10 @@ class Axis:
     log: bool = False
 
     def __call__(self, value):
-        low, high, value = (np.log10(np.maximum(v, 1e-30)) if self.log else np.asarray(v, float) for v in (self.low, self.high, value))
+        low, high, value = (
+            np.log10(np.maximum(v, 1e-30)) if self.log else np.asarray(v, float)
+            for v in (self.low, self.high, value)
+        )
         return self.begin + (value - low) / (high - low) * (self.end - self.begin)
 
     def ticks(self, count: int) -> list[float]:
@@ -62,16 +72,32 @@ class Axis:
         rough = (self.high - self.low) / count
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-        return [round(i * step, 12) for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+        return [
+            round(i * step, 12)
+            for i in range(
+                math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1
+            )
+        ]
 
 
-def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log: bool = False, from_zero: bool = False,
-               late: bool = False, references: Sequence[tuple[str, float]] = (), marks: Sequence[tuple[float, str, str]] = (),
-               note: str = "", x_names: Sequence[str] = ()) -> str:
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_label: str = "step",
+    log: bool = False,
+    from_zero: bool = False,
+    late: bool = False,
+    references: Sequence[tuple[str, float]] = (),
+    marks: Sequence[tuple[float, str, str]] = (),
+    note: str = "",
+    x_names: Sequence[str] = (),
+) -> str:
     """A chart of lines over a common x.
 
     Args:
-      log: logarithmic y. from_zero: y starts at 0. late: y fits what comes after the first 3 % of x; what lies above is
+      log: logarithmic y. from_zero: y starts at 0. late: y fits what comes after the first 3 %
+      of x; what lies above is
         left out, and said to be.
       references: (label, y) of dashed horizontal lines, such as published values.
       marks: (x, text, "fault" or "stage") of vertical lines.
@@ -90,23 +116,51 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str = "step", log:
     parts = [_frame(x, y, x_label, x_names)]
     for position, text, kind in marks:
         if x.low <= position <= x.high:
-            parts.append(f'<line class="mark {kind}" x1="{x(position):.1f}" x2="{x(position):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
-                         f"<title>{_escape(text)}</title></line>")
+            parts.append(
+                f'<line class="mark {kind}" x1="{x(position):.1f}" x2="{x(position):.1f}" '
+                f'y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
+                f"<title>{_escape(text)}</title></line>"
+            )
     # What lies above the frame is cut off there; dots at the ends stay whole.
-    clip = (f'<svg y="{TOP - 2}" width="{WIDTH}" height="{HEIGHT - TOP - BOTTOM + 5}" '
-            f'viewBox="0 {TOP - 2} {WIDTH} {HEIGHT - TOP - BOTTOM + 5}">')
+    clip = (
+        f'<svg y="{TOP - 2}" width="{WIDTH}" height="{HEIGHT - TOP - BOTTOM + 5}" '
+        f'viewBox="0 {TOP - 2} {WIDTH} {HEIGHT - TOP - BOTTOM + 5}">'
+    )
     parts.append(clip + "".join(_drawn(line, x, y) for line in lines) + "</svg>")
-    parts += [_reference(label, value, y, [r for _, r in references]) for label, value in references]  # readable over the lines
-    data = {"x": [x.low, x.high, x.begin, x.end], "y": [y.low, y.high, y.begin, y.end], "log": log, "names": list(x_names),
-            "label": x_label, "lines": [[line.label, line.stroke, _rounded(line.x), _rounded(line.y)] for line in lines]}
-    legend = "" if len(lines) == 1 and not lines[0].label else "".join(_swatch(line) for line in lines)
+    # readable over the lines
+    parts += [
+        _reference(label, value, y, [r for _, r in references]) for label, value in references
+    ]
+    data = {
+        "x": [x.low, x.high, x.begin, x.end],
+        "y": [y.low, y.high, y.begin, y.end],
+        "log": log,
+        "names": list(x_names),
+        "label": x_label,
+        "lines": [[line.label, line.stroke, _rounded(line.x), _rounded(line.y)] for line in lines],
+    }
+    legend = (
+        "" if len(lines) == 1 and not lines[0].label else "".join(_swatch(line) for line in lines)
+    )
     return figure(title, note, _svg("".join(parts), title) + _data(data), legend, "lines")
 
 
-def heatmap(title: str, values: np.ndarray, *, rows: Sequence[str], columns: Sequence[str] | np.ndarray, row_label: str, column_label: str,
-            diverging: bool = False, log: bool = False, note: str = "") -> str:
-    """A matrix [rows, columns] as colours, row 0 at the top, NaN transparent. `columns` are names or increasing numbers. `diverging`:
-    shares around 1, drawn by their logarithm from 1/4 to 4, zeros marked. `log`: colours by the logarithm."""
+def heatmap(
+    title: str,
+    values: np.ndarray,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str] | np.ndarray,
+    row_label: str,
+    column_label: str,
+    diverging: bool = False,
+    log: bool = False,
+    note: str = "",
+) -> str:
+    """A matrix [rows, columns] as colours, row 0 at the top, NaN transparent. `columns` are
+    names or increasing numbers. `diverging`: shares around 1, drawn by their logarithm from 1/4
+    to 4, zeros marked. `log`: colours by the logarithm.
+    """
     values = np.asarray(values, float)
     if not np.isfinite(values).any():
         return figure(title, note, '<p class="empty">nothing recorded yet</p>')
@@ -116,18 +170,28 @@ def heatmap(title: str, values: np.ndarray, *, rows: Sequence[str], columns: Seq
     else:
         kept = values[np.isfinite(values) & ((values > 0) | (not log))]
         low, high = _widened(float(kept.min()), float(kept.max())) if kept.size else (0.0, 1.0)
-        a, b, v = (np.log(np.maximum(t, 1e-30)) if log else np.asarray(t, float) for t in (low, high, values))
+        a, b, v = (
+            np.log(np.maximum(t, 1e-30)) if log else np.asarray(t, float)
+            for t in (low, high, values)
+        )
         level = (v - a) / (b - a)
-    index = np.where(np.isfinite(values), 2 + np.clip(np.nan_to_num(level), 0, 1) * 253, 0).astype(np.uint8)
+    index = np.where(np.isfinite(values), 2 + np.clip(np.nan_to_num(level), 0, 1) * 253, 0).astype(
+        np.uint8
+    )
     if diverging:
         index[values == 0] = 1
     image = _png(index, _diverging if diverging else _viridis)
     right, left = 74, 54
     x0, x1, y0, y1 = left, WIDTH - right, TOP, HEIGHT - BOTTOM
-    parts = [f'<image href="{image}" x="{x0}" y="{y0}" width="{x1 - x0}" height="{y1 - y0}" preserveAspectRatio="none"/>']
+    parts = [
+        f'<image href="{image}" x="{x0}" y="{y0}" width="{x1 - x0}" height="{y1 - y0}" '
+        'preserveAspectRatio="none"/>'
+    ]
     for i in _spread(len(rows), 10):
-        parts.append(f'<text x="{x0 - 6}" y="{y0 + (i + 0.5) / len(rows) * (y1 - y0) + 3.5:.1f}" '
-                     f'text-anchor="end">{_escape(rows[i])}</text>')
+        parts.append(
+            f'<text x="{x0 - 6}" y="{y0 + (i + 0.5) / len(rows) * (y1 - y0) + 3.5:.1f}" '
+            f'text-anchor="end">{_escape(rows[i])}</text>'
+        )
     half = (x1 - x0) / len(columns) / 2
     if isinstance(columns, np.ndarray):
         scale = Axis(*_widened(float(columns[0]), float(columns[-1])), x0 + half, x1 - half)
@@ -135,25 +199,50 @@ def heatmap(title: str, values: np.ndarray, *, rows: Sequence[str], columns: Seq
         columns = [short(column) for column in columns]
     else:
         ticks = [(x0 + half + 2 * half * i, columns[i]) for i in _spread(len(columns), 8)]
-    parts += [f'<text x="{at:.1f}" y="{y1 + 13}" text-anchor="middle">{_escape(name)}</text>' for at, name in ticks]
+    parts += [
+        f'<text x="{at:.1f}" y="{y1 + 13}" text-anchor="middle">{_escape(name)}</text>'
+        for at, name in ticks
+    ]
     parts.append(_axis_label(column_label, (x0 + x1) / 2) + _upright(row_label))
     ramp = _png(np.arange(255, 1, -1, np.uint8)[:, None], _diverging if diverging else _viridis)
-    parts.append(f'<image href="{ramp}" x="{x1 + 14}" y="{y0}" width="10" height="{y1 - y0}" preserveAspectRatio="none"/>')
+    parts.append(
+        f'<image href="{ramp}" x="{x1 + 14}" y="{y0}" width="10" height="{y1 - y0}" '
+        'preserveAspectRatio="none"/>'
+    )
     middle = math.sqrt(low * high) if log or diverging else (low + high) / 2
     for value, at in ((high, y0 + 8), (middle, (y0 + y1) / 2 + 3), (low, y1)):
         beyond = "≥" if diverging and value == high else "≤" if diverging and value == low else ""
-        parts.append(f'<text x="{x1 + 28}" y="{at:.1f}">{beyond}{short(float(f"{value:.3g}"))}</text>')
-    data = {"box": [x0, x1, y0, y1], "rows": list(rows), "columns": list(columns), "names": [row_label, column_label],
-            "values": [_rounded(row, 3) for row in values]}
+        parts.append(
+            f'<text x="{x1 + 28}" y="{at:.1f}">{beyond}{short(float(f"{value:.3g}"))}</text>'
+        )
+    data = {
+        "box": [x0, x1, y0, y1],
+        "rows": list(rows),
+        "columns": list(columns),
+        "names": [row_label, column_label],
+        "values": [_rounded(row, 3) for row in values],
+    }
     return figure(title, note, _svg("".join(parts), title) + _data(data), kind="heat")
 
 
-def stacked_columns(title: str, shares: np.ndarray, *, width: float, names: Sequence[str], colours: Sequence[str],
-                    marks: Sequence[tuple[float, str]] = (), note: str = "") -> str:
-    """Columns of `shares` [columns, names], each up to 1, over wall time; a column stands for `width` seconds, `colours` are CSS
-    colours, `marks` (seconds, text)."""
-    unit, scale = next((u, s) for u, s in (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-                       if width * len(shares) >= 3 * s or s == 1)
+def stacked_columns(
+    title: str,
+    shares: np.ndarray,
+    *,
+    width: float,
+    names: Sequence[str],
+    colours: Sequence[str],
+    marks: Sequence[tuple[float, str]] = (),
+    note: str = "",
+) -> str:
+    """Columns of `shares` [columns, names], each up to 1, over wall time; a column stands for
+    `width` seconds, `colours` are CSS colours, `marks` (seconds, text).
+    """
+    unit, scale = next(
+        (u, s)
+        for u, s in (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+        if width * len(shares) >= 3 * s or s == 1
+    )
     x = Axis(0.0, max(width * len(shares) / scale, 1e-9), LEFT, WIDTH - RIGHT)
     y = Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP)
     edges = x(np.arange(len(shares) + 1) * width / scale)
@@ -161,28 +250,50 @@ def stacked_columns(title: str, shares: np.ndarray, *, width: float, names: Sequ
     parts = [_frame(x, y, f"{unit} since the start", (), percent=True)]
     for i, name in enumerate(names):
         base = top[:, i - 1] if i else np.zeros(len(shares))
-        boxes = "".join(f"M{edges[c]:.2f} {y(base[c]):.1f}H{edges[c + 1]:.2f}V{y(top[c, i]):.1f}H{edges[c]:.2f}Z"
-                        for c in range(len(shares)) if top[c, i] - base[c] > 1e-3)
-        parts.append(f'<path d="{boxes}" fill="{colours[i]}"><title>{_escape(name)}</title></path>' if boxes else "")
+        boxes = "".join(
+            f"M{edges[c]:.2f} "
+            f"{y(base[c]):.1f}H{edges[c + 1]:.2f}V{y(top[c, i]):.1f}H{edges[c]:.2f}Z"
+            for c in range(len(shares))
+            if top[c, i] - base[c] > 1e-3
+        )
+        parts.append(
+            f'<path d="{boxes}" fill="{colours[i]}"><title>{_escape(name)}</title></path>'
+            if boxes
+            else ""
+        )
     for second, text in marks:
         at = float(x(second / scale))
-        parts.append(f'<path class="fault" d="M{at:.1f} {TOP - 1}l-4 -7h8Z"><title>{_escape(text)}</title></path>')
-    legend = "".join(f'<span><i style="background:{colour}"></i>{_escape(name)}</span>'
-                     for i, (name, colour) in enumerate(zip(names, colours, strict=True)) if shares[:, i].any())
+        parts.append(
+            f'<path class="fault" d="M{at:.1f} {TOP - 1}l-4 '
+            f'-7h8Z"><title>{_escape(text)}</title></path>'
+        )
+    legend = "".join(
+        f'<span><i style="background:{colour}"></i>{_escape(name)}</span>'
+        for i, (name, colour) in enumerate(zip(names, colours, strict=True))
+        if shares[:, i].any()
+    )
     return figure(title, note, _svg("".join(parts), title), legend)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = False) -> str:
     """A table of plain text."""
-    cells = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return (f'<div class="scroll"><table{" class=numeric" if numeric else ""}><thead><tr>'
-            + "".join(f"<th>{_escape(name)}</th>" for name in head) + f"</tr></thead><tbody>{cells}</tbody></table></div>")
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return (
+        f'<div class="scroll"><table{" class=numeric" if numeric else ""}><thead><tr>'
+        + "".join(f"<th>{_escape(name)}</th>" for name in head)
+        + f"</tr></thead><tbody>{cells}</tbody></table></div>"
+    )
 
 
 def figure(title: str, note: str, body: str, legend: str = "", kind: str = "") -> str:
-    return (f'<figure data-kind="{kind}"><figcaption>{_escape(title)}</figcaption>'
-            + (f'<p class="note">{_escape(note)}</p>' if note else "") + (f'<div class="legend">{legend}</div>' if legend else "")
-            + f"{body}</figure>")
+    return (
+        f'<figure data-kind="{kind}"><figcaption>{_escape(title)}</figcaption>'
+        + (f'<p class="note">{_escape(note)}</p>' if note else "")
+        + (f'<div class="legend">{legend}</div>' if legend else "")
+        + f"{body}</figure>"
+    )
 
 
 def short(value: float) -> str:
@@ -193,7 +304,11 @@ def short(value: float) -> str:
     for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= scale * (10 if unit == "k" else 1):
             return f"{value / scale:.4g}{unit}"
-    return f"{value:.0e}".replace("e-0", "e-") if 0 < size < 1e-3 and f"{value:.0e}" == f"{value:.1e}".replace(".0", "") else f"{value:.4g}"
+    return (
+        f"{value:.0e}".replace("e-0", "e-")
+        if 0 < size < 1e-3 and f"{value:.0e}" == f"{value:.1e}".replace(".0", "")
+        else f"{value:.4g}"
+    )
 
 
 def _range(lines, references, log, from_zero, late) -> tuple[float, float, float | None]:
@@ -202,10 +317,16 @@ def _range(lines, references, log, from_zero, late) -> tuple[float, float, float
     begin = min(x[0] for x in xs) + 0.03 * (max(x[-1] for x in xs) - min(x[0] for x in xs))
 
     def bounds(after):
-        kept = [np.asarray(v, float)[x >= after] for line, x in zip(lines, xs) for v in (line.y, line.low, line.high) if v is not None]
+        kept = [
+            np.asarray(v, float)[x >= after]
+            for line, x in zip(lines, xs)
+            for v in (line.y, line.low, line.high)
+            if v is not None
+        ]
         kept = np.concatenate(kept)
         kept = kept[np.isfinite(kept) & ((kept > 0) | (not log))]
         return (float(kept.min()), float(kept.max())) if kept.size else None
+
     whole = bounds(-np.inf) or (1e-3, 1.0)
     late = late and max(map(len, xs)) >= 30  # of fewer points the first ones are no small part
     low, high = (late and bounds(begin)) or whole
@@ -235,10 +356,15 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 def _log_ticks(low: float, high: float, count: int) -> list[float]:
     begin, end = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for multiples in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
-        ticks = [m * 10.0**p for p in range(begin, end + 1) for m in multiples if low <= m * 10.0**p <= high]
+        ticks = [
+            m * 10.0**p
+            for p in range(begin, end + 1)
+            for m in multiples
+            if low <= m * 10.0**p <= high
+        ]
         if len(ticks) <= count + 1:
             break
-    ticks = ticks[::max(1, -(-len(ticks) // (count + 1)))]
+    ticks = ticks[:: max(1, -(-len(ticks) // (count + 1)))]
     if len(ticks) >= 2:
         return ticks
     return Axis(low, high, 0, 1).ticks(count - 1)
@@ -249,48 +375,76 @@ def _frame(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool
     for tick in y.ticks(5):
         at = float(y(tick))
         text = f"{tick:.0%}" if percent else short(tick)
-        parts.append(f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/><text x="{x.begin - 6}" '
-                     f'y="{at + 3.5:.1f}" text-anchor="end">{text}</text>')
+        parts.append(
+            f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/><text '
+            f'x="{x.begin - 6}" '
+            f'y="{at + 3.5:.1f}" text-anchor="end">{text}</text>'
+        )
     ticks = _spread(len(x_names), 12) if x_names else x.ticks(6)
     for tick in ticks:
         at = float(x(tick))
         # The last label is kept inside the drawing.
         anchor = "end" if at > WIDTH - 24 else "middle"
-        parts.append(f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.begin + 14}" text-anchor="{anchor}">'
-                     f'{_escape(x_names[tick]) if x_names else short(tick)}</text>')
+        parts.append(
+            f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.begin + 14}" text-anchor="{anchor}">'
+            f"{_escape(x_names[tick]) if x_names else short(tick)}</text>"
+        )
     parts.append(f'<line class="axis" x1="{x.begin}" x2="{x.end}" y1="{y.begin}" y2="{y.begin}"/>')
     return "".join(parts) + _axis_label(x_label, (x.begin + x.end) / 2)
 
 
 def _axis_label(text: str, at: float) -> str:
-    return f'<text class="axis-label" x="{at:.1f}" y="{HEIGHT - 5}" text-anchor="middle">{_escape(text)}</text>'
+    return (
+        f'<text class="axis-label" x="{at:.1f}" y="{HEIGHT - 5}" '
+        f'text-anchor="middle">{_escape(text)}</text>'
+    )
 
 
 def _upright(text: str) -> str:
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    return f'<text class="axis-label" x="12" y="{middle}" transform="rotate(-90 12 {middle})" text-anchor="middle">{_escape(text)}</text>'
+    return (
+        f'<text class="axis-label" x="12" y="{middle}" transform="rotate(-90 12 {middle})" '
+        f'text-anchor="middle">{_escape(text)}</text>'
+    )
 
 
 def _reference(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
     at = float(y(value))
     # Below the line where another one is too close above it, or the frame is.
     below = at - TOP < 12 or any(0 < at - float(y(other)) < 13 for other in others)
-    return (f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/><text class="reference" '
-            f'x="{WIDTH - RIGHT - 2}" y="{at + (11 if below else -4):.1f}" text-anchor="end">{_escape(label)}</text>')
+    return (
+        f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
+        f'y2="{at:.1f}"/><text class="reference" '
+        f'x="{WIDTH - RIGHT - 2}" y="{at + (11 if below else -4):.1f}" '
+        f'text-anchor="end">{_escape(label)}</text>'
+    )
 
 
 def _drawn(line: Line, x: Axis, y: Axis) -> str:
     px, py = x(line.x), y(np.asarray(line.y, float))
-    style = f'stroke="{line.stroke}"' + (f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else "")
+    style = f'stroke="{line.stroke}"' + (
+        f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else ""
+    )
     parts = []
-    if line.low is not None and line.high is not None and np.nanmax(np.asarray(line.high) - np.asarray(line.low), initial=0) > 0:
-        up, down = _path(px, y(np.asarray(line.high, float))), _path(px[::-1], y(np.asarray(line.low, float))[::-1])
+    if (
+        line.low is not None
+        and line.high is not None
+        and np.nanmax(np.asarray(line.high) - np.asarray(line.low), initial=0) > 0
+    ):
+        up, down = (
+            _path(px, y(np.asarray(line.high, float))),
+            _path(px[::-1], y(np.asarray(line.low, float))[::-1]),
+        )
         if up.count("M") == down.count("M") == 1:
             parts.append(f'<path class="band" d="{up}L{down[1:]}Z" fill="{line.stroke}"/>')
     parts.append(f'<path class="line" d="{_path(px, py)}" {style}/>')
     single = len(px) == 1 or np.isfinite(py).sum() == 1
     if line.dots and len(px) <= 60 or single:
-        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{line.stroke}"/>' for a, b in zip(px, py) if np.isfinite(b)]
+        parts += [
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{line.stroke}"/>'
+            for a, b in zip(px, py)
+            if np.isfinite(b)
+        ]
     return "".join(parts)
 
 
@@ -305,13 +459,21 @@ def _path(px: np.ndarray, py: np.ndarray) -> str:
 
 
 def _swatch(line: Line) -> str:
-    dash = f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else ""
-    return (f'<span><svg width="18" height="8"><path d="M0 4H18" stroke="{line.stroke}" stroke-width="2.5"{dash}/></svg>'
-            f"{_escape(line.label)}</span>")
+    dash = (
+        f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else ""
+    )
+    return (
+        f'<span><svg width="18" height="8"><path d="M0 4H18" stroke="{line.stroke}" '
+        f'stroke-width="2.5"{dash}/></svg>'
+        f"{_escape(line.label)}</span>"
+    )
 
 
 def _svg(body: str, title: str) -> str:
-    return f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_escape(title)}">{body}</svg>'
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{_escape(title)}">{body}</svg>'
+    )
 
 
 def _data(data: dict) -> str:
@@ -349,12 +511,23 @@ def _diverging(at: float) -> tuple[int, int, int]:
 
 
 def _png(index: np.ndarray, colours) -> str:
-    """A data URI of palette indices [rows, columns]: 0 is transparent, 1 black, 2 … 255 the range of `colours`."""
+    """A data URI of palette indices [rows, columns]: 0 is transparent, 1 black, 2 … 255 the
+    range of `colours`.
+    """
     palette = bytes(6) + b"".join(bytes(colours(i / 253)) for i in range(254))
 
     def chunk(kind, body):
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
     rows = b"".join(b"\0" + row.tobytes() for row in index)
-    data = (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", index.shape[1], index.shape[0], 8, 3, 0, 0, 0))
-            + chunk(b"PLTE", palette) + chunk(b"tRNS", b"\0") + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b""))
+    data = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", index.shape[1], index.shape[0], 8, 3, 0, 0, 0))
+        + chunk(b"PLTE", palette)
+        + chunk(b"tRNS", b"\0")
+        + chunk(b"IDAT", zlib.compress(rows, 9))
+        + chunk(b"IEND", b"")
+    )
     return "data:image/png;base64," + base64.b64encode(data).decode()

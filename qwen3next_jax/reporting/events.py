@@ -11,9 +11,10 @@ _LARGEST = 2**63  # of a number: more is damage, and NumPy has no room for it
 
 
 def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, event) of every event in `path` in the order written; none where there is no file. A line torn by a kill is
-    not an event, nor is one whose fields are not what the schema says, so that no reader has to look twice. One at a time:
-    the record of a long run does not have to fit in memory.
+    """(line, event) of every event in `path` in the order written; none where there is no file.
+    A line torn by a kill is not an event, nor is one whose fields are not what the schema says,
+    so that no reader has to look twice. One at a time: the record of a long run does not have to
+    fit in memory.
 
     Raises:
       OSError: `path` is something other than a regular file, or cannot be read.
@@ -38,12 +39,17 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def ended_badly(events: Iterable[dict[str, Any]], step: int) -> str:
-    """Why the run of these `events` is no good although it reached `step`, its last: what its "stop" event says that came after
-    the last evaluation there. "" where there is none."""
+    """Why the run of these `events` is no good although it reached `step`, its last: what its
+    "stop" event says that came after the last evaluation there. "" where there is none.
+    """
     reason = ""
     for event in events:
         if event["step"] == step and event["event"] in ("heldout", "stop"):
-            reason = str(event.get("reason")) if event["event"] == "stop" and event.get("exit_code") == ExitCode.DIVERGED else ""
+            reason = (
+                str(event.get("reason"))
+                if event["event"] == "stop" and event.get("exit_code") == ExitCode.DIVERGED
+                else ""
+            )
     return reason
 
 
@@ -60,22 +66,38 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers (NaN and infinity are text), text, nothing, or lists and objects of them: what a reader can draw or leave out."""
-    return (value is None or isinstance(value, (str, bool, float)) or _is_number(value)
-            or isinstance(value, (list, dict)) and all(map(_is_plain, value.values() if isinstance(value, dict) else value)))
+    """Numbers (NaN and infinity are text), text, nothing, or lists and objects of them: what a
+    reader can draw or leave out.
+    """
+    return (
+        value is None
+        or isinstance(value, (str, bool, float))
+        or _is_number(value)
+        or isinstance(value, (list, dict))
+        and all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    )
 
 
 def _is_matrix(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(row, list) and len(row) == len(value[0]) > 0 and set(map(type, row)) <= {int, float}
-                                           and -_LARGEST < min(row) <= max(row) < _LARGEST for row in value)
+    return isinstance(value, list) and all(
+        isinstance(row, list)
+        and len(row) == len(value[0]) > 0
+        and set(map(type, row)) <= {int, float}
+        and -_LARGEST < min(row) <= max(row) < _LARGEST
+        for row in value
+    )
 
 
 def _is_changes(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(change, list) and len(change) == 3 and _is_text(change[0]) for change in value)
+    return isinstance(value, list) and all(
+        isinstance(change, list) and len(change) == 3 and _is_text(change[0]) for change in value
+    )
 
 
 def _is_groups(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(group, dict) and all(map(_is_plain, group.values())) for group in value.values())
+    return isinstance(value, dict) and all(
+        isinstance(group, dict) and all(map(_is_plain, group.values())) for group in value.values()
+    )
 
 
 def _or_none(check):
@@ -84,6 +106,18 @@ def _or_none(check):
 
 # What readers take for granted; any other field is as `_is_plain` has it.
 _REQUIRED = {"event", "step", "time"}
-_FIELDS = {"event": _is_text, "step": _is_count, "time": _is_number, "seconds": _is_number, "first_step": _is_count,
-           "lost_steps": _is_count, "previous_end": _or_none(_is_number), "hosts": _is_count, "commit": _or_none(_is_text),
-           "suite": _is_text, "changes": _is_changes, "groups": _is_groups, "expert_load": _is_matrix}
+_FIELDS = {
+    "event": _is_text,
+    "step": _is_count,
+    "time": _is_number,
+    "seconds": _is_number,
+    "first_step": _is_count,
+    "lost_steps": _is_count,
+    "previous_end": _or_none(_is_number),
+    "hosts": _is_count,
+    "commit": _or_none(_is_text),
+    "suite": _is_text,
+    "changes": _is_changes,
+    "groups": _is_groups,
+    "expert_load": _is_matrix,
+}

@@ -1,5 +1,6 @@
-"""What a point needs beyond a valid configuration: its evaluations and its data must be able to run. Checked for all points
-before the first starts; nothing is computed."""
+"""What a point needs beyond a valid configuration: its evaluations and its data must be able to
+run. Checked for all points before the first starts; nothing is computed.
+"""
 
 from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.tables import resolve
@@ -21,10 +22,17 @@ def check_points(sweep: Sweep) -> None:
             resolve(OPTIMIZERS, config.optimizer.name, "optimizer.name")
             source = source_of(config.data)
             tokenizer = source.tokenizer_of(config.data, model.vocab_size)
-            evaluation.check(config.eval.suites, evaluation.options_of(config.eval), model, tokenizer)
+            evaluation.check(
+                config.eval.suites, evaluation.options_of(config.eval), model, tokenizer
+            )
             for part in parts_of(config):
                 source.check(part.config.data, part.config.train.sequence_length, model.vocab_size)
             if config.eval.sample_tokens:
-                check_request(model, [tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
+                check_request(
+                    model,
+                    [tokenizer.encode(config.eval.sample_prompt)],
+                    config.eval.sample_tokens,
+                    0.7,
+                )
         except UserError as error:
             raise UserError(f"point {point.name}: {error}") from error

@@ -1,12 +1,16 @@
-"""A sweep as its points: a base configuration, axes, and every combination of their values, checked before any starts.
+"""A sweep as its points: a base configuration, axes, and every combination of their values,
+checked before any starts.
 
 A sweep file is Python with `get_sweep()` that returns a dict:
 
     base      a config file, such as "configs/tiny.py"
     set       {setting: value} for every point; an axis or --set may say otherwise
-    axes      {axis: values}; a setting ("train.seed": [0, 1]), "ratio": ["3:1", …] (linear to full attention layers), or any
-              other name with {value's name: {setting: value, …}}; no setting has two of axes, `match` and --set as its source
-    match     "parameters" or "flops": the MLPs' width of every point is chosen so that it has as many as the first; "" (the
+    axes      {axis: values}; a setting ("train.seed": [0, 1]), "ratio": ["3:1", …] (linear to
+              full attention layers), or any
+              other name with {value's name: {setting: value, …}}; no setting has two of axes,
+              `match` and --set as its source
+    match     "parameters" or "flops": the MLPs' width of every point is chosen so that it has as
+              many as the first; "" (the
               default) leaves the widths alone
     x         the axis along which the report draws; the first one if not given
 
@@ -32,7 +36,9 @@ _WIDTH_STEP = 8
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One run of a sweep. `values`: the name of its value on every axis; `overrides`: settings that differ from the base."""
+    """One run of a sweep. `values`: the name of its value on every axis; `overrides`: settings
+    that differ from the base.
+    """
 
     name: str
     values: dict[str, str]
@@ -50,23 +56,34 @@ class Sweep:
 
 
 def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) -> Sweep:
-    """Reads a sweep file and checks every point of it. `changes` are settings that override every point's.
+    """Reads a sweep file and checks every point of it. `changes` are settings that override
+    every point's.
 
     Raises:
       UserError: the file, an axis, or the configuration of a point is wrong (the point is named).
     """
     record, changes = _read(pathlib.Path(path)), changes or {}
     base = load_config_file(pathlib.Path(record["base"]), f"{path}: base = ")
-    axes = {axis: _axis_values(axis, values, path) for axis, values in record.get("axes", {}).items()}
+    axes = {
+        axis: _axis_values(axis, values, path) for axis, values in record.get("axes", {}).items()
+    }
     sources = _sources(axes, changes, path)
     if not axes:
-        raise UserError(f"{path}: axes is empty: expected at least one, such as {{'ratio': ['1:1', '3:1']}}")
+        raise UserError(
+            f"{path}: axes is empty: expected at least one, such as {{'ratio': ['1:1', '3:1']}}"
+        )
     match = record.get("match", "")
     if match not in _MATCHES:
-        raise UserError(f"{path}: match = {match!r}: expected one of {', '.join(map(repr, _MATCHES))}{did_you_mean(str(match), _MATCHES)}")
+        raise UserError(
+            f"{path}: match = {match!r}: expected one of "
+            f"{', '.join(map(repr, _MATCHES))}{did_you_mean(str(match), _MATCHES)}"
+        )
     x = record.get("x", next(iter(axes)))
     if x not in list(axes):
-        raise UserError(f"{path}: x = {x!r}: expected one of the axes, {', '.join(axes)}{did_you_mean(str(x), axes)}")
+        raise UserError(
+            f"{path}: x = {x!r}: expected one of the axes, "
+            f"{', '.join(axes)}{did_you_mean(str(x), axes)}"
+        )
 
     points: list[Point] = []
     for combination in itertools.product(*(values.items() for values in axes.values())):
@@ -75,7 +92,9 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         for _, settings in combination:
             overrides |= settings
         overrides |= changes
-        name = ",".join(f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items())
+        name = ",".join(
+            f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items()
+        )
         where = f"{path}: point {name}"
         config = _config(base, overrides, where)
         if isinstance(record["axes"].get("ratio"), (list, tuple)):
@@ -89,32 +108,61 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         points.append(Point(name, chosen, overrides, config))
     names = [point.name for point in points]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{path}: two points are named {twice}: give the values of an axis different names")
+        raise UserError(
+            f"{path}: two points are named {twice}: give the values of an axis different names"
+        )
     seen: dict[str, Point] = {}
     for point in points:
         if (first := seen.setdefault(json.dumps(settings_of(point.config)), point)) is not point:
-            raise UserError(f"{path}: points {first.name} and {point.name} are the same run: every setting of theirs is equal")
-    return Sweep(str(record["base"]), {axis: tuple(values) for axis, values in axes.items()}, x, match, tuple(points))
+            raise UserError(
+                f"{path}: points {first.name} and {point.name} are the same run: every setting of "
+                "theirs is equal"
+            )
+    return Sweep(
+        str(record["base"]),
+        {axis: tuple(values) for axis, values in axes.items()},
+        x,
+        match,
+        tuple(points),
+    )
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     record = call_file(path, "get_sweep")
     if not isinstance(record, dict) or "base" not in record:
-        raise UserError(f"{path}: get_sweep() returned {type(record).__name__}: expected a dict with base and axes")
+        raise UserError(
+            f"{path}: get_sweep() returned {type(record).__name__}: expected a dict with base and "
+            "axes"
+        )
     for key in record:
         if key not in _KEYS:
-            raise UserError(f"{path}: {key!r}: expected one of {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}")
-    for key, kind, example in (("base", str, "configs/tiny.py"), ("axes", dict, {"ratio": ["1:1", "3:1"]}),
-                               ("set", dict, {"train.steps": 100})):
+            raise UserError(
+                f"{path}: {key!r}: expected one of "
+                f"{', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}"
+            )
+    for key, kind, example in (
+        ("base", str, "configs/tiny.py"),
+        ("axes", dict, {"ratio": ["1:1", "3:1"]}),
+        ("set", dict, {"train.steps": 100}),
+    ):
         if not isinstance(record.get(key, example), kind):
-            raise UserError(f"{path}: {key} = {record[key]!r}: expected a {kind.__name__}, such as {example!r}")
+            raise UserError(
+                f"{path}: {key} = {record[key]!r}: expected a {kind.__name__}, such as {example!r}"
+            )
     return record
 
 
-def _sources(axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any], path: str | pathlib.Path) -> dict[str, str]:
-    """Setting → the axis or flag it comes from. Of two, one would be shown and the other trained, so that is refused."""
+def _sources(
+    axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any], path: str | pathlib.Path
+) -> dict[str, str]:
+    """Setting → the axis or flag it comes from. Of two, one would be shown and the other
+    trained, so that is refused.
+    """
     sources: dict[str, str] = {}
-    given = {f"axis {axis!r}": {setting for settings in values.values() for setting in settings} for axis, values in axes.items()}
+    given = {
+        f"axis {axis!r}": {setting for settings in values.values() for setting in settings}
+        for axis, values in axes.items()
+    }
     for source, settings in {**given, "--set": set(changes)}.items():
         for setting in sorted(settings, key=str):
             if setting in sources:
@@ -131,10 +179,18 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
     """Name of each value → the settings it stands for."""
     if isinstance(values, dict):
         result = {str(name): settings for name, settings in values.items()}
-        if not isinstance(axis, str) or not all(isinstance(settings, dict) for settings in result.values()):
-            raise UserError(f"{path}: axis {axis!r}: expected {{name: {{setting: value}}}}, or a list for a setting")
+        if not isinstance(axis, str) or not all(
+            isinstance(settings, dict) for settings in result.values()
+        ):
+            raise UserError(
+                f"{path}: axis {axis!r}: expected {{name: {{setting: value}}}}, or a list for a "
+                "setting"
+            )
     elif not isinstance(values, (list, tuple)):
-        raise UserError(f"{path}: axis {axis!r} = {values!r}: expected a list of values, or {{name: {{setting: value}}}}")
+        raise UserError(
+            f"{path}: axis {axis!r} = {values!r}: expected a list of values, or {{name: "
+            f"{{setting: value}}}}"
+        )
     elif axis == "ratio":
         result = {str(value): _ratio(str(value), path) for value in values}
     else:
@@ -150,8 +206,14 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
 def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
     found = re.fullmatch(r"(\d+):([01])", value)
     if not found or value == "0:0":
-        raise UserError(f"{path}: ratio {value!r}: expected LINEAR:FULL layers of one period with FULL 1, such as 3:1, or 1:0 for none")
-    return {"model.full_attention_interval": int(found[1]) + 1 if found[2] == "1" else 0, "model.layer_types": ()}
+        raise UserError(
+            f"{path}: ratio {value!r}: expected LINEAR:FULL layers of one period with FULL 1, "
+            "such as 3:1, or 1:0 for none"
+        )
+    return {
+        "model.full_attention_interval": int(found[1]) + 1 if found[2] == "1" else 0,
+        "model.layer_types": (),
+    }
 
 
 def _check_ratio(ratio: str, layers: int, where: str) -> None:
@@ -159,8 +221,10 @@ def _check_ratio(ratio: str, layers: int, where: str) -> None:
     if full and layers % (period := linear + full):
         fewer = layers // period * period
         nearest = f"{fewer} or {fewer + period}" if fewer else f"{period}"
-        raise UserError(f"{where}: ratio {ratio} needs a multiple of {period} layers, but model.num_hidden_layers = {layers}: "
-                        f"expected {nearest}")
+        raise UserError(
+            f"{where}: ratio {ratio} needs a multiple of {period} layers, but "
+            f"model.num_hidden_layers = {layers}: expected {nearest}"
+        )
 
 
 def _value_name(value: Any) -> str:
@@ -174,14 +238,19 @@ def _file_name(value: str) -> str:
 def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
     settings: Any = default_config()
     if not isinstance(name, str):
-        raise UserError(f"{where}: {name!r} is of type {type(name).__name__}: expected a setting's name, such as 'train.seed'")
+        raise UserError(
+            f"{where}: {name!r} is of type {type(name).__name__}: expected a setting's name, such "
+            "as 'train.seed'"
+        )
     for key in name.split("."):
         if not isinstance(settings, dict) or key not in settings:
             hint = did_you_mean(key, [*settings, *known] if isinstance(settings, dict) else known)
             raise UserError(f"{where}: no such setting as {name}{hint}")
         settings = settings[key]
     if isinstance(settings, dict):
-        raise UserError(f"{where}: {name} is a group of settings: name one of {', '.join(settings)}")
+        raise UserError(
+            f"{where}: {name} is a group of settings: name one of {', '.join(settings)}"
+        )
 
 
 def _config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
@@ -205,13 +274,20 @@ def _copy(tree: Any) -> Any:
 
 
 def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str, int]:
-    """The MLP width (setting and value) with which `config` comes nearest to `first`'s parameters or FLOPs per token."""
-    from qwen3next_jax.model.flops import flops_per_token, parameter_counts  # which loads JAX; a mistake should not wait for it
+    """The MLP width (setting and value) with which `config` comes nearest to `first`'s
+    parameters or FLOPs per token.
+    """
+    # which loads JAX; a mistake should not wait for it
+    from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 
     name = "moe_intermediate_size" if config.model.has_experts else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
-        return parameter_counts(model).total if match == "parameters" else flops_per_token(model, config.train.sequence_length)
+        return (
+            parameter_counts(model).total
+            if match == "parameters"
+            else flops_per_token(model, config.train.sequence_length)
+        )
 
     def with_width(width: int) -> ModelConfig:
         return dataclasses.replace(config.model, **{name: width})
@@ -220,38 +296,76 @@ def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str
     low, high = amount(with_width(_WIDTH_STEP)), amount(with_width(2 * _WIDTH_STEP))
     steps = 1 + round((amount(first.model) - low) / (high - low))
     if steps < 1:
-        raise UserError(f"{where} has more {match} than the first one even with MLPs of width {_WIDTH_STEP} (match = {match!r}): "
-                        "order the axes so that the largest comes first")
+        raise UserError(
+            f"{where} has more {match} than the first one even with MLPs of width {_WIDTH_STEP} "
+            f"(match = {match!r}): order the axes so that the largest comes first"
+        )
     return f"model.{name}", steps * _WIDTH_STEP
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which model.layer_types is what came out."""
-    settings = flat(_jsonable(dataclasses.asdict(config))) | {"model.layer_types": list(config.model.pattern)}
+    """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which
+    model.layer_types is what came out.
+    """
+    settings = flat(_jsonable(dataclasses.asdict(config))) | {
+        "model.layer_types": list(config.model.pattern)
+    }
     del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
     return settings
 
 
-def check_unchanged(sweep: Sweep, before: dict[str, dict[str, Any]], where: str | pathlib.Path) -> None:
-    """Refuses a folder that holds another sweep; `before`: name of each point → its settings, from the manifest there."""
+def check_unchanged(
+    sweep: Sweep, before: dict[str, dict[str, Any]], where: str | pathlib.Path
+) -> None:
+    """Refuses a folder that holds another sweep; `before`: name of each point → its settings,
+    from the manifest there.
+    """
     now = {point.name: settings_of(point.config) for point in sweep.points}
-    defaults = settings_of(Config())  # at which settings stand that were not there then, as they do for a run
-    before = {name: {setting: value for setting, value in defaults.items() if not setting.startswith("model.layer_types")} | settings
-              for name, settings in before.items()}
+    # at which settings stand that were not there then, as they do for a run
+    defaults = settings_of(Config())
+    before = {
+        name: {
+            setting: value
+            for setting, value in defaults.items()
+            if not setting.startswith("model.layer_types")
+        }
+        | settings
+        for name, settings in before.items()
+    }
     for name in (*now, *before):
         if name not in before or name not in now:
-            raise UserError(f"{where} holds another sweep (point {name} is {'new' if name in now else 'gone'}): give another --workdir")
+            raise UserError(
+                f"{where} holds another sweep (point {name} is "
+                f"{'new' if name in now else 'gone'}): give another --workdir"
+            )
     for name, settings in now.items():
         for setting in dict.fromkeys((*settings, *before[name])):
             if (old := before[name].get(setting)) != (new := settings.get(setting)):
-                raise UserError(f"{where} holds another sweep (point {name} has {setting} = {old!r}, not {new!r}): give another --workdir")
+                raise UserError(
+                    f"{where} holds another sweep (point {name} has {setting} = {old!r}, not "
+                    f"{new!r}): give another --workdir"
+                )
 
 
 def manifest(sweep: Sweep) -> dict[str, Any]:
-    """What sweep.json records. A point's config holds what its base file said too, so that an edit of that is seen."""
-    return {"base": sweep.base, "x": sweep.x, "match": sweep.match, "axes": sweep.axes,
-            "points": [{"name": p.name, "values": p.values, "overrides": _jsonable(p.overrides), "config": settings_of(p.config)}
-                       for p in sweep.points]}
+    """What sweep.json records. A point's config holds what its base file said too, so that an
+    edit of that is seen.
+    """
+    return {
+        "base": sweep.base,
+        "x": sweep.x,
+        "match": sweep.match,
+        "axes": sweep.axes,
+        "points": [
+            {
+                "name": p.name,
+                "values": p.values,
+                "overrides": _jsonable(p.overrides),
+                "config": settings_of(p.config),
+            }
+            for p in sweep.points
+        ],
+    }
 
 
 def _jsonable(value: Any) -> Any:

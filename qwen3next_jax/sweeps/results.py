@@ -1,6 +1,8 @@
-"""What the points of a sweep gave: read from their runs' own records, as a table and as findings in words.
+"""What the points of a sweep gave: read from their runs' own records, as a table and as findings
+in words.
 
-Every figure comes from a run's metrics.jsonl or is counted from its configuration; nothing else is kept.
+Every figure comes from a run's metrics.jsonl or is counted from its configuration; nothing else
+is kept.
 """
 
 import csv
@@ -26,8 +28,9 @@ _CACHE_LENGTH = 1024  # the attention cache grows linearly; this length tells by
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One point's figures. `measured`: name → value at the last step ({} until then) of every evaluation: "heldout loss",
-    "mqar accuracy/8 pairs"."""
+    """One point's figures. `measured`: name → value at the last step ({} until then) of every
+    evaluation: "heldout loss", "mqar accuracy/8 pairs".
+    """
 
     point: Point
     step: int
@@ -45,11 +48,17 @@ class Result:
         """Figures that follow from the configuration."""
         config, model = self.point.config, self.point.config.model
         cache = cache_bytes(model, 1, _CACHE_LENGTH)
-        return {"parameters": parameter_counts(model).total,
-                "flops_per_token": sum(flops_per_token(model, part.config.train.sequence_length)
-                                       * (tokens_seen(config, part.last) - tokens_seen(config, part.first))
-                                       for part in parts_of(config)) / tokens_seen(config, config.train.steps),
-                "cache_bytes_per_token": cache["slots"] / _CACHE_LENGTH, "state_bytes": cache["state"]}
+        return {
+            "parameters": parameter_counts(model).total,
+            "flops_per_token": sum(
+                flops_per_token(model, part.config.train.sequence_length)
+                * (tokens_seen(config, part.last) - tokens_seen(config, part.first))
+                for part in parts_of(config)
+            )
+            / tokens_seen(config, config.train.steps),
+            "cache_bytes_per_token": cache["slots"] / _CACHE_LENGTH,
+            "state_bytes": cache["state"],
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +74,11 @@ class Spread:
     def __str__(self) -> str:
         low, high = min(self.values), max(self.values)
         spread = "" if low == high else f"{low:.4g} to {high:.4g}, "
-        return f"{self.mean:.4g}" if len(self.values) == 1 else f"{self.mean:.4g} ({spread}{len(self.values)} seeds)"
+        return (
+            f"{self.mean:.4g}"
+            if len(self.values) == 1
+            else f"{self.mean:.4g} ({spread}{len(self.values)} seeds)"
+        )
 
 
 def is_done(workdir: pathlib.Path, config: Config) -> bool:
@@ -76,24 +89,44 @@ def is_done(workdir: pathlib.Path, config: Config) -> bool:
 def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result:
     events = read_events(workdir / "metrics.jsonl")
     train = [e for e in events if e["event"] == "train"]
-    speeds = [e["tokens_per_second"] for e in train if isinstance(e.get("tokens_per_second"), (int, float))]
+    speeds = [
+        e["tokens_per_second"]
+        for e in train
+        if isinstance(e.get("tokens_per_second"), (int, float))
+    ]
     seconds = 0.0
     for event, following in zip(events, events[1:]):
         if following["event"] != "start":
             seconds += following["time"] - event["time"]
-    return Result(point, step=train[-1]["step"] if train else 0, measured=_measured(events, point.config),
-                  tokens_per_second=statistics.median(speeds) if speeds else math.nan, seconds=seconds, failed=failed)
+    return Result(
+        point,
+        step=train[-1]["step"] if train else 0,
+        measured=_measured(events, point.config),
+        tokens_per_second=statistics.median(speeds) if speeds else math.nan,
+        seconds=seconds,
+        failed=failed,
+    )
 
 
 def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, Value]:
-    """The figures of the last step but for mere counts, {} unless all its evaluations are there and the run has not diverged."""
-    last = {name: event for event in events if event["step"] == config.train.steps and (name := evaluation(event))}
+    """The figures of the last step but for mere counts, {} unless all its evaluations are there
+    and the run has not diverged.
+    """
+    last = {
+        name: event
+        for event in events
+        if event["step"] == config.train.steps and (name := evaluation(event))
+    }
     if {"heldout", *config.eval.suites} - last.keys():
         return {}
     if not math.isfinite(float(last["heldout"]["loss"])) or ended_badly(events, config.train.steps):
         return {}
-    return {f"{name} {value.name}": value for name, event in last.items() for value in recorded(event)
-            if value.figure.unit != "count" and math.isfinite(value.value)}
+    return {
+        f"{name} {value.name}": value
+        for name, event in last.items()
+        for value in recorded(event)
+        if value.figure.unit != "count" and math.isfinite(value.value)
+    }
 
 
 def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
@@ -102,22 +135,66 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
     counted = list(results[0].counted)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["point", *sweep.axes, "steps", "steps_done", *measured, "tokens_per_second", *counted, "seconds", "command"])
+    writer.writerow(
+        [
+            "point",
+            *sweep.axes,
+            "steps",
+            "steps_done",
+            *measured,
+            "tokens_per_second",
+            *counted,
+            "seconds",
+            "command",
+        ]
+    )
     for r in results:
-        writer.writerow([r.point.name, *r.point.values.values(), r.point.config.train.steps, r.step,
-                         *(r.measured[name].value if name in r.measured else "" for name in measured),
-                         round(r.tokens_per_second, 1) if r.step else "", *r.counted.values(), round(r.seconds, 1), commands[r.point.name]])
+        writer.writerow(
+            [
+                r.point.name,
+                *r.point.values.values(),
+                r.point.config.train.steps,
+                r.step,
+                *(r.measured[name].value if name in r.measured else "" for name in measured),
+                round(r.tokens_per_second, 1) if r.step else "",
+                *r.counted.values(),
+                round(r.seconds, 1),
+                commands[r.point.name],
+            ]
+        )
     return out.getvalue()
 
 
 def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
     """The same as JSON, with the findings: what a results page in the docs is kept from."""
-    points = [{"point": r.point.name, **r.point.values, "steps": r.step, **{n: _short(v.value) for n, v in r.measured.items()},
-               "tokens_per_second": _short(r.tokens_per_second), **r.counted, "seconds": round(r.seconds),
-               "command": commands[r.point.name]}
-              for r in results if r.done]
-    return json.dumps({"base": sweep.base, "axes": sweep.axes, "x": sweep.x, "findings": findings(sweep, [r for r in results if r.done]),
-                       "points": points}, indent=1, ensure_ascii=False) + "\n"
+    points = [
+        {
+            "point": r.point.name,
+            **r.point.values,
+            "steps": r.step,
+            **{n: _short(v.value) for n, v in r.measured.items()},
+            "tokens_per_second": _short(r.tokens_per_second),
+            **r.counted,
+            "seconds": round(r.seconds),
+            "command": commands[r.point.name],
+        }
+        for r in results
+        if r.done
+    ]
+    return (
+        json.dumps(
+            {
+                "base": sweep.base,
+                "axes": sweep.axes,
+                "x": sweep.x,
+                "findings": findings(sweep, [r for r in results if r.done]),
+                "points": points,
+            },
+            indent=1,
+            ensure_ascii=False,
+        )
+        + "\n"
+    )
 
 
 def _short(value: float) -> float:
@@ -131,18 +208,31 @@ def seed_axes(sweep: Sweep) -> tuple[str, ...]:
 
 def lines_of(sweep: Sweep, results: Iterable[Result], figure: str) -> dict[str, dict[str, Spread]]:
     """One measured figure along the x axis, as `along_x` gives it."""
-    return along_x(sweep, ((result, result.measured[figure].value) for result in results if figure in result.measured))
+    return along_x(
+        sweep,
+        (
+            (result, result.measured[figure].value)
+            for result in results
+            if figure in result.measured
+        ),
+    )
 
 
 def along_x(sweep: Sweep, figures: Iterable[tuple[Result, float]]) -> dict[str, dict[str, Spread]]:
     """Name of each combination of the other axes (but seeds) → x value → spread over seeds."""
     collected: dict[str, dict[str, list[float]]] = {}
     for result, figure in figures:
-        others = [f"{axis.rpartition('.')[2]} {value}" for axis, value in result.point.values.items()
-                  if axis != sweep.x and axis not in seed_axes(sweep)]
+        others = [
+            f"{axis.rpartition('.')[2]} {value}"
+            for axis, value in result.point.values.items()
+            if axis != sweep.x and axis not in seed_axes(sweep)
+        ]
         line = collected.setdefault(", ".join(others), {})
         line.setdefault(result.point.values[sweep.x], []).append(figure)
-    return {name: {x: Spread(tuple(values)) for x, values in line.items()} for name, line in collected.items()}
+    return {
+        name: {x: Spread(tuple(values)) for x, values in line.items()}
+        for name, line in collected.items()
+    }
 
 
 def declared(results: Iterable[Result]) -> dict[str, Figure]:
@@ -151,10 +241,15 @@ def declared(results: Iterable[Result]) -> dict[str, Figure]:
 
 
 def main_figures(results: Iterable[Result]) -> dict[str, Figure]:
-    """What evaluations are judged by: a figure over all its places where there is such a value, else at every place."""
+    """What evaluations are judged by: a figure over all its places where there is such a value,
+    else at every place.
+    """
     figures = declared(results)
-    return {name: figure for name, figure in figures.items()
-            if figure.main and (name.partition("/")[0] not in figures or "/" not in name)}
+    return {
+        name: figure
+        for name, figure in figures.items()
+        if figure.main and (name.partition("/")[0] not in figures or "/" not in name)
+    }
 
 
 def shown(name: str, figure: Figure) -> str:
@@ -164,11 +259,21 @@ def shown(name: str, figure: Figure) -> str:
 
 
 def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """A sentence per main figure and line, computed from the numbers: which value of the x axis is best, and whether the seeds
-    say so."""
-    return [_finding(sweep.x.rpartition(".")[2], shown(name, figure) + (f" ({label})" if label else ""), figure.better, line)
-            for name, figure in main_figures(results).items() if figure.better
-            for label, line in lines_of(sweep, results, name).items() if len(line) > 1]
+    """A sentence per main figure and line, computed from the numbers: which value of the x axis
+    is best, and whether the seeds say so.
+    """
+    return [
+        _finding(
+            sweep.x.rpartition(".")[2],
+            shown(name, figure) + (f" ({label})" if label else ""),
+            figure.better,
+            line,
+        )
+        for name, figure in main_figures(results).items()
+        if figure.better
+        for label, line in lines_of(sweep, results, name).items()
+        if len(line) > 1
+    ]
 
 
 def _finding(x: str, subject: str, better: str, line: dict[str, Spread]) -> str:
@@ -178,13 +283,22 @@ def _finding(x: str, subject: str, better: str, line: dict[str, Spread]) -> str:
     if all(spread.mean == best.mean for spread in line.values()):
         return f"{subject} is the same at every {x}: {best}."
     extreme = "highest" if sign > 0 else "lowest"
-    tied = [value for value in rest if sign * _best_of(line[value], sign) >= sign * _worst_of(best, sign)]
+    tied = [
+        value
+        for value in rest
+        if sign * _best_of(line[value], sign) >= sign * _worst_of(best, sign)
+    ]
     clear = [value for value in rest if value not in tied]
     sentence = f"{subject} is {extreme} at {x} {order[0]}: {best}."
     if tied:
-        sentence += f" {_listed(tied, line)} overlap{'s' if len(tied) == 1 else ''} with it, seed by seed."
+        sentence += (
+            f" {_listed(tied, line)} overlap{'s' if len(tied) == 1 else ''} with it, seed by seed."
+        )
     if clear:
-        sentence += f" Every run of {_listed(clear, line)} is {'below' if sign > 0 else 'above'} every run of it."
+        sentence += (
+            f" Every run of {_listed(clear, line)} is {'below' if sign > 0 else 'above'} every "
+            "run of it."
+        )
     if len(best.values) == 1:
         sentence += " One seed only: differences of this size may be chance."
     return sentence
@@ -204,8 +318,16 @@ def _listed(values: Sequence[str], line: dict[str, Spread]) -> str:
 
 
 def pareto(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
-    """Indices of the points (cost, figure) that no other beats in both: less cost, better figure."""
+    """Indices of the points (cost, figure) that no other beats in both: less cost, better
+    figure.
+    """
     sign = 1 if higher else -1
-    front = [i for i, (cost, figure) in enumerate(points)
-             if not any((c <= cost and sign * f >= sign * figure) and (c, f) != (cost, figure) for c, f in points)]
+    front = [
+        i
+        for i, (cost, figure) in enumerate(points)
+        if not any(
+            (c <= cost and sign * f >= sign * figure) and (c, f) != (cost, figure)
+            for c, f in points
+        )
+    ]
     return sorted(front, key=lambda i: points[i])

@@ -1,12 +1,14 @@
-"""Runs a sweep's points as processes of their own, one after another or several at a time, and survives what happens.
+"""Runs a sweep's points as processes of their own, one after another or several at a time, and
+survives what happens.
 
     WORKDIR/sweep.json          the points; another sweep in the same folder is refused
     WORKDIR/points/NAME/        a run's folder each (see README), with log.txt of what it printed
     WORKDIR/report.html, results.csv    rewritten whenever a point ends
 
-A point is done when its metrics.jsonl has the held-out evaluation of the last step, whoever trained it. Stopping the runner
-stops its points after the step under way, saved; the same command goes on from there. A point that dies is started again,
-from its newest checkpoint, up to `retries` times; one that would only end the same way again has failed.
+A point is done when its metrics.jsonl has the held-out evaluation of the last step, whoever
+trained it. Stopping the runner stops its points after the step under way, saved; the same
+command goes on from there. A point that dies is started again, from its newest checkpoint, up to
+`retries` times; one that would only end the same way again has failed.
 """
 
 import fcntl
@@ -60,7 +62,9 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
     path = workdir / "sweep.json"
     if path.exists():
         try:
-            before = {point["name"]: dict(point["config"]) for point in jsonfile.read(path)["points"]}
+            before = {
+                point["name"]: dict(point["config"]) for point in jsonfile.read(path)["points"]
+            }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: damaged or foreign: give another --workdir") from error
         check_unchanged(sweep, before, workdir)
@@ -71,28 +75,48 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
         temporary.write_text(json.dumps(manifest(sweep), indent=1))
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder") from error
+        raise UserError(
+            f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
+        ) from error
 
 
 class Runner:
-    """`tell(line)` gets a line about every start and end; `after({failed point: why})` is called when a point has ended and
-    at the end, always under the folder's lock."""
+    """`tell(line)` gets a line about every start and end; `after({failed point: why})` is called
+    when a point has ended and at the end, always under the folder's lock.
+    """
 
-    def __init__(self, sweep: Sweep, workdir: pathlib.Path, *, workers: int, retries: int, tell: Callable[[str], None],
-                 after: Callable[[dict[str, str]], None]):
+    def __init__(
+        self,
+        sweep: Sweep,
+        workdir: pathlib.Path,
+        *,
+        workers: int,
+        retries: int,
+        tell: Callable[[str], None],
+        after: Callable[[dict[str, str]], None],
+    ):
         self.sweep, self.workdir, self.workers, self.retries = sweep, workdir, workers, retries
         self.tell, self.after = tell, after
-        self.running: dict[str, tuple[Point, subprocess.Popen, float, int]] = {}  # point, process, begun at, size of its log then
+        # point, process, begun at, size of its log then
+        self.running: dict[str, tuple[Point, subprocess.Popen, float, int]] = {}
         self.starts: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self._stopping = False
 
     def run(self) -> int:
-        """Runs what is not done. → exit code: 0 where every point is done, 1 where some failed, 130 where it was stopped."""
+        """Runs what is not done. → exit code: 0 where every point is done, 1 where some failed,
+        130 where it was stopped.
+        """
         lock = self._lock()
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
-            waiting = [point for point in self.sweep.points if not is_done(folder(self.workdir, point), point.config)]
+            waiting = [
+                point
+                for point in self.sweep.points
+                if not is_done(folder(self.workdir, point), point.config)
+            ]
             if done := len(self.sweep.points) - len(waiting):
                 self.tell(f"{done} of {len(self.sweep.points)} points are done already")
             while (waiting and not self._stopping) or self.running:
@@ -106,18 +130,29 @@ class Runner:
             self.after(self.failed)
             os.close(lock)
         if self._stopping:
-            left = sum(not is_done(folder(self.workdir, point), point.config) for point in self.sweep.points)
-            self.tell(f"Interrupted with {left} of {len(self.sweep.points)} points to go. The same command goes on from there.")
+            left = sum(
+                not is_done(folder(self.workdir, point), point.config)
+                for point in self.sweep.points
+            )
+            self.tell(
+                f"Interrupted with {left} of {len(self.sweep.points)} points to go. The same "
+                "command goes on from there."
+            )
             return ExitCode.INTERRUPTED
         return 1 if self.failed else 0
 
     def _lock(self) -> int:
-        """A lock that the points inherit, so that it holds as long as any of them runs, even where this process is killed."""
+        """A lock that the points inherit, so that it holds as long as any of them runs, even
+        where this process is killed.
+        """
         descriptor = os.open(self.workdir / "lock", os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{self.workdir}: another runner, or a point it left, is at work there: wait for it or stop it") from error
+            raise UserError(
+                f"{self.workdir}: another runner, or a point it left, is at work there: wait for "
+                "it or stop it"
+            ) from error
         return descriptor
 
     def _start(self, point: Point, lock: int) -> None:
@@ -126,13 +161,23 @@ class Runner:
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
         with (where / "log.txt").open("ab") as log:
             size = os.fstat(log.fileno()).st_size
-            process = subprocess.Popen([sys.executable, str(TRAIN), *command(self.sweep, point, self.workdir)], stdin=subprocess.DEVNULL,
-                                       stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
-                                       preexec_fn=functools.partial(end_with, os.getpid(), signal.SIGTERM))
+            process = subprocess.Popen(
+                [sys.executable, str(TRAIN), *command(self.sweep, point, self.workdir)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(lock,),
+                preexec_fn=functools.partial(end_with, os.getpid(), signal.SIGTERM),
+            )
         self.running[point.name] = point, process, time.monotonic(), size
-        if self._stopping:  # the signal came while the point was being started, and did not reach it
+        # the signal came while the point was being started, and did not reach it
+        if self._stopping:
             process.terminate()
-        self.tell(f"{point.name}: started" + (f" (start {self.starts[point.name]})" if self.starts[point.name] > 1 else ""))
+        self.tell(
+            f"{point.name}: started"
+            + (f" (start {self.starts[point.name]})" if self.starts[point.name] > 1 else "")
+        )
 
     def _ended(self) -> list[Point]:
         """Takes note of processes that have ended. → points to start again."""
@@ -152,9 +197,14 @@ class Runner:
                 last = _last_line(where / "log.txt", size)
                 if (code >= 0 and code not in RESTARTED) or self.starts[name] > self.retries:
                     self.failed[name] = last
-                    self.tell(f"{name}: failed with exit code {code}: {last} (all of it: {where / 'log.txt'})")
+                    self.tell(
+                        f"{name}: failed with exit code {code}: {last} (all of it: "
+                        f"{where / 'log.txt'})"
+                    )
                 else:
-                    self.tell(f"{name}: ended with exit code {code} after {seconds:,.0f} s; started again")
+                    self.tell(
+                        f"{name}: ended with exit code {code} after {seconds:,.0f} s; started again"
+                    )
                     again.append(point)
             self.after(self.failed)
         return again
@@ -167,8 +217,13 @@ class Runner:
 
 
 def _last_line(path: pathlib.Path, begin: int) -> str:
-    """The error, or else the last line, of what the file holds from byte `begin` on: what an earlier start said is not why."""
+    """The error, or else the last line, of what the file holds from byte `begin` on: what an
+    earlier start said is not why.
+    """
     with path.open("rb") as file:
         file.seek(begin)
         lines = file.read().decode(errors="replace").strip().splitlines()
-    return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "it printed nothing")[:300]
+    return next(
+        (line for line in reversed(lines) if line.startswith("error:")),
+        lines[-1] if lines else "it printed nothing",
+    )[:300]

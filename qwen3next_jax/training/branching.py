@@ -1,8 +1,10 @@
-"""How a run begins with another one (`train.init_from = RUN` or `RUN@STEP`): with its weights, or with its whole state.
+"""How a run begins with another one (`train.init_from = RUN` or `RUN@STEP`): with its weights,
+or with its whole state.
 
-The weights alone begin a run like any other: step 0, the data from their first batch. The whole state (`train.init_state = "all"`) keeps
-optimizer and step as well, and reads on behind the rows that the parent took, as the stages of a run do (`stages`); where data, batch
-size and the guards' window are the same, every bit is that of the parent's own continuation.
+The weights alone begin a run like any other: step 0, the data from their first batch. The whole
+state (`train.init_state = "all"`) keeps optimizer and step as well, and reads on behind the rows
+that the parent took, as the stages of a run do (`stages`); where data, batch size and the
+guards' window are the same, every bit is that of the parent's own continuation.
 """
 
 import dataclasses
@@ -21,8 +23,11 @@ from qwen3next_jax.training.stages import Reading, parts_of, recorded, stage_of
 from qwen3next_jax.training.step import State, abstract_train_state, init_state
 
 
-def start_state(config: Config, mesh: Mesh, data: Sequence[Data], parent: Parent) -> tuple[State, Reading]:
-    """(the state before the first step of a run that begins with `parent`, read onto `mesh` as it lies there; what that step reads).
+def start_state(
+    config: Config, mesh: Mesh, data: Sequence[Data], parent: Parent
+) -> tuple[State, Reading]:
+    """(the state before the first step of a run that begins with `parent`, read onto `mesh` as
+    it lies there; what that step reads).
 
     Raises:
       UserError: the checkpoint is damaged, or of another structure.
@@ -30,11 +35,22 @@ def start_state(config: Config, mesh: Mesh, data: Sequence[Data], parent: Parent
     folder, step = pathlib.Path(parent["path"]), parent["step"]
     abstract, theirs = abstract_train_state(config, mesh), read_config(folder)
     whole = config.train.init_state == "all"
-    wanted = abstract_train_state(dataclasses.replace(config, guards=theirs.guards), mesh) if whole else abstract
-    with Checkpoints(folder) as checkpoints:  # what the model does not have, such as mtp where it is left out, is not read
-        state = checkpoints.restore(step, {name: wanted[name] for name in (wanted if whole else ("params", "step"))}, whole=False)
+    wanted = (
+        abstract_train_state(dataclasses.replace(config, guards=theirs.guards), mesh)
+        if whole
+        else abstract
+    )
+    # what the model does not have, such as mtp where it is left out, is not read
+    with Checkpoints(folder) as checkpoints:
+        state = checkpoints.restore(
+            step,
+            {name: wanted[name] for name in (wanted if whole else ("params", "step"))},
+            whole=False,
+        )
     if not whole:
-        return init_state(config, mesh, state["params"]), Reading(data[0].fingerprint, data[0].batch_size)
+        return init_state(config, mesh, state["params"]), Reading(
+            data[0].fingerprint, data[0].batch_size
+        )
     before, now = _readings(config, data, parent, int(state["guards"]["data_offset"]))
     same_window = before.like(now) and theirs.guards.window == config.guards.window
     return state | {"guards": renewed(config.guards, state["guards"], 0, same_window)}, now
@@ -50,13 +66,24 @@ def describe(config: Config, data: Sequence[Data], parent: Parent | None) -> str
     if config.train.init_state == "weights":
         return f"{text} (step 0, a new optimizer, the data from their first batch)"
     before, now = _readings(config, data, parent)
-    rows = "go on behind the rows that it took" if now.row or now.starts.keys() & {now.fingerprint, *now.streams} else (
-        "begin with their first row, as they are others")
-    same_window = before.like(now) and read_config(pathlib.Path(parent["path"])).guards.window == config.guards.window
-    return f"{text}, optimizer and step; the data {rows}; the guards' window {'goes on' if same_window else 'begins anew'}"
+    rows = (
+        "go on behind the rows that it took"
+        if now.row or now.starts.keys() & {now.fingerprint, *now.streams}
+        else ("begin with their first row, as they are others")
+    )
+    same_window = (
+        before.like(now)
+        and read_config(pathlib.Path(parent["path"])).guards.window == config.guards.window
+    )
+    return (
+        f"{text}, optimizer and step; the data {rows}; the guards' window "
+        f"{'goes on' if same_window else 'begins anew'}"
+    )
 
 
-def _readings(config: Config, data: Sequence[Data], parent: Parent, data_offset: int = 0) -> tuple[Reading, Reading]:
+def _readings(
+    config: Config, data: Sequence[Data], parent: Parent, data_offset: int = 0
+) -> tuple[Reading, Reading]:
     """What the parent read to the end, and what this run reads first."""
     folder, step = pathlib.Path(parent["path"]), parent["step"]
     readings = recorded(read_run(folder), read_config(folder))

@@ -2,9 +2,10 @@
 
     total = CE + w_mtp · mean_d MTP_d + w_balance · mean_l balance_l + w_z · mean_l z_l
 
-CE and MTP_d are means over the targets of the whole batch, balance_l and z_l over its tokens (l runs over the sparse
-layers, the MTP module's included). Every piece is divided by the batch's own counts, which follow from the segment ids
-alone, so a micro-batch contributes a share and the shares sum to the batch's value.
+CE and MTP_d are means over the targets of the whole batch, balance_l and z_l over its tokens (l
+runs over the sparse layers, the MTP module's included). Every piece is divided by the batch's
+own counts, which follow from the segment ids alone, so a micro-batch contributes a share and the
+shares sum to the batch's value.
 
 Letters: B batch, T time, R = B·T, D model, V vocabulary, E experts, L sparse layers.
 """
@@ -21,8 +22,9 @@ from qwen3next_jax.model.multi_token_prediction import target_positions, targets
 
 
 class Counts(NamedTuple):
-    """Of the whole batch, float32: targets of the next-token loss, targets of each MTP depth, non-padding tokens, and over
-    all MTP depths the tokens whose target lies in their document."""
+    """Of the whole batch, float32: targets of the next-token loss, targets of each MTP depth,
+    non-padding tokens, and over all MTP depths the tokens whose target lies in their document.
+    """
 
     targets: jax.Array
     mtp_targets: tuple[jax.Array, ...]
@@ -32,42 +34,65 @@ class Counts(NamedTuple):
 
 def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
     """What the sums over this batch are divided by (at least 1, so that padding alone gives 0)."""
+
     def total(mask):
         return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
     depths = range(mtp_depth)
-    return Counts(total(target_positions(batch, 1)), tuple(total(target_positions(batch, 2 + d)) for d in depths),
-                  total(batch["segment_ids"] > 0),
-                  sum((total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())))
+    return Counts(
+        total(target_positions(batch, 1)),
+        tuple(total(target_positions(batch, 2 + d)) for d in depths),
+        total(batch["segment_ids"] > 0),
+        sum(
+            (total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())
+        ),
+    )
 
 
 def expert_load(features: Features, config: Config, counts: Counts) -> jax.Array:
-    """[L, E]: each expert's share of all choices, times E (1 = perfect balance); its sum over micro-batches is the batch's."""
+    """[L, E]: each expert's share of all choices, times E (1 = perfect balance); its sum over
+    micro-batches is the batch's.
+    """
     stacked = _per_layer(features, counts, "load")
-    return jax.lax.stop_gradient(stacked * (config.model.num_experts / config.model.num_experts_per_tok))
+    return jax.lax.stop_gradient(
+        stacked * (config.model.num_experts / config.model.num_experts_per_tok)
+    )
 
 
-def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, counts: Counts,
-               load: jax.Array | None = None, mesh: Mesh | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+def total_loss(
+    model: Qwen3Next,
+    batch: dict[str, jax.Array],
+    config: Config,
+    counts: Counts,
+    load: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This (micro-)batch's share of the loss and of each of its parts.
 
     Args:
-      batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same document; with
+      batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same
+      document; with
         target_mask, [B, T] bool, those of them that it marks.
       counts: of the whole batch.
-      load: [L, E] `expert_load` of the whole batch; None where this batch is the whole.
-      mesh: the devices that share the batch; None for one.
+      load: [L, E] `expert_load` of the whole batch; None where this batch is the whole. mesh:
+      the devices that share the batch; None for one.
 
     Returns:
-      (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d` (share of targets hit
-      by the depth's best guess), `top1`, `balance_loss`, `router_z`, and `expert_load` [L, E].
+      (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d`
+      (share of targets hit by the depth's best guess), `top1`, `balance_loss`, `router_z`, and
+      `expert_load` [L, E].
     """
     train = config.train
     features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat, mesh=mesh)
 
     def cross_entropy(hidden_BTD, offset, targets):
-        """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the same document."""
+        """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the
+        same document.
+        """
         weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
-        total, correct_BT, *_ = model.cross_entropy(hidden_BTD, jnp.roll(batch["tokens"], -offset, axis=1), weight_BT, mesh)
+        total, correct_BT, *_ = model.cross_entropy(
+            hidden_BTD, jnp.roll(batch["tokens"], -offset, axis=1), weight_BT, mesh
+        )
         return total, jnp.sum(correct_BT * weight_BT)
 
     loss, top1 = cross_entropy(features.hidden, 1, counts.targets)
@@ -89,7 +114,9 @@ def total_loss(model: Qwen3Next, batch: dict[str, jax.Array], config: Config, co
 
 
 def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
-    """[L, …]: a router statistic of every sparse layer per token of the whole batch, the MTP module's layer last."""
+    """[L, …]: a router statistic of every sparse layer per token of the whole batch, the MTP
+    module's layer last.
+    """
     layers = []
     if features.router:
         layers.append(features.router[name] / counts.tokens)

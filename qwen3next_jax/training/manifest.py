@@ -1,11 +1,13 @@
-"""Digests of a folder's files. Orbax reads a file with a flipped bit as if nothing had happened; these do not.
+"""Digests of a folder's files. Orbax reads a file with a flipped bit as if nothing had happened;
+these do not.
 
-    FOLDER/manifest.json    {"run": ID, "step": N, "piece": bytes, "files": {relative path: [bytes, [SHA-256 of each piece]]}}
+    FOLDER/manifest.json    {"run": ID, "step": N, "piece": bytes, "files": {relative path:
+    [bytes, [SHA-256 of each piece]]}}
 
-A checkpoint's names its run (the id in run.json) and its step, so that a folder that was renamed or copied is not taken for another
-step's, nor for another run's. It is written last
-and atomically, when everything it names is on the disk. Files are digested in pieces, so that the cores share the largest one,
-too, and nothing but a piece's buffer is in memory.
+A checkpoint's names its run (the id in run.json) and its step, so that a folder that was renamed
+or copied is not taken for another step's, nor for another run's. It is written last and
+atomically, when everything it names is on the disk. Files are digested in pieces, so that the
+cores share the largest one, too, and nothing but a piece's buffer is in memory.
 """
 
 import concurrent.futures
@@ -21,7 +23,9 @@ PIECE = 1 << 25  # bytes
 
 
 def seal(directory: pathlib.Path, step: int | None = None, run: str | None = None) -> int:
-    """Writes the manifest of a finished folder, for a checkpoint with its `step` and the id of its `run`. → bytes of its files."""
+    """Writes the manifest of a finished folder, for a checkpoint with its `step` and the id of
+    its `run`. → bytes of its files.
+    """
     files = {str(f.relative_to(directory)): f for f in _files(directory)}
     for file in files.values():
         to_disk(file)  # else, after a power failure, the manifest could be there and its files not
@@ -39,9 +43,13 @@ def seal(directory: pathlib.Path, step: int | None = None, run: str | None = Non
     return sum(sizes.values())
 
 
-def find_damage(directory: pathlib.Path, sizes_only: bool = False, run: str | None = None) -> str | None:
-    """What is wrong with the folder, or None where every byte (`sizes_only`: every size) is as it was written. `run`: the id of the run
-    whose checkpoint it should be, "" of a run of older code, which has none; None: whosever."""
+def find_damage(
+    directory: pathlib.Path, sizes_only: bool = False, run: str | None = None
+) -> str | None:
+    """What is wrong with the folder, or None where every byte (`sizes_only`: every size) is as
+    it was written. `run`: the id of the run whose checkpoint it should be, "" of a run of older
+    code, which has none; None: whosever.
+    """
     try:
         return _find_damage(directory, sizes_only, run)
     except OSError as error:  # a bad sector, or a run that deletes it meanwhile
@@ -59,7 +67,9 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
         expected = [digest for _, of_pieces in record["files"].values() for digest in of_pieces]
         # One digest for each piece: fewer would leave bytes unread.
         whole = record.keys() - {"run", "step"} == {"piece", "files"} and piece > 0
-        whole = whole and all(len(d) == len(_pieces(size, piece)) for size, d in record["files"].values())
+        whole = whole and all(
+            len(d) == len(_pieces(size, piece)) for size, d in record["files"].values()
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
@@ -78,9 +88,15 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
     if extra := sorted(present.keys() - sizes.keys()):
         return f"{extra[0]} was added to it"
     if not sizes_only:
-        for (name, start, digest), right in zip(_digests(directory, sizes, piece), expected, strict=True):
+        for (name, start, digest), right in zip(
+            _digests(directory, sizes, piece), expected, strict=True
+        ):
             if digest != right:
-                where = f" in bytes {start} … {min(start + piece, sizes[name])}" if sizes[name] > piece else ""
+                where = (
+                    f" in bytes {start} … {min(start + piece, sizes[name])}"
+                    if sizes[name] > piece
+                    else ""
+                )
                 return f"{name} is not what was written (SHA-256 differs{where})"
     return None
 

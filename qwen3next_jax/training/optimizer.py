@@ -13,29 +13,44 @@ from qwen3next_jax.trees import path_string
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
-    """Step (from 0) → learning rate of the `steps` steps after the first `begins`: linear warm-up to the peak, then cosine, or
-    constant and a linear fall over the last of them (of "constant" none, of "linear" all).
+    """Step (from 0) → learning rate of the `steps` steps after the first `begins`: linear
+    warm-up to the peak, then cosine, or constant and a linear fall over the last of them (of
+    "constant" none, of "linear" all).
 
-    The first step already learns (peak / warm-up), and the last one runs at final_fraction of the peak, unless it is constant.
+    The first step already learns (peak / warm-up), and the last one runs at final_fraction of
+    the peak, unless it is constant.
     """
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     rising = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    falling = {"constant": 0, "warmup_stable_decay": max(round(config.decay_fraction * steps), 1)}.get(config.schedule, steps)
+    falling = {
+        "constant": 0,
+        "warmup_stable_decay": max(round(config.decay_fraction * steps), 1),
+    }.get(config.schedule, steps)
     stable_until = max(steps - falling, warmup)
     left = max(steps - 1 - stable_until, 1)
-    fall = (optax.cosine_decay_schedule(peak, left, config.final_fraction) if config.schedule == "cosine"
-            else optax.linear_schedule(peak, peak * config.final_fraction, left))
-    schedule = optax.join_schedules((rising, optax.constant_schedule(peak), fall), (warmup, stable_until))
-    # Skipped updates do not count, so that a later schedule may be asked for steps before its first. A fall to 0 ends a rounding below it.
+    fall = (
+        optax.cosine_decay_schedule(peak, left, config.final_fraction)
+        if config.schedule == "cosine"
+        else optax.linear_schedule(peak, peak * config.final_fraction, left)
+    )
+    schedule = optax.join_schedules(
+        (rising, optax.constant_schedule(peak), fall), (warmup, stable_until)
+    )
+    # Skipped updates do not count, so that a later schedule may be asked for steps before its
+    # first. A fall to 0 ends a rounding below it.
     return lambda step: jnp.maximum(schedule(jnp.maximum(step - begins, 0)), 0.0)
 
 
-def make_optimizer(config: Config, mesh: Mesh | None = None, begins: int = 0) -> optax.GradientTransformation:
-    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate (see `learning_rate_schedule`).
+def make_optimizer(
+    config: Config, mesh: Mesh | None = None, begins: int = 0
+) -> optax.GradientTransformation:
+    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate (see
+    `learning_rate_schedule`).
 
-    An optimizer is `direction(config.optimizer, declared, mesh)` → the transformation between clipping and weight decay. `declared`:
-    of every parameter, by its path; `mesh`: over which it may divide its work, None for one device. What it keeps of a parameter
-    has that parameter's path and shape, so that it lies on the mesh as the parameter does.
+    An optimizer is `direction(config.optimizer, declared, mesh)` → the transformation between
+    clipping and weight decay. `declared`: of every parameter, by its path; `mesh`: over which it
+    may divide its work, None for one device. What it keeps of a parameter has that parameter's
+    path and shape, so that it lies on the mesh as the parameter does.
 
     Raises:
       UserError: no such optimizer, or its line of `config.optimizers` cannot be imported.
@@ -43,9 +58,18 @@ def make_optimizer(config: Config, mesh: Mesh | None = None, begins: int = 0) ->
     c, parameters = config.optimizer, declared(config.model)
 
     def decays(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: parameters[path_string(path)].decays(c.decay_norm_weights), params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: parameters[path_string(path)].decays(c.decay_norm_weights), params
+        )
+
     clip = optax.clip_by_global_norm(c.clip_norm) if c.clip_norm else optax.identity()
     direction = resolve(OPTIMIZERS, c.name, "optimizer.name")(c, parameters, mesh)
     # The inner chain is that of optax.adamw, whose state the checkpoints hold.
-    return optax.chain(clip, optax.chain(direction, optax.add_decayed_weights(c.weight_decay, decays),
-                                         optax.scale_by_learning_rate(learning_rate_schedule(c, config.train.steps, begins))))
+    return optax.chain(
+        clip,
+        optax.chain(
+            direction,
+            optax.add_decayed_weights(c.weight_decay, decays),
+            optax.scale_by_learning_rate(learning_rate_schedule(c, config.train.steps, begins)),
+        ),
+    )

@@ -1,4 +1,6 @@
-"""A trace of a few steps for xprof, and on request what holds the memory after them: `--config.profile.steps=10:13`."""
+"""A trace of a few steps for xprof, and on request what holds the memory after them:
+`--config.profile.steps=10:13`.
+"""
 
 import pathlib
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from qwen3next_jax.config import ProfileConfig
 
 
 class Profiler:
-    """Traces the steps of `config.range` that this process takes, into WORKDIR/profile. Use as a context manager."""
+    """Traces the steps of `config.range` that this process takes, into WORKDIR/profile. Use as a
+    context manager.
+    """
 
     def __init__(self, config: ProfileConfig, workdir: pathlib.Path, done: Callable[..., None]):
         """`done("profile", step, folder=…)` is called when the files are there."""
@@ -38,5 +42,7 @@ class Profiler:
             jax.profiler.stop_trace()
             self._running = False
             if self._config.memory:
-                jax.profiler.save_device_memory_profile(str(self._folder / f"memory_{step}_{jax.process_index()}.prof"))
+                jax.profiler.save_device_memory_profile(
+                    str(self._folder / f"memory_{step}_{jax.process_index()}.prof")
+                )
             self._done("profile", step, folder=str(self._folder))

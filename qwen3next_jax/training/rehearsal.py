@@ -1,4 +1,6 @@
-"""`train.py --dry-run`: everything of a start that can be checked, and what the run would take. Nothing is written."""
+"""`train.py --dry-run`: everything of a start that can be checked, and what the run would take.
+Nothing is written.
+"""
 
 import pathlib
 
@@ -23,10 +25,12 @@ from qwen3next_jax.training.telemetry import memory
 
 
 def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
-    """Prints parameters, memory, data, tokens, FLOPs and from where the run would start. Returns the exit code.
+    """Prints parameters, memory, data, tokens, FLOPs and from where the run would start. Returns
+    the exit code.
 
     Raises:
-      UserError: a mistake that `train` would meet, but for those in the text behind the first document of each glob and in the
+      UserError: a mistake that `train` would meet, but for those in the text behind the first
+      document of each glob and in the
         tensors of `init_from`, which are not read.
     """
     mesh = make_mesh(config.parallel)
@@ -37,32 +41,67 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         return ExitCode.DONE
     train, kind = config.train, mesh.devices.flat[0].device_kind
     step = 0 if restart else _newest_step(workdir)
-    sizes = {"parameters": _bytes(state["params"]), "optimizer state": _bytes(state["opt_state"]), "gradients": _bytes(state["params"])}
+    sizes = {
+        "parameters": _bytes(state["params"]),
+        "optimizer state": _bytes(state["opt_state"]),
+        "gradients": _bytes(state["params"]),
+    }
     limit = memory()[1]
-    print(f"{config.name}: {sum(leaf.size for leaf in jax.tree.leaves(state['params'])):,} parameters on {mesh.size} × {kind} "
-          f"({mesh_text(dict(mesh.shape))})")
+    print(
+        f"{config.name}: {sum(leaf.size for leaf in jax.tree.leaves(state['params'])):,} "
+        f"parameters on {mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
+    )
     if options := compiler_options(config.parallel, mesh):
         print(f"The step's {options_text(options)}")
-    print("Memory of a device: " + ", ".join(f"{name} {_mega(size)}" for name, size in sizes.items())
-          + f": {_mega(sum(sizes.values()))}" + (f" of {_mega(limit)}" if limit else "")
-          + ". Left out: activations, which grow with its tokens in a micro-batch, and what the program needs besides (qwen3next_jax.plan "
-          "compiles the real step)")
+    print(
+        "Memory of a device: "
+        + ", ".join(f"{name} {_mega(size)}" for name, size in sizes.items())
+        + f": {_mega(sum(sizes.values()))}"
+        + (f" of {_mega(limit)}" if limit else "")
+        + ". Left out: activations, which grow with its tokens in a micro-batch, and what the "
+        "program needs besides (qwen3next_jax.plan compiles the real step)"
+    )
     print(f"Data: {data}")
     total = 0.0
     for part in parts_of(config):
-        one, steps, of = part.config.train, part.last - part.first, f" of stage {part.name}" if part.name else ""
-        tokens, flops = one.batch_size * one.sequence_length, flops_per_token(config.model, one.sequence_length)
+        one, steps, of = (
+            part.config.train,
+            part.last - part.first,
+            f" of stage {part.name}" if part.name else "",
+        )
+        tokens, flops = (
+            one.batch_size * one.sequence_length,
+            flops_per_token(config.model, one.sequence_length),
+        )
         total += flops * tokens * steps
-        print(f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {tokens:,} a step, {tokens * steps:,} in {steps:,} steps "
-              f"({part.first + 1:,} … {part.last:,}), {-(-tokens // (one.gradient_accumulation * mesh.size)):,} a device and micro-batch")
-        print(f"FLOPs of the model{of}, forward and backward: {flops:.4g} a token, {flops * tokens:.4g} a step, "
-              f"{flops * tokens * steps:.4g} in all")
+        print(
+            f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {tokens:,} a step, "
+            f"{tokens * steps:,} in {steps:,} steps ({part.first + 1:,} … {part.last:,}), "
+            f"{-(-tokens // (one.gradient_accumulation * mesh.size)):,} a device and micro-batch"
+        )
+        print(
+            f"FLOPs of the model{of}, forward and backward: {flops:.4g} a token, "
+            f"{flops * tokens:.4g} a step, {flops * tokens * steps:.4g} in all"
+        )
     if train.stages:
-        print(f"Together: {tokens_seen(config, train.steps):,} tokens, {total:.4g} FLOPs in {train.steps:,} steps")
+        print(
+            f"Together: {tokens_seen(config, train.steps):,} tokens, {total:.4g} FLOPs in "
+            f"{train.steps:,} steps"
+        )
     parent = preflight.find_parent(config, workdir, restart)
-    branch = parent and f"{parent['path']}, step {parent['step']}, train.init_state = {train.init_state!r}"
-    begin = f"after step {step}" if step else f"from {branch or train.init_from or f'random weights (train.seed = {train.seed})'}"
-    print(f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. Nothing has been written")
+    branch = (
+        parent
+        and f"{parent['path']}, step {parent['step']}, train.init_state = {train.init_state!r}"
+    )
+    begin = (
+        f"after step {step}"
+        if step
+        else f"from {branch or train.init_from or f'random weights (train.seed = {train.seed})'}"
+    )
+    print(
+        f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. "
+        "Nothing has been written"
+    )
     return ExitCode.DONE
 
 
@@ -70,14 +109,26 @@ def _data(config: Config) -> str:
     """What there is to train on."""
     tokenizer = source_of(config.data).tokenizer_of(config.data, config.model.vocab_size)
     if config.eval.sample_tokens:
-        check_request(config.model, [tokenizer.encode(config.eval.sample_prompt)], config.eval.sample_tokens, 0.7)
+        check_request(
+            config.model,
+            [tokenizer.encode(config.eval.sample_prompt)],
+            config.eval.sample_tokens,
+            0.7,
+        )
     if config.data.source != "text":
         return f"{config.data.source}, made as it is read"
-    found = [sources.resolve(glob, config.data.text_field, config.data.on_bad_text) for glob in config.data.globs or ("",)]
+    found = [
+        sources.resolve(glob, config.data.text_field, config.data.on_bad_text)
+        for glob in config.data.globs or ("",)
+    ]
     for source in found:
         next(sources.documents(source))
-    return (f"{sum(len(source.files) for source in found):,} files, {_mega(sum(source.size for source in found))}, tokenizer of "
-            f"{tokenizer.vocab_size:,} tokens; the first document of {'each glob' if len(found) > 1 else 'it'} has been read")
+    return (
+        f"{sum(len(source.files) for source in found):,} files, "
+        f"{_mega(sum(source.size for source in found))}, tokenizer of "
+        f"{tokenizer.vocab_size:,} tokens; the first document of "
+        f"{'each glob' if len(found) > 1 else 'it'} has been read"
+    )
 
 
 def _newest_step(workdir: pathlib.Path) -> int:
@@ -87,7 +138,10 @@ def _newest_step(workdir: pathlib.Path) -> int:
 
 def _bytes(state) -> int:
     """Of the part of `state` (shapes and places) that lies on one device."""
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
 
 
 def _mega(size: float) -> str:

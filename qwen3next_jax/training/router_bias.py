@@ -1,4 +1,5 @@
-"""The bias by which a router without balance loss chooses its experts (2408.15664): a parameter that the load moves, no gradient.
+"""The bias by which a router without balance loss chooses its experts (2408.15664): a parameter
+that the load moves, no gradient.
 
 Letters: L sparse layers, the multi-token prediction module's last; E experts.
 """
@@ -12,8 +13,10 @@ from qwen3next_jax.trees import path_string
 
 
 def balanced(config: Config, params: dict, load_LE: jax.Array | None) -> dict:
-    """`params` with the biases of all routers moved by `train.router_bias_rate`: up where an expert got less than its share of the choices
-    of the whole batch (`loss.expert_load`), down where it got more. As they are where the model has no such routers."""
+    """`params` with the biases of all routers moved by `train.router_bias_rate`: up where an
+    expert got less than its share of the choices of the whole batch (`loss.expert_load`), down
+    where it got more. As they are where the model has no such routers.
+    """
     model = config.model
     if not model.moe.router_bias:
         return params
@@ -28,4 +31,5 @@ def balanced(config: Config, params: dict, load_LE: jax.Array | None) -> dict:
         layers = (model.num_hidden_layers,) if group == "mtp" else model.stacks[int(place)]
         rows = jnp.array([sparse.index(layer) for layer in layers])
         return leaf + config.train.router_bias_rate * less_LE[rows].reshape(leaf.shape)
+
     return jax.tree_util.tree_map_with_path(moved, params)

@@ -1,6 +1,6 @@
 """What happens to the process from outside and from nowhere: signals, and steps that never end.
 
-    WORKDIR/hang-TIME-PROCESS.txt    the stacks of all threads, where no step ended within the limit
+WORKDIR/hang-TIME-PROCESS.txt    the stacks of all threads, where no step ended within the limit
 """
 
 import faulthandler
@@ -18,14 +18,17 @@ from collections.abc import Callable
 from qwen3next_jax.errors import ExitCode
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
-# Seconds within which several are one: a parent with threads that is killed sends its children "the" signal once for each thread. The last
-# comes when its memory is free, on a busy machine a second later: by then this process has another parent.
+# Seconds within which several are one: a parent with threads that is killed sends its children
+# "the" signal once for each thread. The last comes when its memory is free, on a busy machine a
+# second later: by then this process has another parent.
 _ONE_SIGNAL = 0.25
 
 
 class Signals:
-    """Notes the first SIGINT or SIGTERM in `caught`, so that the step under way ends and is saved, and says so; a second one, a
-    moment later, ends the process at once, even while it waits for a device: a thread of its own reads them. A context manager."""
+    """Notes the first SIGINT or SIGTERM in `caught`, so that the step under way ends and is
+    saved, and says so; a second one, a moment later, ends the process at once, even while it
+    waits for a device: a thread of its own reads them. A context manager.
+    """
 
     def __init__(self, say: Callable[[str], None]):
         """`say` shows a line beside what is on the screen."""
@@ -51,27 +54,35 @@ class Signals:
                 if received[0] not in _HANDLED:
                     continue
                 before, self._parent = self._parent, os.getppid()
-                if self.caught and (self._parent != before or time.monotonic() - self._noted < _ONE_SIGNAL):
+                if self.caught and (
+                    self._parent != before or time.monotonic() - self._noted < _ONE_SIGNAL
+                ):
                     continue
                 if self.caught:
                     os.write(2, b"second signal: left at once, without saving\n")
                     os._exit(ExitCode.ABORTED)
                 self.caught, self._noted = True, time.monotonic()
-                line = f"{signal.Signals(received[0]).name}: saving after the step under way; again to stop now, without saving"
-                # In a thread: a terminal that does not take the line must not keep the second signal waiting.
+                line = (
+                    f"{signal.Signals(received[0]).name}: saving after the step under way; again "
+                    "to stop now, without saving"
+                )
+                # In a thread: a terminal that does not take the line must not keep the second
+                # signal waiting.
                 threading.Thread(target=self._say, args=(line,), daemon=True).start()
 
 
 def _noted_elsewhere(number: int, frame: object) -> None:
-    """Python writes the numbers of signals that have a handler to the wake-up descriptor; the handler itself would have
-    to wait until the main thread is back from XLA."""
+    """Python writes the numbers of signals that have a handler to the wake-up descriptor; the
+    handler itself would have to wait until the main thread is back from XLA.
+    """
 
 
 class Watchdog:
-    """Ends the process with `ExitCode.HANG` and a dump of all stacks once the time last allowed has run out.
+    """Ends the process with `ExitCode.HANG` and a dump of all stacks once the time last allowed
+    has run out.
 
-    Time during which the whole process stood still (SIGSTOP, a suspended machine) does not count. Use as a context
-    manager; until `allow` is called it waits for ever.
+    Time during which the whole process stood still (SIGSTOP, a suspended machine) does not
+    count. Use as a context manager; until `allow` is called it waits for ever.
     """
 
     def __init__(self, workdir: pathlib.Path, process: int = 0, tick: float = 0.25):
@@ -90,7 +101,9 @@ class Watchdog:
         self._thread.join()
 
     def allow(self, seconds: float, what: str, step: int) -> None:
-        """From now on `seconds` (0: any time) for `what` at `step`. Called at every step: one assignment, no lock."""
+        """From now on `seconds` (0: any time) for `what` at `step`. Called at every step: one
+        assignment, no lock.
+        """
         self._limit = (seconds or math.inf, what, step)
 
     def _watch(self) -> None:
@@ -114,8 +127,14 @@ class Watchdog:
                 file.write(reason + "\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            stop = {"event": "stop", "step": step, "time": round(time.time(), 3), "reason": reason,
-                    "exit_code": int(ExitCode.HANG), "stacks": str(path)}
+            stop = {
+                "event": "stop",
+                "step": step,
+                "time": round(time.time(), 3),
+                "reason": reason,
+                "exit_code": int(ExitCode.HANG),
+                "stacks": str(path),
+            }
             if self._process == 0:  # past the display, which the main thread may hold
                 with (self._workdir / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(stop) + "\n")

@@ -1,7 +1,9 @@
-"""Tries every fault and prints the table: `uv run python -m tests.faults [--rows=1,4] [--fresh] [--record]`.
+"""Tries every fault and prints the table: `uv run python -m tests.faults [--rows=1,4] [--fresh]
+[--record]`.
 
-Every trial's outcome is appended to runs/faults/trials.jsonl as it ends, and a second start goes on where the first one was
-ended. `--record` writes docs/fault_table.json and the table in docs/reliability.md.
+Every trial's outcome is appended to runs/faults/trials.jsonl as it ends, and a second start goes
+on where the first one was ended. `--record` writes docs/fault_table.json and the table in
+docs/reliability.md.
 """
 
 import argparse
@@ -19,9 +21,13 @@ RUNS = ROOT / "runs" / "faults"
 
 
 def prepare_environment(cache: pathlib.Path = RUNS / "compilation_cache") -> None:
-    """For this process and all it starts, before JAX is imported: CPU, quick compilation, one cache."""
+    """For this process and all it starts, before JAX is imported: CPU, quick compilation, one
+    cache.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    )
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.absolute())
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
@@ -35,7 +41,9 @@ def main() -> None:
     options = parser.parse_args()
     prepare_environment()
     import jax
-    jax.config.update("jax_num_cpu_devices", 8)  # here only: the processes of a run have as many as their trial says
+
+    # here only: the processes of a run have as many as their trial says
+    jax.config.update("jax_num_cpu_devices", 8)
 
     from tests.faults.lab import Lab
     from tests.faults.table import ROWS, render, summary, write_docs
@@ -45,17 +53,35 @@ def main() -> None:
     lab, file, lock = Lab(RUNS / "lab"), RUNS / "trials.jsonl", threading.Lock()
     wanted = {int(row) for row in options.rows.split(",") if row}
     known = _read(file)
-    units = [unit for row in ROWS if not wanted or row.number in wanted for unit in row.units if unit.key not in known]
+    units = [
+        unit
+        for row in ROWS
+        if not wanted or row.number in wanted
+        for unit in row.units
+        if unit.key not in known
+    ]
     lab.reference()
 
     def work(unit) -> None:
         begun = time.time()
         trials = unit.run(lab)
         with lock, file.open("a") as out:
-            out.write(json.dumps({"unit": unit.key, "seconds": round(time.time() - begun, 1),
-                                  "trials": [dataclasses.asdict(t) for t in trials]}) + "\n")
-        print(f"{time.strftime('%H:%M:%S')} {unit.key}: {len(trials)} trials, {sum(t.silent for t in trials)} silent, "
-              f"{time.time() - begun:.0f} s", flush=True)
+            out.write(
+                json.dumps(
+                    {
+                        "unit": unit.key,
+                        "seconds": round(time.time() - begun, 1),
+                        "trials": [dataclasses.asdict(t) for t in trials],
+                    }
+                )
+                + "\n"
+            )
+        print(
+            f"{time.strftime('%H:%M:%S')} {unit.key}: {len(trials)} trials, "
+            f"{sum(t.silent for t in trials)} silent, "
+            f"{time.time() - begun:.0f} s",
+            flush=True,
+        )
 
     failed = []
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:

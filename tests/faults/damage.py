@@ -1,4 +1,6 @@
-"""Rows 4, 5, 6, 8, 9, 10, 17: bytes that are not what was written, in checkpoints, exports and data."""
+"""Rows 4, 5, 6, 8, 9, 10, 17: bytes that are not what was written, in checkpoints, exports and
+data.
+"""
 
 import contextlib
 import io
@@ -33,7 +35,9 @@ def _fallback(workdir: pathlib.Path) -> int | None:
 
 
 def flips_in_checkpoint(lab: Lab, count: int, goes_on: int = 50) -> list[Trial]:
-    """A random bit of the newest checkpoint, its manifest included; after every 50th (`goes_on`) the run goes on."""
+    """A random bit of the newest checkpoint, its manifest included; after every 50th (`goes_on`)
+    the run goes on.
+    """
     workdir, last = _copy_of_reference(lab), lab.config.train.steps
     newest, trials = workdir / "checkpoints" / str(last), []
     for i, (path, position, bit) in enumerate(random_bits(newest, count, seed=4)):
@@ -45,19 +49,28 @@ def flips_in_checkpoint(lab: Lab, count: int, goes_on: int = 50) -> list[Trial]:
             shutil.copytree(workdir, resumed)
             assert lab.run(resumed) == 0
             same = lab.same(resumed, lab.reference())
-        trials.append(Trial(told=step == last - EVERY, recovered=step == last - EVERY, steps_lost=last - step, bitwise=same))
+        trials.append(
+            Trial(
+                told=step == last - EVERY,
+                recovered=step == last - EVERY,
+                steps_lost=last - step,
+                bitwise=same,
+            )
+        )
         flip_bit(path, position, bit)
     assert _fallback(workdir) == last
     return trials
 
 
 def files_of_checkpoint(lab: Lab, _: int, goes_on: int = 8) -> list[Trial]:
-    """Every file of the newest checkpoint truncated to half, and deleted; after every 8th (`goes_on`) the run goes on."""
+    """Every file of the newest checkpoint truncated to half, and deleted; after every 8th
+    (`goes_on`) the run goes on.
+    """
     workdir, last = _copy_of_reference(lab), lab.config.train.steps
     newest, trials = workdir / "checkpoints" / str(last), []
     for path in sorted(f for f in newest.rglob("*") if f.is_file()):
         content = path.read_bytes()
-        for damaged in (content[:len(content) // 2] if content else None, None):
+        for damaged in (content[: len(content) // 2] if content else None, None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
             step = _fallback(workdir)
             same = None
@@ -66,22 +79,40 @@ def files_of_checkpoint(lab: Lab, _: int, goes_on: int = 8) -> list[Trial]:
                 shutil.copytree(workdir, resumed)
                 assert lab.run(resumed) == 0
                 same = lab.same(resumed, lab.reference())
-            trials.append(Trial(told=step == last - EVERY, recovered=step == last - EVERY, steps_lost=last - step, bitwise=same,
-                                note=path.name))
+            trials.append(
+                Trial(
+                    told=step == last - EVERY,
+                    recovered=step == last - EVERY,
+                    steps_lost=last - step,
+                    bitwise=same,
+                    note=path.name,
+                )
+            )
             path.write_bytes(content)
     return trials
 
 
 def newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
-    """The newest k of the kept checkpoints with a flipped bit each; the run goes on from the one before them."""
+    """The newest k of the kept checkpoints with a flipped bit each; the run goes on from the one
+    before them.
+    """
     workdir = _copy_of_reference(lab)
     folders = sorted((workdir / "checkpoints").iterdir(), key=lambda p: -int(p.name))
     for folder in folders[:k]:
-        (path, position, bit), = random_bits(folder, 1, seed=k, pattern="d/*")
+        ((path, position, bit),) = random_bits(folder, 1, seed=k, pattern="d/*")
         flip_bit(path, position, bit)
     assert lab.run(workdir) == 0, lab.log(workdir)
-    told = all(f"checkpoints/{folder.name} is passed over" in lab.log(workdir) for folder in folders[:k])
-    return [Trial(told=told, recovered=True, steps_lost=lost_steps(workdir), bitwise=lab.same(workdir, lab.reference()))]
+    told = all(
+        f"checkpoints/{folder.name} is passed over" in lab.log(workdir) for folder in folders[:k]
+    )
+    return [
+        Trial(
+            told=told,
+            recovered=True,
+            steps_lost=lost_steps(workdir),
+            bitwise=lab.same(workdir, lab.reference()),
+        )
+    ]
 
 
 def plain_flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
@@ -101,15 +132,22 @@ def plain_flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
         trials = []
         for path, position, bit in random_bits(folder, count, seed=4):
             flip_bit(path, position, bit)
-            restored, error = attempt(lambda: checkpointer.restore(folder, jax.tree.map(np.zeros_like, state)))
-            same = not error and all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
+            restored, error = attempt(
+                lambda: checkpointer.restore(folder, jax.tree.map(np.zeros_like, state))
+            )
+            same = not error and all(
+                np.array_equal(a, b)
+                for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+            )
             trials.append(Trial(told=bool(error), harmless=same, note=error))
             flip_bit(path, position, bit)
     return trials
 
 
 def plain_newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
-    """A truncated array file in the newest k steps of an Orbax manager, which is asked for the latest step."""
+    """A truncated array file in the newest k steps of an Orbax manager, which is asked for the
+    latest step.
+    """
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.training.checkpoint import with_text_keys
@@ -147,12 +185,18 @@ def plain_files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
         checkpointer.wait_until_finished()
         for path in sorted(f for f in folder.rglob("*") if f.is_file()):
             content = path.read_bytes()
-            for damaged in (content[:len(content) // 2] if content else None, None):
+            for damaged in (content[: len(content) // 2] if content else None, None):
                 path.unlink() if damaged is None else path.write_bytes(damaged)
-                restored, error = attempt(lambda: checkpointer.restore(folder, jax.tree.map(np.zeros_like, state)))
-                same = not error and all(np.array_equal(a, b) for a, b in zip(
-                    jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
-                trials.append(Trial(told=bool(error), harmless=same, note="no fallback" if error else ""))
+                restored, error = attempt(
+                    lambda: checkpointer.restore(folder, jax.tree.map(np.zeros_like, state))
+                )
+                same = not error and all(
+                    np.array_equal(a, b)
+                    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+                )
+                trials.append(
+                    Trial(told=bool(error), harmless=same, note="no fallback" if error else "")
+                )
                 path.write_bytes(content)
     return trials
 
@@ -175,7 +219,10 @@ def _weights(folder: pathlib.Path) -> list[bytes]:
 
     from qwen3next_jax.interop.huggingface import load_hf
 
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(load_hf(folder), nnx.Param)))]
+    return [
+        np.asarray(leaf).tobytes()
+        for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(load_hf(folder), nnx.Param)))
+    ]
 
 
 def flips_in_export(lab: Lab, count: int) -> list[Trial]:
@@ -199,7 +246,11 @@ def plain_flips_in_export(lab: Lab, count: int) -> list[Trial]:
     for path, position, bit in random_bits(folder, count, seed=5, pattern="model.safetensors"):
         flip_bit(path, position, bit)
         found, error = attempt(lambda: load_file(path))
-        same = not error and found.keys() == right.keys() and all(found[n].tobytes() == right[n].tobytes() for n in right)
+        same = (
+            not error
+            and found.keys() == right.keys()
+            and all(found[n].tobytes() == right[n].tobytes() for n in right)
+        )
         trials.append(Trial(told=bool(error), harmless=same, note=error))
         flip_bit(path, position, bit)
     return trials
@@ -231,16 +282,24 @@ def hostile_files(marker: pathlib.Path) -> dict[str, tuple[str, bytes]]:
         "header of 200 MB announced": (file, _header(b"{}", length=200 * 10**6)),
         "header that is no JSON": (file, _header(b"\xff\xfe{" * 10)),
         "nested JSON": (file, _header(b"[" * 100_000)),
-        "offsets past the end": (file, _header({name: tensor | {"data_offsets": [0, 10**9]}}, b"\0" * 8)),
+        "offsets past the end": (
+            file,
+            _header({name: tensor | {"data_offsets": [0, 10**9]}}, b"\0" * 8),
+        ),
         "negative offsets": (file, _header({name: tensor | {"data_offsets": [-8, 0]}}, b"\0" * 8)),
         "overlapping tensors": (file, _header({name: tensor, "lm_head.weight": tensor}, b"\0" * 8)),
-        "shape that overflows": (file, _header({name: tensor | {"shape": [2**40, 2**40]}}, b"\0" * 8)),
+        "shape that overflows": (
+            file,
+            _header({name: tensor | {"shape": [2**40, 2**40]}}, b"\0" * 8),
+        ),
         "bytes that no tensor owns": (file, _header({name: tensor}, b"\0" * 800)),
         "unknown dtype": (file, _header({name: tensor | {"dtype": "F9"}}, b"\0" * 8)),
         "pickle as model.safetensors": (file, code),
         "pickle as pytorch_model.bin": ("pytorch_model.bin", code),
         "index that leaves the folder": (
-            "model.safetensors.index.json", json.dumps({"weight_map": {name: "../../x.safetensors"}}).encode()),
+            "model.safetensors.index.json",
+            json.dumps({"weight_map": {name: "../../x.safetensors"}}).encode(),
+        ),
         "empty file": (file, b""),
     }
 
@@ -274,19 +333,29 @@ def plain_hostile(lab: Lab, _: int) -> list[Trial]:
 
 
 def _prepared(lab: Lab, name: str) -> TrainData:
-    """Rows of a larger corpus: shards come in blocks of 64 KiB, and a small one is mostly padding."""
+    """Rows of a larger corpus: shards come in blocks of 64 KiB, and a small one is mostly
+    padding.
+    """
     texts = lab.folder / "larger.jsonl"
     if not texts.exists():
         rng = np.random.default_rng(1)
-        lines = (json.dumps({"text": rng.bytes(int(n)).hex()}) for n in rng.integers(100, 2000, 200))
+        lines = (
+            json.dumps({"text": rng.bytes(int(n)).hex()}) for n in rng.integers(100, 2000, 200)
+        )
         texts.write_text("\n".join(lines) + "\n")
-    config = lab.with_(data={"path": str(texts), "prepared_dir": str(lab.folder / "damaged-data" / name)}).data
+    config = lab.with_(
+        data={"path": str(texts), "prepared_dir": str(lab.folder / "damaged-data" / name)}
+    ).data
     return TrainData(config, 512, 8, 257)
 
 
 def _rows(data: TrainData) -> list[bytes]:
-    return [row.tokens.tobytes() + row.segment_ids.tobytes() for p in data._prepared for rows in p.rows.values()
-            for row in (rows[i] for i in range(len(rows)))]
+    return [
+        row.tokens.tobytes() + row.segment_ids.tobytes()
+        for p in data._prepared
+        for rows in p.rows.values()
+        for row in (rows[i] for i in range(len(rows)))
+    ]
 
 
 def flips_in_shard(lab: Lab, count: int) -> list[Trial]:
@@ -311,19 +380,23 @@ def plain_flips_in_shard(lab: Lab, count: int) -> list[Trial]:
     trials = []
     for file, position, bit in random_bits(path.parent, count, seed=8):
         flip_bit(file, position, bit)
-        trials.append(Trial(told=False, harmless=np.array_equal(np.memmap(path, np.uint16, "r"), tokens)))
+        trials.append(
+            Trial(told=False, harmless=np.array_equal(np.memmap(path, np.uint16, "r"), tokens))
+        )
         flip_bit(file, position, bit)
     return trials
 
 
 def missing_shards(lab: Lab, _: int) -> list[Trial]:
-    """Every shard deleted, and truncated; prepared again as the message says, the rows are the same."""
+    """Every shard deleted, and truncated; prepared again as the message says, the rows are the
+    same.
+    """
     data = _prepared(lab, "missing")
     right, trials, folder = _rows(data), [], data._prepared[0].directory
     for path in sorted(folder.glob("*.array_record")):
         for half in (False, True):
             content = path.read_bytes()
-            path.write_bytes(content[:len(content) // 2]) if half else path.unlink()
+            path.write_bytes(content[: len(content) // 2]) if half else path.unlink()
             try:
                 _prepared(lab, "missing")
                 trials.append(Trial(told=False))
@@ -339,18 +412,28 @@ def malformed_records(lab: Lab, _: int) -> list[Trial]:
     """Records that are no documents: refused with the file and the place in it."""
     good = json.dumps({"text": "def f(): return 1\n" * 20}).encode() + b"\n"
     records = {
-        "torn JSON": b'{"text": "def', "no object": b"[1, 2]", "no such field": b'{"txt": "x"}', "not text": b'{"text": 3}',
-        "not UTF-8": b'{"text": "\xff\xfe"}', "half a surrogate pair": b'{"text": "\\ud800"}', "null": b'{"text": null}',
+        "torn JSON": b'{"text": "def',
+        "no object": b"[1, 2]",
+        "no such field": b'{"txt": "x"}',
+        "not text": b'{"text": 3}',
+        "not UTF-8": b'{"text": "\xff\xfe"}',
+        "half a surrogate pair": b'{"text": "\\ud800"}',
+        "null": b'{"text": null}',
     }
     trials = []
     for what, record in records.items():
         folder = lab.new_folder()
         (folder / "a.jsonl").write_bytes(good * 5 + record + b"\n" + good * 5)
         try:
-            TrainData(lab.with_(data={"path": f"{folder}/*.jsonl", "prepared_dir": str(folder / "p")}).data, 64, 8, 257)
+            TrainData(
+                lab.with_(
+                    data={"path": f"{folder}/*.jsonl", "prepared_dir": str(folder / "p")}
+                ).data,
+                64,
+                8,
+                257,
+            )
             trials.append(Trial(told=False, note=what))
         except UserError as error:
             trials.append(Trial(told="a.jsonl" in str(error) and "\n" not in str(error), note=what))
     return trials
-
-

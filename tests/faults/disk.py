@@ -19,7 +19,11 @@ class NoMount(Exception):
 @contextlib.contextmanager
 def small_disk(lab: Lab) -> Iterator[pathlib.Path]:
     folder = lab.new_folder()
-    result = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)], capture_output=True, text=True)
+    result = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+    )
     if result.returncode:
         raise NoMount(result.stderr.strip())
     try:
@@ -39,7 +43,9 @@ def _fill(folder: pathlib.Path) -> pathlib.Path:
 
 
 def disk_full(lab: Lab, seed: int) -> list[Trial]:
-    """The disk fills up after a save and has room again two saves later: the run goes on, and ends as the undisturbed one."""
+    """The disk fills up after a save and has room again two saves later: the run goes on, and
+    ends as the undisturbed one.
+    """
     with small_disk(lab) as disk:
         workdir, progress = disk / "run", lab.new_folder() / "progress"
         process = lab.start(workdir, pace=0.03, progress=str(progress))
@@ -58,7 +64,9 @@ def disk_full(lab: Lab, seed: int) -> list[Trial]:
 
 
 def disk_stays_full(lab: Lab, seed: int) -> list[Trial]:
-    """The disk stays full to the end: an exit code of its own, and with room the same command goes on from the good one."""
+    """The disk stays full to the end: an exit code of its own, and with room the same command
+    goes on from the good one.
+    """
     with small_disk(lab) as disk:
         workdir = disk / "run"
         process = lab.start(workdir, pace=0.03)
@@ -68,8 +76,14 @@ def disk_stays_full(lab: Lab, seed: int) -> list[Trial]:
         code = wait(process, 240)
         ballast.unlink()
         assert lab.run(workdir) == 0, lab.log(workdir)
-        return [Trial(told=code == ExitCode.NOT_SAVED, recovered=True, steps_lost=lab.config.train.steps - filled_at,
-                      bitwise=lab.same(workdir, lab.reference()))]
+        return [
+            Trial(
+                told=code == ExitCode.NOT_SAVED,
+                recovered=True,
+                steps_lost=lab.config.train.steps - filled_at,
+                bitwise=lab.same(workdir, lab.reference()),
+            )
+        ]
 
 
 def _wait_for_seal(workdir: pathlib.Path, step: int, process) -> None:
@@ -89,4 +103,9 @@ def plain_disk_full(lab: Lab, seed: int) -> list[Trial]:
         _fill(disk)
         process.join(60)
         steps = [p.name for p in (disk / "checkpoints").iterdir() if p.name.isdigit()]
-        return [Trial(told=process.exitcode != 0, note=f"the run dies; steps {', '.join(sorted(steps))} stay")]
+        return [
+            Trial(
+                told=process.exitcode != 0,
+                note=f"the run dies; steps {', '.join(sorted(steps))} stay",
+            )
+        ]

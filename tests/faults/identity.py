@@ -11,21 +11,42 @@ from tests.faults.lab import Lab, Trial
 
 # setting, value, what the message must name
 MISTAKES = [
-    ("train.stesp", 5, "did you mean 'steps'"), ("trian", {}, "did you mean 'train'"),
+    ("train.stesp", 5, "did you mean 'steps'"),
+    ("trian", {}, "did you mean 'train'"),
     ("model.hiden_size", 8, "did you mean 'hidden_size'"),
-    ("train.steps", "many", "train.steps"), ("train.steps", 1.5, "train.steps"), ("train.steps", True, "train.steps"),
-    ("optimizer.learning_rate", "1e-3", "optimizer.learning_rate"), ("data.weights", 3, "data.weights"), ("model", 3, "model"),
-    ("train.steps", 0, "train.steps"), ("train.batch_size", -1, "train.batch_size"), ("optimizer.beta1", 1.0, "optimizer.beta1"),
-    ("optimizer.learning_rate", float("nan"), "optimizer.learning_rate"), ("guards.spike_z", 0, "guards.spike_z"),
-    ("guards.on_spike", "rewnd", "did you mean 'rewind'"), ("checkpoint.keep_last", 0, "checkpoint.keep_last"),
-    ("data.heldout_fraction", 2.0, "data.heldout_fraction"), ("model.num_attention_heads", 5, "num_attention_heads"),
-    ("optimizer.schedule", "cosin", "did you mean 'cosine'"), ("train.sequence_length", 10**9, "train.sequence_length"),
+    ("train.steps", "many", "train.steps"),
+    ("train.steps", 1.5, "train.steps"),
+    ("train.steps", True, "train.steps"),
+    ("optimizer.learning_rate", "1e-3", "optimizer.learning_rate"),
+    ("data.weights", 3, "data.weights"),
+    ("model", 3, "model"),
+    ("train.steps", 0, "train.steps"),
+    ("train.batch_size", -1, "train.batch_size"),
+    ("optimizer.beta1", 1.0, "optimizer.beta1"),
+    ("optimizer.learning_rate", float("nan"), "optimizer.learning_rate"),
+    ("guards.spike_z", 0, "guards.spike_z"),
+    ("guards.on_spike", "rewnd", "did you mean 'rewind'"),
+    ("checkpoint.keep_last", 0, "checkpoint.keep_last"),
+    ("data.heldout_fraction", 2.0, "data.heldout_fraction"),
+    ("model.num_attention_heads", 5, "num_attention_heads"),
+    ("optimizer.schedule", "cosin", "did you mean 'cosine'"),
+    ("train.sequence_length", 10**9, "train.sequence_length"),
 ]
 # setting, value: of a run that is there
 OTHER_RUNS = [
-    ("model.hidden_size", 64), ("model.rope_theta", 5.0), ("train.batch_size", 4), ("train.seed", 1), ("train.sequence_length", 32),
-    ("train.balance_loss_weight", 0.5), ("train.gradient_accumulation", 2), ("optimizer.learning_rate", 1.0), ("optimizer.beta2", 0.9),
-    ("data.seed", 1), ("data.heldout_fraction", 0.3), ("guards.window", 16), ("train.init_from", "elsewhere"),
+    ("model.hidden_size", 64),
+    ("model.rope_theta", 5.0),
+    ("train.batch_size", 4),
+    ("train.seed", 1),
+    ("train.sequence_length", 32),
+    ("train.balance_loss_weight", 0.5),
+    ("train.gradient_accumulation", 2),
+    ("optimizer.learning_rate", 1.0),
+    ("optimizer.beta2", 0.9),
+    ("data.seed", 1),
+    ("data.heldout_fraction", 0.3),
+    ("guards.window", 16),
+    ("train.init_from", "elsewhere"),
 ]
 
 
@@ -43,7 +64,9 @@ def config_mistakes(lab: Lab, _: int) -> list[Trial]:
 
 
 def other_runs(lab: Lab, _: int) -> list[Trial]:
-    """The folder of a run with another setting, data or tokenizer, and a run.json that was changed: refused, untouched."""
+    """The folder of a run with another setting, data or tokenizer, and a run.json that was
+    changed: refused, untouched.
+    """
     from qwen3next_jax.training.fingerprint import open_run, read_run
 
     workdir = lab.reference()
@@ -53,13 +76,25 @@ def other_runs(lab: Lab, _: int) -> list[Trial]:
     for name, value in OTHER_RUNS:
         section, field = name.split(".")
         other = lab.with_(**{section: {field: value}})
-        trials.append(_refused(lambda: open_run(workdir, other, data, run["tokenizer"]), name, name))
-    trials.append(_refused(lambda: open_run(workdir, lab.config, ["0" * 20], run["tokenizer"]), "other data", "data"))
-    trials.append(_refused(lambda: open_run(workdir, lab.config, data, "0" * 20), "other tokens", "tokenizer"))
+        trials.append(
+            _refused(lambda: open_run(workdir, other, data, run["tokenizer"]), name, name)
+        )
+    trials.append(
+        _refused(
+            lambda: open_run(workdir, lab.config, ["0" * 20], run["tokenizer"]),
+            "other data",
+            "data",
+        )
+    )
+    trials.append(
+        _refused(lambda: open_run(workdir, lab.config, data, "0" * 20), "other tokens", "tokenizer")
+    )
     assert (workdir / "run.json").read_bytes() == record
     folder = lab.new_folder()
     for position in range(40, len(record), len(record) // 12):  # a flipped bit in the record itself
-        (folder / "run.json").write_bytes(record[:position] + bytes([record[position] ^ 1]) + record[position + 1:])
+        (folder / "run.json").write_bytes(
+            record[:position] + bytes([record[position] ^ 1]) + record[position + 1 :]
+        )
         trials.append(_refused(lambda: read_run(folder), "run.json", "run.json"))
     return trials
 
@@ -76,7 +111,12 @@ def changed_text(lab: Lab, _: int) -> list[Trial]:
     victim.write_text(victim.read_text().replace("x", "z", 1))
     longer = lab.with_(data={"path": f"{folder}/*.txt"}, train={"steps": 12})
     code = lab.run(workdir, longer)
-    return [Trial(told=code == ExitCode.USER_ERROR and "run on other data" in lab.log(workdir), note="a letter of a text")]
+    return [
+        Trial(
+            told=code == ExitCode.USER_ERROR and "run on other data" in lab.log(workdir),
+            note="a letter of a text",
+        )
+    ]
 
 
 def _refused(work, expected: str, note: str) -> Trial:

@@ -11,7 +11,18 @@ import numpy as np
 from qwen3next_jax.config import Config, Stage
 from qwen3next_jax.errors import ExitCode
 from qwen3next_jax.training import manifest
-from tests.faults.lab import EVERY, Lab, Trial, attempt, events, kill, losses, lost_steps, wait, wait_for
+from tests.faults.lab import (
+    EVERY,
+    Lab,
+    Trial,
+    attempt,
+    events,
+    kill,
+    losses,
+    lost_steps,
+    wait,
+    wait_for,
+)
 
 CHAIN = 10  # kills along one run
 PACE = 0.004  # seconds a batch
@@ -19,18 +30,26 @@ APART = 0.2  # the same, so long that a save is over before the next begins
 
 
 def kill_during_saves(lab: Lab, seed: int, kills: int = CHAIN) -> list[Trial]:
-    """Ten SIGKILLs along one run, each at a random time after a save began; then the run goes on to its end."""
+    """Ten SIGKILLs along one run, each at a random time after a save began; then the run goes on
+    to its end.
+    """
     rng = np.random.default_rng(seed)
     reference = lab.reference()
     longest = 2 * max(e["seconds"] for e in events(reference, "checkpoint"))
-    return _killed_along(lab, PACE, lambda first: f"save {first + EVERY}\n", lambda: rng.uniform(0, longest), kills)
+    return _killed_along(
+        lab, PACE, lambda first: f"save {first + EVERY}\n", lambda: rng.uniform(0, longest), kills
+    )
 
 
 def kill_between_saves(lab: Lab, seed: int) -> list[Trial]:
     """The same between saves: at a random step, and a random time into it."""
     rng = np.random.default_rng(seed)
-    return _killed_along(lab, APART, lambda first: f"step {first + 2 * EVERY - 1 - int(rng.integers(2))}\n",
-                         lambda: rng.uniform(0, APART))
+    return _killed_along(
+        lab,
+        APART,
+        lambda first: f"step {first + 2 * EVERY - 1 - int(rng.integers(2))}\n",
+        lambda: rng.uniform(0, APART),
+    )
 
 
 def _killed_along(lab: Lab, pace: float, moment, delay, kills: int = CHAIN) -> list[Trial]:
@@ -51,45 +70,65 @@ def _killed_along(lab: Lab, pace: float, moment, delay, kills: int = CHAIN) -> l
         lost.append(max((e["step"] for e in events(workdir, "train")), default=0) - first)
     assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
     same = lab.same(workdir, reference)
-    # Told: the start after a kill says that it goes on from the newest checkpoint that was whole when the kill came.
+    # Told: the start after a kill says that it goes on from the newest checkpoint that was whole
+    # when the kill came.
     starts = [e["first_step"] for e in events(workdir, "start")][1:]
     left = [p.name for p in (workdir / "checkpoints").iterdir() if not p.name.isdigit()]
-    return [Trial(told=start == step, recovered=not left, steps_lost=n, bitwise=same, note=phase)
-            for start, step, n, phase in zip(starts, sealed, lost, phases, strict=True)]
+    return [
+        Trial(told=start == step, recovered=not left, steps_lost=n, bitwise=same, note=phase)
+        for start, step, n, phase in zip(starts, sealed, lost, phases, strict=True)
+    ]
 
 
-BEGUN_WITH, ENDS = 8, (18, 31)  # the step of its parent with which the staged branch begins, and where its stages end
+# the step of its parent with which the staged branch begins, and where its stages end
+BEGUN_WITH, ENDS = 8, (18, 31)
 
 
 def staged_branch(lab: Lab) -> Config:
     """What goes on, after 8 steps of another run, by stages: longer rows, then another schedule."""
     parent = lab.reference("parent", lab.with_(train={"steps": BEGUN_WITH}))
-    stages = (Stage(ENDS[0]), Stage(ENDS[1] - ENDS[0], "long", batch_size=4, sequence_length=128),
-              Stage(lab.config.train.steps - ENDS[1], "anneal", schedule="linear", final_fraction=0.0))
-    return lab.with_(train={"stages": stages, "init_from": str(parent), "init_state": "all"},
-                     optimizer={"schedule": "constant"})
+    stages = (
+        Stage(ENDS[0]),
+        Stage(ENDS[1] - ENDS[0], "long", batch_size=4, sequence_length=128),
+        Stage(lab.config.train.steps - ENDS[1], "anneal", schedule="linear", final_fraction=0.0),
+    )
+    return lab.with_(
+        train={"stages": stages, "init_from": str(parent), "init_state": "all"},
+        optimizer={"schedule": "constant"},
+    )
 
 
 def kill_staged_branch(lab: Lab, seed: int) -> list[Trial]:
-    """Ten SIGKILLs along a staged run that begins with another one, at random times: while it starts, trains, saves, changes stage."""
+    """Ten SIGKILLs along a staged run that begins with another one, at random times: while it
+    starts, trains, saves, changes stage.
+    """
     rng = np.random.default_rng(seed)
 
     def moment(saves, newest):
-        if rng.random() < 0.25 or newest == saves[-2]:  # behind the last but one the run would be over before the kill
+        # behind the last but one the run would be over before the kill
+        if rng.random() < 0.25 or newest == saves[-2]:
             return "pid ", rng.uniform(0, 4 if newest < saves[-2] else 1)
         return f"save {min(step for step in saves if step > newest)}\n", rng.uniform(0, 0.5)
+
     return _staged_killed_along(lab, moment, CHAIN)
 
 
 def kill_at_boundaries(lab: Lab, seed: int) -> list[Trial]:
-    """The same at the stages' ends: while the last step of one is saved, and before the first step of the next one is."""
+    """The same at the stages' ends: while the last step of one is saved, and before the first
+    step of the next one is.
+    """
     rng = np.random.default_rng(seed)
 
     def moment(saves, newest):
         end = min((end for end in ENDS if end >= newest), default=None)
         if end is None:
             return None
-        return (f"save {end}\n", rng.uniform(0, 0.3)) if newest < end else (f"save {min(s for s in saves if s > end)}\n", 0.0)
+        return (
+            (f"save {end}\n", rng.uniform(0, 0.3))
+            if newest < end
+            else (f"save {min(s for s in saves if s > end)}\n", 0.0)
+        )
+
     return _staged_killed_along(lab, moment, 8)
 
 
@@ -107,10 +146,17 @@ def _staged_killed_along(lab: Lab, moment, kills: int) -> list[Trial]:
         wait_for(progress, when[0], process)
         time.sleep(when[1])
         kill(process)
-        told = [e["first_step"] for e in events(workdir, "start")][starts:] in ([], [begins or BEGUN_WITH])
+        told = [e["first_step"] for e in events(workdir, "start")][starts:] in (
+            [],
+            [begins or BEGUN_WITH],
+        )
         begins = _newest(workdir)
-        lost = max((e["step"] for e in events(workdir, "train")), default=0) - (begins or BEGUN_WITH)
-        trials.append(Trial(told=told, recovered=True, steps_lost=max(lost, 0), note=_phase(workdir)))
+        lost = max((e["step"] for e in events(workdir, "train")), default=0) - (
+            begins or BEGUN_WITH
+        )
+        trials.append(
+            Trial(told=told, recovered=True, steps_lost=max(lost, 0), note=_phase(workdir))
+        )
     assert lab.run(workdir, config) == 0, lab.log(workdir)[-2000:]
     left = [p.name for p in (workdir / "checkpoints").iterdir() if not p.name.isdigit()]
     same = lab.same(workdir, reference)
@@ -139,31 +185,57 @@ def sigterm(lab: Lab, seed: int) -> list[Trial]:
     reference = lab.reference()
     workdir = lab.new_folder() / "run"
     process = lab.start(workdir, pace=PACE, progress=str(workdir.parent / "progress"))
-    wait_for(workdir.parent / "progress", f"step {int(rng.integers(2, lab.config.train.steps - 4))}\n", process)
+    wait_for(
+        workdir.parent / "progress",
+        f"step {int(rng.integers(2, lab.config.train.steps - 4))}\n",
+        process,
+    )
     os.kill(process.pid, signal.SIGTERM)
     code = wait(process, 240)
     assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
-    return [Trial(told=code == ExitCode.INTERRUPTED, recovered=True, steps_lost=lost_steps(workdir), bitwise=lab.same(workdir, reference))]
+    return [
+        Trial(
+            told=code == ExitCode.INTERRUPTED,
+            recovered=True,
+            steps_lost=lost_steps(workdir),
+            bitwise=lab.same(workdir, reference),
+        )
+    ]
 
 
 def stalled_loader(lab: Lab, seed: int) -> list[Trial]:
-    """A batch that never comes: the watchdog ends the process with the stacks; a restart goes on."""
+    """A batch that never comes: the watchdog ends the process with the stacks; a restart goes
+    on.
+    """
     rng = np.random.default_rng(seed)
     reference = lab.reference()
     workdir = lab.new_folder() / "run"
     config = lab.with_(train={"step_timeout": 1.5})
     code = lab.run(workdir, config, stall=int(rng.integers(6, lab.config.train.steps - 1)))
     stacks = [p.read_text() for p in workdir.glob("hang-*.txt")]
-    told = code == ExitCode.HANG and len(stacks) == 1 and "spoiled" in stacks[0]  # the frame that sleeps
+    # the frame that sleeps
+    told = code == ExitCode.HANG and len(stacks) == 1 and "spoiled" in stacks[0]
     assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
-    return [Trial(told=told, recovered=True, steps_lost=lost_steps(workdir), bitwise=lab.same(workdir, reference))]
+    return [
+        Trial(
+            told=told,
+            recovered=True,
+            steps_lost=lost_steps(workdir),
+            bitwise=lab.same(workdir, reference),
+        )
+    ]
 
 
 def stopped_and_continued(lab: Lab, seed: int) -> list[Trial]:
     """SIGSTOP for longer than the limit of a step, then SIGCONT: no hang, and nothing differs."""
     reference = lab.reference()
     workdir = lab.new_folder() / "run"
-    process = lab.start(workdir, lab.with_(train={"step_timeout": 1.5}), pace=0.05, progress=str(workdir.parent / "progress"))
+    process = lab.start(
+        workdir,
+        lab.with_(train={"step_timeout": 1.5}),
+        pace=0.05,
+        progress=str(workdir.parent / "progress"),
+    )
     wait_for(workdir.parent / "progress", f"step {10 + seed % 20}\n", process)
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(4)
@@ -186,7 +258,9 @@ def plain_sigterm(lab: Lab, seed: int) -> list[Trial]:
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
     steps = [int(line.split()[1]) for line in (folder / "progress").read_text().splitlines()]
-    saved = max((int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()), default=0)
+    saved = max(
+        (int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()), default=0
+    )
     return [Trial(told=process.exitcode != 0, recovered=True, steps_lost=max(steps) - saved)]
 
 
@@ -225,4 +299,9 @@ def _plain_kill(lab: Lab, when: str, seed: int) -> Trial:
         latest = manager.latest_step() or 0
         _, error = attempt(lambda: manager.restore(latest, args=ocp.args.StandardRestore()))
     reached = int((folder / "progress").read_text().split()[-1])
-    return Trial(told=True, recovered=not error, steps_lost=reached - latest, note=f"latest does not read: {error}" if error else "")
+    return Trial(
+        told=True,
+        recovered=not error,
+        steps_lost=reached - latest,
+        note=f"latest does not read: {error}" if error else "",
+    )

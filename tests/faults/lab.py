@@ -1,4 +1,6 @@
-"""The bench on which faults are tried: a nano run, the undisturbed reference, processes to kill, and what came of it."""
+"""The bench on which faults are tried: a nano run, the undisturbed reference, processes to kill,
+and what came of it.
+"""
 
 import dataclasses
 import multiprocessing
@@ -15,27 +17,58 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.config import (
-    CheckpointConfig, Config, DataConfig, EvalConfig, GuardConfig, ModelConfig, OptimizerConfig, ParallelConfig, TelemetryConfig,
-    TrainConfig, to_dict)
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TelemetryConfig,
+    TrainConfig,
+    to_dict,
+)
 from tests.faults import worker
 
 MODEL = ModelConfig(
-    vocab_size=257, hidden_size=32, num_hidden_layers=2, full_attention_interval=2, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
-    linear_value_head_dim=16, num_experts=0, intermediate_size=64, mtp_depth=0, dtype="float32", max_position_embeddings=128)
+    vocab_size=257,
+    hidden_size=32,
+    num_hidden_layers=2,
+    full_attention_interval=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    num_experts=0,
+    intermediate_size=64,
+    mtp_depth=0,
+    dtype="float32",
+    max_position_embeddings=128,
+)
 STEPS, EVERY = 44, 4
-PRELOADED = ["tests.faults.worker", "qwen3next_jax.training.loop", "qwen3next_jax.parallel.distributed"]
+PRELOADED = [
+    "tests.faults.worker",
+    "qwen3next_jax.training.loop",
+    "qwen3next_jax.parallel.distributed",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What came of one fault. told: it was named or showed itself; harmless: it changed nothing that is used."""
+    """What came of one fault. told: it was named or showed itself; harmless: it changed nothing
+    that is used.
+    """
 
     told: bool
     harmless: bool = False
     recovered: bool = False
     steps_lost: int | None = None
-    bitwise: bool | None = None  # losses and final state against the undisturbed run; None: not compared
+    # losses and final state against the undisturbed run; None: not compared
+    bitwise: bool | None = None
     note: str = ""
 
     @property
@@ -54,15 +87,25 @@ class Lab:
             rng = np.random.default_rng(0)
             texts.mkdir()
             for i in range(60):
-                words = rng.choice(["def ", "return ", "x", "y", " = ", "\n", "(", ")", "é"], int(rng.integers(10, 120)))
+                words = rng.choice(
+                    ["def ", "return ", "x", "y", " = ", "\n", "(", ")", "é"],
+                    int(rng.integers(10, 120)),
+                )
                 (texts / f"{i:02}.txt").write_text("".join(words) + "\n")
         self.config = Config(
-            name="nano", model=MODEL,
-            data=DataConfig(path=f"{texts}/*.txt", heldout_fraction=0.2, prepared_dir=str(folder / "prepared")),
+            name="nano",
+            model=MODEL,
+            data=DataConfig(
+                path=f"{texts}/*.txt", heldout_fraction=0.2, prepared_dir=str(folder / "prepared")
+            ),
             train=TrainConfig(steps=steps, batch_size=8, sequence_length=64, log_every=1),
-            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5), guards=GuardConfig(window=8),
-            checkpoint=CheckpointConfig(every=EVERY, keep_last=4), eval=EvalConfig(every=10_000, rows=8, sample_tokens=0),
-            telemetry=TelemetryConfig(diagnostics_every=0), parallel=ParallelConfig(heartbeat_timeout=100, start_timeout=200))
+            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5),
+            guards=GuardConfig(window=8),
+            checkpoint=CheckpointConfig(every=EVERY, keep_last=4),
+            eval=EvalConfig(every=10_000, rows=8, sample_tokens=0),
+            telemetry=TelemetryConfig(diagnostics_every=0),
+            parallel=ParallelConfig(heartbeat_timeout=100, start_timeout=200),
+        )
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._lock = threading.Lock()
@@ -70,8 +113,13 @@ class Lab:
 
     def with_(self, **sections: dict[str, Any]) -> Config:
         """The lab's configuration with changes: `with_(train={"steps": 8})`."""
-        return dataclasses.replace(self.config, **{
-            name: dataclasses.replace(getattr(self.config, name), **changes) for name, changes in sections.items()})
+        return dataclasses.replace(
+            self.config,
+            **{
+                name: dataclasses.replace(getattr(self.config, name), **changes)
+                for name, changes in sections.items()
+            },
+        )
 
     def new_folder(self) -> pathlib.Path:
         folder = self.folder / "trials" / uuid.uuid4().hex[:12]
@@ -80,19 +128,32 @@ class Lab:
 
     def start(self, workdir: pathlib.Path, config: Config | None = None, **faults: Any):
         """A process that trains in `workdir`."""
-        spec = {"config": to_dict(config or self.config), "workdir": str(workdir), "log": str(self.log_file(workdir)), **faults}
+        spec = {
+            "config": to_dict(config or self.config),
+            "workdir": str(workdir),
+            "log": str(self.log_file(workdir)),
+            **faults,
+        }
         process = self._context.Process(target=worker.main, args=(spec,), daemon=True)
         process.start()
         return process
 
-    def run(self, workdir: pathlib.Path, config: Config | None = None, timeout: float = 240, **faults: Any) -> int:
+    def run(
+        self,
+        workdir: pathlib.Path,
+        config: Config | None = None,
+        timeout: float = 240,
+        **faults: Any,
+    ) -> int:
         """Trains in a process until it ends. → its exit code."""
         process = self.start(workdir, config, **faults)
         return wait(process, timeout)
 
     def start_plain(self, target, folder: pathlib.Path, **arguments: Any):
         """A process that runs `target(folder, config, **arguments)`."""
-        process = self._context.Process(target=target, args=(str(folder), to_dict(self.config)), kwargs=arguments, daemon=True)
+        process = self._context.Process(
+            target=target, args=(str(folder), to_dict(self.config)), kwargs=arguments, daemon=True
+        )
         process.start()
         return process
 
@@ -107,7 +168,9 @@ class Lab:
         path = self.log_file(workdir)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def reference(self, name: str = "plain", config: Config | None = None, **faults: Any) -> pathlib.Path:
+    def reference(
+        self, name: str = "plain", config: Config | None = None, **faults: Any
+    ) -> pathlib.Path:
         """The workdir of an undisturbed run (made once), with the same `config` and `faults`."""
         with self._lock:
             if name not in self._references:
@@ -121,8 +184,12 @@ class Lab:
         return self._references[name]
 
     def same(self, workdir: pathlib.Path, reference: pathlib.Path) -> bool:
-        """Whether the two runs have the same losses at every step and the same final state, bit for bit."""
-        return losses(workdir) == losses(reference) and self.final_state(workdir) == self.final_state(reference)
+        """Whether the two runs have the same losses at every step and the same final state, bit
+        for bit.
+        """
+        return losses(workdir) == losses(reference) and self.final_state(
+            workdir
+        ) == self.final_state(reference)
 
     def final_state(self, workdir: pathlib.Path) -> list[tuple[str, bytes]]:
         import jax
@@ -132,12 +199,19 @@ class Lab:
         from qwen3next_jax.training.step import abstract_train_state
 
         with Checkpoints(workdir) as checkpoints:
-            state = checkpoints.restore(self.config.train.steps, abstract_train_state(self.config, one_device()))
-        return [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+            state = checkpoints.restore(
+                self.config.train.steps, abstract_train_state(self.config, one_device())
+            )
+        return [
+            (jax.tree_util.keystr(path), np.asarray(leaf).tobytes())
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        ]
 
 
 class Patience:
-    """Raises TimeoutError after `seconds` in which this process ran: a machine may stand still, or be lent to another."""
+    """Raises TimeoutError after `seconds` in which this process ran: a machine may stand still,
+    or be lent to another.
+    """
 
     def __init__(self, seconds: float, what: str):
         self._left, self._what, self._before = seconds, what, time.monotonic()
@@ -189,7 +263,9 @@ def wait_for(path: pathlib.Path, text: str, process=None, timeout: float = 200) 
 
 
 def attempt(work) -> tuple[Any, str]:
-    """(result, "") or (None, name of the error): for libraries, of which some raise `Exception` itself."""
+    """(result, "") or (None, name of the error): for libraries, of which some raise `Exception`
+    itself.
+    """
     try:
         return work(), ""
     except Exception as error:
@@ -209,7 +285,9 @@ def flip_bit(path: pathlib.Path, position: int, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
-def random_bits(folder: pathlib.Path, count: int, seed: int, pattern: str = "*") -> list[tuple[pathlib.Path, int, int]]:
+def random_bits(
+    folder: pathlib.Path, count: int, seed: int, pattern: str = "*"
+) -> list[tuple[pathlib.Path, int, int]]:
     """`count` random (file, byte, bit) among all bytes of the files in `folder`."""
     files = sorted(f for f in folder.rglob(pattern) if f.is_file())
     ends = np.cumsum([f.stat().st_size for f in files])

@@ -1,11 +1,15 @@
-"""The plain stack beside ours: the same model and optimizer, a loop as the libraries' examples have it, Orbax as it is."""
+"""The plain stack beside ours: the same model and optimizer, a loop as the libraries' examples
+have it, Orbax as it is.
+"""
 
 import os
 import pathlib
 import time
 
 
-def train_plain(folder: str, config: dict, steps: int, pace: float = 0.0, stall: int = -1, poison: int = -1) -> None:
+def train_plain(
+    folder: str, config: dict, steps: int, pace: float = 0.0, stall: int = -1, poison: int = -1
+) -> None:
     """Trains `steps` steps on random rows, saving with Orbax's CheckpointManager every 4."""
     import jax
     import jax.numpy as jnp
@@ -21,6 +25,7 @@ def train_plain(folder: str, config: dict, steps: int, pace: float = 0.0, stall:
     config = from_dict(Config, config)
     if poison >= 0:
         from tests.faults import worker
+
         worker.poison_loss()
     gradients, optimizer = make_gradients(config, one_device()), make_optimizer(config)
 
@@ -33,12 +38,18 @@ def train_plain(folder: str, config: dict, steps: int, pace: float = 0.0, stall:
     rng = np.random.default_rng(0)
     state = init_state(config, one_device())
     params, opt_state = state["params"], state["opt_state"]
-    manager = ocp.CheckpointManager(pathlib.Path(folder).absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=3))
+    manager = ocp.CheckpointManager(
+        pathlib.Path(folder).absolute() / "checkpoints",
+        options=ocp.CheckpointManagerOptions(max_to_keep=3),
+    )
     progress = os.open(pathlib.Path(folder) / "progress", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for i in range(1, steps + 1):
         time.sleep(3600 if i == stall else pace)
         tokens = rng.integers(0, 256, (8, 64))
-        batch = {"tokens": jnp.asarray(tokens, jnp.int32), "segment_ids": jnp.full((8, 64), 101 if i == poison else 1, jnp.int32)}
+        batch = {
+            "tokens": jnp.asarray(tokens, jnp.int32),
+            "segment_ids": jnp.full((8, 64), 101 if i == poison else 1, jnp.int32),
+        }
         params, opt_state, loss = step(params, opt_state, batch)
         loss = float(loss)
         os.write(progress, f"step {i}\n".encode())

@@ -1,5 +1,7 @@
-"""Rows 18 to 24: what a folder says against what was trained. Parts of a run that are gone or not its own, sources that change,
-runs and weights that are no good, and starts that come to nothing."""
+"""Rows 18 to 24: what a folder says against what was trained. Parts of a run that are gone or
+not its own, sources that change, runs and weights that are no good, and starts that come to
+nothing.
+"""
 
 import contextlib
 import dataclasses
@@ -26,45 +28,86 @@ def _copy(lab: Lab) -> pathlib.Path:
 
 def _snapshot(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
     """Every file with its size and time, but the lock, which is opened."""
-    return {str(f.relative_to(folder)): (f.stat().st_size, f.stat().st_mtime_ns) for f in folder.rglob("*")
-            if f.is_file() and f.name not in ("lock", "done")}
+    return {
+        str(f.relative_to(folder)): (f.stat().st_size, f.stat().st_mtime_ns)
+        for f in folder.rglob("*")
+        if f.is_file() and f.name not in ("lock", "done")
+    }
 
 
-def _started(lab: Lab, workdir: pathlib.Path, says: str, note: str, config=None, untouched: bool = True) -> Trial:
+def _started(
+    lab: Lab, workdir: pathlib.Path, says: str, note: str, config=None, untouched: bool = True
+) -> Trial:
     """Whether a start is refused in a line with `says` and leaves the folder as it is."""
     before = _snapshot(workdir)
     code = lab.run(workdir, config)
-    return Trial(told=code == REFUSED and says in lab.log(workdir) and (not untouched or _snapshot(workdir) == before), note=note)
+    return Trial(
+        told=code == REFUSED
+        and says in lab.log(workdir)
+        and (not untouched or _snapshot(workdir) == before),
+        note=note,
+    )
 
 
 # ---- 18: parts of the folder
 
 
 def lost_parts(lab: Lab, _: int) -> list[Trial]:
-    """run.json, checkpoints, metrics gone: refused, untouched; with --restart the run begins anew and nothing is lost."""
+    """run.json, checkpoints, metrics gone: refused, untouched; with --restart the run begins
+    anew and nothing is lost.
+    """
+
     def without(*names):
         workdir = _copy(lab)
         for name in names:
             path = workdir / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return workdir
+
     other_seed, other_data = lab.with_(train={"seed": 1}), lab.with_(data={"seed": 1})
     longer = lab.with_(train={"steps": lab.config.train.steps + 1})
     trials = [
         _started(lab, without("run.json"), "not the run.json", "run.json gone"),
-        _started(lab, without("run.json"), "not the run.json", "run.json gone, another seed", other_seed),
-        _started(lab, without("run.json"), "not the run.json", "run.json gone, other data", other_data),
-        _started(lab, without("run.json", "metrics.jsonl"), "not the run.json", "run.json and metrics gone"),
-        _started(lab, without("run.json", "checkpoints"), "not the run.json", "run.json and checkpoints gone"),
+        _started(
+            lab, without("run.json"), "not the run.json", "run.json gone, another seed", other_seed
+        ),
+        _started(
+            lab, without("run.json"), "not the run.json", "run.json gone, other data", other_data
+        ),
+        _started(
+            lab,
+            without("run.json", "metrics.jsonl"),
+            "not the run.json",
+            "run.json and metrics gone",
+        ),
+        _started(
+            lab,
+            without("run.json", "checkpoints"),
+            "not the run.json",
+            "run.json and checkpoints gone",
+        ),
         _started(lab, without("checkpoints"), "every checkpoint is gone", "checkpoints gone"),
-        _started(lab, without("checkpoints", "metrics.jsonl"), "neither its checkpoints nor", "checkpoints and metrics gone"),
+        _started(
+            lab,
+            without("checkpoints", "metrics.jsonl"),
+            "neither its checkpoints nor",
+            "checkpoints and metrics gone",
+        ),
     ]
     workdir = without("checkpoints")
-    (workdir / "metrics.jsonl").write_bytes((workdir / "metrics.jsonl").read_bytes().replace(b'"step"', b'"stfp"'))
-    trials.append(_started(lab, workdir, "neither its checkpoints nor", "checkpoints gone, metrics damaged"))
+    (workdir / "metrics.jsonl").write_bytes(
+        (workdir / "metrics.jsonl").read_bytes().replace(b'"step"', b'"stfp"')
+    )
+    trials.append(
+        _started(lab, workdir, "neither its checkpoints nor", "checkpoints gone, metrics damaged")
+    )
     workdir = without("metrics.jsonl")
     code = lab.run(workdir, longer)
-    trials.append(Trial(told=code == 0 and "metrics.jsonl is missing" in lab.log(workdir), note="metrics gone"))
+    trials.append(
+        Trial(
+            told=code == 0 and "metrics.jsonl is missing" in lab.log(workdir), note="metrics gone"
+        )
+    )
     workdir = _copy(lab)
     for manifest in (workdir / "checkpoints").glob("*/manifest.json"):
         flip_bit(manifest, 40, 0)
@@ -72,7 +115,14 @@ def lost_parts(lab: Lab, _: int) -> list[Trial]:
     lost = (workdir / "metrics.jsonl").read_bytes()
     code = lab.run(workdir, restart=True)
     kept = [f.read_bytes() for f in workdir.glob("before-*/metrics.jsonl")]
-    trials.append(Trial(told=code == 0 and kept == [lost], recovered=True, bitwise=lab.same(workdir, lab.reference()), note="--restart"))
+    trials.append(
+        Trial(
+            told=code == 0 and kept == [lost],
+            recovered=True,
+            bitwise=lab.same(workdir, lab.reference()),
+            note="--restart",
+        )
+    )
     return trials
 
 
@@ -80,31 +130,52 @@ def lost_parts(lab: Lab, _: int) -> list[Trial]:
 
 
 def other_steps(lab: Lab, _: int) -> list[Trial]:
-    """A checkpoint renamed, copied to another step, with a manifest as older code wrote it, and of another run."""
+    """A checkpoint renamed, copied to another step, with a manifest as older code wrote it, and
+    of another run.
+    """
     last, trials = lab.config.train.steps, []
     further = lab.with_(train={"steps": last + EVERY})
     for what in ("renamed", "copied"):
         workdir = _copy(lab)
-        folder, target = workdir / "checkpoints" / str(last - EVERY), workdir / "checkpoints" / str(last + 2)
+        folder, target = (
+            workdir / "checkpoints" / str(last - EVERY),
+            workdir / "checkpoints" / str(last + 2),
+        )
         folder.rename(target) if what == "renamed" else shutil.copytree(folder, target)
         code = lab.run(workdir, further)
-        told = code == 0 and f"it holds step {last - EVERY}" in lab.log(workdir) and events(workdir, "start")[-1]["first_step"] == last
+        told = (
+            code == 0
+            and f"it holds step {last - EVERY}" in lab.log(workdir)
+            and events(workdir, "start")[-1]["first_step"] == last
+        )
         trials.append(Trial(told=told, recovered=told, note=what))
     workdir = _copy(lab)
     shutil.rmtree(workdir / "checkpoints" / str(last))
     folder = workdir / "checkpoints" / str(last - EVERY)
     _forget_step(folder)
     folder.rename(workdir / "checkpoints" / str(last))
-    code = lab.run(workdir, further)  # goes on from one before it, or is refused where there is none
-    trials.append(Trial(told=code in (0, REFUSED) and "a checkpoint of another run" in lab.log(workdir), note="of an older manifest"))
+    # goes on from one before it, or is refused where there is none
+    code = lab.run(workdir, further)
+    trials.append(
+        Trial(
+            told=code in (0, REFUSED) and "a checkpoint of another run" in lab.log(workdir),
+            note="of an older manifest",
+        )
+    )
     workdir = _copy(lab)
     shutil.rmtree(workdir / "checkpoints" / str(last))
     other = lab.reference("another seed", lab.with_(train={"seed": 1}))
     shutil.copytree(other / "checkpoints" / str(last), workdir / "checkpoints" / str(last))
     code = lab.run(workdir)
     same = lab.same(workdir, lab.reference())
-    trials.append(Trial(told=code == 0 and "a checkpoint of another run" in lab.log(workdir), recovered=same, bitwise=same,
-                        note="of another run"))
+    trials.append(
+        Trial(
+            told=code == 0 and "a checkpoint of another run" in lab.log(workdir),
+            recovered=same,
+            bitwise=same,
+            note="of another run",
+        )
+    )
     return trials
 
 
@@ -116,8 +187,9 @@ def _forget_step(folder: pathlib.Path) -> None:
 
 
 def older_folders(lab: Lab, _: int) -> list[Trial]:
-    """A folder as code before run.json's format and id and the manifests' step wrote it verifies and goes on, bit for bit; renamed, a
-    checkpoint of it is known by its state."""
+    """A folder as code before run.json's format and id and the manifests' step wrote it verifies
+    and goes on, bit for bit; renamed, a checkpoint of it is known by its state.
+    """
     from qwen3next_jax.training.fingerprint import read_run, write_run
     from qwen3next_jax.verify import verify
 
@@ -129,24 +201,50 @@ def older_folders(lab: Lab, _: int) -> list[Trial]:
     for folder in (workdir / "checkpoints").iterdir():
         _forget_step(folder)
     shutil.rmtree(workdir / "checkpoints" / str(lab.config.train.steps))
-    whole, renamed, last = all(damage is None for _, damage in verify(workdir)), lab.new_folder() / "run", lab.config.train.steps
+    whole, renamed, last = (
+        all(damage is None for _, damage in verify(workdir)),
+        lab.new_folder() / "run",
+        lab.config.train.steps,
+    )
     shutil.copytree(workdir, renamed)
     (renamed / "checkpoints" / str(last - EVERY)).rename(renamed / "checkpoints" / str(last))
     code = lab.run(workdir)
-    return [Trial(told=False, harmless=whole and code == 0, recovered=code == 0, bitwise=lab.same(workdir, lab.reference()),
-                  note="older folder"),
-            _started(lab, renamed, f"it holds the state after step {last - EVERY}", "older folder, renamed",
-                     lab.with_(train={"steps": last + EVERY}), untouched=False)]
+    return [
+        Trial(
+            told=False,
+            harmless=whole and code == 0,
+            recovered=code == 0,
+            bitwise=lab.same(workdir, lab.reference()),
+            note="older folder",
+        ),
+        _started(
+            lab,
+            renamed,
+            f"it holds the state after step {last - EVERY}",
+            "older folder, renamed",
+            lab.with_(train={"steps": last + EVERY}),
+            untouched=False,
+        ),
+    ]
 
 
 # ---- 20: sources
 
 
 def changing_sources(lab: Lab, _: int) -> list[Trial]:
-    """A source that changes while it is read: no rows of it stand under the fingerprint of what it was."""
+    """A source that changes while it is read: no rows of it stand under the fingerprint of what
+    it was.
+    """
+
     def change(kind: str, path: pathlib.Path) -> None:
         content = path.read_bytes()
-        path.write_bytes({"rewritten": content.replace(b"a", b"b"), "longer": content * 2, "shorter": content[:len(content) // 2]}[kind])
+        path.write_bytes(
+            {
+                "rewritten": content.replace(b"a", b"b"),
+                "longer": content * 2,
+                "shorter": content[: len(content) // 2],
+            }[kind]
+        )
 
     trials = []
     for kind in ("rewritten", "longer", "shorter"):
@@ -161,11 +259,17 @@ def changing_sources(lab: Lab, _: int) -> list[Trial]:
             def meanwhile(texts):
                 change(kind, folder / name)
                 return encode(texts)
+
             tokenizer.encode_documents = meanwhile
             recipe = preparation.Recipe(64, 0.1, 0)
             with _small_batches():
-                trials.append(_refused(lambda: preparation.prepare(source, tokenizer, recipe, folder / "rows"),
-                                       "changed while it was being prepared", f"{name} {kind}"))
+                trials.append(
+                    _refused(
+                        lambda: preparation.prepare(source, tokenizer, recipe, folder / "rows"),
+                        "changed while it was being prepared",
+                        f"{name} {kind}",
+                    )
+                )
             left = [p.name for p in (folder / "rows").iterdir()]
             assert left == [], left
     return trials
@@ -188,16 +292,25 @@ def parquet_pages(lab: Lab, count: int) -> list[Trial]:
     folder, rng = lab.new_folder(), np.random.default_rng(18)
     path = folder / "a.parquet"
     texts = ["".join(map(chr, rng.integers(97, 123, 400))) for _ in range(100)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, compression="none", use_dictionary=False, write_page_checksum=True)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}),
+        path,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
 
     right = path.read_bytes()
 
     def read():
         return [document.text for document in sources.documents(sources.resolve(str(path), "text"))]
+
     trials = []
     for position in rng.integers(1000, 40_000, count):
         flip_bit(path, int(position), int(rng.integers(8)))
-        trials.append(_refused(read, "a.parquet", "a bit of a page", harmless=lambda: read() == texts))
+        trials.append(
+            _refused(read, "a.parquet", "a bit of a page", harmless=lambda: read() == texts)
+        )
         path.write_bytes(right)
     assert read() == texts
     return trials
@@ -214,9 +327,17 @@ def links(lab: Lab, _: int) -> list[Trial]:
     (folder / "again").symlink_to("a")
     (folder / "0.txt").symlink_to("3.txt")
     trials = []
-    for pattern, count in (("**/*.txt", 3), ("**", 3), ("*.txt", 1), ("a/**/*.txt", 3), ("**/b/**/*.txt", 3)):
+    for pattern, count in (
+        ("**/*.txt", 3),
+        ("**", 3),
+        ("*.txt", 1),
+        ("a/**/*.txt", 3),
+        ("**/b/**/*.txt", 3),
+    ):
         found = sources.resolve(f"{folder}/{pattern}", "text").files
-        trials.append(Trial(told=False, harmless=len(found) == count, note=f"{pattern}: {len(found)}"))
+        trials.append(
+            Trial(told=False, harmless=len(found) == count, note=f"{pattern}: {len(found)}")
+        )
     return trials
 
 
@@ -224,16 +345,24 @@ def links(lab: Lab, _: int) -> list[Trial]:
 
 
 def diverged_at_the_end(lab: Lab, batches: int) -> list[Trial]:
-    """The last `batches` have a loss of NaN, too few for the guards: told by the exit code, again by the next start, and a sweep
-    does not count it."""
+    """The last `batches` have a loss of NaN, too few for the guards: told by the exit code,
+    again by the next start, and a sweep does not count it.
+    """
     from qwen3next_jax.sweeps.results import is_done
 
     from tests.faults.worker import POISON
 
     steps = lab.config.train.steps
     workdir = lab.new_folder() / "run"
-    codes = [lab.run(workdir, poison={steps - 1 - i: POISON for i in range(batches)}), lab.run(workdir)]
-    told = codes == [ExitCode.DIVERGED] * 2 and "diverged by step" in lab.log(workdir) and not is_done(workdir, lab.config)
+    codes = [
+        lab.run(workdir, poison={steps - 1 - i: POISON for i in range(batches)}),
+        lab.run(workdir),
+    ]
+    told = (
+        codes == [ExitCode.DIVERGED] * 2
+        and "diverged by step" in lab.log(workdir)
+        and not is_done(workdir, lab.config)
+    )
     return [Trial(told=told, note=f"the last {batches}: {codes}")]
 
 
@@ -252,7 +381,9 @@ def weights_that_are_not_finite(lab: Lab, _: int) -> list[Trial]:
         for value in (np.nan, -np.inf):
             tensor = right[name].copy()
             tensor.reshape(-1)[tensor.size // 2] = value
-            save_file(right | {name: tensor}, folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(
+                right | {name: tensor}, folder / "model.safetensors", metadata={"format": "pt"}
+            )
             trials.append(_refused(lambda: load_hf(folder), name, f"{name} {value}"))
     return trials
 
@@ -265,15 +396,31 @@ def tokens_outside(lab: Lab, _: int) -> list[Trial]:
     from qwen3next_jax.training.checkpoint import load_trained
 
     model, trials = load_trained(lab.reference())[0], []
-    for prompt in ([257], [-1], np.array([2**32 + 5]), np.array([5 - 2**32]), np.array([2**63], np.uint64), [1.5], [True], ["5"]):
+    for prompt in (
+        [257],
+        [-1],
+        np.array([2**32 + 5]),
+        np.array([5 - 2**32]),
+        np.array([2**63], np.uint64),
+        [1.5],
+        [True],
+        ["5"],
+    ):
         for drafts in (0, 1):
-            trials.append(_refused(lambda: generate(model, [prompt], max_new_tokens=1, speculative=drafts), "prompt 0",
-                                   f"{drafts} drafts {prompt}"))
+            trials.append(
+                _refused(
+                    lambda: generate(model, [prompt], max_new_tokens=1, speculative=drafts),
+                    "prompt 0",
+                    f"{drafts} drafts {prompt}",
+                )
+            )
     for token in (257, -1):
+
         def run():
             with jax.debug_nans(True):
                 jax.block_until_ready(model(np.array([[1, token]], np.int32)).logits)
                 jax.effects_barrier()
+
         try:
             run()
             trials.append(Trial(told=False, note=f"debug_nans {token}"))
@@ -286,28 +433,39 @@ def tokens_outside(lab: Lab, _: int) -> list[Trial]:
 
 
 def corrected_mistakes(lab: Lab, _: int) -> list[Trial]:
-    """A mistyped init_from, data.path: refused; corrected, the same folder just runs. Texts that moved go on, and it is said. A start
-    that has nothing to do writes nothing."""
+    """A mistyped init_from, data.path: refused; corrected, the same folder just runs. Texts that
+    moved go on, and it is said. A start that has nothing to do writes nothing.
+    """
     short, workdir = lab.with_(train={"steps": 4}), lab.new_folder() / "run"
     trials = []
-    for note, section, wrong in (("init_from", "train", {"steps": 4, "init_from": str(lab.folder / "nowhere")}),
-                                 ("data.path", "data", {"path": str(lab.folder / "texst/*.txt")})):
-        trials.append(Trial(told=lab.run(workdir, lab.with_(**{section: wrong})) == REFUSED, note=note))
+    for note, section, wrong in (
+        ("init_from", "train", {"steps": 4, "init_from": str(lab.folder / "nowhere")}),
+        ("data.path", "data", {"path": str(lab.folder / "texst/*.txt")}),
+    ):
+        trials.append(
+            Trial(told=lab.run(workdir, lab.with_(**{section: wrong})) == REFUSED, note=note)
+        )
     code = lab.run(workdir, short)
     trials.append(_first_run(workdir, code, "corrected"))
     before = _snapshot(workdir)
     code = lab.run(workdir, dataclasses.replace(short, name="renamed"))
-    trials.append(Trial(told=False, harmless=code == 0 and _snapshot(workdir) == before, note="nothing to do"))
+    trials.append(
+        Trial(told=False, harmless=code == 0 and _snapshot(workdir) == before, note="nothing to do")
+    )
     moved = lab.new_folder() / "moved"
     shutil.copytree(lab.folder / "texts", moved)
     code = lab.run(workdir, lab.with_(train={"steps": 8}, data={"path": f"{moved}/*.txt"}))
-    told = code == 0 and [c[0] for e in events(workdir, "changed") for c in e["changes"] if "data" in c[0]] == ["config.data.path"]
+    told = code == 0 and [
+        c[0] for e in events(workdir, "changed") for c in e["changes"] if "data" in c[0]
+    ] == ["config.data.path"]
     trials.append(Trial(told=told, recovered=code == 0, note="texts moved"))
     return trials
 
 
 def killed_before_a_step(lab: Lab, _: int) -> list[Trial]:
-    """A process that is killed before its first step has trained nothing: another run may begin in its folder."""
+    """A process that is killed before its first step has trained nothing: another run may begin
+    in its folder.
+    """
     workdir, other = lab.new_folder() / "run", lab.with_(train={"steps": 4, "seed": 7})
     process = lab.start(workdir, other, stall=0)
     wait_for(workdir / "run.json", "digest", process)

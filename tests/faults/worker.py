@@ -1,4 +1,6 @@
-"""What runs in the processes that are killed: the training loop as it is, with the fault to come."""
+"""What runs in the processes that are killed: the training loop as it is, with the fault to
+come.
+"""
 
 import contextlib
 import itertools
@@ -10,15 +12,17 @@ import time
 import traceback
 import zlib
 
-POISON, SURGE = 101, 102  # segment ids that mark a batch whose loss becomes NaN, or a thousand times too large
+# segment ids that mark a batch whose loss becomes NaN, or a thousand times too large
+POISON, SURGE = 101, 102
 
 
 def main(spec: dict) -> None:
     """Trains as `spec` says and leaves with the exit code of train.py.
 
-    spec: config (dict), workdir, log; and optionally pace (seconds a batch), progress (a file that gets lines "pid N", and "step N"
-    or "save N" as each begins), poison ({batch index: mark}), stall (batch index that never comes), devices, launch (flags), restart,
-    cwd (where the process starts).
+    spec: config (dict), workdir, log; and optionally pace (seconds a batch), progress (a file
+    that gets lines "pid N", and "step N" or "save N" as each begins), poison ({batch index:
+    mark}), stall (batch index that never comes), devices, launch (flags), restart, cwd (where
+    the process starts).
     """
     output = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -33,6 +37,7 @@ def main(spec: dict) -> None:
     if spec.get("launch"):  # as the interpreter's end does: the others read what process 0 keeps
         with contextlib.suppress(Exception):
             import jax
+
             jax.distributed.shutdown()
     os._exit(int(code))
 
@@ -61,7 +66,11 @@ def _prepare_faults(spec: dict) -> None:
     from qwen3next_jax.data.pipeline import TrainData
     from qwen3next_jax.training.checkpoint import Checkpoints
 
-    progress = os.open(spec["progress"], os.O_WRONLY | os.O_CREAT | os.O_APPEND) if spec.get("progress") else None
+    progress = (
+        os.open(spec["progress"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if spec.get("progress")
+        else None
+    )
     if progress is not None:
         os.write(progress, f"pid {os.getpid()}\n".encode())
     marks = {int(index): mark for index, mark in spec.get("poison", {}).items()}
@@ -97,7 +106,9 @@ def _marked(segment_ids, mark):
 
 
 def poison_loss() -> None:
-    """Makes the loss of marked batches NaN or a thousand times too large, inside the compiled step."""
+    """Makes the loss of marked batches NaN or a thousand times too large, inside the compiled
+    step.
+    """
     import jax.numpy as jnp
 
     from qwen3next_jax.training import step

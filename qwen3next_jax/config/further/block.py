@@ -1,4 +1,6 @@
-"""The rest of a block beside the released model's: norms and where they stand, dense MLPs, positions. The group `model.block`."""
+"""The rest of a block beside the released model's: norms and where they stand, dense MLPs,
+positions. The group `model.block`.
+"""
 
 import dataclasses
 from typing import Any
@@ -36,12 +38,20 @@ ROPE_SCALINGS = {  # how rotations reach `yarn_factor` times as far
     "ntk": "qwen3next_jax.model.further.rotations:ntk",
     "truncated": "qwen3next_jax.model.further.rotations:truncated",
 }
-TABLES = {"placement": PLACEMENTS, "mlp": MLPS, "norm": NORMS, "positions": POSITIONS, "rope_scaling": ROPE_SCALINGS}
+TABLES = {
+    "placement": PLACEMENTS,
+    "mlp": MLPS,
+    "norm": NORMS,
+    "positions": POSITIONS,
+    "rope_scaling": ROPE_SCALINGS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """What a block is made of beside its mixer: lines of the tables above. A model that differs here has no Hugging Face form."""
+    """What a block is made of beside its mixer: lines of the tables above. A model that differs
+    here has no Hugging Face form.
+    """
 
     placement: str = "pre"
     norm: str = "rms"
@@ -54,16 +64,30 @@ class BlockConfig:
         return resolve(TABLES[setting], getattr(self, setting), f"model.block.{setting}")
 
     def check(self, model: Any) -> None:
-        """Raises UserError where `model`, the ModelConfig, does not read a setting, or has no such line."""
+        """Raises UserError where `model`, the ModelConfig, does not read a setting, or has no
+        such line.
+        """
         for setting, table in TABLES.items():
             check_name(table, getattr(self, setting), f"model.block.{setting}")
-        require(self.mlp == "swiglu" or model.has_dense_mlps,
-                f"model.block.mlp = {self.mlp!r}: every layer has experts, which are SwiGLU: expected 'swiglu', or layers without experts "
-                "(model.num_experts = 0, model.mlp_only_layers)")
-        require(self.rope_scaling == "yarn" or model.yarn_factor > 1 and model.rotary_dim > 0,
-                f"model.block.rope_scaling = {self.rope_scaling!r} with model.yarn_factor = {model.yarn_factor:g} and {model.rotary_dim} "
-                "rotated dimensions: nothing is stretched: expected a factor above 1 and rotations, or 'yarn'")
-        require(model.yarn_factor == 1 or model.rotary_dim > 0, f"model.yarn_factor = {model.yarn_factor:g} with 0 rotated dimensions "
-                "(model.head_dim × model.partial_rotary_factor): nothing is stretched: expected 1")
-        require(self.positions != "sinusoidal" or model.hidden_size % 2 == 0,
-                f"model.block.positions = 'sinusoidal' with model.hidden_size = {model.hidden_size}: expected an even number")
+        require(
+            self.mlp == "swiglu" or model.has_dense_mlps,
+            f"model.block.mlp = {self.mlp!r}: every layer has experts, which are SwiGLU: expected "
+            "'swiglu', or layers without experts (model.num_experts = 0, model.mlp_only_layers)",
+        )
+        require(
+            self.rope_scaling == "yarn" or model.yarn_factor > 1 and model.rotary_dim > 0,
+            f"model.block.rope_scaling = {self.rope_scaling!r} with model.yarn_factor = "
+            f"{model.yarn_factor:g} and {model.rotary_dim} "
+            "rotated dimensions: nothing is stretched: expected a factor above 1 and rotations, "
+            "or 'yarn'",
+        )
+        require(
+            model.yarn_factor == 1 or model.rotary_dim > 0,
+            f"model.yarn_factor = {model.yarn_factor:g} with 0 rotated dimensions "
+            "(model.head_dim × model.partial_rotary_factor): nothing is stretched: expected 1",
+        )
+        require(
+            self.positions != "sinusoidal" or model.hidden_size % 2 == 0,
+            f"model.block.positions = 'sinusoidal' with model.hidden_size = {model.hidden_size}: "
+            "expected an even number",
+        )

@@ -1,4 +1,6 @@
-"""The mixers beside Gated DeltaNet and gated attention: their lines of the table, and their settings, the group `model.mixer`."""
+"""The mixers beside Gated DeltaNet and gated attention: their lines of the table, and their
+settings, the group `model.mixer`.
+"""
 
 import dataclasses
 from typing import Literal
@@ -49,34 +51,65 @@ FURTHER_MIXERS = {
 
 @dataclasses.dataclass(frozen=True)
 class MixerConfig:
-    """What single mixers read beside the sizes of `ModelConfig`. A setting that no layer of the model reads is refused."""
+    """What single mixers read beside the sizes of `ModelConfig`. A setting that no layer of the
+    model reads is refused.
+    """
 
-    feature_map: Literal["elu", "identity"] = "elu"  # linear: of queries and keys; elu(x) + 1, the paper's
-    normaliser: bool = True  # linear: divides by the sum of the weights; needs positive features
-    qk_norm_over: Literal["head", "layer"] = "head"  # attention: each head's queries and keys, or those of all heads together
-    # sliding_window, lambda_window, selected_tokens: keys that a query sees, its own among them; rerope, leaky_rerope: distances that are
-    # the true ones; parallel_windows: tokens of each
+    # linear: of queries and keys; elu(x) + 1, the paper's
+    feature_map: Literal["elu", "identity"] = "elu"
+    # linear: divides by the sum of the weights; needs positive features
+    normaliser: bool = True
+    # attention: each head's queries and keys, or those of all heads together
+    qk_norm_over: Literal["head", "layer"] = "head"
+    # sliding_window, lambda_window, selected_tokens: keys that a query sees, its own among them;
+    # rerope, leaky_rerope: distances that are the true ones; parallel_windows: tokens of each
     window: int = 1024
-    first_tokens: int = 0  # of those three: keys at the start of a document that stay visible beyond the window
-    sink_logit: bool = False  # sliding_window: a learned score per head that takes weight and gives nothing
-    latent_rank: int = 512  # mla: numbers a token keeps of its keys and values
-    query_rank: int = 0  # mla: of the queries' latent; 0: queries straight from the input
-    shared_key_width: int = 0  # mla: numbers of each key that all heads share; 0: those that are rotated
-    latent_norm_eps: float = 0.0  # mla: of the latents' norms; 0: rms_norm_eps
-    slots: int = 64  # gsa: that keep keys and values
-    state_size: int = 16  # mamba, s4d: numbers that a channel keeps
-    block: int = 16  # ttt, titans: tokens of a document whose gradients are taken at one state
-    mask: Literal["causal", "prefix", "bidirectional"] = "causal"  # masked_attention, alibi, t5_bias
-    prefix_tokens: int = 0  # of the mask "prefix": tokens at a document's start that see each other
-    buckets: int = 32  # t5_bias: of distances
-    max_distance: int = 128  # t5_bias: from which on all fall into the last one
-    stretch: float = 16.0  # leaky_rerope: how much slower distances grow beyond the window
-    contexts: int = 1  # parallel_windows: how many
-    selected: int = 64  # selected_tokens: keys beyond the window, for each query and head
+    # of those three: keys at the start of a document that stay visible beyond the window
+    first_tokens: int = 0
+    # sliding_window: a learned score per head that takes weight and gives nothing
+    sink_logit: bool = False
+    # mla: numbers a token keeps of its keys and values
+    latent_rank: int = 512
+    # mla: of the queries' latent; 0: queries straight from the input
+    query_rank: int = 0
+    # mla: numbers of each key that all heads share; 0: those that are rotated
+    shared_key_width: int = 0
+    # mla: of the latents' norms; 0: rms_norm_eps
+    latent_norm_eps: float = 0.0
+    # gsa: that keep keys and values
+    slots: int = 64
+    # mamba, s4d: numbers that a channel keeps
+    state_size: int = 16
+    # ttt, titans: tokens of a document whose gradients are taken at one state
+    block: int = 16
+    # masked_attention, alibi, t5_bias
+    mask: Literal["causal", "prefix", "bidirectional"] = "causal"
+    # of the mask "prefix": tokens at a document's start that see each other
+    prefix_tokens: int = 0
+    # t5_bias: of distances
+    buckets: int = 32
+    # t5_bias: from which on all fall into the last one
+    max_distance: int = 128
+    # leaky_rerope: how much slower distances grow beyond the window
+    stretch: float = 16.0
+    # parallel_windows: how many
+    contexts: int = 1
+    # selected_tokens: keys beyond the window, for each query and head
+    selected: int = 64
 
     def __post_init__(self):
-        check_bounds(self, "model.mixer", {
-            "at least 1": "window latent_rank slots state_size block stretch contexts selected", "at least 4": "buckets",
-            "0 or more": "first_tokens query_rank shared_key_width latent_norm_eps prefix_tokens"})
-        require(self.max_distance > self.buckets // 2, f"model.mixer.max_distance = {self.max_distance}: expected more than half of "
-                                                       f"model.mixer.buckets = {self.buckets}, which are exact")
+        check_bounds(
+            self,
+            "model.mixer",
+            {
+                "at least 1": "window latent_rank slots state_size block stretch contexts selected",
+                "at least 4": "buckets",
+                "0 or more": "first_tokens query_rank shared_key_width latent_norm_eps "
+                "prefix_tokens",
+            },
+        )
+        require(
+            self.max_distance > self.buckets // 2,
+            f"model.mixer.max_distance = {self.max_distance}: expected more than half of "
+            f"model.mixer.buckets = {self.buckets}, which are exact",
+        )

@@ -1,4 +1,6 @@
-"""What mixtures of experts have beside the released model's (softmax scores, a gated shared expert): the group `model.moe`."""
+"""What mixtures of experts have beside the released model's (softmax scores, a gated shared
+expert): the group `model.moe`.
+"""
 
 import dataclasses
 from typing import Any, Literal
@@ -9,32 +11,58 @@ from qwen3next_jax.errors import require
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """DeepSeek-V3's router (2412.19437, section 2.1.2), setting by setting, under the names of its `config.json` where it has them.
-    Several shared experts are one that is as wide as all of them: `model.shared_expert_intermediate_size`."""
+    """DeepSeek-V3's router (2412.19437, section 2.1.2), setting by setting, under the names of
+    its `config.json` where it has them. Several shared experts are one that is as wide as all of
+    them: `model.shared_expert_intermediate_size`.
+    """
 
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # a token's scores, of its router logits
-    # Experts are chosen by score + bias and weighed by the score. No gradient moves the bias: after a step, `train.router_bias_rate`
-    # is added to that of every expert that got less than its share, and taken from the others' (2408.15664).
+    # a token's scores, of its router logits
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    # Experts are chosen by score + bias and weighed by the score. No gradient moves the bias: after
+    # a step, `train.router_bias_rate` is added to that of every expert that got less than its
+    # share, and taken from the others' (2408.15664).
     router_bias: bool = False
-    n_group: int = 1  # groups of experts, of which a token's are chosen from the `topk_group` whose two best scores sum to most
+    # groups of experts, of which a token's are chosen from the `topk_group` whose two best scores
+    # sum to most
+    n_group: int = 1
     topk_group: int = 1
-    routed_scaling_factor: float = 1.0  # times the weights of the chosen experts
-    shared_expert_gate: bool = True  # off: the shared expert's output is added as it is
+    # times the weights of the chosen experts
+    routed_scaling_factor: float = 1.0
+    # off: the shared expert's output is added as it is
+    shared_expert_gate: bool = True
 
     def __post_init__(self):
-        check_bounds(self, "model.moe", {"at least 1": "n_group topk_group", "a positive number": "routed_scaling_factor"})
+        check_bounds(
+            self,
+            "model.moe",
+            {"at least 1": "n_group topk_group", "a positive number": "routed_scaling_factor"},
+        )
 
     def check(self, model: Any) -> None:
-        """Raises UserError where `model`, the settings that this is a group of, has no use for them, or sizes that do not fit."""
+        """Raises UserError where `model`, the settings that this is a group of, has no use for
+        them, or sizes that do not fit.
+        """
         for field in dataclasses.fields(self):
             value, used = getattr(self, field.name), model.has_experts
             used &= field.name != "shared_expert_gate" or model.shared_expert_intermediate_size > 0
-            require(used or value == field.default, f"model.moe.{field.name} = {value!r}: no layer of this model reads it: expected "
-                                                    f"{field.default!r}")
+            require(
+                used or value == field.default,
+                f"model.moe.{field.name} = {value!r}: no layer of this model reads it: expected "
+                f"{field.default!r}",
+            )
         experts, groups, chosen = model.num_experts, self.n_group, self.topk_group
-        require(groups == 1 or experts % groups == 0 and experts // groups >= 2,
-                f"model.moe.n_group = {groups}: expected a divisor of model.num_experts = {experts}, with two experts or more a group")
-        require(chosen <= groups, f"model.moe.topk_group = {chosen}: expected 1 … model.moe.n_group = {groups}")
-        require(groups == 1 or model.num_experts_per_tok <= chosen * experts // groups,
-                f"model.num_experts_per_tok = {model.num_experts_per_tok}: expected at most the {chosen * experts // groups} experts of "
-                f"model.moe.topk_group = {chosen} groups")
+        require(
+            groups == 1 or experts % groups == 0 and experts // groups >= 2,
+            f"model.moe.n_group = {groups}: expected a divisor of model.num_experts = {experts}, "
+            "with two experts or more a group",
+        )
+        require(
+            chosen <= groups,
+            f"model.moe.topk_group = {chosen}: expected 1 … model.moe.n_group = {groups}",
+        )
+        require(
+            groups == 1 or model.num_experts_per_tok <= chosen * experts // groups,
+            f"model.num_experts_per_tok = {model.num_experts_per_tok}: expected at most the "
+            f"{chosen * experts // groups} experts of "
+            f"model.moe.topk_group = {chosen} groups",
+        )

@@ -18,7 +18,9 @@ class GeGLU(DenseMLP):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         gate_up = jnp.einsum("btd,dci->btci", x_BTD, self.gate_up[...].astype(x_BTD.dtype))
-        hidden_BTI = keeping_inputs(lambda gate_up: gelu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up)
+        hidden_BTI = keeping_inputs(
+            lambda gate_up: gelu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
+        )
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
 
 
@@ -29,7 +31,10 @@ class GELU(nnx.Module):
 
     def __init__(self, config, make: Make):
         d, i = config.hidden_size, config.intermediate_size
-        self.up, self.down = make.matrix((d, i), "embed -> mlp"), make.matrix((i, d), "mlp -> embed")
+        self.up, self.down = (
+            make.matrix((d, i), "embed -> mlp"),
+            make.matrix((i, d), "mlp -> embed"),
+        )
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         hidden_BTI = keeping_inputs(self.activation, x_BTD @ self.up[...].astype(x_BTD.dtype))

@@ -1,4 +1,6 @@
-"""Where the norms of a block stand: subclasses of the block that norms what its mixer and its MLP read."""
+"""Where the norms of a block stand: subclasses of the block that norms what its mixer and its
+MLP read.
+"""
 
 import jax
 
@@ -28,20 +30,32 @@ class Sandwich(Block):
 
     def __init__(self, config, mixer, sparse, make, layers):
         super().__init__(config, mixer, sparse, make, layers)
-        self.after_mixer_norm, self.after_mlp_norm = (make.norm(config.hidden_size) for _ in range(2))
+        self.after_mixer_norm, self.after_mlp_norm = (
+            make.norm(config.hidden_size) for _ in range(2)
+        )
 
     def after(self, x_BTD, y_BTD, part):
         return x_BTD + rms_norm(y_BTD, getattr(self, f"after_{part}_norm")[...], self.config)
 
 
 class Deep(Post):
-    """DeepNorm (2203.00555): N(α x + f(x)), α = (2 L)^¼ of L layers; matrices of MLPs, of values and of outputs start smaller by
-    β = (8 L)^-¼. Slabs that hold values beside queries and keys start as they do."""
+    """DeepNorm (2203.00555): N(α x + f(x)), α = (2 L)^¼ of L layers; matrices of MLPs, of values
+    and of outputs start smaller by β = (8 L)^-¼. Slabs that hold values beside queries and keys
+    start as they do.
+    """
 
     def __init__(self, config, mixer, sparse, make, layers):
         super().__init__(config, mixer, sparse, make, layers)
-        self.alpha, beta = (2 * config.num_hidden_layers) ** 0.25, (8 * config.num_hidden_layers) ** -0.25
-        smaller = [("v_proj", self.mixer), ("value_proj", self.mixer), ("o_proj", self.mixer), ("out_proj", self.mixer)]
+        self.alpha, beta = (
+            (2 * config.num_hidden_layers) ** 0.25,
+            (8 * config.num_hidden_layers) ** -0.25,
+        )
+        smaller = [
+            ("v_proj", self.mixer),
+            ("value_proj", self.mixer),
+            ("o_proj", self.mixer),
+            ("out_proj", self.mixer),
+        ]
         smaller += [(name, self.mlp) for name in vars(self.mlp)]
         for owner, name in ((owner, name) for name, owner in smaller if hasattr(owner, name)):
             parameter = getattr(owner, name)

@@ -34,10 +34,15 @@ class Learned(NoPositions):
 
     def __init__(self, config: ModelConfig, make: Make):
         super().__init__(config, make)
-        self.table = make.matrix((config.context_length, config.hidden_size), ". .", kind="embedding")
+        self.table = make.matrix(
+            (config.context_length, config.hidden_size), ". .", kind="embedding"
+        )
 
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
         length, rows = x_BTD.shape[1], self.config.context_length
-        require(length <= rows, f"rows of {length} tokens with model.block.positions = 'learned': expected at most {rows}, "
-                                "model.max_position_embeddings × model.yarn_factor, as many as its table has")
+        require(
+            length <= rows,
+            f"rows of {length} tokens with model.block.positions = 'learned': expected at most "
+            f"{rows}, model.max_position_embeddings × model.yarn_factor, as many as its table has",
+        )
         return x_BTD + self.table[...][positions_BT].astype(x_BTD.dtype)

@@ -1,4 +1,5 @@
-"""Scores of a mixture's router, and the order in which they choose, where `MoEConfig` asks for another than the released model's.
+"""Scores of a mixture's router, and the order in which they choose, where `MoEConfig` asks for
+another than the released model's.
 
 Letters: R tokens, E experts, G groups of them.
 """
@@ -18,15 +19,19 @@ def scored(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def over_sum(scores: jax.Array) -> jax.Array:
-    """scores / (Σ scores + 1e-20), [..., N], as DeepSeek-V3's code has it: 0 where all of them vanish. Both sides are multiplied by a
-    power of two, which changes no bit: a gradient divides by the square of the sum, and 1e-40 is no float32."""
+    """scores / (Σ scores + 1e-20), [..., N], as DeepSeek-V3's code has it: 0 where all of them
+    vanish. Both sides are multiplied by a power of two, which changes no bit: a gradient divides
+    by the square of the sum, and 1e-40 is no float32.
+    """
     scores = scores * 2.0**33
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 2.0**33 * 1e-20)
 
 
 def ranked(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
-    """[R, E], by whose largest a token's experts are chosen: the scores themselves; with a bias score + bias, through which no gradient
-    passes; with groups −∞ outside of those whose two best sum to most (2412.19437, section 2.1.2)."""
+    """[R, E], by whose largest a token's experts are chosen: the scores themselves; with a bias
+    score + bias, through which no gradient passes; with groups −∞ outside of those whose two
+    best sum to most (2412.19437, section 2.1.2).
+    """
     rank_RE = score_RE if bias_E is None else jax.lax.stop_gradient(score_RE + bias_E)
     if config.n_group == 1:
         return rank_RE

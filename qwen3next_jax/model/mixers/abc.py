@@ -1,4 +1,5 @@
-"""Attention with bounded-memory control (2110.02488, equations 4 and 9, causal): GSA whose slots hold weighted means.
+"""Attention with bounded-memory control (2110.02488, equations 4 and 9, causal): GSA whose slots
+hold weighted means.
 
 Letters: B batch, T time, H value heads, M slots.
 """
@@ -11,24 +12,41 @@ from qwen3next_jax.ops import linear_scan, max_plus_scan
 
 
 class ABC(GSA):
-    """A slot holds Σ e^{s_j} k_j / Σ e^{s_j} of its document, s = W x: with z = ln Σ e^s, what is written is e^{s − z} and the decay
-    e^{z₋₁ − z}. The sums are kept over e^m, m the largest s so far."""
+    """A slot holds Σ e^{s_j} k_j / Σ e^{s_j} of its document, s = W x: with z = ln Σ e^s, what
+    is written is e^{s − z} and the decay e^{z₋₁ − z}. The sums are kept over e^m, m the largest
+    s so far.
+    """
 
     def inputs(self, x_BTD, context) -> Inputs:
         return Inputs(self.project(x_BTD, context)[0], g=through(x_BTD, self.forget_proj))  # g: s
 
     def gates(self, heads, state):
         common = dict(segment_ids=heads.segment_ids, axis_name=heads.axis_name)
-        m, m_before, largest = max_plus_scan(jnp.zeros_like(heads.g), heads.g, initial_state=state and state["largest"], **common)
+        m, m_before, largest = max_plus_scan(
+            jnp.zeros_like(heads.g), heads.g, initial_state=state and state["largest"], **common
+        )
         m = jnp.where(m == -jnp.inf, 0, m)  # of a row without a token
         change = jnp.where(m_before == -jnp.inf, 0, m_before - m)
         own = jnp.exp(heads.g - m)
-        total, before, last = linear_scan(change, own, initial_state=state and state["total"], **common)
+        total, before, last = linear_scan(
+            change, own, initial_state=state and state["total"], **common
+        )
         starts = before == 0  # nothing to forget; below, no logarithm of it
-        g = jnp.where(starts, 0, change + jnp.log(jnp.where(starts, 1, before)) - jnp.log(jnp.where(total == 0, 1, total)))
-        return jnp.minimum(g, 0), own / jnp.where(total == 0, 1, total), {"largest": largest, "total": last}
+        g = jnp.where(
+            starts,
+            0,
+            change
+            + jnp.log(jnp.where(starts, 1, before))
+            - jnp.log(jnp.where(total == 0, 1, total)),
+        )
+        return (
+            jnp.minimum(g, 0),
+            own / jnp.where(total == 0, 1, total),
+            {"largest": largest, "total": last},
+        )
 
     @classmethod
     def init_cache(cls, config, batch, length):
-        empty = jnp.zeros((batch, config.linear_num_value_heads, config.mixer.slots))  # any m serves a sum of nothing
+        # any m serves a sum of nothing
+        empty = jnp.zeros((batch, config.linear_num_value_heads, config.mixer.slots))
         return super().init_cache(config, batch, length) | {"largest": empty, "total": empty}

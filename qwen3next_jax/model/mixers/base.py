@@ -17,16 +17,19 @@ from qwen3next_jax.model.parameters import Make
 
 
 class Mixer(nnx.Module):
-    """The part of a layer through which tokens see each other. A new one implements `__init__`, `__call__`, `init_cache`,
-    `forward_flops` and, if heads or widths are split over `tensor`, `splits`.
+    """The part of a layer through which tokens see each other. A new one implements `__init__`,
+    `__call__`, `init_cache`, `forward_flops` and, if heads or widths are split over `tensor`,
+    `splits`.
 
-    settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`, `yarn_factor`), of `MixerConfig` ("mixer.window")
+    settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`,
+    `yarn_factor`), of `MixerConfig` ("mixer.window")
       and of `BlockConfig` ("block.rope_scaling"), which are refused where no layer reads them.
-    cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply written over; "state" where it
-      is as large after any number of tokens and has to be restored.
-    in_place: of slots: the mixer gets the caches of all layers that are stacked with it, [layers, B, …], and writes into `context.layer`'s,
-      as to cut it out and put it back is a copy for every token.
-    names_kept: its products and operators name what the backward pass needs of them (`ops.blocks.kept`). Not inherited.
+      cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are
+      simply written over; "state" where it is as large after any number of tokens and has to be
+      restored. in_place: of slots: the mixer gets the caches of all layers that are stacked with
+      it, [layers, B, …], and writes into `context.layer`'s, as to cut it out and put it back is
+      a copy for every token. names_kept: its products and operators name what the backward pass
+      needs of them (`ops.blocks.kept`). Not inherited.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
@@ -38,19 +41,35 @@ class Mixer(nnx.Module):
         """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them."""
         raise NotImplementedError
 
-    def __call__(self, x_BTD: jax.Array, context: Context, cache: dict | None = None) -> tuple[jax.Array, dict[str, Any], dict | None]:
-        """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.diagnose`), the cache after these tokens)."""
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict[str, Any], dict | None]:
+        """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.diagnose`),
+        the cache after these tokens).
+        """
         raise NotImplementedError
 
-    def each_token(self, x_BTD: jax.Array, context: Context, cache: dict) -> tuple[jax.Array, dict[str, Any], dict]:
-        """`__call__` of a few tokens without padding, for a cache of kind "state": the cache after every token, each array
-        [B, T, …], so that the last ones can be taken back. A mixer with a cheaper way than token by token says it here."""
+    def each_token(
+        self, x_BTD: jax.Array, context: Context, cache: dict
+    ) -> tuple[jax.Array, dict[str, Any], dict]:
+        """`__call__` of a few tokens without padding, for a cache of kind "state": the cache
+        after every token, each array [B, T, …], so that the last ones can be taken back. A mixer
+        with a cheaper way than token by token says it here.
+        """
         outputs, caches = [], []
         for t in range(x_BTD.shape[1]):
-            y_B1D, _, cache = self(x_BTD[:, t:t + 1], context._replace(positions=context.positions[:, t:t + 1], each=False), cache)
+            y_B1D, _, cache = self(
+                x_BTD[:, t : t + 1],
+                context._replace(positions=context.positions[:, t : t + 1], each=False),
+                cache,
+            )
             outputs.append(y_B1D)
             caches.append(cache)
-        return jnp.concatenate(outputs, axis=1), {}, jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *caches)
+        return (
+            jnp.concatenate(outputs, axis=1),
+            {},
+            jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *caches),
+        )
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
@@ -59,7 +78,9 @@ class Mixer(nnx.Module):
 
     @staticmethod
     def forward_flops(config: ModelConfig, length: int) -> float:
-        """FLOPs per token, in rows of `length`, of the products that have no parameter; those with one are read off it."""
+        """FLOPs per token, in rows of `length`, of the products that have no parameter; those
+        with one are read off it.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -76,6 +97,6 @@ class Mixer(nnx.Module):
         """Tokens that a device reads of its neighbour's part of a row."""
         return 0
 
-    # config → how its parameters are stored in Hugging Face checkpoints, paths below the mixer; None: it has no Hugging Face form.
+    # config → how its parameters are stored in Hugging Face checkpoints, paths below the mixer;
+    # None: it has no Hugging Face form.
     hf_entries: ClassVar[Callable[[ModelConfig], Iterator[Entry]] | None] = None
-

@@ -1,4 +1,5 @@
-"""Attention for texts longer than those trained on: distances that stay within the trained ones, windows in parallel, selected keys.
+"""Attention for texts longer than those trained on: distances that stay within the trained ones,
+windows in parallel, selected keys.
 
 Letters: see pairwise.py; R rotated dimensions.
 """
@@ -14,19 +15,25 @@ from qwen3next_jax.ops.pair_attention import dot
 
 
 class ReRoPE(Pairwise):
-    """Rotations by the distance up to `mixer.window`, beyond it by the window itself (Su, ReRoPE, 2023): two sets of scores."""
+    """Rotations by the distance up to `mixer.window`, beyond it by the window itself (Su,
+    ReRoPE, 2023): two sets of scores.
+    """
 
     settings = (*Pairwise.settings, "mixer.window")
     leak = False
 
     def queries(self, q_BTNK, t_BT):
-        return rotate(q_BTNK, t_BT, self.config), rotate(q_BTNK, self._far(t_BT, self.config.mixer.window), self.config)
+        return rotate(q_BTNK, t_BT, self.config), rotate(
+            q_BTNK, self._far(t_BT, self.config.mixer.window), self.config
+        )
 
     def keys(self, k_BSMK, s_BS):
         return rotate(k_BSMK, s_BS, self.config), rotate(k_BSMK, self._far(s_BS, 0), self.config)
 
     def _far(self, positions, from_there):
-        """Where a token of the far scores stands: with distance d of the true ones, `window`, or `window` + (d − window) / stretch."""
+        """Where a token of the far scores stands: with distance d of the true ones, `window`, or
+        `window` + (d − window) / stretch.
+        """
         if not self.leak:
             return jnp.full_like(positions, from_there)
         stretch, window = self.config.mixer.stretch, from_there
@@ -45,8 +52,9 @@ class LeakyReRoPE(ReRoPE):
 
 
 class LambdaWindow(ReRoPE):
-    """The Λ-shaped mask of LM-Infinite (2308.16137): `mixer.window` keys and the first `mixer.first_tokens` of the document, distances up
-    to the window."""
+    """The Λ-shaped mask of LM-Infinite (2308.16137): `mixer.window` keys and the first
+    `mixer.first_tokens` of the document, distances up to the window.
+    """
 
     settings = (*ReRoPE.settings, "mixer.first_tokens")
 
@@ -57,14 +65,22 @@ class LambdaWindow(ReRoPE):
     @staticmethod
     def pairs(config, length):
         window, first = min(config.mixer.window, length), config.mixer.first_tokens
-        beyond = length - window  # queries that do not see all: the window, and of the t + 1 − window others at most `first`
+        # queries that do not see all: the window, and of the t + 1 − window others at most `first`
+        beyond = length - window
         few = min(first, beyond)
-        return window * (window + 1) / 2 + beyond * window + few * (few + 1) / 2 + (beyond - few) * first
+        return (
+            window * (window + 1) / 2
+            + beyond * window
+            + few * (few + 1) / 2
+            + (beyond - few) * first
+        )
 
 
 class SelectedTokens(LambdaWindow):
-    """`LambdaWindow` and, of the keys between the two, for each query and head the `mixer.selected` of the highest scores, all as far as
-    the window (in the manner of InfLLM, 2402.04617, token by token)."""
+    """`LambdaWindow` and, of the keys between the two, for each query and head the
+    `mixer.selected` of the highest scores, all as far as the window (in the manner of InfLLM,
+    2402.04617, token by token).
+    """
 
     settings = (*LambdaWindow.settings, "mixer.selected")
 
@@ -84,8 +100,10 @@ class SelectedTokens(LambdaWindow):
 
 
 class ParallelWindows(Pairwise):
-    """Parallel context windows (2212.10947): the first `mixer.contexts` × `mixer.window` tokens of a document are windows that do not see
-    each other and stand at the same places; what follows stands behind them and sees all."""
+    """Parallel context windows (2212.10947): the first `mixer.contexts` × `mixer.window` tokens
+    of a document are windows that do not see each other and stand at the same places; what
+    follows stands behind them and sees all.
+    """
 
     settings = (*Pairwise.settings, "mixer.contexts", "mixer.window")
 
@@ -102,19 +120,30 @@ class ParallelWindows(Pairwise):
 
     def seen(self, t_BC1, s_B1S):
         c = self.config.mixer
-        return (s_B1S <= t_BC1) & ((t_BC1 >= c.contexts * c.window) | (t_BC1 // c.window == s_B1S // c.window))
+        return (s_B1S <= t_BC1) & (
+            (t_BC1 >= c.contexts * c.window) | (t_BC1 // c.window == s_B1S // c.window)
+        )
 
     @staticmethod
     def pairs(config, length):
-        window, together = config.mixer.window, min(config.mixer.contexts * config.mixer.window, length)
+        window, together = (
+            config.mixer.window,
+            min(config.mixer.contexts * config.mixer.window, length),
+        )
         whole, rest = divmod(together, window)
-        return whole * window * (window + 1) / 2 + rest * (rest + 1) / 2 + (length * (length + 1) - together * (together + 1)) / 2
+        return (
+            whole * window * (window + 1) / 2
+            + rest * (rest + 1) / 2
+            + (length * (length + 1) - together * (together + 1)) / 2
+        )
 
 
 class DynamicNTK(Pairwise):
-    """RoPE whose base grows with the text (dynamic NTK scaling): a query at place t ≥ L, the trained context `max_position_embeddings`,
-    turns itself and its keys by θ (f (t + 1) / L − f + 1)^(R / (R − 2)), f = `yarn_factor`. So every token is what it is as the last of
-    its text; implementations that cache rotated keys mix the bases of different lengths."""
+    """RoPE whose base grows with the text (dynamic NTK scaling): a query at place t ≥ L, the
+    trained context `max_position_embeddings`, turns itself and its keys by θ (f (t + 1) / L − f
+    + 1)^(R / (R − 2)), f = `yarn_factor`. So every token is what it is as the last of its text;
+    implementations that cache rotated keys mix the bases of different lengths.
+    """
 
     settings = (*NoPEAttention.settings, "yarn_factor")
     block = 8  # each query has keys of its own: block × T of them
@@ -128,20 +157,33 @@ class DynamicNTK(Pairwise):
     def score(self, q_BCNK, k_BSMK, t_BC1, s_B1S):
         c, (b, queries, n, width) = self.config, q_BCNK.shape
         rotated, half = c.rotary_dim, c.rotary_dim // 2
-        excess = jnp.maximum(c.yarn_factor * (t_BC1 + 1.0) / c.max_position_embeddings - c.yarn_factor + 1, 1)
+        excess = jnp.maximum(
+            c.yarn_factor * (t_BC1 + 1.0) / c.max_position_embeddings - c.yarn_factor + 1, 1
+        )
         log_base_BC1 = jnp.log(c.rope_theta) + jnp.log(excess) * (rotated / (rotated - 2))
         frequency_BC1R = jnp.exp(-log_base_BC1[..., None] * jnp.arange(half) / half)
         angle_BCS1R = ((s_B1S - t_BC1)[..., None] * frequency_BC1R)[:, :, :, None]
-        first, second, rest = jnp.split(k_BSMK.astype(jnp.float32)[:, None], (half, rotated), axis=-1)
+        first, second, rest = jnp.split(
+            k_BSMK.astype(jnp.float32)[:, None], (half, rotated), axis=-1
+        )
         cos, sin = jnp.cos(angle_BCS1R), jnp.sin(angle_BCS1R)
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        k_BCSMK = jnp.concatenate([turned, jnp.broadcast_to(rest, (*turned.shape[:-1], width - rotated))], axis=-1).astype(k_BSMK.dtype)
+        k_BCSMK = jnp.concatenate(
+            [turned, jnp.broadcast_to(rest, (*turned.shape[:-1], width - rotated))], axis=-1
+        ).astype(k_BSMK.dtype)
         q_BCMHK = q_BCNK.reshape(b, queries, k_BSMK.shape[2], -1, width)
-        s_BMHCS = jnp.einsum("bcmhk,bcsmk->bmhcs", q_BCMHK, k_BCSMK, preferred_element_type=jnp.float32) * width**-0.5
+        s_BMHCS = (
+            jnp.einsum("bcmhk,bcsmk->bmhcs", q_BCMHK, k_BCSMK, preferred_element_type=jnp.float32)
+            * width**-0.5
+        )
         return s_BMHCS.reshape(b, n, queries, -1)
 
     @staticmethod
     def check(config):
         GatedAttention.check(config)
-        require(config.rotary_dim > 2, f"the mixer 'dynamic_ntk' with {config.rotary_dim} rotated dimensions (model.head_dim × "
-                "model.partial_rotary_factor): expected more than 2, as its base grows to the power of R / (R − 2)")
+        require(
+            config.rotary_dim > 2,
+            f"the mixer 'dynamic_ntk' with {config.rotary_dim} rotated dimensions (model.head_dim "
+            "× model.partial_rotary_factor): expected more than 2, as its base grows to the power "
+            "of R / (R − 2)",
+        )

@@ -13,7 +13,9 @@ class GatedRetention(RetNet):
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
-        self.decay_proj = make.matrix((config.hidden_size, config.linear_num_value_heads), "embed -> value_heads")
+        self.decay_proj = make.matrix(
+            (config.hidden_size, config.linear_num_value_heads), "embed -> value_heads"
+        )
 
     def log_decay(self, x_BTD):
         return jax.nn.log_sigmoid(through(x_BTD, self.decay_proj)) / TEMPERATURE

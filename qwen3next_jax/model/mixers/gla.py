@@ -1,4 +1,6 @@
-"""Gated linear attention (2312.06635, equations 3–4): a decay per key channel, from a gate of low rank."""
+"""Gated linear attention (2312.06635, equations 3–4): a decay per key channel, from a gate of
+low rank.
+"""
 
 import jax
 
@@ -9,13 +11,20 @@ RANK, TEMPERATURE = 16, 16  # the paper's
 
 
 class GLA(ByChannel):
-    """g = log σ(W₂ W₁ x + b) / 16 per key channel, S ← Diag(e^g) S + k vᵀ, o = Sᵀq / √K; no convolution; SiLU gate."""
+    """g = log σ(W₂ W₁ x + b) / 16 per key channel, S ← Diag(e^g) S + k vᵀ, o = Sᵀq / √K; no
+    convolution; SiLU gate.
+    """
 
     def __init__(self, config, make, layers):
         self.config = c = config
         self.make_projection(make)
         self.decay_down, self.decay_up = low_rank(make, RANK, c.linear_key_head_dim)
-        self.decay_bias = make.parameter(jax.numpy.zeros, (c.linear_num_value_heads, c.linear_key_head_dim), "value_heads .", kind="rate")
+        self.decay_bias = make.parameter(
+            jax.numpy.zeros,
+            (c.linear_num_value_heads, c.linear_key_head_dim),
+            "value_heads .",
+            kind="rate",
+        )
         self.make_output(make)
 
     def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:

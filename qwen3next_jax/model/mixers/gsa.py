@@ -1,4 +1,6 @@
-"""Gated slot attention (2409.07146, equations 7–9): softmax over a bounded number of slots, M, that keep keys and values."""
+"""Gated slot attention (2409.07146, equations 7–9): softmax over a bounded number of slots, M,
+that keep keys and values.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,10 @@ from qwen3next_jax.ops import channel_delta_rule
 
 
 class GSA(ByChannel):
-    """g = log σ(w x) / 8 per slot; Sₖ ← Sₖ e^g + k (1 − e^g)ᵀ, p = softmax(Sₖᵀq), Sᵥ ← e^g Sᵥ + (1 − e^g) vᵀ, o = SiLU(Sᵥᵀp), norm per
-    head. Both states pass operator B, the first with its decay on the value side."""
+    """g = log σ(w x) / 8 per slot; Sₖ ← Sₖ e^g + k (1 − e^g)ᵀ, p = softmax(Sₖᵀq), Sᵥ ← e^g Sᵥ +
+    (1 − e^g) vᵀ, o = SiLU(Sᵥᵀp), norm per head. Both states pass operator B, the first with its
+    decay on the value side.
+    """
 
     settings = ("mixer.slots",)
     temperature = 8  # of the forget gates, the paper's
@@ -17,11 +21,16 @@ class GSA(ByChannel):
     def __init__(self, config, make, layers):
         self.config = c = config
         self.make_projection(make, gate=False)
-        self.forget_proj = make.matrix((c.hidden_size, c.linear_num_value_heads, c.mixer.slots), "embed -> value_heads .")
+        self.forget_proj = make.matrix(
+            (c.hidden_size, c.linear_num_value_heads, c.mixer.slots), "embed -> value_heads ."
+        )
         self.make_output(make)
 
     def inputs(self, x_BTD, context) -> Inputs:
-        return Inputs(self.project(x_BTD, context)[0], g=jax.nn.log_sigmoid(through(x_BTD, self.forget_proj)) / self.temperature)
+        return Inputs(
+            self.project(x_BTD, context)[0],
+            g=jax.nn.log_sigmoid(through(x_BTD, self.forget_proj)) / self.temperature,
+        )
 
     def recurrence(self, heads, state):
         q, k, v, *_, segment_ids, axis_name, _ = heads
@@ -29,9 +38,19 @@ class GSA(ByChannel):
         written_BTHM = written_BTHM.astype(v.dtype)
         common = dict(erase=False, segment_ids=segment_ids, axis_name=axis_name)
         none = jnp.zeros((*v.shape[:3], q.shape[-1]), jnp.float32)
-        scores, keys = channel_delta_rule(q, k, written_BTHM, g=none, value_decay=g, initial_state=state and state["state"], **common)
+        scores, keys = channel_delta_rule(
+            q,
+            k,
+            written_BTHM,
+            g=none,
+            value_decay=g,
+            initial_state=state and state["state"],
+            **common,
+        )
         weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(v.dtype)
-        o, values = channel_delta_rule(weights, written_BTHM, v, g=g, initial_state=state and state["values"], **common)
+        o, values = channel_delta_rule(
+            weights, written_BTHM, v, g=g, initial_state=state and state["values"], **common
+        )
         return jax.nn.silu(o), {"state": keys, "values": values} | states
 
     def gates(self, heads, state):
@@ -41,10 +60,17 @@ class GSA(ByChannel):
     @classmethod
     def init_cache(cls, config, batch, length):
         c, heads = config, (batch, config.linear_num_value_heads)
-        return super().init_cache(config, batch, length) | {"state": jnp.zeros((*heads, c.linear_key_head_dim, c.mixer.slots)),
-                                                            "values": jnp.zeros((*heads, c.mixer.slots, c.linear_value_head_dim))}
+        return super().init_cache(config, batch, length) | {
+            "state": jnp.zeros((*heads, c.linear_key_head_dim, c.mixer.slots)),
+            "values": jnp.zeros((*heads, c.mixer.slots, c.linear_value_head_dim)),
+        }
 
     @classmethod
     def forward_flops(cls, config, length):
         """Two states: decay or write, and read, of each."""
-        return 4 * config.linear_num_value_heads * config.mixer.slots * (config.linear_key_head_dim + config.linear_value_head_dim)
+        return (
+            4
+            * config.linear_num_value_heads
+            * config.mixer.slots
+            * (config.linear_key_head_dim + config.linear_value_head_dim)
+        )

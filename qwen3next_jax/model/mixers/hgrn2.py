@@ -1,4 +1,5 @@
-"""HGRN-2 (2404.07904): what a channel forgets is what it takes in, above a bound that grows with depth.
+"""HGRN-2 (2404.07904): what a channel forgets is what it takes in, above a bound that grows with
+depth.
 
 Letters: B batch, T time, G key heads, H value heads, K key width.
 """
@@ -13,17 +14,21 @@ from qwen3next_jax.model.mixers.recurrent import ByChannel, Inputs
 class HGRN2(ByChannel):
     """f = b + (1 − b) σ(W x), g = ln f, k = 1 − f, q = SiLU(W x), o = Sᵀq; no output gate.
 
-    The bound b is a parameter of each layer and channel that starts at layer / layers; the paper takes a cumulative softmax over
-    the layers, which starts there.
+    The bound b is a parameter of each layer and channel that starts at layer / layers; the paper
+    takes a cumulative softmax over the layers, which starts there.
     """
 
     def __init__(self, config, make, layers):
         self.config = c = config
         shape = (c.linear_num_key_heads, c.linear_key_head_dim)
-        bound = jnp.maximum(jnp.asarray(layers) / c.num_hidden_layers, 0.01).reshape(*make.stack, 1, 1)
+        bound = jnp.maximum(jnp.asarray(layers) / c.num_hidden_layers, 0.01).reshape(
+            *make.stack, 1, 1
+        )
         self.make_projection(make, gate=False)
         logit = jnp.log(bound) - jnp.log1p(-bound)
-        self.bound = make.parameter(lambda shape: jnp.broadcast_to(logit, shape), shape, "key_heads .", kind="rate")
+        self.bound = make.parameter(
+            lambda shape: jnp.broadcast_to(logit, shape), shape, "key_heads .", kind="rate"
+        )
         self.make_output(make)
 
     def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
@@ -34,4 +39,7 @@ class HGRN2(ByChannel):
         key = jax.nn.sigmoid(-self.bound[...]) * jax.nn.sigmoid(-key.astype(jnp.float32))
         g_BTGK = jnp.log1p(-key)
         repeats = self.config.linear_num_value_heads // self.config.linear_num_key_heads
-        return Inputs(jnp.concatenate([jax.nn.silu(q), key.astype(q.dtype), v], axis=-1), g=jnp.repeat(g_BTGK, repeats, axis=2))
+        return Inputs(
+            jnp.concatenate([jax.nn.silu(q), key.astype(q.dtype), v], axis=-1),
+            g=jnp.repeat(g_BTGK, repeats, axis=2),
+        )

@@ -1,4 +1,5 @@
-"""Kimi Delta Attention (2510.26692, equation 1): Gated DeltaNet with a decay per key channel, both gates of low rank.
+"""Kimi Delta Attention (2510.26692, equation 1): Gated DeltaNet with a decay per key channel,
+both gates of low rank.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V their widths.
 """
@@ -14,7 +15,9 @@ from qwen3next_jax.ops import channel_delta_rule
 
 
 class KDA(Recurrent):
-    """g = −e^A softplus(W₂ W₁ x + b) per key channel, β = σ(w x); q and k of length 1; the output gate is a sigmoid."""
+    """g = −e^A softplus(W₂ W₁ x + b) per key channel, β = σ(w x); q and k of length 1; the
+    output gate is a sigmoid.
+    """
 
     settings = ("short_convolution",)
     activation = staticmethod(jax.nn.sigmoid)
@@ -28,30 +31,69 @@ class KDA(Recurrent):
         self.decay_down, self.decay_up = low_rank(make, v, k)
         self.gate_down, self.gate_up = low_rank(make, v, v)
         a_log, dt_bias = START_OF_DECAY[c.decay_init]
-        a_log = uniform_rate(1.0) if c.decay_init == "log_uniform" else a_log  # fla's and transformers' start of this layer
-        self.a_log = make.parameter(lambda shape: a_log(make.rngs.params(), shape), (h,), "value_heads", kind="rate")
-        self.dt_bias = make.parameter(lambda shape: dt_bias(make.rngs.params, shape), (h, k), "value_heads .", kind="rate")
+        # fla's and transformers' start of this layer
+        a_log = uniform_rate(1.0) if c.decay_init == "log_uniform" else a_log
+        self.a_log = make.parameter(
+            lambda shape: a_log(make.rngs.params(), shape), (h,), "value_heads", kind="rate"
+        )
+        self.dt_bias = make.parameter(
+            lambda shape: dt_bias(make.rngs.params, shape), (h, k), "value_heads .", kind="rate"
+        )
         self.make_output(make)
 
     def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
-        step_BTHK = jax.nn.softplus(through(x_BTD, self.decay_down, self.decay_up) + self.dt_bias[...])
-        return Inputs(self.project(x_BTD, context)[0], through(x_BTD, self.gate_down, self.gate_up),
-                      g=-jnp.exp(self.a_log[...])[:, None] * step_BTHK, beta=jax.nn.sigmoid(through(x_BTD, self.beta_proj)))
+        step_BTHK = jax.nn.softplus(
+            through(x_BTD, self.decay_down, self.decay_up) + self.dt_bias[...]
+        )
+        return Inputs(
+            self.project(x_BTD, context)[0],
+            through(x_BTD, self.gate_down, self.gate_up),
+            g=-jnp.exp(self.a_log[...])[:, None] * step_BTHK,
+            beta=jax.nn.sigmoid(through(x_BTD, self.beta_proj)),
+        )
 
     def recurrence(self, heads, state):
         dtype, scale = heads.v.dtype, heads.q.shape[-1] ** -0.5
         o, final = channel_delta_rule(
-            (unit(heads.q) * scale).astype(dtype), unit(heads.k).astype(dtype), heads.v, g=heads.g, beta=heads.beta,
-            initial_state=state and state["state"], segment_ids=heads.segment_ids, axis_name=heads.axis_name)
+            (unit(heads.q) * scale).astype(dtype),
+            unit(heads.k).astype(dtype),
+            heads.v,
+            g=heads.g,
+            beta=heads.beta,
+            initial_state=state and state["state"],
+            segment_ids=heads.segment_ids,
+            axis_name=heads.axis_name,
+        )
         return o, {"state": final}
 
     @staticmethod
     def hf_entries(config):
-        d, h, k, every = config.hidden_size, config.linear_num_value_heads, config.linear_key_head_dim, slice(None)
+        d, h, k, every = (
+            config.hidden_size,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            slice(None),
+        )
         parts = [(name, (every, slice(i * k, (i + 1) * k))) for i, name in enumerate("qkv")]
-        yield Entry("in_proj", (1, 2, 0), tuple(Slice(place, f"self_attn.{name}_proj.weight", (h * k, d)) for name, place in parts))
-        yield Entry("conv_kernel", (1, 2, 0), tuple(Slice(place, f"self_attn.{name}_conv1d.weight",
-                                                          (h * k, 1, config.linear_conv_kernel_dim)) for name, place in parts))
+        yield Entry(
+            "in_proj",
+            (1, 2, 0),
+            tuple(
+                Slice(place, f"self_attn.{name}_proj.weight", (h * k, d)) for name, place in parts
+            ),
+        )
+        yield Entry(
+            "conv_kernel",
+            (1, 2, 0),
+            tuple(
+                Slice(
+                    place,
+                    f"self_attn.{name}_conv1d.weight",
+                    (h * k, 1, config.linear_conv_kernel_dim),
+                )
+                for name, place in parts
+            ),
+        )
         yield one("beta_proj", "self_attn.b_proj.weight", (1, 0), (h, d))
         for path, name in (("decay", "f"), ("gate", "g")):
             yield one(f"{path}_down", f"self_attn.{name}_a_proj.weight", (1, 0), (k, d))

@@ -1,4 +1,6 @@
-"""Linear attention (2006.16236, equations 16–20): softmax's exponential replaced by a product of features."""
+"""Linear attention (2006.16236, equations 16–20): softmax's exponential replaced by a product of
+features.
+"""
 
 import jax
 
@@ -9,8 +11,9 @@ EPSILON = 1e-6  # added to the sum of the weights
 
 
 class Linear(Additive):
-    """o = Sᵀφ(q) / (zᵀφ(q) + ε), S += φ(k) vᵀ, z += φ(k), φ = elu + 1. `mixer.feature_map` "identity" and `mixer.normaliser` off: the
-    plain sum Σ v (k·q)."""
+    """o = Sᵀφ(q) / (zᵀφ(q) + ε), S += φ(k) vᵀ, z += φ(k), φ = elu + 1. `mixer.feature_map`
+    "identity" and `mixer.normaliser` off: the plain sum Σ v (k·q).
+    """
 
     settings = (*Additive.settings, "mixer.feature_map", "mixer.normaliser")
 
@@ -23,7 +26,9 @@ class Linear(Additive):
         return Inputs(self.project(x_BTD, context)[0])
 
     def recurrence(self, heads, state):
-        feature = (lambda x: jax.nn.elu(x) + 1) if self.config.mixer.feature_map == "elu" else lambda x: x
+        feature = (
+            (lambda x: jax.nn.elu(x) + 1) if self.config.mixer.feature_map == "elu" else lambda x: x
+        )
         heads = heads._replace(q=feature(heads.q), k=feature(heads.k))
         if not self.config.mixer.normaliser:
             return super().recurrence(heads, state)
@@ -37,5 +42,9 @@ class Linear(Additive):
     @classmethod
     def check(cls, config):
         settings = config.mixer
-        require(settings.feature_map == "elu" or not settings.normaliser, "model.mixer.normaliser = True with model.mixer.feature_map = "
-                "'identity': the sum of the weights may vanish; set model.mixer.normaliser = False, or the feature map to 'elu'")
+        require(
+            settings.feature_map == "elu" or not settings.normaliser,
+            "model.mixer.normaliser = True with model.mixer.feature_map = "
+            "'identity': the sum of the weights may vanish; set model.mixer.normaliser = False, "
+            "or the feature map to 'elu'",
+        )

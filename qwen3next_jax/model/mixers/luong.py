@@ -1,4 +1,6 @@
-"""Bilinear attention (Luong, 1508.04025, "general"): a matrix of its own between queries and keys. No positions, as `Bahdanau`."""
+"""Bilinear attention (Luong, 1508.04025, "general"): a matrix of its own between queries and
+keys. No positions, as `Bahdanau`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,9 @@ from qwen3next_jax.model.mixers.gated_attention import attend
 
 
 class Luong(Bahdanau):
-    """o_i = Σ_j softmax_j(q_iᵀ W k_j) v_j per head over the tokens up to i; nothing divides by √K, but W starts that small."""
+    """o_i = Σ_j softmax_j(q_iᵀ W k_j) v_j per head over the tokens up to i; nothing divides by
+    √K, but W starts that small.
+    """
 
     def make_score(self, make, n, k):
         start = lambda shape: jax.random.normal(make.rngs.params(), shape) / k
@@ -22,4 +26,7 @@ class Luong(Bahdanau):
     @classmethod
     def forward_flops(cls, config, length):
         """The heads' matrices beside scores and values."""
-        return super().forward_flops(config, length) + 2 * config.num_attention_heads * config.head_dim**2
+        return (
+            super().forward_flops(config, length)
+            + 2 * config.num_attention_heads * config.head_dim**2
+        )

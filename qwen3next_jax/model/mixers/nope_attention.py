@@ -1,4 +1,6 @@
-"""Gated attention without positions, for some layers of a model whose others have them (SmolLM3, Llama 4; 2501.18795)."""
+"""Gated attention without positions, for some layers of a model whose others have them (SmolLM3,
+Llama 4; 2501.18795).
+"""
 
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 

@@ -1,6 +1,8 @@
-"""Gated attention whose scores or mask the fast kernels do not have: `ops.pair_attention`, T × T work.
+"""Gated attention whose scores or mask the fast kernels do not have: `ops.pair_attention`, T × T
+work.
 
-Letters: B batch, T queries, S keys (slots of the cache), C queries of a block, N query heads, M key/value heads, K head width.
+Letters: B batch, T queries, S keys (slots of the cache), C queries of a block, N query heads, M
+key/value heads, K head width.
 """
 
 import jax
@@ -16,8 +18,10 @@ from qwen3next_jax.parallel.rules import TENSOR, activation_spec, local, shards
 
 
 class Pairwise(GatedAttention):
-    """A subclass says what its scores are made of (`queries`, `keys`: trees of arrays), the score of a pair, and which pairs are seen.
-    The cache holds keys as they are, without their place."""
+    """A subclass says what its scores are made of (`queries`, `keys`: trees of arrays), the
+    score of a pair, and which pairs are seen. The cache holds keys as they are, without their
+    place.
+    """
 
     in_place = False
     hf_entries = None
@@ -59,24 +63,52 @@ class Pairwise(GatedAttention):
             k, v = (jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k, v))
 
         def run(q, k, v, t, s, ids, per_head):
-            return pair_attention(q, k, v, score=lambda *pair: self.score(*pair, *per_head), seen=self.seen, positions=t, kv_positions=s,
-                                  segment_ids=ids, kv_segment_ids=ids, best=self.best, axis_name=context.time_axis, block=self.block)
-        heads, tokens = activation_spec("batch", context.time, "heads"), activation_spec("batch", context.time)
+            return pair_attention(
+                q,
+                k,
+                v,
+                score=lambda *pair: self.score(*pair, *per_head),
+                seen=self.seen,
+                positions=t,
+                kv_positions=s,
+                segment_ids=ids,
+                kv_segment_ids=ids,
+                best=self.best,
+                axis_name=context.time_axis,
+                block=self.block,
+            )
+
+        heads, tokens = (
+            activation_spec("batch", context.time, "heads"),
+            activation_spec("batch", context.time),
+        )
         in_specs = (heads, heads, heads, tokens, tokens, tokens, activation_spec("heads"))
-        o = local(run, mesh, in_specs, heads)(self.queries(q_BTNK, t_BT), self.keys(k, s_BS), v, t_BT, s_BS, ids, self.per_head())
+        o = local(run, mesh, in_specs, heads)(
+            self.queries(q_BTNK, t_BT), self.keys(k, s_BS), v, t_BT, s_BS, ids, self.per_head()
+        )
         return o, cache
 
     def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context):
-        """`first_token_share` and the gate's, see `GatedAttention`; the largest logit is not measured."""
+        """`first_token_share` and the gate's, see `GatedAttention`; the largest logit is not
+        measured.
+        """
         first_BT = context.positions == 0
-        indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
+        indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(
+            k_BTMK.dtype
+        )
         counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
-        found = {"first_token_share": token_mean(self.attend(q_BTNK, k_BTMK, indicator_BTMK, context)[0][..., 0], counted_BT)}
+        found = {
+            "first_token_share": token_mean(
+                self.attend(q_BTNK, k_BTMK, indicator_BTMK, context)[0][..., 0], counted_BT
+            )
+        }
         if gate_BTNK is None:
             return found
         open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
-        return found | {"gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
-                        "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted))}
+        return found | {
+            "gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
+            "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted)),
+        }
 
     @classmethod
     def forward_flops(cls, config, length):
@@ -90,8 +122,11 @@ class Pairwise(GatedAttention):
 
 
 class Masked(Pairwise):
-    """Attention under `mixer.mask`. prefix (1905.03197, 1910.10683): the first `mixer.prefix_tokens` of a document, an encoder's, see each
-    other, the others, a decoder's, what is before them: encoder and decoder in one row. bidirectional: every token sees its document."""
+    """Attention under `mixer.mask`. prefix (1905.03197, 1910.10683): the first
+    `mixer.prefix_tokens` of a document, an encoder's, see each other, the others, a decoder's,
+    what is before them: encoder and decoder in one row. bidirectional: every token sees its
+    document.
+    """
 
     settings = (*Pairwise.settings, "mixer.mask", "mixer.prefix_tokens")
 
@@ -104,23 +139,39 @@ class Masked(Pairwise):
 
     def attend(self, q_BTNK, k_BTMK, v_BTMK, context, cache=None):
         if cache is not None and self.config.mixer.mask == "bidirectional":
-            raise UserError("model.mixer.mask = 'bidirectional': a token's state changes with the tokens after it, so that no cache can "
-                            "continue a text: expected 'causal' or 'prefix' to generate")
+            raise UserError(
+                "model.mixer.mask = 'bidirectional': a token's state changes with the tokens "
+                "after it, so that no cache can "
+                "continue a text: expected 'causal' or 'prefix' to generate"
+            )
         return super().attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
 
     @staticmethod
     def check(config):
         GatedAttention.check(config)
         c = config.mixer
-        require((c.mask == "prefix") == (c.prefix_tokens > 0), f"model.mixer.mask = {c.mask!r} with model.mixer.prefix_tokens = "
-                f"{c.prefix_tokens}: expected mask = 'prefix' and 1 or more, or another mask and 0")
-        own = config.mtp_depth and issubclass(resolve(MIXERS, config.full_mixer, "model.full_mixer"), Masked)
-        require(c.mask == "causal" or not own, f"model.mixer.mask = {c.mask!r} with model.full_mixer = {config.full_mixer!r} and "
-                f"model.mtp_depth = {config.mtp_depth}: the module would see the token that it predicts: expected mtp_depth = 0, or "
-                "another full_mixer, these layers named by layer_types")
+        require(
+            (c.mask == "prefix") == (c.prefix_tokens > 0),
+            f"model.mixer.mask = {c.mask!r} with model.mixer.prefix_tokens = "
+            f"{c.prefix_tokens}: expected mask = 'prefix' and 1 or more, or another mask and 0",
+        )
+        own = config.mtp_depth and issubclass(
+            resolve(MIXERS, config.full_mixer, "model.full_mixer"), Masked
+        )
+        require(
+            c.mask == "causal" or not own,
+            f"model.mixer.mask = {c.mask!r} with model.full_mixer = {config.full_mixer!r} and "
+            f"model.mtp_depth = {config.mtp_depth}: the module would see the token that it "
+            "predicts: expected mtp_depth = 0, or "
+            "another full_mixer, these layers named by layer_types",
+        )
 
     @staticmethod
     def pairs(config, length):
         prefix = min(config.mixer.prefix_tokens, length)
         causal = length * (length + 1) / 2
-        return length**2 if config.mixer.mask == "bidirectional" else causal + prefix * (prefix - 1) / 2
+        return (
+            length**2
+            if config.mixer.mask == "bidirectional"
+            else causal + prefix * (prefix - 1) / 2
+        )

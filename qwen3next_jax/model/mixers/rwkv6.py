@@ -1,4 +1,5 @@
-"""RWKV-6 (2404.05892, equations 13–20): a decay per channel, a bonus for the current token, and inputs that mix it with the last one.
+"""RWKV-6 (2404.05892, equations 13–20): a decay per channel, a bonus for the current token, and
+inputs that mix it with the last one.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths.
 """
@@ -14,14 +15,20 @@ PARTS, RANK, DECAY_RANK = ("decay", "key", "value", "receptance", "gate"), 32, 6
 
 
 class RWKV6(Shifted):
-    """g = −e^w, w = w₀ + W₂ tanh(W₁ x_w); o_t = S_{t−1}ᵀr + (Σ r u k) v, S ← Diag(e^g) S + k vᵀ; LayerNorm per head, SiLU gate; five
-    inputs mixed with the token before."""
+    """g = −e^w, w = w₀ + W₂ tanh(W₁ x_w); o_t = S_{t−1}ᵀr + (Σ r u k) v, S ← Diag(e^g) S + k vᵀ;
+    LayerNorm per head, SiLU gate; five inputs mixed with the token before.
+    """
 
     read = "before"
 
     def __init__(self, config, make, layers):
         self.config = c = config
-        d, g, h, k = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim
+        d, g, h, k = (
+            c.hidden_size,
+            c.linear_num_key_heads,
+            c.linear_num_value_heads,
+            c.linear_key_head_dim,
+        )
         v = h // g * c.linear_value_head_dim
         half = lambda shape: jnp.full(shape, 0.5)
         self.make_mixing(make, len(PARTS), RANK)
@@ -35,10 +42,16 @@ class RWKV6(Shifted):
 
     def inputs(self, x_BTE: jax.Array, context: Context) -> Inputs:
         of, dtype = dict(zip(PARTS, self.mixed(x_BTE))), x_BTE.dtype
-        part = lambda name: jnp.einsum("btd,dgc->btgc", of[name], getattr(self, f"{name}_proj")[...].astype(dtype))
+        part = lambda name: jnp.einsum(
+            "btd,dgc->btgc", of[name], getattr(self, f"{name}_proj")[...].astype(dtype)
+        )
         low = jnp.tanh(through(of["decay"], self.decay_down)).astype(dtype)
         w_BTHK = self.decay[...] + through(low, self.decay_up)
-        return Inputs(jnp.concatenate([part("receptance"), part("key"), part("value")], axis=-1), part("gate"), g=-jnp.exp(w_BTHK))
+        return Inputs(
+            jnp.concatenate([part("receptance"), part("key"), part("value")], axis=-1),
+            part("gate"),
+            g=-jnp.exp(w_BTHK),
+        )
 
     def head_weights(self):
         return (self.bonus[...],)

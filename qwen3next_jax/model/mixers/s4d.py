@@ -1,6 +1,7 @@
 """S4D (2206.11893): every channel a small state whose decay is complex, constant and learned.
 
-Letters: B batch, T time, D model, H heads of V channels (only to be split over `tensor`), N pairs of conjugate numbers a channel keeps.
+Letters: B batch, T time, D model, H heads of V channels (only to be split over `tensor`), N
+pairs of conjugate numbers a channel keeps.
 """
 
 import jax
@@ -13,8 +14,9 @@ from qwen3next_jax.parallel.rules import activation_spec, local
 
 
 class S4D(Mixer):
-    """h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C h) + D x, x = W x, GELU, and a projection whose one half gates the other (σ). A
-    starts at −½ + i π n ("S4D-Lin"). Of linear_num_value_heads × linear_value_head_dim channels, `mixer.state_size` / 2 pairs each.
+    """h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C h) + D x, x = W x, GELU, and a
+    projection whose one half gates the other (σ). A starts at −½ + i π n ("S4D-Lin"). Of
+    linear_num_value_heads × linear_value_head_dim channels, `mixer.state_size` / 2 pairs each.
 
     Diagnostics, per head [H]: half_life, ln 2 / (Δ · −Re A), the longest of its channels.
     """
@@ -23,38 +25,76 @@ class S4D(Mixer):
 
     def __init__(self, config, make, layers):
         c = config
-        d, h, v, n = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim, c.mixer.state_size // 2
+        d, h, v, n = (
+            c.hidden_size,
+            c.linear_num_value_heads,
+            c.linear_value_head_dim,
+            c.mixer.state_size // 2,
+        )
         self.in_proj = make.matrix((d, h, v), "embed -> value_heads .")
         normal = lambda shape: jax.random.normal(make.rngs.params(), shape)
-        step = lambda shape: jax.random.uniform(make.rngs.params(), shape, minval=jnp.log(1e-3), maxval=jnp.log(0.1))
+        step = lambda shape: jax.random.uniform(
+            make.rngs.params(), shape, minval=jnp.log(1e-3), maxval=jnp.log(0.1)
+        )
         self.log_step = make.parameter(step, (h, v), "value_heads .", kind="rate")
-        self.a_log = make.parameter(lambda shape: jnp.full(shape, jnp.log(0.5)), (h, v, n), "value_heads . .", kind="rate")
+        self.a_log = make.parameter(
+            lambda shape: jnp.full(shape, jnp.log(0.5)), (h, v, n), "value_heads . .", kind="rate"
+        )
         turns = lambda shape: jnp.broadcast_to(jnp.pi * jnp.arange(n), shape)
         self.a_imag = make.parameter(turns, (h, v, n), "value_heads . .", kind="rate")
-        self.read = make.parameter(normal, (h, v, n, 2), "value_heads . . .", kind="vector", operand=False)  # real and imaginary part
+        # real and imaginary part
+        self.read = make.parameter(
+            normal, (h, v, n, 2), "value_heads . . .", kind="vector", operand=False
+        )
         self.skip = make.parameter(normal, (h, v), "value_heads .", kind="rate")
         self.out_proj = make.matrix((h, v, 2, d), "value_heads . -> * embed")
 
     def __call__(self, x_BTD, context, cache=None):
-        rows, heads, state = (activation_spec(*axes) for axes in (("batch", context.time, "heads"), ("heads",), ("batch", "heads")))
+        rows, heads, state = (
+            activation_spec(*axes)
+            for axes in (("batch", context.time, "heads"), ("heads",), ("batch", "heads"))
+        )
 
         def run(x, log_step, a_log, a_imag, c, skip, ids, before):
             a = jax.lax.complex(-jnp.exp(a_log), a_imag)
             rate = jnp.exp(log_step)[..., None] * a
             write = jnp.expm1(rate) / a
-            read = lambda h, x: 2 * jnp.einsum("bthvn,hvn->bthv", h, jax.lax.complex(c[..., 0], c[..., 1])).real + skip * x
+            read = lambda h, x: (
+                2 * jnp.einsum("bthvn,hvn->bthv", h, jax.lax.complex(c[..., 0], c[..., 1])).real
+                + skip * x
+            )
             before = jnp.zeros((x.shape[0], *a.shape), a.dtype) if before is None else before
-            return expanded_scan(lambda x: (rate, write * x[..., None]), read, x, before, segment_ids=ids, axis_name=context.time_axis)
-        x_BTHV = jnp.einsum("btd,dhv->bthv", x_BTD, self.in_proj[...].astype(x_BTD.dtype)).astype(jnp.float32)
+            return expanded_scan(
+                lambda x: (rate, write * x[..., None]),
+                read,
+                x,
+                before,
+                segment_ids=ids,
+                axis_name=context.time_axis,
+            )
+
+        x_BTHV = jnp.einsum("btd,dhv->bthv", x_BTD, self.in_proj[...].astype(x_BTD.dtype)).astype(
+            jnp.float32
+        )
         in_specs = (rows, *(heads,) * 5, activation_spec("batch", context.time), state)
-        weights = (x[...].astype(jnp.float32) for x in (self.log_step, self.a_log, self.a_imag, self.read, self.skip))
+        weights = (
+            x[...].astype(jnp.float32)
+            for x in (self.log_step, self.a_log, self.a_imag, self.read, self.skip)
+        )
         y_BTHV, state_BHVN = local(run, context.mesh, in_specs, (rows, state))(
-            x_BTHV, *weights, context.segment_ids, cache and cache["state"])
+            x_BTHV, *weights, context.segment_ids, cache and cache["state"]
+        )
         y_BTHV = jax.nn.gelu(y_BTHV).astype(x_BTD.dtype)
         y_BTPD = jnp.einsum("bthv,hvpd->btpd", y_BTHV, self.out_proj[...].astype(x_BTD.dtype))
-        half_life = jnp.log(2) / jnp.min(jnp.exp(self.a_log[...] + self.log_step[...][..., None]), axis=(-2, -1))
+        half_life = jnp.log(2) / jnp.min(
+            jnp.exp(self.a_log[...] + self.log_step[...][..., None]), axis=(-2, -1)
+        )
         diagnostics = {"half_life": half_life} if context.diagnose else {}
-        return y_BTPD[:, :, 0] * jax.nn.sigmoid(y_BTPD[:, :, 1]), diagnostics, cache and {"state": state_BHVN}
+        return (
+            y_BTPD[:, :, 0] * jax.nn.sigmoid(y_BTPD[:, :, 1]),
+            diagnostics,
+            cache and {"state": state_BHVN},
+        )
 
     @staticmethod
     def init_cache(config, batch, length):
@@ -64,12 +104,20 @@ class S4D(Mixer):
     @staticmethod
     def forward_flops(config, length):
         """Write and read of every channel's state."""
-        return 4 * config.linear_num_value_heads * config.linear_value_head_dim * config.mixer.state_size
+        return (
+            4
+            * config.linear_num_value_heads
+            * config.linear_value_head_dim
+            * config.mixer.state_size
+        )
 
     @staticmethod
     def check(config):
-        require(config.mixer.state_size % 2 == 0, f"model.mixer.state_size = {config.mixer.state_size} with the mixer 's4d': expected an "
-                "even number, as a channel keeps pairs of conjugates")
+        require(
+            config.mixer.state_size % 2 == 0,
+            f"model.mixer.state_size = {config.mixer.state_size} with the mixer 's4d': expected an "
+            "even number, as a channel keeps pairs of conjugates",
+        )
 
     @staticmethod
     def splits(config):

@@ -1,4 +1,5 @@
-"""Titans' long-term memory (2501.00663, equations 9–14), a linear one: a surprise has momentum, and the memory forgets.
+"""Titans' long-term memory (2501.00663, equations 9–14), a linear one: a surprise has momentum,
+and the memory forgets.
 
 Letters: B batch, T time, H value heads, K/V widths.
 """
@@ -11,9 +12,12 @@ from qwen3next_jax.model.mixers.ttt import by_block, stepped
 
 
 class Titans(Recurrent):
-    """P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, with q and k of length 1 and α, η, 1 − α = σ(W x + b). The gradient is taken
-    at the M of the start of each `mixer.block` tokens of a document; θ = σ(w x + b) / mixer.block, so that a block of equal keys does not
-    overshoot. Blocks of one token without momentum are Gated DeltaNet's. Its diagnostic beta is the mean of η and θ."""
+    """P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, with q and k of length 1 and α, η, 1
+    − α = σ(W x + b). The gradient is taken at the M of the start of each `mixer.block` tokens of
+    a document; θ = σ(w x + b) / mixer.block, so that a block of equal keys does not overshoot.
+    Blocks of one token without momentum are Gated DeltaNet's. Its diagnostic beta is the mean of
+    η and θ.
+    """
 
     settings = ("short_convolution", "mixer.block")
 
@@ -29,17 +33,28 @@ class Titans(Recurrent):
 
     def inputs(self, x_BTD, context) -> Inputs:
         logits_BTH3 = through(x_BTD, self.gates_proj) + self.gates_bias[...]
-        momentum_rate = jax.nn.sigmoid(logits_BTH3[..., 1:]) / jnp.array([1, self.config.mixer.block])
-        return Inputs(self.project(x_BTD, context)[0], g=jax.nn.log_sigmoid(logits_BTH3[..., 0]), beta=momentum_rate)
+        momentum_rate = jax.nn.sigmoid(logits_BTH3[..., 1:]) / jnp.array(
+            [1, self.config.mixer.block]
+        )
+        return Inputs(
+            self.project(x_BTD, context)[0],
+            g=jax.nn.log_sigmoid(logits_BTH3[..., 0]),
+            beta=momentum_rate,
+        )
 
     def recurrence(self, heads, state):
         def step(state, token):
             q, k, v, gates_BH3 = token
             kept, momentum, rate = (gates_BH3[..., i, None, None] for i in range(3))
-            surprise = k[..., None] * (jnp.einsum("bhkv,bhk->bhv", state["start"], k) - v)[..., None, :]
+            surprise = (
+                k[..., None] * (jnp.einsum("bhkv,bhk->bhv", state["start"], k) - v)[..., None, :]
+            )
             p = momentum * state["momentum"] - rate * surprise
             m = kept * state["state"] + p
-            return stepped(state | {"momentum": p}, m, self.config.mixer.block), jnp.einsum("bhkv,bhk->bhv", m, q)
+            return stepped(state | {"momentum": p}, m, self.config.mixer.block), jnp.einsum(
+                "bhkv,bhk->bhv", m, q
+            )
+
         gates = jnp.concatenate([jnp.exp(heads.g)[..., None], heads.beta], axis=-1)
         return by_block(step, heads._replace(q=unit(heads.q), k=unit(heads.k)), gates, state)
 

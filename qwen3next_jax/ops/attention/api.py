@@ -1,6 +1,7 @@
 """Causal grouped-query attention over packed documents, in memory linear in the length.
 
-Letters: B batch, T time, N query heads, M key/value heads (query head n reads head n // (N // M)), D head width.
+Letters: B batch, T time, N query heads, M key/value heads (query head n reads head n // (N //
+M)), D head width.
 """
 
 import functools
@@ -14,23 +15,36 @@ from qwen3next_jax.ops.tpu import tpu
 IMPLEMENTATIONS = ("xla", "splash", "tokamax")
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Array | None = None,
-              scale: float | None = None, implementation: str | None = None, axis_name: str | None = None) -> jax.Array:
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    axis_name: str | None = None,
+) -> jax.Array:
     """softmax(scale · q kᵀ) v over the keys up to the query, with float32 softmax.
 
     Args:
       q: [B, T, N, D].
       k, v: [B, T, M, D] with N % M == 0.
-      segment_ids: [B, T] integers or None: positive and non-decreasing along T, one id per document, 0 for padding at the
+      segment_ids: [B, T] integers or None: positive and non-decreasing along T, one id per
+      document, 0 for padding at the
         end. A query sees keys of its own segment only.
       scale: of the scores; None means D^-1/2.
-      implementation: "xla" (blockwise), "splash" (TPU; on CPU it runs interpreted), "tokamax" (its kernels on an H100 or H200, XLA's form
-        on a CPU; a training step with them stopped: docs/gpu.md), or None: "splash" on TPU, "xla" elsewhere and where that does not apply.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order; every array is then this shard's part, the
+      implementation: "xla" (blockwise), "splash" (TPU; on CPU it runs interpreted), "tokamax"
+      (its kernels on an H100 or H200, XLA's form
+        on a CPU; a training step with them stopped: docs/gpu.md), or None: "splash" on TPU,
+        "xla" elsewhere and where that does not apply.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; every array is
+      then this shard's part, the
         segment ids are those of the whole row, and T must be even.
 
     Returns:
-      o: [B, T, N, D] in q's dtype. Padding rows hold something finite and give no gradient to other rows.
+      o: [B, T, N, D] in q's dtype. Padding rows hold something finite and give no gradient to
+      other rows.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
@@ -39,11 +53,17 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
     _check(q, k, v, segment_ids, implementation)
     if implementation == "tokamax":
         from qwen3next_jax.ops.attention import pallas_gpu  # a second to import
-        if why := pallas_gpu.refusal(*(x[:, :x.shape[1] // (1 if axis_name is None else 2)] for x in (q, k, v))):  # two blocks of a shard
+
+        # two blocks of a shard
+        if why := pallas_gpu.refusal(
+            *(x[:, : x.shape[1] // (1 if axis_name is None else 2)] for x in (q, k, v))
+        ):
             raise NotImplementedError(f"implementation='tokamax' {why}; use 'xla'")
     if axis_name is not None:
         _check_split(axis_name, q)
-    options = dispatch.Options(implementation, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    options = dispatch.Options(
+        implementation, q.shape[-1] ** -0.5 if scale is None else float(scale)
+    )
     if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
         return ring.attention(options, axis_name, q, k, v, segment_ids)
     return _operator(options, q, k, v, segment_ids, segment_ids)
@@ -54,16 +74,23 @@ def _check(q, k, v, segment_ids, implementation):
     checks.shapes(q=(q, "BTND"), k=(k, "BTMD"), v=(v, "BTMD"), segment_ids=(segment_ids, "BT"))
     checks.integers(segment_ids=segment_ids)
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} heads and k {k.shape[2]}: expected query heads to be a multiple of key heads")
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k {k.shape[2]}: expected query heads to be a multiple "
+            "of key heads"
+        )
 
 
 def _check_split(axis_name, q):
     if q.shape[1] % 2 and jax.lax.axis_size(axis_name) > 1:
-        raise ValueError(f"q has {q.shape[1]} tokens a shard of axis {axis_name!r}: expected an even number, as each shard works "
-                         "on two blocks of the row; the row's length must be a multiple of twice the axis' size")
+        raise ValueError(
+            f"q has {q.shape[1]} tokens a shard of axis {axis_name!r}: expected an even number, "
+            "as each shard works "
+            "on two blocks of the row; the row's length must be a multiple of twice the axis' size"
+        )
 
 
-# ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------
+# ---- one custom gradient outside, the choice of platform inside forward and inside backward
+# ----------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,7 +100,8 @@ def _operator(options, *inputs):
 
 def _operator_forward(options, *inputs):
     o, logsumexp_BNT = dispatch.forward(options, *inputs)
-    order = (0, 2, 1, 3) if tpu() else (0, 1, 2, 3)  # splash's, of heads and tokens: what is kept is not turned, and back
+    # splash's, of heads and tokens: what is kept is not turned, and back
+    order = (0, 2, 1, 3) if tpu() else (0, 1, 2, 3)
     o, logsumexp_BNT = blocks.kept((o.transpose(order), logsumexp_BNT), "attention")
     return (o := o.transpose(order)), (inputs, o, logsumexp_BNT)
 

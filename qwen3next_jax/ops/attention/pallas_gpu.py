@@ -1,7 +1,7 @@
 """Attention over packed documents by tokamax's kernels for Hopper GPUs (docs/gpu.md).
 
-The keys that a query sees are those from the start of its document to its end, as ids do not decrease along a row; of causal attention,
-up to its own. Letters as in `xla`.
+The keys that a query sees are those from the start of its document to its end, as ids do not
+decrease along a row; of causal attention, up to its own. Letters as in `xla`.
 """
 
 import functools
@@ -33,41 +33,87 @@ def refusal(q, k, v) -> str:
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal):
     sm90 = of_tokamax("attention.pallas_mosaic_gpu_kernel_sm90")
     config = sm90.Config(block_q=64, block_kv=64 if q.shape[3] == 256 else 128, num_stages=2)
-    kernel = functools.partial(sm90.flash_attention_kernel, bias=None, mask=None, is_causal=causal, logits_soft_cap=None,
-                               logits_scale=scale, out_dtype=q.dtype, normalize_output=True, return_residuals=True,
-                               use_stable_softmax=True, rescale_threshold=1.0, config=config)
-    o, (largest_BNT, total_BNT) = jax.vmap(lambda q, k, v, start, end: kernel(q, k, v, k_start=start, k_end=end))(
-        q, k, v, *_seen(segment_ids, kv_segment_ids))
+    kernel = functools.partial(
+        sm90.flash_attention_kernel,
+        bias=None,
+        mask=None,
+        is_causal=causal,
+        logits_soft_cap=None,
+        logits_scale=scale,
+        out_dtype=q.dtype,
+        normalize_output=True,
+        return_residuals=True,
+        use_stable_softmax=True,
+        rescale_threshold=1.0,
+        config=config,
+    )
+    o, (largest_BNT, total_BNT) = jax.vmap(
+        lambda q, k, v, start, end: kernel(q, k, v, k_start=start, k_end=end)
+    )(q, k, v, *_seen(segment_ids, kv_segment_ids))
     return o, jnp.where(total_BNT > 0, largest_BNT + jnp.log(total_BNT), xla.UNSEEN)
 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal):
     sm90 = of_tokamax("attention.pallas_mosaic_gpu_vjp_kernel_sm90")
-    # Two warpgroups that compute have 168 registers each, one has 255: with heads of 256 channels it spills less.
-    config = sm90.Config(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_stages=2,
-                         compute_wgs=1 if q.shape[3] == 256 else 2)
-    kernel = functools.partial(sm90.flash_attention_vjp_kernel, bias=None, mask=None, is_causal=causal, logits_soft_cap=None,
-                               logits_scale=scale, ds_dtype=None, config=config)
+    # Two warpgroups that compute have 168 registers each, one has 255: with heads of 256 channels
+    # it spills less.
+    config = sm90.Config(
+        block_q_dkv=64,
+        block_kv_dkv=64,
+        block_q_dq=64,
+        block_kv_dq=64,
+        num_stages=2,
+        compute_wgs=1 if q.shape[3] == 256 else 2,
+    )
+    kernel = functools.partial(
+        sm90.flash_attention_vjp_kernel,
+        bias=None,
+        mask=None,
+        is_causal=causal,
+        logits_soft_cap=None,
+        logits_scale=scale,
+        ds_dtype=None,
+        config=config,
+    )
 
     def one(q, k, v, o, logsumexp, do, start, end):  # weights are exp(score − logsumexp) / 1
-        return kernel(q, k, v, (logsumexp, jnp.ones_like(logsumexp)), o, do, k_start=start, k_end=end)[:3]
-    dq, dk, dv = jax.vmap(one)(q, k, v, o.astype(q.dtype), logsumexp_BNT, do.astype(q.dtype), *_seen(segment_ids, kv_segment_ids))
+        return kernel(
+            q, k, v, (logsumexp, jnp.ones_like(logsumexp)), o, do, k_start=start, k_end=end
+        )[:3]
+
+    dq, dk, dv = jax.vmap(one)(
+        q,
+        k,
+        v,
+        o.astype(q.dtype),
+        logsumexp_BNT,
+        do.astype(q.dtype),
+        *_seen(segment_ids, kv_segment_ids),
+    )
     return dq, dk, dv
 
 
 def _seen(segment_ids, kv_segment_ids):
-    """[B, 1, T] the first key of each query's document, and the one behind its last; None where a row is one document. One limit for all
-    heads: tokamax 0.0.17 takes those of another head for the gradients of keys that several query heads share."""
+    """[B, 1, T] the first key of each query's document, and the one behind its last; None where
+    a row is one document. One limit for all heads: tokamax 0.0.17 takes those of another head
+    for the gradients of keys that several query heads share.
+    """
     if segment_ids is None:
         return None, None
     last = jnp.iinfo(jnp.int32).max
-    ids_BT, kv_ids_BS = (jnp.where(ids > 0, ids, last).astype(jnp.int32) for ids in (segment_ids, kv_segment_ids))
-    search = lambda side: jax.vmap(functools.partial(jnp.searchsorted, side=side))(kv_ids_BS, ids_BT).astype(jnp.int32)[:, None]
+    ids_BT, kv_ids_BS = (
+        jnp.where(ids > 0, ids, last).astype(jnp.int32) for ids in (segment_ids, kv_segment_ids)
+    )
+    search = lambda side: jax.vmap(functools.partial(jnp.searchsorted, side=side))(
+        kv_ids_BS, ids_BT
+    ).astype(jnp.int32)[:, None]
     return search("left"), search("right")
 
 
 def worst(width: int, kernels=None) -> tuple[str, float]:
-    """The result in which the kernels and the XLA form differ most: three documents and padding, two query heads a key head."""
+    """The result in which the kernels and the XLA form differ most: three documents and padding,
+    two query heads a key head.
+    """
     rng = np.random.default_rng(0)
     array = lambda heads: jnp.asarray(rng.normal(size=(2, 2 * ROWS, heads, width)), jnp.bfloat16)
     q, k, v, do = array(4), array(2), array(2), array(4)

@@ -1,17 +1,23 @@
-"""Causal attention over a sequence split over a mesh axis: a ring of keys, with equal work on every shard.
+"""Causal attention over a sequence split over a mesh axis: a ring of keys, with equal work on
+every shard.
 
-The row is cut into 2n blocks for n shards. Shard i holds blocks 2i and 2i+1, in order; inside this operator it works on
-blocks i and 2n-1-i instead, exchanged by two `ppermute`s before and after, because the causal mask gives late queries more
-keys: in order, the last shard would have twice the average work. Keys and values then travel round the ring. With the
-keys of shard j (blocks j and 2n-1-j) shard i != j has two pairs of blocks to do, none of which the causal mask cuts:
+The row is cut into 2n blocks for n shards. Shard i holds blocks 2i and 2i+1, in order; inside
+this operator it works on blocks i and 2n-1-i instead, exchanged by two `ppermute`s before and
+after, because the causal mask gives late queries more keys: in order, the last shard would have
+twice the average work. Keys and values then travel round the ring. With the keys of shard j
+(blocks j and 2n-1-j) shard i != j has two pairs of blocks to do, none of which the causal mask
+cuts:
 
     its high block (2n-1-i) with the low keys (j) - always; and
-    its low block (i) with the low keys where j < i, its high block with the high keys (2n-1-j) where j > i.
+    its low block (i) with the low keys where j < i, its high block with the high keys (2n-1-j)
+    where j > i.
 
-With its own keys it has plain causal attention over both blocks, one after the other. Every piece runs through `dispatch`;
-pieces of one query are combined by their logsumexp. A pair of blocks that share no document is skipped.
+With its own keys it has plain causal attention over both blocks, one after the other. Every
+piece runs through `dispatch`; pieces of one query are combined by their logsumexp. A pair of
+blocks that share no document is skipped.
 
-Letters: B batch, T tokens of a shard, N query heads, M key/value heads, D head width; n shards, i this one.
+Letters: B batch, T tokens of a shard, N query heads, M key/value heads, D head width; n shards,
+i this one.
 """
 
 import functools
@@ -26,22 +32,30 @@ from qwen3next_jax.ops.attention import dispatch, xla
 def attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
     """o [B, T, N, D] of this shard's queries over the whole row."""
     n = jax.lax.axis_size(axis_name)
-    q, k, v, segment_ids = (None if x is None else _to_balanced(x, axis_name, n) for x in (q, k, v, segment_ids))
+    q, k, v, segment_ids = (
+        None if x is None else _to_balanced(x, axis_name, n) for x in (q, k, v, segment_ids)
+    )
     return _from_balanced(_ring(options, axis_name, q, k, v, segment_ids), axis_name, n)
 
 
-# ---- which shard works on which block -----------------------------------------------------------------------------
+# ---- which shard works on which block
+# -----------------------------------------------------------------------------
 
 
 def _owners(n: int):
-    """For the even and for the odd blocks: (shard that holds the block in order, shard that works on it)."""
+    """For the even and for the odd blocks: (shard that holds the block in order, shard that
+    works on it).
+    """
     worker = lambda block: min(block, 2 * n - 1 - block)
     return tuple([(i, worker(2 * i + odd)) for i in range(n)] for odd in (0, 1))
 
 
 def _to_balanced(x, axis_name, n):
     """[B, T, ...] blocks 2i, 2i+1 → blocks i, 2n-1-i."""
-    even, odd = (jax.lax.ppermute(block, axis_name, pairs) for block, pairs in zip(jnp.split(x, 2, axis=1), _owners(n)))
+    even, odd = (
+        jax.lax.ppermute(block, axis_name, pairs)
+        for block, pairs in zip(jnp.split(x, 2, axis=1), _owners(n))
+    )
     return _in_order(even, odd, axis_name)
 
 
@@ -49,7 +63,10 @@ def _from_balanced(x, axis_name, n):
     low, high = jnp.split(x, 2, axis=1)
     even, odd = jnp.split(_in_order(low, high, axis_name), 2, axis=1)
     back = [[(worker, holder) for holder, worker in pairs] for pairs in _owners(n)]
-    return jnp.concatenate([jax.lax.ppermute(block, axis_name, pairs) for block, pairs in zip((even, odd), back)], axis=1)
+    return jnp.concatenate(
+        [jax.lax.ppermute(block, axis_name, pairs) for block, pairs in zip((even, odd), back)],
+        axis=1,
+    )
 
 
 def _in_order(first, second, axis_name):
@@ -58,7 +75,8 @@ def _in_order(first, second, axis_name):
     return jnp.concatenate([jnp.where(swap, second, first), jnp.where(swap, first, second)], axis=1)
 
 
-# ---- the ring -----------------------------------------------------------------------------------------------------
+# ---- the ring
+# --------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -69,16 +87,23 @@ def _ring(options, axis_name, q, k, v, segment_ids):
 def _ring_forward(options, axis_name, q, k, v, segment_ids):
     o, logsumexp = dispatch.forward(options, q, k, v, segment_ids, segment_ids)
     result = _blocks(o.astype(logsumexp.dtype), 1), _blocks(logsumexp, 2)
-    mine, visiting = tuple(_blocks(x, 1) for x in (q, segment_ids)), tuple(_blocks(x, 1) for x in (k, v, segment_ids))
+    mine, visiting = (
+        tuple(_blocks(x, 1) for x in (q, segment_ids)),
+        tuple(_blocks(x, 1) for x in (k, v, segment_ids)),
+    )
 
     def pair(queries, keys, done):
         (q, ids), (k, v, kv_ids) = queries, keys
-        return _combined(done, dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids))
+        return _combined(
+            done, dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids)
+        )
 
     def step(earlier, visiting, result):
         for query, key in _pairs(earlier):
             arguments = _pick(mine, query), _pick(visiting, key), _pick(result, query)
-            done = _if_related(arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments)
+            done = _if_related(
+                arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments
+            )
             result = _put(result, query, done)
         return (), result
 
@@ -89,15 +114,19 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
 
 def _ring_backward(options, axis_name, residuals, do):
     q, k, v, segment_ids, o, logsumexp = residuals
-    dq, *dkv = (x.astype(logsumexp.dtype) for x in dispatch.backward(
-        options, (q, k, v, segment_ids, segment_ids), o, logsumexp, do))
+    dq, *dkv = (
+        x.astype(logsumexp.dtype)
+        for x in dispatch.backward(options, (q, k, v, segment_ids, segment_ids), o, logsumexp, do)
+    )
     mine = *(_blocks(x, 1) for x in (q, segment_ids, o, do)), _blocks(logsumexp, 2)
     visiting = tuple(_blocks(x, 1) for x in (k, v, segment_ids))
     dkv = tuple(_blocks(x, 1) for x in dkv)
 
     def pair(queries, keys, done):
         (q, ids, o, do, logsumexp), (k, v, kv_ids) = queries, keys
-        new = dispatch.backward(options._replace(causal=False), (q, k, v, ids, kv_ids), o, logsumexp, do)
+        new = dispatch.backward(
+            options._replace(causal=False), (q, k, v, ids, kv_ids), o, logsumexp, do
+        )
         return tuple(x + y for x, y in zip(done, new))
 
     def step(earlier, visiting, dq):
@@ -105,7 +134,9 @@ def _ring_backward(options, axis_name, residuals, do):
         for query, key in _pairs(earlier):
             done = _pick(dq, query), *_pick(dkv_visiting, key)
             arguments = _pick(mine, query), _pick(visiting, key), done
-            new = _if_related(arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments)
+            new = _if_related(
+                arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments
+            )
             dq, dkv_visiting = _put(dq, query, new[0]), _put(dkv_visiting, key, new[1:])
         return dkv_visiting, dq
 
@@ -118,10 +149,12 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _around(axis_name, visiting, gradients, result, step):
-    """Every shard's `visiting` arrays pass every other shard once, and their gradients with them, back to their owner.
+    """Every shard's `visiting` arrays pass every other shard once, and their gradients with
+    them, back to their owner.
 
-    step(earlier, visiting, result) → (gradients of the visiting arrays, result), `earlier` telling whether they come from a
-    shard before this one. What is needed next is sent before a step computes, so that both can go on at once.
+    step(earlier, visiting, result) → (gradients of the visiting arrays, result), `earlier`
+    telling whether they come from a shard before this one. What is needed next is sent before a
+    step computes, so that both can go on at once.
     """
     n, shard = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     send = lambda tree: jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % n) for i in range(n)])
@@ -132,13 +165,16 @@ def _around(axis_name, visiting, gradients, result, step):
         new, result = step(distance <= shard, visiting, result)
         return coming, jax.tree.map(jnp.add, arrived, new), result
 
-    # The last turn sends the visiting arrays once more for nothing: a turn outside the loop would double the program.
+    # The last turn sends the visiting arrays once more for nothing: a turn outside the loop would
+    # double the program.
     _, gradients, result = jax.lax.fori_loop(1, n, turn, (send(visiting), gradients, result))
     return send(gradients), result
 
 
 def _pairs(earlier):
-    """(query block, key block) of the two pairs of one step; 0 is the low block of a shard, 1 the high one."""
+    """(query block, key block) of the two pairs of one step; 0 is the low block of a shard, 1
+    the high one.
+    """
     same = jnp.where(earlier, 0, 1)
     return (1, 0), (same, same)
 
@@ -155,7 +191,8 @@ def _if_related(ids, kv_ids, pair, nothing, *arguments):
 def _combined(done, new):
     """Two parts (o, logsumexp) of one softmax."""
     (o1, l1), (o2, l2) = done, new
-    l2 = jnp.where(l2 == xla.UNSEEN, -jnp.inf, l2)  # rows that see none of these keys; every row has seen itself before
+    # rows that see none of these keys; every row has seen itself before
+    l2 = jnp.where(l2 == xla.UNSEEN, -jnp.inf, l2)
     top = jnp.maximum(l1, l2)
     weights = jnp.exp(l1 - top), jnp.exp(l2 - top)
     total = weights[0] + weights[1]
@@ -163,7 +200,8 @@ def _combined(done, new):
     return share1 * o1 + share2 * o2, top + jnp.log(total)
 
 
-# ---- the two blocks of a shard, on a leading axis -----------------------------------------------------------------
+# ---- the two blocks of a shard, on a leading axis
+# -----------------------------------------------------------------
 
 
 def _blocks(x, axis: int):

@@ -18,23 +18,35 @@ WIDEST = 512  # bytes of a head, for the long one
 
 
 def block_size(length: int, width: int, itemsize: int) -> int:
-    """Of queries and keys. With the long one a key that is looked at costs a tenth to a quarter fewer cycles and half the copies, but a
-    causal mask leaves out fewer of them, which in a short row costs more than that gains. Wider rows than this do not fit in VMEM."""
+    """Of queries and keys. With the long one a key that is looked at costs a tenth to a quarter
+    fewer cycles and half the copies, but a causal mask leaves out fewer of them, which in a
+    short row costs more than that gains. Wider rows than this do not fit in VMEM.
+    """
     long = length >= 4 * LONG_BLOCK and length % LONG_BLOCK == 0 and width * itemsize <= WIDEST
     return LONG_BLOCK if long else min(BLOCK, length)
 
 
 def _kernel(like, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool):
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
 
     block = block_size(length, like.shape[-1], like.dtype.itemsize)
-    sizes = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block)
+    sizes = dict.fromkeys(
+        ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block
+    )
     sizes |= dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(BLOCK, block))
     one_head = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
     mask = splash_attention_mask.MultiHeadMask([one_head((length, length))] * heads)
     return splash_attention_kernel.make_splash_mha(
-        mask, block_sizes=splash_attention_kernel.BlockSizes(**sizes), head_shards=1, q_seq_shards=1, interpret=interpret,
-        save_residuals=save_residuals)
+        mask,
+        block_sizes=splash_attention_kernel.BlockSizes(**sizes),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+        save_residuals=save_residuals,
+    )
 
 
 def _length(t: int) -> int:
@@ -50,7 +62,7 @@ def _to_splash(x_BTND):
 
 
 def _from_splash(x_BNTD, like):
-    return x_BNTD[:, :, :like.shape[1], :like.shape[3]].swapaxes(1, 2).astype(like.dtype)
+    return x_BNTD[:, :, : like.shape[1], : like.shape[3]].swapaxes(1, 2).astype(like.dtype)
 
 
 def _segments(q, segment_ids, kv_segment_ids, causal):
@@ -62,12 +74,16 @@ def _segments(q, segment_ids, kv_segment_ids, causal):
         if causal or padding[1] == (0, 0):  # the causal mask hides keys behind the last query
             return None
         segment_ids = kv_segment_ids = jnp.ones(q.shape[:2], jnp.int32)
-    return splash_attention_kernel.SegmentIds(jnp.pad(segment_ids.astype(jnp.int32), padding),
-                                              jnp.pad(kv_segment_ids.astype(jnp.int32), padding, constant_values=-1))
+    return splash_attention_kernel.SegmentIds(
+        jnp.pad(segment_ids.astype(jnp.int32), padding),
+        jnp.pad(kv_segment_ids.astype(jnp.int32), padding, constant_values=-1),
+    )
 
 
 def _named(causal: bool):
-    """What the kernels' traced names say of the mask, which nothing else in a compiled program does: the planner reads it."""
+    """What the kernels' traced names say of the mask, which nothing else in a compiled program
+    does: the planner reads it.
+    """
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
 
@@ -76,38 +92,74 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
     kernel = _kernel(q, n, _length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
     with _named(causal):
-        o, (logsumexp,) = jax.vmap(kernel)(*inputs, _segments(q, segment_ids, kv_segment_ids, causal))
+        o, (logsumexp,) = jax.vmap(kernel)(
+            *inputs, _segments(q, segment_ids, kv_segment_ids, causal)
+        )
     return _from_splash(o, q), logsumexp[:, :, :t].astype(wide(q))
 
 
 def _backward_of_a_row(kernel):
-    """→ f(q, k, v, segments, o, logsumexp, do) → (dq, dk, dv): the backward kernels alone, which have no public name.
+    """→ f(q, k, v, segments, o, logsumexp, do) → (dq, dk, dv): the backward kernels alone, which
+    have no public name.
 
-    `_splash_attention_bwd` was like this in JAX 0.11.2 and 0.12.0. Where it is not, the public gradient serves, which runs the
-    forward kernel again to have what we kept."""
+    `_splash_attention_bwd` was like this in JAX 0.11.2 and 0.12.0. Where it is not, the public
+    gradient serves, which runs the forward kernel again to have what we kept.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     private = getattr(splash_attention_kernel, "_splash_attention_bwd", None)
-    if private is None or inspect.signature(private).parameters.keys() != {*kernel.kwargs, "res", "do"}:
-        return lambda q, k, v, segments, o, logsumexp, do: jax.vjp(lambda *x: kernel(*x, segments), q, k, v)[1](do)
+    if private is None or inspect.signature(private).parameters.keys() != {
+        *kernel.kwargs,
+        "res",
+        "do",
+    }:
+        return lambda q, k, v, segments, o, logsumexp, do: jax.vjp(
+            lambda *x: kernel(*x, segments), q, k, v
+        )[1](do)
 
     def backward(q, k, v, segments, o, logsumexp, do):
-        residuals = (q, k, v, segments, None, o, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+        residuals = (
+            q,
+            k,
+            v,
+            segments,
+            None,
+            o,
+            logsumexp,
+            kernel.dq_mask_info,
+            kernel.dkv_mask_info,
+        )
         return private(res=residuals, do=do, **kernel.kwargs)[3:6]
+
     return backward
 
 
-def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret):
+def backward(
+    q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret
+):
     (t, n), chip = q.shape[1:3], tpu()
-    # The backward kernels run on one core of a chip, but for dimensions that vmap gives them, which its cores share out: part of the heads.
+    # The backward kernels run on one core of a chip, but for dimensions that vmap gives them, which
+    # its cores share out: part of the heads.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
     length = _length(t)
-    row = _backward_of_a_row(_kernel(q, n // parts, length, causal, interpret, save_residuals=False))
+    row = _backward_of_a_row(
+        _kernel(q, n // parts, length, causal, interpret, save_residuals=False)
+    )
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
-    arrays = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v), _to_splash(o), logsumexp, _to_splash(do)
-    q_, k_, v_, o_, logsumexp, do_ = (x.reshape(x.shape[0], parts, -1, *x.shape[2:]) for x in arrays)
+    arrays = (
+        _to_splash(q * jnp.asarray(scale, q.dtype)),
+        _to_splash(k),
+        _to_splash(v),
+        _to_splash(o),
+        logsumexp,
+        _to_splash(do),
+    )
+    q_, k_, v_, o_, logsumexp, do_ = (
+        x.reshape(x.shape[0], parts, -1, *x.shape[2:]) for x in arrays
+    )
     with _named(causal):
         grads = jax.vmap(jax.vmap(row, in_axes=(0, 0, 0, None, 0, 0, 0)))(
-            q_, k_, v_, _segments(q, segment_ids, kv_segment_ids, causal), o_, logsumexp, do_)
+            q_, k_, v_, _segments(q, segment_ids, kv_segment_ids, causal), o_, logsumexp, do_
+        )
     dq, dk, dv = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in grads)
     return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)

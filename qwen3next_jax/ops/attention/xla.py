@@ -1,7 +1,8 @@
 """Attention in XLA alone, blockwise with online softmax, https://arxiv.org/abs/2205.14135.
 
-Letters: B batch, T queries, S keys, N query heads, M key/value heads (query head n reads head n // (N // M)), H = N // M
-query heads of a group, D head width, C queries or keys of a block, L = H · C rows of a query block.
+Letters: B batch, T queries, S keys, N query heads, M key/value heads (query head n reads head n
+// (N // M)), H = N // M query heads of a group, D head width, C queries or keys of a block, L =
+H · C rows of a query block.
 """
 
 import jax
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 
-CPU_BLOCK = 64  # of queries and of keys: the scores of a block stay in cache; measured with benchmarks/attention.py
+# of queries and of keys: the scores of a block stay in cache; measured with benchmarks/attention.py
+CPU_BLOCK = 64
 GPU_BLOCK = 512
-_HIDDEN = -1e30  # score of a pair that does not attend; finite, so that a row without keys stays finite
+# score of a pair that does not attend; finite, so that a row without keys stays finite
+_HIDDEN = -1e30
 UNSEEN = -_HIDDEN  # logsumexp of a row that sees no key: its weights are 0 in the backward pass
 
 
@@ -21,7 +24,12 @@ def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
     size_q, size_k = min(t, block), min(s, block)
     positions = jnp.arange(t, dtype=jnp.int32) if causal else jnp.full((t,), s - 1, jnp.int32)
     positions = jnp.broadcast_to(positions, (b, t))
-    return size_q, size_k, *blocks.cut((positions, segment_ids), 1, size_q), blocks.cut(kv_segment_ids, 1, size_k)
+    return (
+        size_q,
+        size_k,
+        *blocks.cut((positions, segment_ids), 1, size_q),
+        blocks.cut(kv_segment_ids, 1, size_k),
+    )
 
 
 def _query_blocks(q_BTND, groups, size):
@@ -49,7 +57,10 @@ def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
 
 
 def _scores(scale, q_BMLD, k_BMCD, mask):
-    s_BMLC = jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=blocks.wide(q_BMLD)) * scale
+    s_BMLC = (
+        jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=blocks.wide(q_BMLD))
+        * scale
+    )
     b, _, _, c, keys = mask.shape
     grouped = s_BMLC.reshape(b, s_BMLC.shape[1], -1, c, keys)
     return jnp.where(mask, grouped, _HIDDEN).reshape(s_BMLC.shape)
@@ -72,13 +83,19 @@ def _add(x, j, term):
 
 
 def _finish(o, largest, total):
-    """(o, logsumexp) from Σ p v [..., D], the largest score and Σ p [...] of each row, where p = exp(score − largest)."""
+    """(o, logsumexp) from Σ p v [..., D], the largest score and Σ p [...] of each row, where p =
+    exp(score − largest).
+    """
     seen = largest > _HIDDEN / 2
-    return jnp.where(seen[..., None], o / total[..., None], 0), jnp.where(seen, largest + jnp.log(total), UNSEEN)
+    return jnp.where(seen[..., None], o / total[..., None], 0), jnp.where(
+        seen, largest + jnp.log(total), UNSEEN
+    )
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
-    size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids)
+    size_q, size_k, position, segment, kv_segment = _plan(
+        block, causal, q, k, segment_ids, kv_segment_ids
+    )
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
     wide = blocks.wide(q)
@@ -88,16 +105,27 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
 
         def key_block(j, carry):
             o_BMLD, largest_BML, total_BML = carry
-            mask = _visible(position_BC, segment_BC, None if kv_segment is None else kv_segment[j], j * size_k, size_k)
+            mask = _visible(
+                position_BC,
+                segment_BC,
+                None if kv_segment is None else kv_segment[j],
+                j * size_k,
+                size_k,
+            )
             s_BMLC = _scores(scale, q_BMLD, k_blocks[j], mask)
             new_BML = jnp.maximum(largest_BML, jnp.max(s_BMLC, axis=-1))
             p_BMLC = jnp.exp(s_BMLC - new_BML[..., None])
             shrink_BML = jnp.exp(largest_BML - new_BML)
             o_BMLD = o_BMLD * shrink_BML[..., None] + jnp.einsum(
-                "bmlc,bmcd->bmld", p_BMLC.astype(v.dtype), v_blocks[j], preferred_element_type=wide)
+                "bmlc,bmcd->bmld", p_BMLC.astype(v.dtype), v_blocks[j], preferred_element_type=wide
+            )
             return o_BMLD, new_BML, total_BML * shrink_BML + jnp.sum(p_BMLC, axis=-1)
 
-        zero = (jnp.zeros(q_BMLD.shape, wide), jnp.full(q_BMLD.shape[:-1], _HIDDEN, wide), jnp.zeros(q_BMLD.shape[:-1], wide))
+        zero = (
+            jnp.zeros(q_BMLD.shape, wide),
+            jnp.full(q_BMLD.shape[:-1], _HIDDEN, wide),
+            jnp.zeros(q_BMLD.shape[:-1], wide),
+        )
         if size_k >= s:
             o_BMLD, largest_BML, total_BML = key_block(0, zero)
         else:
@@ -106,13 +134,17 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
         o_BMLD, logsumexp_BML = _finish(o_BMLD, largest_BML, total_BML)
         return carry, (o_BMLD.astype(q.dtype), logsumexp_BML)
 
-    _, (o, logsumexp) = blocks.scan(query_block, None, (_query_blocks(q, m, size_q), position, segment))
+    _, (o, logsumexp) = blocks.scan(
+        query_block, None, (_query_blocks(q, m, size_q), position, segment)
+    )
     logsumexp_BTN = _from_query_blocks(logsumexp[..., None], t, n)[..., 0]
     return _from_query_blocks(o, t, n), logsumexp_BTN.swapaxes(1, 2)
 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, block, causal):
-    size_q, size_k, position, segment, kv_segment = _plan(block, causal, q, k, segment_ids, kv_segment_ids)
+    size_q, size_k, position, segment, kv_segment = _plan(
+        block, causal, q, k, segment_ids, kv_segment_ids
+    )
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
     wide = blocks.wide(q)
@@ -123,20 +155,34 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
 
         def key_block(j, carry):
             dq_BMLD, dk_blocks, dv_blocks = carry
-            mask = _visible(position_BC, segment_BC, None if kv_segment is None else kv_segment[j], j * size_k, size_k)
+            mask = _visible(
+                position_BC,
+                segment_BC,
+                None if kv_segment is None else kv_segment[j],
+                j * size_k,
+                size_k,
+            )
             p_BMLC = jnp.exp(_scores(scale, q_BMLD, k_blocks[j], mask) - logsumexp_BML1)
-            dp_BMLC = jnp.einsum("bmld,bmcd->bmlc", do_BMLD, v_blocks[j], preferred_element_type=wide)
+            dp_BMLC = jnp.einsum(
+                "bmld,bmcd->bmlc", do_BMLD, v_blocks[j], preferred_element_type=wide
+            )
             ds_BMLC = (p_BMLC * (dp_BMLC - delta_BML1) * scale).astype(q.dtype)
-            dv_BMCD = jnp.einsum("bmlc,bmld->bmcd", p_BMLC.astype(q.dtype), do_BMLD, preferred_element_type=wide)
+            dv_BMCD = jnp.einsum(
+                "bmlc,bmld->bmcd", p_BMLC.astype(q.dtype), do_BMLD, preferred_element_type=wide
+            )
             dk_BMCD = jnp.einsum("bmlc,bmld->bmcd", ds_BMLC, q_BMLD, preferred_element_type=wide)
-            dq_BMLD += jnp.einsum("bmlc,bmcd->bmld", ds_BMLC, k_blocks[j], preferred_element_type=wide)
+            dq_BMLD += jnp.einsum(
+                "bmlc,bmcd->bmld", ds_BMLC, k_blocks[j], preferred_element_type=wide
+            )
             return dq_BMLD, _add(dk_blocks, j, dk_BMCD), _add(dv_blocks, j, dv_BMCD)
 
         zero = (jnp.zeros(q_BMLD.shape, wide), *carry)
         if size_k >= s:
             dq_BMLD, *carry = key_block(0, zero)
         else:
-            dq_BMLD, *carry = jax.lax.fori_loop(*_key_range(position_BC, segment_BC, kv_segment, size_k, s), key_block, zero)
+            dq_BMLD, *carry = jax.lax.fori_loop(
+                *_key_range(position_BC, segment_BC, kv_segment, size_k, s), key_block, zero
+            )
         return tuple(carry), dq_BMLD.astype(q.dtype)
 
     logsumexp_BTN1 = logsumexp_BNT.swapaxes(1, 2)[..., None]

@@ -1,27 +1,33 @@
-"""The chunked form in XLA alone: everything inside a chunk at once for the chunks of a piece, then one pass of the state over them.
+"""The chunked form in XLA alone: everything inside a chunk at once for the chunks of a piece,
+then one pass of the state over them.
 
-In a chunk of C rows, with γ = decay from its start to each row, ρ from each row to its end (both [C, K], see `ladder`),
+In a chunk of C rows, with γ = decay from its start to each row, ρ from each row to its end (both
+[C, K], see `ladder`),
 
-    EK_ij, P_ij = Σ_c e_ic, q_ic k_jc e^{Σ_{j<t≤i} g_tc}       L = strictly lower(β EK)       A = (I + L)^{-1}
-    W = A β (V − (E γ) S)       O = (Q γ) S + P W       S' = e^{total} S + (K ρ)ᵀ W          (no erasing: W = β V)
+    EK_ij, P_ij = Σ_c e_ic, q_ic k_jc e^{Σ_{j<t≤i} g_tc}       L = strictly lower(β EK)       A =
+    (I + L)^{-1} W = A β (V − (E γ) S)       O = (Q γ) S + P W       S' = e^{total} S + (K ρ)ᵀ W
+    (no erasing: W = β V)
 
 E, what is read of the state to be taken out, is K where no other key is given.
 
 Backward, given dO and dS', explicit:
 
-    dW = Pᵀ dO + (K ρ) dS'    dR = Aᵀ dW    dV = β dR    dL = −strictly lower(dR Wᵀ)    N = β dL    D = lower(dO Wᵀ)
-    dS = e^{total} dS' + (Q γ)ᵀ dO − (E γ)ᵀ dV    dβ = Σ dR (V − (E γ) S) + rowsum(dL EK)
-    read = γ (dO Sᵀ)    seen = −γ (dV Sᵀ)    left = ρ (W dS'ᵀ)    dQ = read + …    dK = left + …    dE = seen + …    and D, N level by level
+    dW = Pᵀ dO + (K ρ) dS'    dR = Aᵀ dW    dV = β dR    dL = −strictly lower(dR Wᵀ)    N = β dL
+    D = lower(dO Wᵀ) dS = e^{total} dS' + (Q γ)ᵀ dO − (E γ)ᵀ dV    dβ = Σ dR (V − (E γ) S) +
+    rowsum(dL EK) read = γ (dO Sᵀ)    seen = −γ (dV Sᵀ)    left = ρ (W dS'ᵀ)    dQ = read + …
+    dK = left + …    dE = seen + …    and D, N level by level
 
-The gradient of every exponent is a row's number times its own gradient; dg is the transpose of the sums that made the exponents.
-Residuals: the inputs, the state entering each chunk, the chunks' inverses. Documents have become g = −∞ (see `api`), so no pass knows them.
+The gradient of every exponent is a row's number times its own gradient; dg is the transpose of
+the sums that made the exponents. Residuals: the inputs, the state entering each chunk, the
+chunks' inverses. Documents have become g = −∞ (see `api`), so no pass knows them.
 
-Products with A leave rounding that no later row of the chunk takes back, as the recurrence does with every token, and with repeated keys
-it adds up. So where operands are as wide as the sums, W and dR are corrected once by A times what their equations leave: (I + L) W = β (V −
-(E γ) S) and its transpose.
+Products with A leave rounding that no later row of the chunk takes back, as the recurrence does
+with every token, and with repeated keys it adds up. So where operands are as wide as the sums, W
+and dR are corrected once by A times what their equations leave: (I + L) W = β (V − (E γ) S) and
+its transpose.
 
-In bfloat16 the decay stands inside each channel, so that a norm outside the product would not help; what cancels with repeated keys
-(EK, E S, (K ρ)ᵀ W, and W in P W) goes in two parts.
+In bfloat16 the decay stands inside each channel, so that a norm outside the product would not
+help; what cancels with repeated keys (EK, E S, (K ρ)ᵀ W, and W in P W) goes in two parts.
 
 N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
 """
@@ -51,7 +57,10 @@ class Inputs(typing.NamedTuple):
     def wide(self) -> "Inputs":
         """q and k repeated for the heads that read them."""
         heads = self.v.shape[2]
-        return self._replace(q=jnp.repeat(self.q, heads // self.q.shape[2], axis=2), k=jnp.repeat(self.k, heads // self.k.shape[2], axis=2))
+        return self._replace(
+            q=jnp.repeat(self.q, heads // self.q.shape[2], axis=2),
+            k=jnp.repeat(self.k, heads // self.k.shape[2], axis=2),
+        )
 
 
 class Chunks(typing.NamedTuple):
@@ -85,7 +94,9 @@ def _cut(x, size: int):
     return jnp.swapaxes(blocks.cut(x, 1, size), 2, 3)
 
 
-def _chunks(x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtype) -> tuple[Chunks, Products, Products]:
+def _chunks(
+    x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtype
+) -> tuple[Chunks, Products, Products]:
     dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
     q, k, v, g, beta = (_cut(array.astype(dtype), size) for array in x.wide()[:5])
     e = k if x.erase_key is None else _cut(x.erase_key.astype(dtype), size)
@@ -100,8 +111,28 @@ def _chunks(x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtyp
     if erase:
         ek = ladder.pairs(erased, keys, lambda x, y: dots.nt(x, y, fine=True))
         a = inverse.unit_lower_inverse(beta * ek, exact) if a is None else a
-    return Chunks(q, k, v, beta, reads, keys, erased, decays, e, e * decays.enter, q * decays.reads_enter, k * decays.leave,
-                  jnp.swapaxes(decays.total, -1, -2), ek, p, a), dots, exact
+    return (
+        Chunks(
+            q,
+            k,
+            v,
+            beta,
+            reads,
+            keys,
+            erased,
+            decays,
+            e,
+            e * decays.enter,
+            q * decays.reads_enter,
+            k * decays.leave,
+            jnp.swapaxes(decays.total, -1, -2),
+            ek,
+            p,
+            a,
+        ),
+        dots,
+        exact,
+    )
 
 
 def _written(c: Chunks, state, dots: Products, exact: Products):
@@ -118,18 +149,26 @@ def _written(c: Chunks, state, dots: Products, exact: Products):
 
 def _needed(c: Chunks) -> Chunks:
     """Without what the pass of the state does not read."""
-    return c._replace(q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, p=None)
+    return c._replace(
+        q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, p=None
+    )
 
 
 def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, before: bool):
-    """o [B, T, H, V] in the state's dtype, the final state, and for the backward pass the state entering each chunk [N, B, H, K, V] and
-    the inverses A [N, B, H, C, C] (None without erasing). `piece`: how many chunks are worked at once."""
+    """o [B, T, H, V] in the state's dtype, the final state, and for the backward pass the state
+    entering each chunk [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without
+    erasing). `piece`: how many chunks are worked at once.
+    """
+
     def one(state, x):
         c, dots, exact = _chunks(x, None, size, erase, before, state.dtype)
 
         def step(state, chunk):
             written, _ = _written(chunk, state, dots, exact)
-            return chunk.carry * state + both(dots.tn, chunk.k_leave, written, dots, -2, -2), (state, written)
+            return chunk.carry * state + both(dots.tn, chunk.k_leave, written, dots, -2, -2), (
+                state,
+                written,
+            )
 
         state, (states, written) = blocks.scan(step, state, _needed(c))
         o = dots.nn(c.q_enter, states) + dots.nn(c.p, written, fine=True)
@@ -144,8 +183,13 @@ def _joined(x, time: int):
     return blocks.joined(jnp.swapaxes(x, 2, 3), 1, time)
 
 
-def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool):
-    """Gradients of q, k, v, g, β, None and E (None where it is k), and of the initial state, from those of o and the final state."""
+def backward(
+    x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool
+):
+    """Gradients of q, k, v, g, β, None and E (None where it is k), and of the initial state,
+    from those of o and the final state.
+    """
+
     def one(dstate, inputs):
         x, states, inverses, do = inputs
         c, dots, exact = _chunks(x, inverses, size, erase, before, dstate.dtype)
@@ -165,10 +209,15 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, 
             return entering, (dstate, dr)
 
         entering, (dstates, dr) = _reverse_scan(step, dstate, (_needed(c), po, qo))
-        gradients = _gradients(c, states, dstates, written, unseen, dr, do, before, dots, x.erase_key is None)
+        gradients = _gradients(
+            c, states, dstates, written, unseen, dr, do, before, dots, x.erase_key is None
+        )
         return entering, jax.tree.map(lambda array: _joined(array, x.v.shape[1]), gradients)
 
-    saved, rows = blocks.cut((states, inverses), 0, piece), blocks.cut((x, do.astype(dfinal.dtype)), 1, piece * size)
+    saved, rows = (
+        blocks.cut((states, inverses), 0, piece),
+        blocks.cut((x, do.astype(dfinal.dtype)), 1, piece * size),
+    )
     dinitial, gradients = _reverse_scan(one, dfinal, (rows[0], *saved, rows[1]))
     dq, dk, *rest = blocks.joined(gradients, 1, x.v.shape[1])
     narrow = lambda dx: dx.reshape(*x.q.shape[:3], -1, x.q.shape[3]).sum(axis=3)
@@ -181,9 +230,12 @@ def _reverse_scan(step, carry, xs):
     return blocks.scan(step, carry, xs)
 
 
-def _gradients(c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products, by_key: bool):
-    """dq, dk, dv, dg, dβ, None and dE by chunk (`by_key`: E is k, and dE in dk), from W, dR and the states entering and leaving with
-    their gradients."""
+def _gradients(
+    c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products, by_key: bool
+):
+    """dq, dk, dv, dg, dβ, None and dE by chunk (`by_key`: E is k, and dE in dk), from W, dR and
+    the states entering and leaving with their gradients.
+    """
     dv = c.beta * dr
     dbeta = jnp.sum(dr * unseen, axis=-1)
     d = dots.nt(do, written, fine=True)
@@ -211,6 +263,8 @@ def _gradients(c: Chunks, states, dstates, written, unseen, dr, do, before: bool
         by_read.append(q * dq_scaled)
     total = jnp.swapaxes(c.carry * jnp.sum(dstates * states, axis=-1, keepdims=True), -1, -2)
     enter = jnp.zeros_like(c.k) if seen is None else c.e * seen
-    of_sums = ladder.Exponents(tuple(by_level), tuple(by_read), enter, c.q * read, c.k * left, total)
-    dg, = jax.vjp(lambda g: ladder.exponents(g, before), jnp.zeros_like(c.k))[1](of_sums)
+    of_sums = ladder.Exponents(
+        tuple(by_level), tuple(by_read), enter, c.q * read, c.k * left, total
+    )
+    (dg,) = jax.vjp(lambda g: ladder.exponents(g, before), jnp.zeros_like(c.k))[1](of_sums)
     return dq, dk, dv, dg, dbeta, None, None if by_key else de

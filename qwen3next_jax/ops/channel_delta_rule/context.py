@@ -1,8 +1,10 @@
-"""The same over a sequence split over a mesh axis: a shard's tokens act on the state that enters by an affine map.
+"""The same over a sequence split over a mesh axis: a shard's tokens act on the state that enters
+by an affine map.
 
-Value columns that are zero and start at the identity give the map itself beside the values' columns, S' = U + M S, and what the outputs
-take of the state, o = o₀ + r S: one pass over [S | I] says all of a shard, the maps are composed over the shards
-(`delta_rule.context.composed`), and the gradient is that of these lines. A document that starts in the shard has made M zero.
+Value columns that are zero and start at the identity give the map itself beside the values'
+columns, S' = U + M S, and what the outputs take of the state, o = o₀ + r S: one pass over [S |
+I] says all of a shard, the maps are composed over the shards (`delta_rule.context.composed`),
+and the gradient is that of these lines. A document that starts in the shard has made M zero.
 """
 
 import jax
@@ -14,7 +16,9 @@ from qwen3next_jax.ops.delta_rule.context import composed
 
 
 def across(run, axis_name: str, x: Inputs, initial_state):
-    """o [B, T, H, V] of this shard and the row's final state [B, H, K, V]. run: inputs, state → o, state of one shard."""
+    """o [B, T, H, V] of this shard and the row's final state [B, H, K, V]. run: inputs, state →
+    o, state of one shard.
+    """
     shard, last = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name) - 1
     (*_, key, value), dtype = initial_state.shape, initial_state.dtype
     identity = jnp.broadcast_to(jnp.eye(key, dtype=dtype), (*initial_state.shape[:-1], key))

@@ -1,6 +1,8 @@
-"""`gated_delta_rule`: shapes checked, an implementation chosen, one custom gradient around all of them.
+"""`gated_delta_rule`: shapes checked, an implementation chosen, one custom gradient around all
+of them.
 
-B batch, T time, G key heads, H value heads (value head h reads key head h // (H // G)), K key width, V value width.
+B batch, T time, G key heads, H value heads (value head h reads key head h // (H // G)), K key
+width, V value width.
 """
 
 import functools
@@ -15,8 +17,21 @@ from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, referenc
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu")
 
 
-def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, normalize_qk: bool = True, erase: bool = True,
-                     implementation: str | None = None, axis_name: str | None = None, each: bool = False):
+def gated_delta_rule(
+    q,
+    k,
+    v,
+    *,
+    g,
+    beta,
+    initial_state=None,
+    segment_ids=None,
+    normalize_qk: bool = True,
+    erase: bool = True,
+    implementation: str | None = None,
+    axis_name: str | None = None,
+    each: bool = False,
+):
     """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
 
     Per value head, with S the state [K, V], decay first, then the write, then the read:
@@ -24,40 +39,50 @@ def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, 
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
     Args:
-      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a multiple of G.
-      v: [B, T, H, V] values.
-      g: [B, T, H] log decay, finite and <= 0. Decay over a span of tokens is a difference of running sums within a chunk of 64,
-        so that strong decay costs accuracy: with G the sum of g over a chunk, up to |G| * 3e-7, relative, in float32.
-        For "forget everything" -100 is enough (exp(-100) is zero in float32); -inf gives NaN.
+      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
+      multiple of G. v: [B, T, H, V] values.
+      g: [B, T, H] log decay, finite and <= 0. Decay over a span of tokens is a difference of
+      running sums within a chunk of 64,
+        so that strong decay costs accuracy: with G the sum of g over a chunk, up to |G| * 3e-7,
+        relative, in float32. For "forget everything" -100 is enough (exp(-100) is zero in
+        float32); -inf gives NaN.
       beta: [B, T, H] write strength, in (0, 1); up to 2 works.
-      initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first segment.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per document; 0 marks padding, at
-        the end only. The state is reset where the id changes. Padding rows give zeros and get zero gradients.
+      initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
+      segment. segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id
+      per document; 0 marks padding, at
+        the end only. The state is reset where the id changes. Padding rows give zeros and get
+        zero gradients.
       normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
       erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
-      implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu" (on CPU these two run interpreted;
-        the last takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`), or None for the platform's best: "pallas_tpu"
-        on TPU where its blocks fit in VMEM, "pallas_gpu" on an H100 or H200 where it has it and it was right when first tried
-        there (docs/gpu.md), "chunked" elsewhere. On a TPU "pallas_tpu"
-        cannot be under `jax.vmap`: the copy of the first state is a DMA, to which JAX's batching of Pallas calls gives sources
-        and targets of unlike shapes. Fold the mapped axis into B.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are then this shard's part and
-        the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere it is ignored and has
-        no gradient); `final_state` is the row's, the same on every shard.
+      implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"
+      (on CPU these two run interpreted;
+        the last takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`), or None for
+        the platform's best: "pallas_tpu" on TPU where its blocks fit in VMEM, "pallas_gpu" on an
+        H100 or H200 where it has it and it was right when first tried there (docs/gpu.md),
+        "chunked" elsewhere. On a TPU "pallas_tpu"
+        cannot be under `jax.vmap`: the copy of the first state is a DMA, to which JAX's batching
+        of Pallas calls gives sources and targets of unlike shapes. Fold the mapped axis into B.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are
+      then this shard's part and
+        the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere
+        it is ignored and has no gradient); `final_state` is the row's, the same on every shard.
       each: of "recurrent" alone: `final_state` is [B, T, H, K, V], the state after every token.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
-      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, of the last segment.
+      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, of the
+      last segment.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
       NotImplementedError: the named implementation cannot run this problem here.
 
-    Values are checked only where this is traced under `jax.debug_nans(True)` (`JAX_DEBUG_NANS=1` for a whole process): then a g
-    that is positive, infinite or NaN, and ids out of order or after padding, end the program with a ValueError from a host callback.
+    Values are checked only where this is traced under `jax.debug_nans(True)` (`JAX_DEBUG_NANS=1`
+    for a whole process): then a g that is positive, infinite or NaN, and ids out of order or
+    after padding, end the program with a ValueError from a host callback.
     """
-    q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))  # NumPy's float64 becomes float32 where x64 is off
+    # NumPy's float64 becomes float32 where x64 is off
+    q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
     _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
     if jax.config.jax_debug_nans:
         _check_values(g, segment_ids)
@@ -75,42 +100,78 @@ def gated_delta_rule(q, k, v, *, g, beta, initial_state=None, segment_ids=None, 
     x, hopper = chunk_math.Inputs(q, k, v, g, beta, segments), False
     if implementation == "pallas_gpu" or implementation is None and jax.default_backend() == "gpu":
         from qwen3next_jax.ops.delta_rule import pallas_gpu_trial  # a second to import
-        hopper = pallas_gpu_trial.takes(x, normalize_qk, erase, axis_name, named=implementation is not None)
+
+        hopper = pallas_gpu_trial.takes(
+            x, normalize_qk, erase, axis_name, named=implementation is not None
+        )
     options = dispatch.Options(implementation, normalize_qk, erase, hopper)
     if axis_name is not None:
         return context.across(options, axis_name, x, initial_state, before)
     if implementation == "recurrent":
-        return reference.recurrent(x, initial_state, normalize_qk=normalize_qk, erase=erase, each=each)
+        return reference.recurrent(
+            x, initial_state, normalize_qk=normalize_qk, erase=erase, each=each
+        )
     return _operator(options, x, initial_state)
 
 
 def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
     checks.implementation(implementation, IMPLEMENTATIONS)
-    checks.shapes(q=(q, "BTGK"), k=(k, "BTGK"), v=(v, "BTHV"), g=(g, "BTH"), beta=(beta, "BTH"), segment_ids=(segment_ids, "BT"),
-                  initial_state=(initial_state, "BHKV"))
+    checks.shapes(
+        q=(q, "BTGK"),
+        k=(k, "BTGK"),
+        v=(v, "BTHV"),
+        g=(g, "BTH"),
+        beta=(beta, "BTH"),
+        segment_ids=(segment_ids, "BT"),
+        initial_state=(initial_state, "BHKV"),
+    )
     checks.integers(segment_ids=segment_ids)
     if v.shape[2] % q.shape[2] != 0:
-        raise ValueError(f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple of key heads")
+        raise ValueError(
+            f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple "
+            "of key heads"
+        )
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
     if implementation == "pallas_tpu" and jax.default_backend() not in ("tpu", "cpu"):
-        raise NotImplementedError(f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to interpret it; use "
-                                  "'chunked'")
-    if implementation == "pallas_tpu" and jnp.float64 in (q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype):
-        raise NotImplementedError("implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use 'chunked'")
+        raise NotImplementedError(
+            f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to "
+            "interpret it; use 'chunked'"
+        )
+    if implementation == "pallas_tpu" and jnp.float64 in (
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        g.dtype,
+        beta.dtype,
+    ):
+        raise NotImplementedError(
+            "implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use "
+            "'chunked'"
+        )
 
 
 def _check_values(g, segment_ids):
-    wrong = {"g is positive or not finite: expected finite log decay <= 0": jnp.any(~(g <= 0) | jnp.isinf(g))}
+    wrong = {
+        "g is positive or not finite: expected finite log decay <= 0": jnp.any(
+            ~(g <= 0) | jnp.isinf(g)
+        )
+    }
     if segment_ids is not None:
         before, after = segment_ids[:, :-1], segment_ids[:, 1:]
-        disorder = jnp.any(segment_ids < 0) | jnp.any((after > 0) & ((before == 0) | (after < before)))
-        wrong["segment_ids are out of order: expected positive, non-decreasing along T, 0 at the end only"] = disorder
+        disorder = jnp.any(segment_ids < 0) | jnp.any(
+            (after > 0) & ((before == 0) | (after < before))
+        )
+        wrong[
+            "segment_ids are out of order: expected positive, non-decreasing along T, 0 at the "
+            "end only"
+        ] = disorder
     checks.values(wrong)
 
 
-# ---- one custom gradient outside, the choice of platform inside forward and inside backward ----------------------
+# ---- one custom gradient outside, the choice of platform inside forward and inside backward
+# ----------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

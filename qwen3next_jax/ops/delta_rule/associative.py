@@ -1,9 +1,12 @@
-"""The state pass as a parallel prefix: one chunk is an affine map of the state, S' = M S + U, and affine maps compose.
+"""The state pass as a parallel prefix: one chunk is an affine map of the state, S' = M S + U,
+and affine maps compose.
 
-  M = carry I - K^T rho A beta gamma K     U = K^T rho A beta V     (M2, U2) after (M1, U1) = (M2 M1, M2 U1 + U2)
+  M = carry I - K^T rho A beta gamma K     U = K^T rho A beta V     (M2, U2) after (M1, U1) = (M2
+  M1, M2 U1 + U2)
 
-The same composition joins shards of a sequence across devices. M stays in float32: it is a product of contractions whose
-errors compound. A document boundary inside a chunk makes M zero, by carry = 0 and rho gamma = 0 row by row.
+The same composition joins shards of a sequence across devices. M stays in float32: it is a
+product of contractions whose errors compound. A document boundary inside a chunk makes M zero,
+by carry = 0 and rho gamma = 0 row by row.
 
 N chunks, B batch, H value heads, C chunk length, K key width, V value width.
 """
@@ -52,7 +55,8 @@ def forward_pass(c, initial_state, dots: Products, exact: Products):
 def backward_pass(c, po, qo, dfinal, dots: Products, exact: Products):
     """The gradient of the state leaving each chunk, and of the initial state.
 
-    dS = M^T dS' + (gamma Q)^T dO - (beta gamma K)^T A^T P^T dO; qo and po are the two given products with dO.
+    dS = M^T dS' + (gamma Q)^T dO - (beta gamma K)^T A^T P^T dO; qo and po are the two given
+    products with dO.
     """
     m, _ = affine_maps(c, exact)
     u = qo

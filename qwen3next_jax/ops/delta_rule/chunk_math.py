@@ -1,16 +1,18 @@
 """One chunk of the gated delta rule, forward and backward, as pure functions of arrays.
 
-The XLA forms are made of it (any leading batch dimensions); the TPU kernels share its products, norms and documents, and
-arrange the rest for two heads at once (`twins.py`). The derivation is in docs/delta_rule.md. Every product has a name there;
-the names here follow it:
+The XLA forms are made of it (any leading batch dimensions); the TPU kernels share its products,
+norms and documents, and arrange the rest for two heads at once (`twins.py`). The derivation is
+in docs/delta_rule.md. Every product has a name there; the names here follow it:
 
   gamma  decay from the chunk's start to row i        rho  decay from row i to the chunk's end
-  pair   decay from row j to row i (lower triangle)    carry  decay over the whole chunk
-  A = (I + L)^{-1}, L the strictly lower part of beta (K K^T) * pair;  P = (Q K^T) * pair;  written = V' = A R
+         pair   decay from row j to row i (lower triangle)    carry  decay over the whole chunk A
+         = (I + L)^{-1}, L the strictly lower part of beta (K K^T) * pair;  P = (Q K^T) * pair;
+         written = V' = A R
 
 q arrives multiplied by K^{-1/2} (and by zero on padding rows), so that no scale appears below.
 
-C chunk length, K key width, V value width; a 1 is a column or row kept for broadcasting; `...` leading batch dimensions.
+C chunk length, K key width, V value width; a 1 is a column or row kept for broadcasting; `...`
+leading batch dimensions.
 """
 
 import typing
@@ -34,7 +36,9 @@ def parts(x, operand):
 
 
 def stacked(x_parts, y_parts, x_axis: int, y_axis: int):
-    """The pairs of parts whose products count (all but low with low), stacked along the contraction: those axes of x and y."""
+    """The pairs of parts whose products count (all but low with low), stacked along the
+    contraction: those axes of x and y.
+    """
     pairs = [(x, y) for i, x in enumerate(x_parts) for j, y in enumerate(y_parts) if i + j < 2]
     x, y = zip(*pairs)
     return jnp.concatenate(x, axis=x_axis), jnp.concatenate(y, axis=y_axis)
@@ -43,15 +47,21 @@ def stacked(x_parts, y_parts, x_axis: int, y_axis: int):
 def _dot(x, y, x_dim: int, y_dim: int, precision=None):
     batch = tuple(range(x.ndim - 2))
     wide = jnp.promote_types(jnp.float32, x.dtype)
-    return jax.lax.dot_general(x, y, (((x.ndim - 2 + x_dim,), (y.ndim - 2 + y_dim,)), (batch, batch)), precision=precision,
-                               preferred_element_type=wide)
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((x.ndim - 2 + x_dim,), (y.ndim - 2 + y_dim,)), (batch, batch)),
+        precision=precision,
+        preferred_element_type=wide,
+    )
 
 
 class Scaled(typing.NamedTuple):
     """Rows as they came, and the number each is to be multiplied by, as a column and as a row.
 
-    Normalised keys rounded to bfloat16 no longer have length one, and with keys that repeat that error compounds; keys as
-    they came are exact. So for bfloat16 the norm stays outside the products.
+    Normalised keys rounded to bfloat16 no longer have length one, and with keys that repeat that
+    error compounds; keys as they came are exact. So for bfloat16 the norm stays outside the
+    products.
     """
 
     raw: jax.Array  # [..., C, K]
@@ -64,13 +74,14 @@ class Scaled(typing.NamedTuple):
 
 
 class Products(typing.NamedTuple):
-    """Matrix products with operands in `operand` and at least float32 accumulation; either operand may be `Scaled`.
+    """Matrix products with operands in `operand` and at least float32 accumulation; either
+    operand may be `Scaled`.
 
-    `fine` takes the right operand (`nt`: both) in two bfloat16 parts where that is the operand type: terms may cancel in the
-    sums that follow.
+    `fine` takes the right operand (`nt`: both) in two bfloat16 parts where that is the operand
+    type: terms may cancel in the sums that follow.
 
-    `copies` says that x^T may be made where x^T @ y is slow: on CPU, XLA hands only products over the left operand's last
-    axis to its fast library (half of the time of the others).
+    `copies` says that x^T may be made where x^T @ y is slow: on CPU, XLA hands only products
+    over the left operand's last axis to its fast library (half of the time of the others).
     """
 
     operand: typing.Any
@@ -90,7 +101,9 @@ class Products(typing.NamedTuple):
     def nt(self, x, y, fine: bool = False):
         """x @ y^T."""
         if isinstance(x, Scaled):
-            product = _dot(x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self.precision)
+            product = _dot(
+                x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self.precision
+            )
             return x.column * product * y.row
         if fine and self._narrow:
             x, y = stacked(parts(x, self.operand), parts(y, self.operand), -1, -1)
@@ -107,7 +120,8 @@ class Products(typing.NamedTuple):
         x, y = x.astype(self.operand), y.astype(self.operand)
         if not self.copies:
             return _dot(x, y, 0, 0, self.precision)
-        copied = lambda x: jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2))  # the barrier keeps it out of the product
+        # the barrier keeps it out of the product
+        copied = lambda x: jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
         x = jax.lax.platform_dependent(x, cpu=copied, default=lambda x: jnp.swapaxes(x, -1, -2))
         return _dot(x, y, 1, 0, self.precision)
 
@@ -133,7 +147,8 @@ def lower_mask(size: int, strict: bool = False):
     return row > column if strict else row >= column
 
 
-# ---- inputs -----------------------------------------------------------------------------------------------
+# ---- inputs
+# -----------------------------------------------------------------------------------------------
 
 
 class Inputs(typing.NamedTuple):
@@ -152,18 +167,23 @@ class Inputs(typing.NamedTuple):
 
 
 def encode_segments(segment_ids, before=None):
-    """[B, T] ids (0 = padding at the end) to signed ids: a padding row carries minus the last document's id.
+    """[B, T] ids (0 = padding at the end) to signed ids: a padding row carries minus the last
+    document's id.
 
-    |id| then says which state a row belongs to, and the sign whether it is a token at all. `before` [B]: the id of the last
-    document that started before these rows, where they are not the first of their sequence.
+    |id| then says which state a row belongs to, and the sign whether it is a token at all.
+    `before` [B]: the id of the last document that started before these rows, where they are not
+    the first of their sequence.
     """
     ids = segment_ids.astype(jnp.int32)
-    last = jnp.maximum(jax.lax.cummax(ids, axis=ids.ndim - 1), 1 if before is None else before[:, None])
+    last = jnp.maximum(
+        jax.lax.cummax(ids, axis=ids.ndim - 1), 1 if before is None else before[:, None]
+    )
     return jnp.where(ids > 0, ids, -last)
 
 
 def document_index(signed_chunks):
-    """[N, B, C] signed ids to the document's index inside its chunk, 0 being the incoming state's document.
+    """[N, B, C] signed ids to the document's index inside its chunk, 0 being the incoming
+    state's document.
 
     The state entering the first chunk belongs to the first document.
     """
@@ -189,14 +209,19 @@ def inverse_norm_backward(dy, x, scale):
 
 
 def scales(q, k, normalize: bool):
-    """[..., 1] factors of the rows of q and k: the L2 norm's inverse where asked, for q also K^{-1/2}."""
+    """[..., 1] factors of the rows of q and k: the L2 norm's inverse where asked, for q also
+    K^{-1/2}.
+    """
     if not normalize:
         one = jnp.ones((), q.dtype)
-        return jnp.full((*q.shape[:-1], 1), q.shape[-1] ** -0.5, q.dtype), jnp.broadcast_to(one, (*k.shape[:-1], 1))
+        return jnp.full((*q.shape[:-1], 1), q.shape[-1] ** -0.5, q.dtype), jnp.broadcast_to(
+            one, (*k.shape[:-1], 1)
+        )
     return inverse_norm(q) * q.shape[-1] ** -0.5, inverse_norm(k)
 
 
-# ---- decay ------------------------------------------------------------------------------------------------
+# ---- decay
+# ------------------------------------------------------------------------------------------------
 
 
 class Decay(typing.NamedTuple):
@@ -207,7 +232,9 @@ class Decay(typing.NamedTuple):
 
 
 class Documents(typing.NamedTuple):
-    """Which document of the chunk each row belongs to, counted from 0 = the incoming state's, as a column and a row."""
+    """Which document of the chunk each row belongs to, counted from 0 = the incoming state's, as
+    a column and a row.
+    """
 
     column: jax.Array  # [..., C, 1]
     row: jax.Array  # [..., 1, C]
@@ -215,7 +242,8 @@ class Documents(typing.NamedTuple):
 
 
 def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
-    """The four decays of a chunk from the inclusive running sum of g (a column, a row, and its last entry).
+    """The four decays of a chunk from the inclusive running sum of g (a column, a row, and its
+    last entry).
 
     The exponent is masked, never the result, and never split into a product: |total| can pass 1000.
     """
@@ -230,7 +258,8 @@ def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
     return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
 
 
-# ---- forward ----------------------------------------------------------------------------------------------
+# ---- forward
+# ----------------------------------------------------------------------------------------------
 
 
 def interaction(kk_CC, beta_C1, d: Decay):
@@ -253,7 +282,8 @@ def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
     return d.gamma * qs_CV + dots.nn(p_CC, written_CV, fine=True)
 
 
-# ---- backward ---------------------------------------------------------------------------------------------
+# ---- backward
+# ---------------------------------------------------------------------------------------------
 
 
 class Gradients(typing.NamedTuple):
@@ -270,14 +300,32 @@ def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
 
 
 def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
-    """dS = carry dS' + (gamma Q)^T dO - K^T X, the second term given; X = beta gamma dR, None without erasing."""
+    """dS = carry dS' + (gamma Q)^T dO - K^T X, the second term given; X = beta gamma dR, None
+    without erasing.
+    """
     dstate = d.carry * dstate_KV + qo_KV
     return dstate if x_CV is None else dstate - dots.tn(k_CK, x_CV)
 
 
-def chunk_gradients(q_CK, k_CK, unseen_CV, beta_C1, d: Decay, kk_CC, qk_CC, written_CV, dr_CV, x_CV, state_KV, dstate_KV, do_CV,
-                    erase: bool, dots: Products) -> Gradients:
-    """Everything but the state pass: the gradients of one chunk's inputs from V', dR, X, S, dS' and dO.
+def chunk_gradients(
+    q_CK,
+    k_CK,
+    unseen_CV,
+    beta_C1,
+    d: Decay,
+    kk_CC,
+    qk_CC,
+    written_CV,
+    dr_CV,
+    x_CV,
+    state_KV,
+    dstate_KV,
+    do_CV,
+    erase: bool,
+    dots: Products,
+) -> Gradients:
+    """Everything but the state pass: the gradients of one chunk's inputs from V', dR, X, S, dS'
+    and dO.
 
     `unseen_CV` is V - gamma K S, or V without erasing.
     """
@@ -301,18 +349,24 @@ def chunk_gradients(q_CK, k_CK, unseen_CV, beta_C1, d: Decay, kk_CC, qk_CC, writ
         enter_C1 -= rows_dot(k_CK, xs_CK)
         dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - xs_CK
     carry_11 = d.carry * jnp.sum(dstate_KV * state_KV, axis=(-1, -2), keepdims=True)
-    return Gradients(dq_CK, dk_CK, dv_CV, dbeta_C1, decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11)
+    return Gradients(
+        dq_CK, dk_CK, dv_CV, dbeta_C1, decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11
+    )
 
 
 def decay_gradient(pairs_CC, enter_C1, leave_C1):
     """dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row [..., 1, C].
 
-    The rectangle is summed as it stands: differences of row and column sums cancel catastrophically.
+    The rectangle is summed as it stands: differences of row and column sums cancel
+    catastrophically.
     """
     size = pairs_CC.shape[-1]
     lower, strict = lower_mask(size), lower_mask(size, strict=True)
     pairs_CC = jnp.where(strict, pairs_CC, 0)
     before_CC = jax.lax.dot_general(  # row i, column t: the sum over columns j < t
-        pairs_CC, strict.astype(pairs_CC.dtype), (((pairs_CC.ndim - 1,), (1,)), ((), ())), precision=HIGHEST
+        pairs_CC,
+        strict.astype(pairs_CC.dtype),
+        (((pairs_CC.ndim - 1,), (1,)), ((), ())),
+        precision=HIGHEST,
     )
     return jnp.sum(jnp.where(lower, before_CC + enter_C1, leave_C1), axis=-2, keepdims=True)

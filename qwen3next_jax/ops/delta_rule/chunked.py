@@ -1,12 +1,15 @@
-"""The chunked form in XLA alone: everything inside a chunk at once for all chunks, then one pass of the state over them.
+"""The chunked form in XLA alone: everything inside a chunk at once for all chunks, then one pass
+of the state over them.
 
-Forward and backward are explicit (docs/delta_rule.md); `api` wires them into one `jax.custom_vjp`. The residuals are the
-inputs, the state at the start of every chunk (in the inputs' dtype) and the chunks' inverses: per head O(T (K + V + C))
-plus one state per chunk. Everything else is recomputed.
+Forward and backward are explicit (docs/delta_rule.md); `api` wires them into one
+`jax.custom_vjp`. The residuals are the inputs, the state at the start of every chunk (in the
+inputs' dtype) and the chunks' inverses: per head O(T (K + V + C)) plus one state per chunk.
+Everything else is recomputed.
 
-The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine maps (`associative`).
-`forward_in_pieces` and `backward_in_pieces` take a long sequence a few chunks at a time, so that what is made inside the chunks
-stays in a CPU's caches, or is a small part of an accelerator's memory.
+The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine
+maps (`associative`). `forward_in_pieces` and `backward_in_pieces` take a long sequence a few
+chunks at a time, so that what is made inside the chunks stays in a CPU's caches, or is a small
+part of an accelerator's memory.
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
@@ -22,14 +25,17 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Inputs, Pr
 
 
 class Pieces(typing.NamedTuple):
-    """How many chunks are worked at once: multiply-adds of a product of [B, H, C, C] and [B, H, C, width] from which a chunk is a
-    piece of its own, whose state pass is no loop; and numbers in the [B, H, C, width] arrays of a piece of smaller chunks."""
+    """How many chunks are worked at once: multiply-adds of a product of [B, H, C, C] and [B, H,
+    C, width] from which a chunk is a piece of its own, whose state pass is no loop; and numbers
+    in the [B, H, C, width] arrays of a piece of smaller chunks.
+    """
 
     alone: int
     together: int
 
 
-# Pieces of 0.5 MB in float32, of which a core's caches hold a few: a piece has a cost of its own, too.
+# Pieces of 0.5 MB in float32, of which a core's caches hold a few: a piece has a cost of its own,
+# too.
 CPU_PIECES = Pieces(1 << 21, 1 << 17)
 # 64 MB in float32: thousands of chunks' products at once, while some thirty such arrays live.
 PIECES = Pieces(1 << 30, 1 << 24)
@@ -59,7 +65,9 @@ def _scaled(raw, column):
 
 
 def _to_twins(a_NBHCC):
-    """The inverses in the shape the TPU kernels keep them in, [N, B, ceil(H / 2), C, 2C]: the same numbers read in order."""
+    """The inverses in the shape the TPU kernels keep them in, [N, B, ceil(H / 2), C, 2C]: the
+    same numbers read in order.
+    """
     if a_NBHCC is None:
         return None
     count, batch, heads, size, _ = a_NBHCC.shape
@@ -77,7 +85,9 @@ def _join(x, time: int):
     return blocks.joined(jnp.swapaxes(x, 2, 3), 1, time)
 
 
-def _chunks(x: Inputs, known_inverse, size: int, normalize_qk: bool, erase: bool) -> tuple[Chunks, Products, Products]:
+def _chunks(
+    x: Inputs, known_inverse, size: int, normalize_qk: bool, erase: bool
+) -> tuple[Chunks, Products, Products]:
     q, k, v, g, beta, segments = x
     operand = v.dtype
     dtype = jnp.promote_types(jnp.float32, operand)
@@ -85,7 +95,10 @@ def _chunks(x: Inputs, known_inverse, size: int, normalize_qk: bool, erase: bool
     heads = v.shape[2]
     narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
     scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
-    q_, k_ = (_scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size) for x, y in zip((q, k), scales))
+    q_, k_ = (
+        _scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size)
+        for x, y in zip((q, k), scales)
+    )
     v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
     documents = None
     if segments is not None:
@@ -94,7 +107,9 @@ def _chunks(x: Inputs, known_inverse, size: int, normalize_qk: bool, erase: bool
         documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
         live = signed[..., None] > 0
         q_ = _scaled(q_.raw, jnp.where(live, q_.column, 0)) if narrow else jnp.where(live, q_, 0)
-    total = jnp.matmul(g_, chunk_math.lower_mask(size).astype(dtype).T, precision=chunk_math.HIGHEST)
+    total = jnp.matmul(
+        g_, chunk_math.lower_mask(size).astype(dtype).T, precision=chunk_math.HIGHEST
+    )
     d = chunk_math.decay(total[..., None], total[..., None, :], total[..., -1:, None], documents)
     wide = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), tree)
     kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
@@ -106,7 +121,9 @@ def _chunks(x: Inputs, known_inverse, size: int, normalize_qk: bool, erase: bool
 
 
 def _written(c: Chunks, state, dots: Products, exact: Products):
-    """V' and what it is made of: V - gamma K S where the rule erases, V where no row sees the memory."""
+    """V' and what it is made of: V - gamma K S where the rule erases, V where no row sees the
+    memory.
+    """
     if c.inverse is None:
         return c.beta * c.v, c.v
     unseen = chunk_math.unseen(c.v, dots.nn(c.k, state), c.decay)
@@ -128,39 +145,76 @@ def _state_pass(c: Chunks, initial_state, dots: Products, exact: Products, paral
     return states, written, final
 
 
-def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, parallel: bool):
-    """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering each chunk
-    [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without `save` the last two are None.
-    `inverses`: those of an earlier pass over the same k, g and beta, or None."""
+def forward(
+    x: Inputs,
+    initial_state,
+    inverses,
+    *,
+    size: int,
+    normalize_qk: bool,
+    erase: bool,
+    save: bool,
+    parallel: bool,
+):
+    """o [B, T, H, V], the final state [B, H, K, V], and for the backward pass the state entering
+    each chunk [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing). Without
+    `save` the last two are None. `inverses`: those of an earlier pass over the same k, g and
+    beta, or None.
+    """
     c, dots, exact = _chunks(x, inverses, size, normalize_qk, erase)
-    states, written, final = _state_pass(c, initial_state.astype(exact.operand), dots, exact, parallel)
+    states, written, final = _state_pass(
+        c, initial_state.astype(exact.operand), dots, exact, parallel
+    )
     o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
     o = _join(o, x.v.shape[1]).astype(x.v.dtype)
-    return (o, final, states.astype(x.v.dtype), _to_twins(c.inverse)) if save else (o, final, None, None)
+    return (
+        (o, final, states.astype(x.v.dtype), _to_twins(c.inverse))
+        if save
+        else (o, final, None, None)
+    )
 
 
-def affine_map(x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
-    """What these tokens do to any state S that enters beside `initial_state`: U and M of the final state U + M S, the reads r
-    of o + r S, and the inverses A.
+def affine_map(
+    x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, parallel: bool
+):
+    """What these tokens do to any state S that enters beside `initial_state`: U and M of the
+    final state U + M S, the reads r of o + r S, and the inverses A.
 
-    Returns U [B, H, K, V] and M [B, H, K, K] in float32 at least, r [N, B, H, C, K] in v's dtype, A [N, B, H, C, C].
+    Returns U [B, H, K, V] and M [B, H, K, K] in float32 at least, r [N, B, H, C, K] in v's
+    dtype, A [N, B, H, C, C].
     """
     c, dots, exact = _chunks(x, None, size, normalize_qk, erase)
     key, value = x.q.shape[-1], x.v.shape[-1]
     identity = jnp.broadcast_to(jnp.eye(key, dtype=exact.operand), (*initial_state.shape[:-1], key))
-    c = c._replace(v=jnp.pad(c.v, [(0, 0)] * 4 + [(0, key)]))  # M is the state of values zero that starts at I
+    # M is the state of values zero that starts at I
+    c = c._replace(v=jnp.pad(c.v, [(0, 0)] * 4 + [(0, key)]))
     state = jnp.concatenate([initial_state.astype(exact.operand), identity], axis=-1)
     states, written, final = _state_pass(c, state, dots, exact, parallel)
-    r = chunk_math.output(dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots)
+    r = chunk_math.output(
+        dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots
+    )
     return final[..., :value], final[..., value:], r.astype(x.v.dtype), _to_twins(c.inverse)
 
 
 def map_gradient(r, do):
-    """The gradient of S where o = o0 + r S: r^T dO over all tokens, [B, H, K, V]. r [N, B, H, C, K], do [B, T, H, V]."""
+    """The gradient of S where o = o0 + r S: r^T dO over all tokens, [B, H, K, V]. r [N, B, H, C,
+    K], do [B, T, H, V].
+    """
     return jnp.sum(Products(r.dtype).tn(r, _cut(do.astype(r.dtype), r.shape[3])), axis=0)
 
 
-def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, parallel: bool):
+def backward(
+    x: Inputs,
+    states,
+    inverses,
+    do,
+    dfinal,
+    *,
+    size: int,
+    normalize_qk: bool,
+    erase: bool,
+    parallel: bool,
+):
     """Gradients of q, k, v, g, beta and the initial state, from those of o and the final state."""
     c, dots, exact = _chunks(x, inverses, size, normalize_qk, erase)
     q, k, v, *_, segments = x
@@ -173,17 +227,43 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
 
     def step(dstate, inputs):
         chunk, po, qo = inputs
-        dr, dread = _residual_backward(chunk, chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots), exact)
-        return chunk_math.state_backward(qo, chunk.k, dread, dstate, chunk.decay, dots), (dstate, dr, dread)
+        dr, dread = _residual_backward(
+            chunk, chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots), exact
+        )
+        return chunk_math.state_backward(qo, chunk.k, dread, dstate, chunk.decay, dots), (
+            dstate,
+            dr,
+            dread,
+        )
 
     if parallel:
         dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
-        dr, dread = _residual_backward(c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact)
+        dr, dread = _residual_backward(
+            c, chunk_math.written_backward(po, c.k, dstates, c.decay, dots), exact
+        )
     else:
         needed = c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
         dinitial, (dstates, dr, dread) = jax.lax.scan(step, dfinal, (needed, po, qo), reverse=True)
-    d = chunk_math.chunk_gradients(c.q, c.k, unseen, c.beta, c.decay, c.kk, c.qk, written, dr, dread, states, dstates, do, erase, dots)
-    dq, dk, dv, dbeta, dg = (_join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :]))
+    d = chunk_math.chunk_gradients(
+        c.q,
+        c.k,
+        unseen,
+        c.beta,
+        c.decay,
+        c.kk,
+        c.qk,
+        written,
+        dr,
+        dread,
+        states,
+        dstates,
+        do,
+        erase,
+        dots,
+    )
+    dq, dk, dv, dbeta, dg = (
+        _join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :])
+    )
     if segments is not None:
         dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
     dq, dk = _prepare_backward(dq, dk, q.astype(dtype), k.astype(dtype), normalize_qk)
@@ -198,16 +278,22 @@ def forward_in_pieces(x: Inputs, initial_state, inverses, *, limits: Pieces, siz
 
     def piece(state, inputs):
         continues, inverses, x = inputs
-        o, state, *saved = forward(x, kept(continues, state), inverses, size=size, parallel=False, **settings)
+        o, state, *saved = forward(
+            x, kept(continues, state), inverses, size=size, parallel=False, **settings
+        )
         return state, (o, *saved)
 
     pieces, continues = _split_inputs(x, chunks * size)
     wide = initial_state.astype(jnp.promote_types(jnp.float32, x.v.dtype))
-    final, (o, *saved) = jax.lax.scan(piece, wide, (continues, blocks.cut(inverses, 0, chunks), pieces))
+    final, (o, *saved) = jax.lax.scan(
+        piece, wide, (continues, blocks.cut(inverses, 0, chunks), pieces)
+    )
     return blocks.joined(o, 1, time), final, *blocks.joined(saved, 0, -(-time // size))
 
 
-def backward_in_pieces(x: Inputs, states, inverses, do, dfinal, *, limits: Pieces, size: int, **settings):
+def backward_in_pieces(
+    x: Inputs, states, inverses, do, dfinal, *, limits: Pieces, size: int, **settings
+):
     """`backward`, a few chunks at a time."""
     chunks, time = _chunks_of_a_piece(limits, x, size), x.v.shape[1]
     if chunks * size >= time:
@@ -229,12 +315,15 @@ def _chunks_of_a_piece(limits: Pieces, x: Inputs, size: int) -> int:
     """As many as make pieces of one length; the last may be padded."""
     batch, time, heads, value = x.v.shape
     chunks, numbers = -(-time // size), batch * size * heads * max(x.q.shape[3], value)
-    count = -(-chunks // (1 if numbers * size >= limits.alone else max(1, limits.together // numbers)))
+    count = -(
+        -chunks // (1 if numbers * size >= limits.alone else max(1, limits.together // numbers))
+    )
     return -(-chunks // count)
 
 
 def _split_inputs(x: Inputs, length: int):
-    """(every piece's inputs [pieces, B, length, …], whether its first token goes on with the document before it [pieces, B]).
+    """(every piece's inputs [pieces, B, length, …], whether its first token goes on with the
+    document before it [pieces, B]).
 
     The rows of zeros at the end neither decay nor write nor read.
     """
@@ -243,13 +332,19 @@ def _split_inputs(x: Inputs, length: int):
         return pieces, None
     segments = blocks.cut(x.segments, 1, length, "edge")
     ids = jnp.abs(segments)
-    continues = jnp.concatenate([jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]])
+    continues = jnp.concatenate(
+        [jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]]
+    )
     return pieces._replace(segments=segments), continues
 
 
 def kept(continues_B, state_BHKV):
     """The state, but zero where a row's document does not go on."""
-    return state_BHKV if continues_B is None else jnp.where(continues_B[:, None, None, None], state_BHKV, 0)
+    return (
+        state_BHKV
+        if continues_B is None
+        else jnp.where(continues_B[:, None, None, None], state_BHKV, 0)
+    )
 
 
 def _residual_backward(c: Chunks, dwritten, exact: Products):
@@ -266,5 +361,8 @@ def _prepare_backward(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
     dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))
     dq = dq * width**-0.5
     if normalize:
-        dq, dk = (chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x)) for dy, x in ((dq, q_BTGK), (dk, k_BTGK)))
+        dq, dk = (
+            chunk_math.inverse_norm_backward(dy, x, chunk_math.inverse_norm(x))
+            for dy, x in ((dq, q_BTGK), (dk, k_BTGK))
+        )
     return dq, dk

@@ -1,16 +1,18 @@
 """The gated delta rule over a sequence split over a mesh axis.
 
-A shard's tokens change the state that enters by an affine map, S' = U + M S, and their outputs depend on it linearly:
-o = o0 + r S. So, forward and backward,
+A shard's tokens change the state that enters by an affine map, S' = U + M S, and their outputs
+depend on it linearly: o = o0 + r S. So, forward and backward,
 
-    1. U, M and r of every shard at once, and the inverses of its chunks, in one pass (`affine_map`);
+    1. U, M and r of every shard at once, and the inverses of its chunks, in one pass
+       (`affine_map`);
     2. the maps composed over the shards (`associative`): S, the state that enters each shard;
     3. the forward pass of any implementation from S, with the inverses known;
-    4. backward, dS = M^T dS' + r^T dO composes the same way in reverse: dS', the gradient of the state that leaves;
+    4. backward, dS = M^T dS' + r^T dO composes the same way in reverse: dS', the gradient of the
+       state that leaves;
     5. the backward pass of the implementation from dS'.
 
-docs/context_parallel.md has the costs. A document that starts inside a shard makes its M zero, by the decays that reset the
-state there; one that starts with a shard does so here.
+docs/context_parallel.md has the costs. A document that starts inside a shard makes its M zero,
+by the decays that reset the state there; one that starts with a shard does so here.
 
 B batch, H value heads, K key width, V value width.
 """
@@ -27,7 +29,8 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, Products
 
 def last_id_before(segment_ids, axis_name: str):
     """[B] the largest id of the shards before this one, at least 1."""
-    largest = jax.lax.all_gather(jnp.max(segment_ids, axis=1).astype(jnp.int32), axis_name)  # [shards, B]
+    # [shards, B]
+    largest = jax.lax.all_gather(jnp.max(segment_ids, axis=1).astype(jnp.int32), axis_name)
     earlier = jnp.arange(largest.shape[0]) < jax.lax.axis_index(axis_name)
     return jnp.maximum(jnp.max(jnp.where(earlier[:, None], largest, 0), axis=0), 1)
 
@@ -35,7 +38,8 @@ def last_id_before(segment_ids, axis_name: str):
 def across(options: dispatch.Options, axis_name: str, x: Inputs, initial_state, before):
     """o [B, T, H, V] of this shard and the row's final state [B, H, K, V].
 
-    The segments are encoded with the ids of the shards `before` (`last_id_before`); both None for a row of one document.
+    The segments are encoded with the ids of the shards `before` (`last_id_before`); both None
+    for a row of one document.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     initial_state = jnp.where(shard == 0, initial_state, 0)
@@ -47,33 +51,46 @@ def across(options: dispatch.Options, axis_name: str, x: Inputs, initial_state, 
 
 def _recurrent(options, axis_name, x: Inputs, initial_state, continues):
     """The oracle, by plain autodiff: every quantity by the recurrence."""
-    pass_over = functools.partial(reference.recurrent, normalize_qk=options.normalize_qk, erase=options.erase)
+    pass_over = functools.partial(
+        reference.recurrent, normalize_qk=options.normalize_qk, erase=options.erase
+    )
     batch, heads, width, _ = initial_state.shape
-    identity = jnp.broadcast_to(jnp.eye(width, dtype=initial_state.dtype), (batch, heads, width, width))
+    identity = jnp.broadcast_to(
+        jnp.eye(width, dtype=initial_state.dtype), (batch, heads, width, width)
+    )
     _, u = pass_over(x, initial_state)
     _, m = pass_over(x._replace(v=jnp.zeros((*x.v.shape[:3], width), x.v.dtype)), identity)
     return pass_over(x, initial_state + _entering(axis_name, continues, m, u))
 
 
-# ---- composition over the shards ----------------------------------------------------------------------------------
+# ---- composition over the shards
+# ----------------------------------------------------------------------------------
 
 
 def _entering(axis_name, continues, m_BHKK, u_BHKV):
-    """The state entering this shard from the ones before, [B, H, K, V]; zero where this shard starts a document."""
-    return chunked.kept(continues, composed(axis_name, chunked.kept(continues, m_BHKK), u_BHKV, reverse=False))
+    """The state entering this shard from the ones before, [B, H, K, V]; zero where this shard
+    starts a document.
+    """
+    return chunked.kept(
+        continues, composed(axis_name, chunked.kept(continues, m_BHKK), u_BHKV, reverse=False)
+    )
 
 
 def composed(axis_name, m_BHKK, u_BHKV, reverse: bool):
-    """What enters this shard when zero enters the first of them (the last one in reverse), [B, H, K, V].
+    """What enters this shard when zero enters the first of them (the last one in reverse), [B,
+    H, K, V].
 
-    Each shard composes the maps of all shards for its share of the heads: with two exchanges a shard receives K (K + 2 V)
-    numbers a head, where gathering all maps on every shard would take (n - 1) K (K + V), and no product is computed twice.
+    Each shard composes the maps of all shards for its share of the heads: with two exchanges a
+    shard receives K (K + 2 V) numbers a head, where gathering all maps on every shard would take
+    (n - 1) K (K + V), and no product is computed twice.
     """
     shards = jax.lax.axis_size(axis_name)
     batch, heads, key, value = u_BHKV.shape
     count = batch * heads
     maps = jnp.concatenate([m_BHKK, u_BHKV], axis=-1).reshape(count, key, -1)
-    maps = jnp.pad(maps, ((0, -count % shards), (0, 0), (0, 0))).reshape(shards, -1, *maps.shape[1:])
+    maps = jnp.pad(maps, ((0, -count % shards), (0, 0), (0, 0))).reshape(
+        shards, -1, *maps.shape[1:]
+    )
     maps = jax.lax.all_to_all(maps, axis_name, 0, 0)  # [shards, this one's heads, K, K + V]
     m, u = jnp.split(maps, [key], axis=-1)
     entering, _ = associative.states((m, u), jnp.zeros_like(u[0]), Products(u.dtype), reverse)
@@ -81,7 +98,8 @@ def composed(axis_name, m_BHKK, u_BHKV, reverse: bool):
     return entering.reshape(-1, key, value)[:count].reshape(u_BHKV.shape)
 
 
-# ---- the custom gradient ------------------------------------------------------------------------------------------
+# ---- the custom gradient
+# ------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -105,7 +123,9 @@ def _operator_backward(options, axis_name, residuals, cotangents):
     x, initial_state, continues, states, inverses, r, m = residuals
     do, dfinal = cotangents
     transposed = jnp.swapaxes(chunked.kept(continues, m), -1, -2)
-    du = chunked.kept(continues, chunked.map_gradient(r, do).astype(m.dtype)) + Products(m.dtype).nn(transposed, dfinal)
+    du = chunked.kept(continues, chunked.map_gradient(r, do).astype(m.dtype)) + Products(
+        m.dtype
+    ).nn(transposed, dfinal)
     dleaving = dfinal + composed(axis_name, transposed, du, reverse=True)
     *gradients, dinitial = dispatch.backward(options, x, states, inverses, do, dleaving)
     return x.cast(gradients), dinitial.astype(initial_state.dtype), None

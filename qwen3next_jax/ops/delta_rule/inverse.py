@@ -1,8 +1,8 @@
 """The inverse of I + L, L strictly lower triangular, out of plain matrix products.
 
-A power series of L is unsafe at these sizes: with keys correlated 0.9 its terms grow until float32 holds nothing of the
-result. Block elimination never forms those powers: (I + L)^{-1} of a 2m block follows from the inverses of its two
-diagonal m blocks as X21 = -X22 (L21 X11).
+A power series of L is unsafe at these sizes: with keys correlated 0.9 its terms grow until
+float32 holds nothing of the result. Block elimination never forms those powers: (I + L)^{-1} of
+a 2m block follows from the inverses of its two diagonal m blocks as X21 = -X22 (L21 X11).
 """
 
 import jax.numpy as jnp
@@ -13,10 +13,13 @@ BASE = 16
 
 
 def ladder(l_CC, exact: Products, size: int):
-    """(I + L)^{-1} of blocks of `size` rows by doubling on masked whole matrices: X <- X - X L_m X, where L_m keeps of L only
-    the lower-left m x m quarter of each 2m diagonal block."""
+    """(I + L)^{-1} of blocks of `size` rows by doubling on masked whole matrices: X <- X - X L_m
+    X, where L_m keeps of L only the lower-left m x m quarter of each 2m diagonal block.
+    """
     row, column = indices(*l_CC.shape[-2:])
-    x = jnp.where(row == column, 1.0, jnp.where((row // 2 == column // 2) & (row > column), -l_CC, 0))
+    x = jnp.where(
+        row == column, 1.0, jnp.where((row // 2 == column // 2) & (row > column), -l_CC, 0)
+    )
     m = 2
     while m < size:
         quarter = (row // (2 * m) == column // (2 * m)) & (row // m > column // m)
@@ -26,7 +29,9 @@ def ladder(l_CC, exact: Products, size: int):
 
 
 def unit_lower_inverse(l_CC, exact: Products):
-    """(I + L)^{-1}, [..., C, C], for C a power of two: the ladder inside 16-row diagonal blocks, then block merges."""
+    """(I + L)^{-1}, [..., C, C], for C a power of two: the ladder inside 16-row diagonal blocks,
+    then block merges.
+    """
     size = l_CC.shape[-1]
     base = min(BASE, size)
     blocks = [l_CC[..., i : i + base, i : i + base] for i in range(0, size, base)]

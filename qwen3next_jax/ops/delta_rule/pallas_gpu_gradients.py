@@ -1,11 +1,13 @@
-"""The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients known: what one block does for a value
-head. Tiles, products and rows of numbers are those of `pallas_gpu_tiles`.
+"""The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients
+known: what one block does for a value head. Tiles, products and rows of numbers are those of
+`pallas_gpu_tiles`.
 
-Two blocks of one warpgroup share a processor, one works while the other waits: so shared memory (at most 115,712 bytes each) holds no
-more than what products read that wait for nothing else, and what is made of pairs of rows is transposed, j by i: then E is a left
-operand, which wgmma takes from registers. Keys of 256 fill a processor, and more registers than a warpgroup has: there a block has
-two. Both make E; each has two of the keys' four tiles, and of the pairs of rows one has those of errors, the other those of outputs.
-What they sum is added at the end.
+Two blocks of one warpgroup share a processor, one works while the other waits: so shared memory
+(at most 115,712 bytes each) holds no more than what products read that wait for nothing else,
+and what is made of pairs of rows is transposed, j by i: then E is a left operand, which wgmma
+takes from registers. Keys of 256 fill a processor, and more registers than a warpgroup has:
+there a block has two. Both make E; each has two of the keys' four tiles, and of the pairs of
+rows one has those of errors, the other those of outputs. What they sum is added at the end.
 """
 
 import functools
@@ -15,13 +17,38 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (BETA, C, COLUMN, GAMMA, K_GAMMA, K_NORM, K_NORM_J, K_RHO,
-                                                             Q_GAMMA, Q_NORM, RHO, ROW, TOTAL, TOTAL_J, across, channels, down, halves,
-                                                             indices, product, rows, same_document, tiles, tokens, transposed,
-                                                             with_sums)
+from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
+    BETA,
+    C,
+    COLUMN,
+    GAMMA,
+    K_GAMMA,
+    K_NORM,
+    K_NORM_J,
+    K_RHO,
+    Q_GAMMA,
+    Q_NORM,
+    RHO,
+    ROW,
+    TOTAL,
+    TOTAL_J,
+    across,
+    channels,
+    down,
+    halves,
+    indices,
+    product,
+    rows,
+    same_document,
+    tiles,
+    tokens,
+    transposed,
+    with_sums,
+)
 
 Q_NORM_ROW = 6  # Q_NORM once more, which is needed along both sides
-# Rows of sums: two results; three along i, KEPT's sum is <S, dS>; of queries and of keys along their gradients.
+# Rows of sums: two results; three along i, KEPT's sum is <S, dS>; of queries and of keys along
+# their gradients.
 DG, DBETA, ENTER, WRITTEN, KEPT, INNER_Q, INNER_K = range(7)
 
 
@@ -38,14 +65,29 @@ def scratch(p) -> list:
     n = warpgroups(p)
     slots, own = 2 * p.key_tiles + (1 if n == 1 else 2 + n), p.key_tiles // n
     arrivals = lambda of_each, count=1: plgpu.Barrier(num_arrivals=of_each, num_barriers=count)
-    return [tiles(p.key_tiles), tiles(p.value_tiles), tiles(p.value_tiles), tiles(1 + n), tiles(slots),
-            rows(7), rows(8), rows(n, 7), arrivals(p.key_tiles + 3 + 2 * p.erase), arrivals(2, p.value_tiles),
-            arrivals(p.key_tiles), arrivals(own, n), arrivals(p.key_tiles), arrivals(1, 1 if n == 1 else 2 + n), arrivals(n)]
+    return [
+        tiles(p.key_tiles),
+        tiles(p.value_tiles),
+        tiles(p.value_tiles),
+        tiles(1 + n),
+        tiles(slots),
+        rows(7),
+        rows(8),
+        rows(n, 7),
+        arrivals(p.key_tiles + 3 + 2 * p.erase),
+        arrivals(2, p.value_tiles),
+        arrivals(p.key_tiles),
+        arrivals(own, n),
+        arrivals(p.key_tiles),
+        arrivals(1, 1 if n == 1 else 2 + n),
+        arrivals(n),
+    ]
 
 
 def apart(*refs):
-    """The same places by addresses that the compiler takes for others: else it would keep the first ones from use to use, in more
-    registers than there are."""
+    """The same places by addresses that the compiler takes for others: else it would keep the
+    first ones from use to use, in more registers than there are.
+    """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
 
@@ -81,7 +123,20 @@ def decay_of_pairs(rows_ref, row, column):
     return jnp.exp(jnp.where(mask, across(rows_ref, TOTAL_J) - down(rows_ref, TOTAL), -jnp.inf))
 
 
-def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, states_gmem, dstates_gmem, numbers_gmem, rows_gmem, *refs):
+def gradient_kernel(
+    p,
+    q_gmem,
+    k_gmem,
+    v_gmem,
+    do_gmem,
+    dv_gmem,
+    dv_low_gmem,
+    states_gmem,
+    dstates_gmem,
+    numbers_gmem,
+    rows_gmem,
+    *refs,
+):
     """dQ and dK of a value head, dg and dbeta."""
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
@@ -94,11 +149,14 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     alone = warpgroups(p) == 1
     w = 0 if alone else jax.lax.axis_index("warpgroups")
     own = [w * (p.key_tiles // warpgroups(p)) + i for i in range(p.key_tiles // warpgroups(p))]
-    # A slot for each of a state's tiles and of its gradient's, for one block of the value's channels; then q has the latter. One spare, or
-    # one for v, one for the low half of dV, and one for each warpgroup.
+    # A slot for each of a state's tiles and of its gradient's, for one block of the value's
+    # channels; then q has the latter. One spare, or one for v, one for the low half of dV, and one
+    # for each warpgroup.
     dstate_at = lambda t: p.key_tiles + t
     v_at, low_at, spare = (2 * p.key_tiles + (0 if alone else i) for i in (0, 1, 2 + w))
-    v_here, low_here, spare_here = (spares_here.at[at - 2 * p.key_tiles] for at in (v_at, low_at, spare))
+    v_here, low_here, spare_here = (
+        spares_here.at[at - 2 * p.key_tiles] for at in (v_at, low_at, spare)
+    )
     sums = all_sums.at[w]
 
     def once(do):
@@ -151,7 +209,10 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
         k, do, dv, a, slots = apart(*places)
         for here in (states_here, dstates_here.at[w], v_here, values_here.at[c]):
             plgpu.barrier_wait(here)
-        add(KEPT, sum(row_sums(load_tile(slots.at[t]), load_tile(slots.at[dstate_at(t)])) for t in own))
+        add(
+            KEPT,
+            sum(row_sums(load_tile(slots.at[t]), load_tile(slots.at[dstate_at(t)])) for t in own),
+        )
         if p.erase:
             ks = down(numbers, K_GAMMA) * product(*((k.at[t], slots.at[t]) for t in keys))
             once(lambda: add(ENTER, -row_sums(ks, load_tile(dv.at[c]))))
@@ -186,7 +247,9 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             meanwhile()
             plgpu.barrier_wait(low_here)
             found.add(high, transposed(slots.at[low_at]))
-            lost = row_sums(ks.astype(jnp.float32) if alone else load_tile(a.at[2]), load_tile(slots.at[low_at]))
+            lost = row_sums(
+                ks.astype(jnp.float32) if alone else load_tile(a.at[2]), load_tile(slots.at[low_at])
+            )
             return lost, found()
 
         def to_outputs(found):  # E dO^T
@@ -203,13 +266,21 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             return found
 
         if alone and p.erase:
-            lost, pairs, *wrote = with_sums(p, [C] * (1 + len(own)), lambda of_errors, *of_keys: (
-                *to_errors(of_errors, lambda: to_keys(*of_keys)), *(x() for x in of_keys)))
+            lost, pairs, *wrote = with_sums(
+                p,
+                [C] * (1 + len(own)),
+                lambda of_errors, *of_keys: (
+                    *to_errors(of_errors, lambda: to_keys(*of_keys)),
+                    *(x() for x in of_keys),
+                ),
+            )
         else:
             wrote = with_sums(p, [C] * len(own), lambda *of_keys: [x() for x in to_keys(*of_keys)])
             if not alone:
                 errors = functools.partial(with_sums, p, [C], to_errors) if p.erase else no_pairs
-                lost, pairs = jax.lax.cond(w == 0, errors, functools.partial(with_sums, p, [C], to_outputs))
+                lost, pairs = jax.lax.cond(
+                    w == 0, errors, functools.partial(with_sums, p, [C], to_outputs)
+                )
         if p.erase:
             add(ENTER, -lost)
         plgpu.commit_smem()
@@ -259,7 +330,14 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             of_errors = (of_errors * down(rows_ref, BETA)).astype(jnp.bfloat16)
     else:
         errors = (w == 0).astype(jnp.float32)
-        pairs = pairs * decay * (across(numbers, Q_NORM) * (1 - errors) - jnp.where(column > row, across(numbers, K_NORM_J) * errors, 0.0))
+        pairs = (
+            pairs
+            * decay
+            * (
+                across(numbers, Q_NORM) * (1 - errors)
+                - jnp.where(column > row, across(numbers, K_NORM_J) * errors, 0.0)
+            )
+        )
         meet()  # the inverse is read
         a[1 - w] = (pairs * down(rows_ref, BETA)).astype(jnp.bfloat16)
         products = pairs * jax.lax.cond(w == 0, of_themselves, of_queries)
@@ -313,18 +391,30 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
             of_k.add(transposed(a.at[1]), k.at[t])
         return row_sums(read, load_tile(slots.at[dstate_at(t)])), of_q(), of_k()
 
-    enters, dq, dk = zip(*(with_sums(p, [C, C], functools.partial(of_channels, i)) for i in range(len(own))))
+    enters, dq, dk = zip(
+        *(with_sums(p, [C, C], functools.partial(of_channels, i)) for i in range(len(own)))
+    )
     kept = rows_ref[GAMMA, C - 1] * of_row(sums, KEPT)
-    sums[DG] = sums[DG] + jnp.sum(jnp.where(row >= column, spread(sum(enters)), 0.0) + spread(kept), axis=0)
+    sums[DG] = sums[DG] + jnp.sum(
+        jnp.where(row >= column, spread(sum(enters)), 0.0) + spread(kept), axis=0
+    )
     gradients = [(dq, [q(t) for t in own]), (dk, [k.at[t] for t in own])]
-    inner = [jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1) for pair in gradients if p.normalize]
+    inner = [
+        jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1)
+        for pair in gradients
+        if p.normalize
+    ]
     if alone:
         plgpu.commit_smem()
     else:
         for i, x in zip((INNER_Q, INNER_K), inner):
             sums[i] = x
         meet()
-        inner = [of_row(all_sums.at[0], i) + of_row(all_sums.at[1], i) for i in (INNER_Q, INNER_K) if p.normalize]
+        inner = [
+            of_row(all_sums.at[0], i) + of_row(all_sums.at[1], i)
+            for i in (INNER_Q, INNER_K)
+            if p.normalize
+        ]
 
         @once
         def _():
@@ -337,13 +427,17 @@ def gradient_kernel(p, q_gmem, k_gmem, v_gmem, do_gmem, dv_gmem, dv_low_gmem, st
     def finish(i, gmem, norm, at):
         found, tile_refs = gradients[i]
         if p.normalize:
-            found = [x - spread(norm * inner[i]) * load_tile(tile) for x, tile in zip(found, tile_refs)]
+            found = [
+                x - spread(norm * inner[i]) * load_tile(tile) for x, tile in zip(found, tile_refs)
+            ]
         for x, t in zip(found, own):
             slots[at(t)] = x.astype(jnp.bfloat16)
         plgpu.commit_smem()
         for t in own:
             plgpu.copy_smem_to_gmem(slots.at[at(t)], gmem.at[b, tokens(n), h, channels(t)])
 
-    finish(0, dq_gmem, of_row(numbers, Q_NORM_ROW) * of_row(numbers, Q_NORM_ROW) * p.key, lambda t: t)
+    finish(
+        0, dq_gmem, of_row(numbers, Q_NORM_ROW) * of_row(numbers, Q_NORM_ROW) * p.key, lambda t: t
+    )
     finish(1, dk_gmem, of_row(numbers, K_NORM) * of_row(numbers, K_NORM), dstate_at)
     plgpu.wait_smem_to_gmem(0)

@@ -1,5 +1,6 @@
-"""The Mosaic GPU kernels of the passes of the state (sm_90a), chunk after chunk, forward and backward. A block takes one or two tiles of 64
-value channels of a value head, a warpgroup each, and has one that copies. The algebra is that of docs/delta_rule.md, "In terms of E".
+"""The Mosaic GPU kernels of the passes of the state (sm_90a), chunk after chunk, forward and
+backward. A block takes one or two tiles of 64 value channels of a value head, a warpgroup each,
+and has one that copies. The algebra is that of docs/delta_rule.md, "In terms of E".
 """
 
 import jax
@@ -7,13 +8,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (C, GAMMA, K_GAMMA, K_RHO, Q_GAMMA, across, channels, halves, tokens,
-                                                           transposed, with_sums)
+from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
+    C,
+    GAMMA,
+    K_GAMMA,
+    K_RHO,
+    Q_GAMMA,
+    across,
+    channels,
+    halves,
+    tokens,
+    transposed,
+    with_sums,
+)
 
 
 def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first, store):
-    """The last warpgroup copies: `loads(n, slot, barrier)` for every chunk of the piece, some ahead, once all others have `read` what was
-    in the slot. They take the chunks in turn: `store` of what `chunk(n, slot, carry)` leaves, from `first()`."""
+    """The last warpgroup copies: `loads(n, slot, barrier)` for every chunk of the piece, some
+    ahead, once all others have `read` what was in the slot. They take the chunks in turn:
+    `store` of what `chunk(n, slot, carry)` leaves, from `first()`.
+    """
     length, w = p.chunks // p.pieces, jax.lax.axis_index("warpgroups")
     start = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
     number = lambda i: start + (i if first_to_last else length - 1 - i)
@@ -36,7 +50,8 @@ def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first
 
         def step(i, carry):
             slot = jax.lax.rem(i, p.stages)
-            if p.stages == 1:  # else the compiler keeps the addresses of all that lies there for all chunks
+            # else the compiler keeps the addresses of all that lies there for all chunks
+            if p.stages == 1:
                 slot = jax.lax.optimization_barrier(slot)
             plgpu.barrier_wait(arrived.at[slot])
             carry = chunk(number(i), slot, carry)
@@ -49,13 +64,23 @@ def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first
 
 
 def first_state(p, gmem, h, c):
-    """What makes the state that enters the piece, transposed: the block c of the value's channels by all of the key, float32. Of a map
-    zeros for the value's blocks, and the columns of one for the key's behind them."""
+    """What makes the state that enters the piece, transposed: the block c of the value's
+    channels by all of the key, float32. Of a map zeros for the value's blocks, and the columns
+    of one for the key's behind them.
+    """
+
     def known():
-        return plgpu.load(gmem.at[jax.lax.axis_index("batch"), h, channels(c)], layout=plgpu.Layout.WGMMA, optimized=False)
+        return plgpu.load(
+            gmem.at[jax.lax.axis_index("batch"), h, channels(c)],
+            layout=plgpu.Layout.WGMMA,
+            optimized=False,
+        )
 
     def of_map():
-        i, j = (plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+        i, j = (
+            plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA)
+            for axis in (0, 1)
+        )
         return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
 
     return of_map if p.maps else known
@@ -64,12 +89,15 @@ def first_state(p, gmem, h, c):
 def store_state(gmem, h, c):
     def store(state):
         gmem[jax.lax.axis_index("batch"), h, channels(c)] = state
+
     return store
 
 
 def place(p):
     """(batch, value head, the warpgroup and its value tile)."""
-    b, h, c, w = (jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles", "warpgroups"))
+    b, h, c, w = (
+        jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles", "warpgroups")
+    )
     return jax.lax.rem(b, p.batch), h, w, c * p.warpgroups + w
 
 
@@ -86,7 +114,9 @@ def send_transposed(x, tile, target, in_flight: int):
 
 
 def no_registers(p) -> bool:
-    """Whether the state takes half of the registers: then it is a left operand from shared memory, and less is done at a time."""
+    """Whether the state takes half of the registers: then it is a left operand from shared
+    memory, and less is done at a time.
+    """
     return p.key > 128
 
 
@@ -97,14 +127,18 @@ def operand(p, state, tile, target, in_flight: int):
         return x, lambda: None if target is None else send_transposed(x, tile, target, in_flight)
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
     for t in range(p.key_tiles):
-        transposed(tile.at[channels(t)])[...] = state[:, t * C:(t + 1) * C].astype(jnp.bfloat16)
+        transposed(tile.at[channels(t)])[...] = state[:, t * C : (t + 1) * C].astype(jnp.bfloat16)
     plgpu.commit_smem()
-    return transposed(tile), lambda: None if target is None else plgpu.copy_smem_to_gmem(tile, target)
+    return transposed(
+        tile
+    ), lambda: None if target is None else plgpu.copy_smem_to_gmem(tile, target)
 
 
 def loads_of(p, b, h, sources, targets):
-    """What copies chunk n of a value head, the value tiles of all warpgroups, with what its key head and the chunk's numbers are, into
-    a slot; not what has no source."""
+    """What copies chunk n of a value head, the value tiles of all warpgroups, with what its key
+    head and the chunk's numbers are, into a slot; not what has no source.
+    """
+
     def loads(n, slot, barrier):
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
         *keys, values, products, numbers, rows, inverses = zip(sources, targets, strict=True)
@@ -119,15 +153,19 @@ def loads_of(p, b, h, sources, targets):
                 copy(source.at[b, h, n], target.at[slot])
         if p.erase:
             copy(inverses[0].at[n, b, h], inverses[1].at[slot])
+
     return loads
 
 
 def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
-    """The state of a value head, 64 of its value channels in a warpgroup, over all chunks of a piece; o beside it. For a map the state
-    alone, which has blocks of channels behind the value's: without values, from one.
+    """The state of a value head, 64 of its value channels in a warpgroup, over all chunks of a
+    piece; o beside it. For a map the state alone, which has blocks of channels behind the
+    value's: without values, from one.
 
-    State, errors and o are transposed, channels of the value by …: each is a left operand, which wgmma takes from registers, so that
-    nothing that the next chunk waits for goes through shared memory."""
+    State, errors and o are transposed, channels of the value by …: each is a left operand, which
+    wgmma takes from registers, so that nothing that the next chunk waits for goes through shared
+    memory.
+    """
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
     initial_gmem = None if p.maps else refs.pop(0)
@@ -138,15 +176,26 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
     q, k, v, p_ref, a, numbers, rows_ref, s, o, arrived, read_all = refs
     if p.maps:
         q_gmem = p_gmem = None
-    loads = loads_of(p, b, h, (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
-                     (q, k, v, p_ref, numbers, rows_ref, a))
+    loads = loads_of(
+        p,
+        b,
+        h,
+        (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
+        (q, k, v, p_ref, numbers, rows_ref, a),
+    )
 
     tight = no_registers(p)
 
     def chunk(n, slot, state):
         def products(of_k, outputs, errors, after):
             here = numbers.at[slot]
-            before, send = operand(p, state, s.at[w], states_gmem.at[n, b, h, :, channels(c)] if p.save else None, in_flight=1)
+            before, send = operand(
+                p,
+                state,
+                s.at[w],
+                states_gmem.at[n, b, h, :, channels(c)] if p.save else None,
+                in_flight=1,
+            )
             if p.erase:
                 of_k.add(before, transposed(k.at[slot]))
             if not (p.maps or tight):
@@ -156,7 +205,9 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
             if p.maps:
                 values = values * (c < p.map_tiles[0]).astype(jnp.float32)
             if p.erase:
-                values = (values - across(here, K_GAMMA) * of_k(0 if p.maps or tight else 1)).astype(jnp.bfloat16)
+                values = (
+                    values - across(here, K_GAMMA) * of_k(0 if p.maps or tight else 1)
+                ).astype(jnp.bfloat16)
                 for part in range(2):
                     errors.add(values, transposed(a.at[slot, part]))
             if tight and not p.maps:
@@ -170,8 +221,16 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
             if not p.maps:
                 for part in parts:
                     outputs.add(part, transposed(p_ref.at[slot]))
-            send_outputs = lambda in_flight: None if p.maps else send_transposed(
-                outputs(in_flight), o.at[w], o_gmem.at[b, tokens(n), h, channels(c)], in_flight=int(p.save))
+            send_outputs = lambda in_flight: (
+                None
+                if p.maps
+                else send_transposed(
+                    outputs(in_flight),
+                    o.at[w],
+                    o_gmem.at[b, tokens(n), h, channels(c)],
+                    in_flight=int(p.save),
+                )
+            )
             if tight:  # o, then of E what its parts hold
                 send_outputs(0)
                 values = sum(part.astype(jnp.float32) for part in parts)
@@ -183,12 +242,23 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
 
         return with_sums(p, (C, C, C, p.key), products)
 
-    copies_and_chunks(p, loads, arrived, read_all, True, chunk, first_state(p, initial_gmem, h, c), store_state(final_gmem, h, c))
+    copies_and_chunks(
+        p,
+        loads,
+        arrived,
+        read_all,
+        True,
+        chunk,
+        first_state(p, initial_gmem, h, c),
+        store_state(final_gmem, h, c),
+    )
 
 
 def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
-    """The gradient of the state of a value head, 64 of its value channels in a warpgroup, over all chunks of a piece from the last; dV
-    beside it, in halves. For a map the gradient alone, from zero. All transposed, as in `forward_kernel`."""
+    """The gradient of the state of a value head, 64 of its value channels in a warpgroup, over
+    all chunks of a piece from the last; dV beside it, in halves. For a map the gradient alone,
+    from zero. All transposed, as in `forward_kernel`.
+    """
     refs = list(refs)
     inverses_gmem = refs.pop(0) if p.erase else None
     dfinal_gmem = None if p.maps else refs.pop(0)
@@ -196,8 +266,13 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
     dv_gmem, dv_low_gmem, dstates_gmem = [None] * 3 if p.maps else (refs.pop(0) for _ in range(3))
     b, h, w, c = place(p)
     q, k, do, p_ref, a, numbers, rows_ref, ds, dv, arrived, read_all = refs
-    loads = loads_of(p, b, h, (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
-                     (q, k, do, p_ref, numbers, rows_ref, a))
+    loads = loads_of(
+        p,
+        b,
+        h,
+        (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
+        (q, k, do, p_ref, numbers, rows_ref, a),
+    )
 
     tight = no_registers(p)
 
@@ -218,15 +293,29 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
                 for x, part in ((high, 0), (high, 1), (low, 0)):
                     values.add(x, a.at[slot, part])
             after.start(rows_ref[slot, GAMMA, C - 1] * dstate)
-            after.add((across(here, Q_GAMMA) * doutputs.astype(jnp.float32)).astype(jnp.bfloat16), q.at[slot])
+            after.add(
+                (across(here, Q_GAMMA) * doutputs.astype(jnp.float32)).astype(jnp.bfloat16),
+                q.at[slot],
+            )
             if p.erase:
                 dvalues = values(1)
                 after.add((-across(here, K_GAMMA) * dvalues).astype(jnp.bfloat16), k.at[slot])
             if not p.maps:
                 for i, (x, gmem) in enumerate(zip(halves(dvalues), (dv_gmem, dv_low_gmem))):
-                    send_transposed(x, dv.at[w, i], gmem.at[b, tokens(n), h, channels(c)], in_flight=2)
+                    send_transposed(
+                        x, dv.at[w, i], gmem.at[b, tokens(n), h, channels(c)], in_flight=2
+                    )
             return after()
 
         return with_sums(p, (C, C, C, p.key), products)
 
-    copies_and_chunks(p, loads, arrived, read_all, False, chunk, first_state(p, dfinal_gmem, h, c), store_state(dinitial_gmem, h, c))
+    copies_and_chunks(
+        p,
+        loads,
+        arrived,
+        read_all,
+        False,
+        chunk,
+        first_state(p, dfinal_gmem, h, c),
+        store_state(dinitial_gmem, h, c),
+    )

@@ -1,17 +1,19 @@
 """Mosaic TPU kernels of the gated delta rule, forward and backward.
 
-One grid step handles one chunk of a block of heads; the chunk axis is innermost and sequential, and the state (forward) or
-its gradient (backward) stays in VMEM across it, in the block of the output that becomes the final state (or the gradient
-of the initial one). The value heads of a key head share K K^T and Q K^T, and dQ and dK are summed over them in the kernel.
+One grid step handles one chunk of a block of heads; the chunk axis is innermost and sequential,
+and the state (forward) or its gradient (backward) stays in VMEM across it, in the block of the
+output that becomes the final state (or the gradient of the initial one). The value heads of a
+key head share K K^T and Q K^T, and dQ and dK are summed over them in the kernel.
 
-The algebra is that of docs/delta_rule.md, "In terms of E": beta, the decays and the norms of q and k meet matrices as rows
-and columns of two heads at once, or are multiplied together as rows before they are spread over lanes.
+The algebra is that of docs/delta_rule.md, "In terms of E": beta, the decays and the norms of q
+and k meet matrices as rows and columns of two heads at once, or are multiplied together as rows
+before they are spread over lanes.
 
-Matrix products take operands in the inputs' dtype and accumulate in float32; where sums cancel, bfloat16 operands go in two
-parts (`twins.TwinProducts`).
+Matrix products take operands in the inputs' dtype and accumulate in float32; where sums cancel,
+bfloat16 operands go in two parts (`twins.TwinProducts`).
 
-N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width; J key heads, I value heads and
-E = I / 2 twins of one grid step (`twins.py`).
+N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width; J key
+heads, I value heads and E = I / 2 twins of one grid step (`twins.py`).
 """
 
 import jax
@@ -24,14 +26,27 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 from qwen3next_jax.ops.delta_rule.tiling import Problem
 
 
-def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool, erase: bool, save: bool, interpret: bool):
+def forward(
+    x: Inputs,
+    initial_state,
+    inverses,
+    *,
+    size: int,
+    normalize_qk: bool,
+    erase: bool,
+    save: bool,
+    interpret: bool,
+):
     """As `chunked.forward`; without `save` the last two results are None and never exist."""
     p, v = Problem(x.q, x.v, size), x.v
     inputs = p.inputs(*x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     if inverses is not None:
         inputs["inverses"] = p.pad_twins(inverses)
-    shapes = dict(o=p.flat(p.value_heads, p.value, v.dtype), final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32))
+    shapes = dict(
+        o=p.flat(p.value_heads, p.value, v.dtype),
+        final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
+    )
     if save:
         shapes["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
         if erase and inverses is None:
@@ -43,22 +58,41 @@ def forward(x: Inputs, initial_state, inverses, *, size: int, normalize_qk: bool
     return o, p.cut_state(out["final"]), states, known if save else None
 
 
-def affine_map(x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
+def affine_map(
+    x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, interpret: bool
+):
     """As `chunked.affine_map`."""
     p = Problem(x.q, x.v, size)
     inputs = p.inputs(*x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     heads = p.state_shape[:2]
-    shapes = dict(final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32), m=jax.ShapeDtypeStruct((*heads, p.key, p.key),
-                  jnp.float32), reads=jax.ShapeDtypeStruct((p.chunks, *heads, size, p.key), x.v.dtype))
+    shapes = dict(
+        final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
+        m=jax.ShapeDtypeStruct((*heads, p.key, p.key), jnp.float32),
+        reads=jax.ShapeDtypeStruct((p.chunks, *heads, size, p.key), x.v.dtype),
+    )
     if erase:
         shapes["inverses"] = p.inverses_shape
     out = p.call(_map_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
-    m, reads = out["m"][:, : p.heads_in, : p.key_in, : p.key_in], out["reads"][:, :, : p.heads_in, :, : p.key_in]
+    m, reads = (
+        out["m"][:, : p.heads_in, : p.key_in, : p.key_in],
+        out["reads"][:, :, : p.heads_in, :, : p.key_in],
+    )
     return p.cut_state(out["final"]), m, reads, p.cut_twins(out["inverses"]) if erase else None
 
 
-def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk: bool, erase: bool, interpret: bool):
+def backward(
+    x: Inputs,
+    states,
+    inverses,
+    do,
+    dfinal,
+    *,
+    size: int,
+    normalize_qk: bool,
+    erase: bool,
+    interpret: bool,
+):
     """As `chunked.backward`."""
     q, k, v, *_ = x
     p = Problem(q, v, size)
@@ -67,18 +101,30 @@ def backward(x: Inputs, states, inverses, do, dfinal, *, size: int, normalize_qk
     inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
     if erase:
         inputs["inverses"] = p.pad_twins(inverses)
-    rows = jax.ShapeDtypeStruct((p.batch, p.chunks, p.value_heads // p.block, p.block // 2, 2 * size), jnp.float32)
-    shapes = dict(dq=p.flat(p.key_heads, p.key, q.dtype), dk=p.flat(p.key_heads, p.key, k.dtype), dv=p.flat(p.value_heads, p.value,
-                  v.dtype), dg=rows, dbeta=rows, dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32))
+    rows = jax.ShapeDtypeStruct(
+        (p.batch, p.chunks, p.value_heads // p.block, p.block // 2, 2 * size), jnp.float32
+    )
+    shapes = dict(
+        dq=p.flat(p.key_heads, p.key, q.dtype),
+        dk=p.flat(p.key_heads, p.key, k.dtype),
+        dv=p.flat(p.value_heads, p.value, v.dtype),
+        dg=rows,
+        dbeta=rows,
+        dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
+    )
     out = p.call(_backward_kernel, inputs, shapes, False, normalize_qk, erase, interpret)
-    dq, dk, dv = (p.unflatten(out[n], shape) for n, shape in (("dq", q.shape), ("dk", k.shape), ("dv", v.shape)))
+    dq, dk, dv = (
+        p.unflatten(out[n], shape)
+        for n, shape in (("dq", q.shape), ("dk", k.shape), ("dv", v.shape))
+    )
     return dq, dk, dv, p.unchunk(out["dg"]), p.unchunk(out["dbeta"]), p.cut_state(out["dinitial"])
 
 
-# ---- kernels ------------------------------------------------------------------------------------------------------
+# ---- kernels
+# --------------------------------------------------------------------------------------------------
 #
-# All heads of a step go through each stage together, as a leading dimension: the compiler schedules near the order it is
-# given, and side by side their chains hide each other's latency.
+# All heads of a step go through each stage together, as a leading dimension: the compiler schedules
+# near the order it is given, and side by side their chains hide each other's latency.
 
 
 class _Block:
@@ -89,8 +135,12 @@ class _Block:
         self.dots = twins.TwinProducts(p.operand)
         total, beta = refs["total"][0, 0, 0], refs["beta"][0, 0, 0]  # [E, 2C]
         row, column = chunk_math.indices(size, 2 * size)
-        self.lower, self.strict, on_diagonal = (f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal))
-        last = jnp.where(twins.halves((1, 2 * size)), total[:, size - 1 : size], total[:, 2 * size - 1 :])
+        self.lower, self.strict, on_diagonal = (
+            f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal)
+        )
+        last = jnp.where(
+            twins.halves((1, 2 * size)), total[:, size - 1 : size], total[:, 2 * size - 1 :]
+        )
         gamma, rho, carry, mask, live = total, last - total, last, self.lower, None
         if "documents" in refs:
             signed = refs["documents"][0, 0]  # [1, 2C]
@@ -104,19 +154,27 @@ class _Block:
         self.carry = twins.together(carry[..., :1], carry[..., size : size + 1])  # [I, 1, 1]
         self.pair = jnp.exp(jnp.where(mask, twins.twin_columns(total) - total[:, None], -jnp.inf))
 
-        # One product of the rows as they came holds K K^T, Q K^T and, on diagonals, the squared norms.
+        # One product of the rows as they came holds K K^T, Q K^T and, on diagonals, the squared
+        # norms.
         self.shared = p.share % 2 == 0  # the heads of a twin have the same keys
         self.k, self.q = (self.load(name, p.key).astype(p.operand) for name in "kq")
         self.both = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
         if self.shared:
-            pairs = self.dots.plain.nt(self.both, jnp.concatenate([self.k, self.k, self.q, self.q], axis=1))
+            pairs = self.dots.plain.nt(
+                self.both, jnp.concatenate([self.k, self.k, self.q, self.q], axis=1)
+            )
         else:
-            right = jnp.concatenate([twins.diagonal(self.repeated(x)) for x in (self.k, self.q)], axis=1)
+            right = jnp.concatenate(
+                [twins.diagonal(self.repeated(x)) for x in (self.k, self.q)], axis=1
+            )
             pairs = self.dots.plain.nt(twins.beside(self.repeated(self.both)), right)
         k_row = q_row = jnp.ones((pairs.shape[0], 2 * size), jnp.float32)  # [J or E, 2C]
         if normalize:
             squares = pairs[:, :size, : 2 * size], pairs[:, size:, 2 * size :]
-            k_row, q_row = (chunk_math.inverse_root(jnp.sum(jnp.where(on_diagonal, x, 0), axis=1)) for x in squares)
+            k_row, q_row = (
+                chunk_math.inverse_root(jnp.sum(jnp.where(on_diagonal, x, 0), axis=1))
+                for x in squares
+            )
         q_row = q_row * p.key_in**-0.5
         if live is not None:
             q_row = jnp.where(live, q_row, 0)
@@ -129,11 +187,17 @@ class _Block:
             scale = jnp.concatenate([twins.twin_columns(x) for x in (k_row, q_row)], axis=1)
         scale = scale * k_row[:, None]
         each = lambda x: jnp.repeat(x, p.share // 2, axis=0) if self.shared and p.share > 2 else x
-        self.kk, self.qk = each(pairs[:, :size, : 2 * size]), each(pairs[:, size:, : 2 * size])  # [E, C, 2C], no norms in them
+        # [E, C, 2C], no norms in them
+        self.kk, self.qk = each(pairs[:, :size, : 2 * size]), each(pairs[:, size:, : 2 * size])
         self.kk_scale, self.qk_scale = each(scale[:, :size]), each(scale[:, size:])
         k_row, gamma = each(k_row), jnp.exp(gamma)
         self.rho_row = k_row * jnp.exp(rho)
-        self.k_gamma, self.q_gamma, self.k_rho = gamma * k_row, gamma * each(q_row), self.rho_row * beta  # [E, 2C]
+        # [E, 2C]
+        self.k_gamma, self.q_gamma, self.k_rho = (
+            gamma * k_row,
+            gamma * each(q_row),
+            self.rho_row * beta,
+        )
 
     def load(self, name: str, width: int):
         """[heads, C, width] out of a block [1, C, heads * width]."""
@@ -146,7 +210,8 @@ class _Block:
         for i in range(x.shape[0]):
             ref[0, :, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
-    # products of what belongs to a key head with what belongs to its value heads, all of these in one
+    # products of what belongs to a key head with what belongs to its value heads, all of these in
+    # one
 
     def repeated(self, x_J):
         """What a key head holds, for each of its value heads."""
@@ -164,17 +229,26 @@ class _Block:
 
     def read(self, rows_JRK, state_IKV):
         """[I, R, V] rows of the keys' heads times the states."""
-        return self.narrow(self.dots.plain.nn(rows_JRK, self.wide(state_IKV.astype(self.p.operand))))
+        return self.narrow(
+            self.dots.plain.nn(rows_JRK, self.wide(state_IKV.astype(self.p.operand)))
+        )
 
     def write(self, rows_JRK, *parts_IRV):
         """[I, K, V] the sum of rows^T part over the parts."""
-        rows, parts = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1), [self.wide(x) for x in parts_IRV]
+        rows, parts = (
+            jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1),
+            [self.wide(x) for x in parts_IRV],
+        )
         return self.narrow(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
 
     def from_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
-        """[J, R, K] each: the sum over the value heads of a key head of x state^T for every x, and of y other^T. The two states
-        fill the matrix unit's columns, of which each row then needs half."""
-        stack = lambda *xs: jnp.concatenate([self.wide(x.astype(self.p.operand)) for x in xs], axis=1)
+        """[J, R, K] each: the sum over the value heads of a key head of x state^T for every x,
+        and of y other^T. The two states fill the matrix unit's columns, of which each row then
+        needs half.
+        """
+        stack = lambda *xs: jnp.concatenate(
+            [self.wide(x.astype(self.p.operand)) for x in xs], axis=1
+        )
         out = self.dots.plain.nt(stack(*xs_IRV, y_IRV), stack(state_IKV, other_IKV))
         *found, last = jnp.split(out, len(xs_IRV) + 1, axis=1)
         key = state_IKV.shape[1]
@@ -198,7 +272,11 @@ class _Block:
 
     def summed(self, x_I):
         """The sum over the value heads of a key head."""
-        return x_I if self.p.share == 1 else jnp.sum(x_I.reshape(-1, self.p.share, *x_I.shape[1:]), axis=1)
+        return (
+            x_I
+            if self.p.share == 1
+            else jnp.sum(x_I.reshape(-1, self.p.share, *x_I.shape[1:]), axis=1)
+        )
 
 
 def _spread(rows_EC, width: int):
@@ -220,12 +298,16 @@ def _inverse(c: _Block):
 
 
 def _next_state(c: _Block, state, errors):
-    return c.carry * state + c.write(c.k, *c.dots.parts(_spread(c.k_rho, errors.shape[-1]) * errors))
+    return c.carry * state + c.write(
+        c.k, *c.dots.parts(_spread(c.k_rho, errors.shape[-1]) * errors)
+    )
 
 
 def _output(c: _Block, qs, errors):
     p_CC = c.qk * c.qk_scale * c.pair * c.beta
-    return _spread(c.q_gamma, qs.shape[-1]) * qs + c.dots.nn((p_CC.astype(c.p.operand),), c.dots.parts(errors))
+    return _spread(c.q_gamma, qs.shape[-1]) * qs + c.dots.nn(
+        (p_CC.astype(c.p.operand),), c.dots.parts(errors)
+    )
 
 
 def _forward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
@@ -249,7 +331,9 @@ def _forward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *
 
 
 def _map_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
-    """U and M side by side along the lanes, [U | M]: M is the state of values zero that starts at the identity."""
+    """U and M side by side along the lanes, [U | M]: M is the state of values zero that starts
+    at the identity.
+    """
     refs = dict(zip(inputs + outputs, refs))
     _start(p, refs["final"], refs["initial_state"])
 
@@ -319,7 +403,10 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
     before = dots.sums_before(pairs * c.beta)
     d_pairs, rows = (d_qk * c.beta).astype(p.operand), c.q
     if erase:
-        d_pairs, rows = jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1), jnp.concatenate([c.q, c.k], axis=1)
+        d_pairs, rows = (
+            jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1),
+            jnp.concatenate([c.q, c.k], axis=1),
+        )
 
     # keys and queries
     left = c.times_keys(d_pairs)
@@ -330,8 +417,13 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
         dk = dk + left[:, size:]
     if normalize:
         scales = c.norms[0], c.norms[1] * p.key_in**0.5
-        for_norm = lambda dx, x, scale: dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x
-        dk, dq = (for_norm(dx, x.astype(jnp.float32), twins.fit(s, p.key)) for dx, x, s in zip((dk, dq), (c.k, c.q), scales))
+        for_norm = lambda dx, x, scale: (
+            dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x
+        )
+        dk, dq = (
+            for_norm(dx, x.astype(jnp.float32), twins.fit(s, p.key))
+            for dx, x, s in zip((dk, dq), (c.k, c.q), scales)
+        )
     c.store("dq", dq)
     c.store("dk", dk)
 
@@ -339,9 +431,14 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
     beta, (enter, written) = c.beta[:, 0], twins.row_sums(enter, written)
     written = c.rho_row * written
     refs["dbeta"][0, 0, 0] = jnp.sum(pairs, axis=1) + written
-    kept = jnp.sum(jnp.sum(dstate * state.astype(jnp.float32), axis=1, keepdims=True), axis=2, keepdims=True)
+    kept = jnp.sum(
+        jnp.sum(dstate * state.astype(jnp.float32), axis=1, keepdims=True), axis=2, keepdims=True
+    )
     first, second = twins.apart(c.carry * kept)
     kept = jnp.where(twins.halves((1, 1, 2 * size)), first, second)[:, 0]
-    dg = jnp.sum(jnp.where(c.lower, before, 0), axis=1) + twins.sums(enter, jnp.greater_equal) + twins.sums(beta * written, jnp.less)
+    dg = (
+        jnp.sum(jnp.where(c.lower, before, 0), axis=1)
+        + twins.sums(enter, jnp.greater_equal)
+        + twins.sums(beta * written, jnp.less)
+    )
     refs["dg"][0, 0, 0] = dg + kept
-

@@ -1,6 +1,7 @@
 """The gated delta rule token by token, as printed in the paper: the oracle, and the decode step.
 
-Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024, equation 10.
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
+equation 10.
 
 B batch, T time, G key heads, H value heads, K key width, V value width.
 """
@@ -11,18 +12,23 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.delta_rule import chunk_math
 
 
-def recurrent(x: chunk_math.Inputs, initial_state, *, normalize_qk: bool, erase: bool, each: bool = False):
+def recurrent(
+    x: chunk_math.Inputs, initial_state, *, normalize_qk: bool, erase: bool, each: bool = False
+):
     """The recurrence in the widest dtype of the inputs, differentiable by plain autodiff.
 
     Returns:
-      o [B, T, H, V] in v's dtype and the final state [B, H, K, V], or with `each` the states after every token [B, T, H, K, V].
+      o [B, T, H, V] in v's dtype and the final state [B, H, K, V], or with `each` the states
+      after every token [B, T, H, K, V].
     """
     q, k, v, g, beta, segments = x
     dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)
     heads, (batch, time) = v.shape[2], q.shape[:2]
     q, k = q.astype(dtype), k.astype(dtype)
     q_scale, k_scale = chunk_math.scales(q, k, normalize_qk)
-    q_BTHK, k_BTHK = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q * q_scale, k * k_scale))
+    q_BTHK, k_BTHK = (
+        jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q * q_scale, k * k_scale)
+    )
     if segments is None:
         new_BT = jnp.zeros((batch, time), bool)
         live_BT = jnp.ones((batch, time), bool)
@@ -40,10 +46,14 @@ def recurrent(x: chunk_math.Inputs, initial_state, *, normalize_qk: bool, erase:
             write_BHV = v_BHV - jnp.sum(state_BHKV * k_BHK[..., None], axis=-2)
         state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., None] * write_BHV[..., None, :]
         o_BHV = jnp.sum(state_BHKV * q_BHK[..., None], axis=-2)
-        return state_BHKV, (jnp.where(live_B[:, None, None], o_BHV, 0), state_BHKV if each else None)
+        return state_BHKV, (
+            jnp.where(live_B[:, None, None], o_BHV, 0),
+            state_BHKV if each else None,
+        )
 
     tokens = (q_BTHK, k_BTHK, v.astype(dtype), g.astype(dtype), beta.astype(dtype), new_BT, live_BT)
-    # Without the barrier XLA on CPU computes what makes one token's inputs again for every element of the state.
+    # Without the barrier XLA on CPU computes what makes one token's inputs again for every element
+    # of the state.
     tokens = jax.lax.optimization_barrier(jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
     state, (o_TBHV, states) = jax.lax.scan(step, initial_state.astype(dtype), tokens)
     return jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype), jnp.moveaxis(states, 0, 1) if each else state

@@ -1,4 +1,5 @@
-"""How one call of the TPU kernels is cut: heads and tokens of a grid step, layouts of the arrays, blocks of the grid.
+"""How one call of the TPU kernels is cut: heads and tokens of a grid step, layouts of the
+arrays, blocks of the grid.
 
 Value heads go in twos (`twins.py`); an odd number of them is filled up with zeros.
 
@@ -21,11 +22,12 @@ SMALLEST_VMEM = 16 * 2**20  # of the supported chips (v4); assumed where the chi
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How one call is cut: `block` value heads and `size` tokens a grid step, widths padded to whole lanes.
+    """How one call is cut: `block` value heads and `size` tokens a grid step, widths padded to
+    whole lanes.
 
-    The heads of a step are independent and hide each other's latency, so the largest block wins, up to 32, as long as each
-    core of a chip has one; memory for what the compiler keeps of a head while the others go through the same stage sets the
-    bound.
+    The heads of a step are independent and hide each other's latency, so the largest block wins,
+    up to 32, as long as each core of a chip has one; memory for what the compiler keeps of a
+    head while the others go through the same stage sets the bound.
     """
 
     block: int
@@ -38,33 +40,46 @@ class Tiling:
 
     def __post_init__(self):
         if self.block % self.share != 0 or self.block % 2 != 0:
-            raise ValueError(f"block of {self.block} value heads: expected an even multiple of the {self.share} that share a key head")
+            raise ValueError(
+                f"block of {self.block} value heads: expected an even multiple of the "
+                f"{self.share} that share a key head"
+            )
         if self.key % LANES != 0 or self.value % LANES != 0:
             raise ValueError(f"widths {self.key} and {self.value}: expected multiples of {LANES}")
 
     @property
     def vmem_bytes(self) -> int:
-        """Of the backward kernel: double-buffered blocks and the intermediates of every head (8 arrays of [C, K + V] float32 in the
-        compiler's allocation for v6e, and as much again to be safe: the map's M, [K, K] float32, fits in that too)."""
+        """Of the backward kernel: double-buffered blocks and the intermediates of every head (8
+        arrays of [C, K + V] float32 in the compiler's allocation for v6e, and as much again to
+        be safe: the map's M, [K, K] float32, fits in that too).
+        """
         keys, values = self.size * self.key, self.size * self.value
         state = self.key * self.value
-        buffers = 4 * (self.key_bytes * keys + self.value_bytes * values) + (4 + self.value_bytes) * state + 4 * self.size**2
+        buffers = (
+            4 * (self.key_bytes * keys + self.value_bytes * values)
+            + (4 + self.value_bytes) * state
+            + 4 * self.size**2
+        )
         return self.block * (2 * buffers + 16 * 4 * (keys + values))
 
     @classmethod
     def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
-        """The largest block that divides the heads, fits in `vmem` bytes and leaves no core idle if that can be.
+        """The largest block that divides the heads, fits in `vmem` bytes and leaves no core idle
+        if that can be.
 
         Raises NotImplementedError where not even one key head fits.
         """
         share = sizes["share"]
-        blocks = [n for n in range(2, max(32, 2 * share) + 1, 2) if value_heads % n == n % share == 0]
+        blocks = [
+            n for n in range(2, max(32, 2 * share) + 1, 2) if value_heads % n == n % share == 0
+        ]
         fitting = [x for x in (cls(n, **sizes) for n in blocks) if x.vmem_bytes <= vmem]
         if not fitting:
             raise NotImplementedError(
-                f"head widths {sizes['key']} and {sizes['value']} with {share} value heads a key head: one block of the TPU kernel "
-                f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of {SMALLEST_VMEM} where none is known); "
-                "use implementation='chunked'"
+                f"head widths {sizes['key']} and {sizes['value']} with {share} value heads a key "
+                "head: one block of the TPU kernel "
+                f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of {SMALLEST_VMEM} "
+                "where none is known); use implementation='chunked'"
             )
         return max(fitting, key=lambda x: (min(value_heads // x.block, cores), x.block))
 
@@ -80,7 +95,8 @@ def _pad(x, *axes_and_sizes):
 def _vmem_and_cores() -> tuple[int, int]:
     try:
         info = pltpu.get_tpu_info()
-    except ValueError:  # traced on a machine without a TPU and outside a described chip's abstract mesh
+    # traced on a machine without a TPU and outside a described chip's abstract mesh
+    except ValueError:
         return SMALLEST_VMEM, 1
     return info.vmem_capacity_bytes, info.num_cores
 
@@ -95,7 +111,9 @@ def fits(q, v, size: int) -> bool:
 
 
 class Problem:
-    """The sizes of one call, its arrays in the kernels' layouts, and the blocks the grid cuts from them."""
+    """The sizes of one call, its arrays in the kernels' layouts, and the blocks the grid cuts
+    from them.
+    """
 
     def __init__(self, q, v, size: int):
         self.batch, self.time, self.key_heads, self.key_in = q.shape
@@ -122,12 +140,23 @@ class Problem:
         self.block, self.key_block = tiling.block, tiling.block // self.share
         self.grid = (self.batch, self.value_heads // self.block, self.chunks)
         self.state_shape = (self.batch, self.value_heads, self.key, self.value)
-        self.inverses_shape = jax.ShapeDtypeStruct((self.chunks, self.batch, self.value_heads // 2, size, 2 * size), jnp.float32)
+        self.inverses_shape = jax.ShapeDtypeStruct(
+            (self.chunks, self.batch, self.value_heads // 2, size, 2 * size), jnp.float32
+        )
         self.compiler_params = pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem
         )
 
-    def call(self, kernel, inputs: dict, shapes: dict, forward: bool, normalize: bool, erase: bool, interpret: bool) -> dict:
+    def call(
+        self,
+        kernel,
+        inputs: dict,
+        shapes: dict,
+        forward: bool,
+        normalize: bool,
+        erase: bool,
+        interpret: bool,
+    ) -> dict:
         """`kernel` over the grid: named inputs in, named outputs out."""
         spec = self.specs(forward)
         call = pl.pallas_call(
@@ -150,7 +179,9 @@ class Problem:
         return jax.ShapeDtypeStruct((self.batch, self.chunks * self.size, heads * width), dtype)
 
     def flatten(self, x, heads: int):
-        """[B, T, heads, width] to [B, N C, heads * padded width]: a head is then a slice of whole lanes."""
+        """[B, T, heads, width] to [B, N C, heads * padded width]: a head is then a slice of
+        whole lanes.
+        """
         width = -(-x.shape[-1] // LANES) * LANES
         x = _pad(x, 1, self.chunks * self.size, 2, heads, 3, width)
         return x.reshape(*x.shape[:2], -1)
@@ -181,7 +212,9 @@ class Problem:
     def unchunk(self, x):
         """The reverse of `rows`."""
         x = x.reshape(self.batch, self.chunks, self.value_heads, self.size)
-        return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[:, : self.time, : self.heads_in]
+        return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[
+            :, : self.time, : self.heads_in
+        ]
 
     def inputs(self, q, k, v, g, beta, segments) -> dict:
         arrays = dict(
@@ -192,20 +225,31 @@ class Problem:
             beta=self.rows(beta.astype(jnp.float32)),
         )
         if segments is not None:
-            signed = jnp.pad(segments, ((0, 0), (0, self.chunks * self.size - self.time)), mode="edge")
+            signed = jnp.pad(
+                segments, ((0, 0), (0, self.chunks * self.size - self.time)), mode="edge"
+            )
             signed = signed.reshape(self.batch, self.chunks, self.size)
-            index = jnp.swapaxes(chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1).astype(jnp.float32)
-            index = jnp.where(signed > 0, index, -1 - index)  # padding rows keep their document, negated
+            index = jnp.swapaxes(
+                chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1
+            ).astype(jnp.float32)
+            # padding rows keep their document, negated
+            index = jnp.where(signed > 0, index, -1 - index)
             arrays["documents"] = jnp.concatenate([index, index], axis=-1)[:, :, None]
         return arrays
 
     def specs(self, forward: bool) -> dict:
-        """Block specifications by name; the backward grid walks the chunks from the last to the first."""
+        """Block specifications by name; the backward grid walks the chunks from the last to the
+        first.
+        """
         n = (lambda i: i) if forward else (lambda i: self.chunks - 1 - i)
         flat = lambda width: pl.BlockSpec((1, self.size, width), lambda b, h, i: (b, n(i), h))
-        rows = pl.BlockSpec((1, 1, 1, self.block // 2, 2 * self.size), lambda b, h, i: (b, n(i), h, 0, 0))
+        rows = pl.BlockSpec(
+            (1, 1, 1, self.block // 2, 2 * self.size), lambda b, h, i: (b, n(i), h, 0, 0)
+        )
         state = pl.BlockSpec((1, self.block, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
-        per_chunk = lambda *shape: pl.BlockSpec((1, 1, self.block, *shape), lambda b, h, i: (n(i), b, h, 0, 0))
+        per_chunk = lambda *shape: pl.BlockSpec(
+            (1, 1, self.block, *shape), lambda b, h, i: (n(i), b, h, 0, 0)
+        )
         keys, values = flat(self.key_block * self.key), flat(self.block * self.value)
         return dict(
             q=keys,
@@ -226,7 +270,10 @@ class Problem:
             dfinal=pl.BlockSpec(memory_space=pl.ANY),
             dinitial=state,
             states=per_chunk(self.key, self.value),
-            inverses=pl.BlockSpec((1, 1, self.block // 2, self.size, 2 * self.size), lambda b, h, i: (n(i), b, h, 0, 0)),
+            inverses=pl.BlockSpec(
+                (1, 1, self.block // 2, self.size, 2 * self.size),
+                lambda b, h, i: (n(i), b, h, 0, 0),
+            ),
             reads=per_chunk(self.size, self.key),
             m=pl.BlockSpec((1, self.block, self.key, self.key), lambda b, h, i: (b, h, 0, 0)),
         )

@@ -1,8 +1,9 @@
 """Matrices of two heads side by side, and their products with what belongs to one head.
 
-A [C, C] matrix of 64 tokens fills half of a TPU register's 128 lanes and a sixteenth of the 256 x 256 matrix unit. So those
-of heads 2e and 2e + 1 lie side by side in the lanes, a twin [C, 2C], and right operands lie on the diagonal of one matrix: a
-product then takes both heads at the price of one.
+A [C, C] matrix of 64 tokens fills half of a TPU register's 128 lanes and a sixteenth of the 256
+x 256 matrix unit. So those of heads 2e and 2e + 1 lie side by side in the lanes, a twin [C, 2C],
+and right operands lie on the diagonal of one matrix: a product then takes both heads at the
+price of one.
 
 E twins, I = 2E heads, C chunk length, R rows, X any width.
 """
@@ -47,10 +48,14 @@ def heads(x_ERX):
 
 
 def diagonal(x_IRX):
-    """[E, 2R, 2X]: the first head's in the upper left, the second one's in the lower right, zeros elsewhere."""
+    """[E, 2R, 2X]: the first head's in the upper left, the second one's in the lower right,
+    zeros elsewhere.
+    """
     first, second = apart(x_IRX)
     zero = jnp.zeros_like(first)
-    return jnp.concatenate([jnp.concatenate([first, zero], axis=-1), jnp.concatenate([zero, second], axis=-1)], axis=-2)
+    return jnp.concatenate(
+        [jnp.concatenate([first, zero], axis=-1), jnp.concatenate([zero, second], axis=-1)], axis=-2
+    )
 
 
 def on_diagonal(x_ERX):
@@ -72,8 +77,9 @@ def spread(rows_EC):
 
 
 def spread_by_product(rows_EC):
-    """`spread` by a product with ones and zeros, in which three bfloat16 parts carry a float32 exactly: work for the matrix unit
-    where the cross-lane unit has more than enough."""
+    """`spread` by a product with ones and zeros, in which three bfloat16 parts carry a float32
+    exactly: work for the matrix unit where the cross-lane unit has more than enough.
+    """
     count, size = rows_EC.shape[0], rows_EC.shape[1] // 2
     parts, rest = [], rows_EC
     for _ in range(3):
@@ -81,18 +87,25 @@ def spread_by_product(rows_EC):
         rest = rest - parts[-1].astype(jnp.float32)
     row, column = indices(3 * count, count * LANES)
     pick = (row % count == column // LANES).astype(jnp.bfloat16)
-    x = jnp.split(Products(jnp.bfloat16).tn(jnp.concatenate(parts), pick), count, axis=1)  # [2C, LANES] each
+    # [2C, LANES] each
+    x = jnp.split(Products(jnp.bfloat16).tn(jnp.concatenate(parts), pick), count, axis=1)
     return jnp.stack(x).reshape(-1, size, LANES)
 
 
 def twin_columns(rows_EC):
-    """[E, C, 2C]: the numbers of rows [E, 2C] in columns, each head's over its half of the lanes."""
+    """[E, C, 2C]: the numbers of rows [E, 2C] in columns, each head's over its half of the
+    lanes.
+    """
     count, lanes = rows_EC.shape
     size, width = lanes // 2, max(lanes, 2 * count)
-    both = jnp.concatenate([rows_EC[:, :size], rows_EC[:, size:], jnp.zeros((width - 2 * count, size), rows_EC.dtype)])
+    both = jnp.concatenate(
+        [rows_EC[:, :size], rows_EC[:, size:], jnp.zeros((width - 2 * count, size), rows_EC.dtype)]
+    )
     first = halves((size, lanes))
     lane = lambda e: jnp.pad(jnp.where(first, e, count + e), ((0, 0), (0, width - lanes)))
-    return jnp.stack([jnp.take_along_axis(both.T, lane(e), axis=1)[:, :lanes] for e in range(count)])
+    return jnp.stack(
+        [jnp.take_along_axis(both.T, lane(e), axis=1)[:, :lanes] for e in range(count)]
+    )
 
 
 def fit(spread_ICX, width: int):
@@ -103,7 +116,12 @@ def fit(spread_ICX, width: int):
 def row_sums(*xs_ICX):
     """[E, 2C] each: the sums of every row, the two heads of a twin in one row."""
     size = xs_ICX[0].shape[1]
-    sums = [x for x_ICX in xs_ICX for x in jnp.concatenate(apart(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)]  # [2C, 1]
+    # [2C, 1]
+    sums = [
+        x
+        for x_ICX in xs_ICX
+        for x in jnp.concatenate(apart(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)
+    ]
     width = -(-len(sums) // LANES) * LANES
     lane = indices(2 * size, width)[1]
     columns = jnp.zeros((2 * size, width), jnp.float32)
@@ -116,8 +134,9 @@ def row_sums(*xs_ICX):
 class TwinProducts:
     """Products with operands in `operand` and float32 accumulation.
 
-    bfloat16 operands that must keep their value go in two parts, high and low, of which `parts` makes a tuple; all products
-    of parts but low with low are summed, most of them inside the matrix unit. float32 operands are one part.
+    bfloat16 operands that must keep their value go in two parts, high and low, of which `parts`
+    makes a tuple; all products of parts but low with low are summed, most of them inside the
+    matrix unit. float32 operands are one part.
     """
 
     operand: typing.Any
@@ -142,14 +161,23 @@ class TwinProducts:
     def twins(self, x_parts, y_parts):
         """[E, R, 2C]: twins [E, R, 2C] times twins [E, C, 2C].
 
-        Parts of y go beside each other, parts of x below each other: a quarter of the loads of stationary operands that a
-        stack along the contraction takes, and there is little else in these small products.
+        Parts of y go beside each other, parts of x below each other: a quarter of the loads of
+        stationary operands that a stack along the contraction takes, and there is little else in
+        these small products.
         """
         y = []
         for part in y_parts:
             first, zero = halves(part.shape), jnp.zeros_like(part)
-            y.append(jnp.concatenate([jnp.where(first, part, zero), jnp.where(first, zero, part)], axis=-2))
-        return _quarters(self.plain.nn(jnp.concatenate(x_parts, axis=-2), jnp.concatenate(y, axis=-1)), x_parts, y_parts)
+            y.append(
+                jnp.concatenate(
+                    [jnp.where(first, part, zero), jnp.where(first, zero, part)], axis=-2
+                )
+            )
+        return _quarters(
+            self.plain.nn(jnp.concatenate(x_parts, axis=-2), jnp.concatenate(y, axis=-1)),
+            x_parts,
+            y_parts,
+        )
 
     def nt(self, xs, y_parts):
         """[E, R, 2C] each: x y^T of every head for parts of x [I, R, X] and y [I, C, X]."""
@@ -166,15 +194,23 @@ class TwinProducts:
         """Column t: the sum over the columns of the same head before t."""
         lanes = x_ECC.shape[-1]
         row, column = indices(lanes, lanes)
-        before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(self.operand)
+        before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(
+            self.operand
+        )
         x, y = stacked(self.parts(x_ECC), [before], -1, -2)
         return jax.lax.dot_general(
-            x, y, (((2,), (0,)), ((), ())), precision=self.plain.precision, preferred_element_type=jnp.float32
+            x,
+            y,
+            (((2,), (0,)), ((), ())),
+            precision=self.plain.precision,
+            preferred_element_type=jnp.float32,
         )
 
 
 def sums(rows_EC, counts):
-    """[..., 2C] column t: the sum over the columns i of the same head for which counts(i, t) holds."""
+    """[..., 2C] column t: the sum over the columns i of the same head for which counts(i, t)
+    holds.
+    """
     lanes = rows_EC.shape[-1]
     row, column = indices(lanes, lanes)
     counted = counts(row, column) & ((row < lanes // 2) == (column < lanes // 2))
@@ -182,23 +218,27 @@ def sums(rows_EC, counts):
 
 
 def _quarters(product, x_parts, y_parts):
-    """The sum over the pairs of parts that count, x's below each other and y's beside each other."""
+    """The sum over the pairs of parts that count, x's below each other and y's beside each
+    other.
+    """
     rows, columns = product.shape[-2] // len(x_parts), product.shape[-1] // len(y_parts)
     at = lambda i, j: product[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
     small = [at(i, j) for i in range(len(x_parts)) for j in range(len(y_parts)) if i + j == 1]
     return at(0, 0) if not small else at(0, 0) + sum(small[1:], small[0])
 
 
-# ---- the inverse of I + L (`inverse.py` says why this way) ---------------------------------------------------------------
+# ---- the inverse of I + L (`inverse.py` says why this way)
+# ---------------------------------------------------------------
 
-DIAGONAL, TOGETHER = 16, 8  # rows of a block; twins whose chains of eliminations hide each other's latency
+# rows of a block; twins whose chains of eliminations hide each other's latency
+DIAGONAL, TOGETHER = 16, 8
 
 
 def twin_inverse(m_ECC, products):
     """(I + L)^{-1}, L the strictly lower part of m, for two heads side by side.
 
-    16-row diagonal blocks by substitution on the vector unit, then merges of which only the rows that change go through the
-    matrix unit.
+    16-row diagonal blocks by substitution on the vector unit, then merges of which only the rows
+    that change go through the matrix unit.
     """
     size = m_ECC.shape[-2]
     x = _diagonal_inverse(m_ECC)
@@ -207,9 +247,11 @@ def twin_inverse(m_ECC, products):
     while m < size:
         blocks = jnp.split(x, size // m, axis=1)
         lower = jnp.concatenate(blocks[1::2], axis=1)
-        # Every second block's rows of X L X. Only the quarter left of the block's diagonal is part of the result; it takes
-        # nothing of m above the diagonal.
-        change = products.twins(products.parts(products.twins(products.parts(lower), parts)), products.parts(x))
+        # Every second block's rows of X L X. Only the quarter left of the block's diagonal is part
+        # of the result; it takes nothing of m above the diagonal.
+        change = products.twins(
+            products.parts(products.twins(products.parts(lower), parts)), products.parts(x)
+        )
         row, column = indices(size // 2, 2 * size)
         lower = lower - jnp.where(column % size // m == 2 * (row // m), change, 0)
         blocks[1::2] = jnp.split(lower, size // (2 * m), axis=1)
@@ -219,7 +261,9 @@ def twin_inverse(m_ECC, products):
 
 
 def _diagonal_inverse(m_ECC):
-    """The inverses of the 16-row diagonal blocks, in place. The blocks of a twin, packed, fill two registers."""
+    """The inverses of the 16-row diagonal blocks, in place. The blocks of a twin, packed, fill
+    two registers.
+    """
     size = m_ECC.shape[1]
     blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)
     row, column = indices(DIAGONAL, 2 * size)
@@ -228,13 +272,17 @@ def _diagonal_inverse(m_ECC):
     for i in range(1, len(blocks)):
         packed = jnp.where(own == i, blocks[i], packed)
     packed = jnp.where(row > column % DIAGONAL, packed, 0)
-    x = jnp.concatenate([_substitute(packed[e : e + TOGETHER]) for e in range(0, packed.shape[0], TOGETHER)])
+    x = jnp.concatenate(
+        [_substitute(packed[e : e + TOGETHER]) for e in range(0, packed.shape[0], TOGETHER)]
+    )
     return jnp.concatenate([jnp.where(own == i, x, 0) for i in range(len(blocks))], axis=1)
 
 
 def _substitute(l):
-    """(I + L)^{-1} of 16x16 blocks side by side, [n, 16, lanes]: row j is eliminated from all rows of all blocks at once. Half of
-    a block is a register's 8 rows; what lies above row j stays."""
+    """(I + L)^{-1} of 16x16 blocks side by side, [n, 16, lanes]: row j is eliminated from all
+    rows of all blocks at once. Half of a block is a register's 8 rows; what lies above row j
+    stays.
+    """
     half = DIAGONAL // 2
     row, column = indices(DIAGONAL, l.shape[-1])
     identity = jnp.where(row == column % DIAGONAL, 1.0, 0.0)
@@ -243,5 +291,9 @@ def _substitute(l):
         for n, rows in enumerate(x):
             pivot = rows[j // half][j % half : j % half + 1]
             for i in range(j // half, 2):  # by column j of every block, along its lanes
-                rows[i] = rows[i] - jnp.take_along_axis(l[n, i * half : (i + 1) * half], start + j, axis=1) * pivot
+                rows[i] = (
+                    rows[i]
+                    - jnp.take_along_axis(l[n, i * half : (i + 1) * half], start + j, axis=1)
+                    * pivot
+                )
     return jnp.stack([jnp.concatenate(rows) for rows in x])

@@ -1,8 +1,9 @@
-"""Attention whose scores and mask are functions of the pair: for what the fast kernels have no form of. A block of queries after the
-other meets all keys of the row, so that memory is block × T and work T × T, whatever the mask leaves of it.
+"""Attention whose scores and mask are functions of the pair: for what the fast kernels have no
+form of. A block of queries after the other meets all keys of the row, so that memory is block ×
+T and work T × T, whatever the mask leaves of it.
 
-Letters: B batch, T queries, S keys, C queries of a block, N query heads, M key/value heads (query head n reads head n // (N // M)),
-H = N // M, K head width.
+Letters: B batch, T queries, S keys, C queries of a block, N query heads, M key/value heads
+(query head n reads head n // (N // M)), H = N // M, K head width.
 """
 
 from collections.abc import Callable
@@ -25,29 +26,50 @@ def dot(q_BCNK: jax.Array, k_BSMK: jax.Array) -> jax.Array:
     return s_BMHCS.reshape(b, n, c, -1) * width**-0.5
 
 
-def pair_attention(q: Any, k: Any, v: jax.Array, *, score: Callable, seen: Callable, positions: jax.Array, kv_positions: jax.Array,
-                   segment_ids: jax.Array | None = None, kv_segment_ids: jax.Array | None = None, best: int = 0,
-                   axis_name: str | None = None, block: int = BLOCK) -> jax.Array:
+def pair_attention(
+    q: Any,
+    k: Any,
+    v: jax.Array,
+    *,
+    score: Callable,
+    seen: Callable,
+    positions: jax.Array,
+    kv_positions: jax.Array,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    best: int = 0,
+    axis_name: str | None = None,
+    block: int = BLOCK,
+) -> jax.Array:
     """softmax(score) v over the pairs that are seen, with float32 softmax.
 
     Args:
-      q, k: what the scores are made of, arrays [B, T, …] and [B, S, …] or trees of such.
-      v: [B, S, M, K].
-      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a block of queries and all keys → [B, N, C, S] float32.
-      seen: (positions, kv_positions) → bool [B, C, S]; with `best` a pair: those that are, and those that may be chosen.
-      positions, kv_positions: [B, T], [B, S] integers, places in the document.
-      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token: none sees another.
-      best: each query and head sees so many more keys, those of the highest scores (of equal ones all).
-      axis_name: inside `shard_map`, the mesh axis over which T and S are split in order; the keys of the whole row are gathered.
+      q, k: what the scores are made of, arrays [B, T, …] and [B, S, …] or trees of such. v: [B,
+      S, M, K].
+      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a block of queries and all
+      keys → [B, N, C, S] float32. seen: (positions, kv_positions) → bool [B, C, S]; with `best`
+      a pair: those that are, and those that may be chosen. positions, kv_positions: [B, T], [B,
+      S] integers, places in the document.
+      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token:
+      none sees another. best: each query and head sees so many more keys, those of the highest
+      scores (of equal ones all). axis_name: inside `shard_map`, the mesh axis over which T and S
+      are split in order; the keys of the whole row are gathered.
 
     Returns:
       o: [B, T, N, K] in v's dtype. Padding rows hold something finite.
     """
-    checks.shapes(v=(v, "BSMK"), positions=(positions, "BT"), kv_positions=(kv_positions, "BS"), segment_ids=(segment_ids, "BT"),
-                  kv_segment_ids=(kv_segment_ids, "BS"))
+    checks.shapes(
+        v=(v, "BSMK"),
+        positions=(positions, "BT"),
+        kv_positions=(kv_positions, "BS"),
+        segment_ids=(segment_ids, "BT"),
+        kv_segment_ids=(kv_segment_ids, "BS"),
+    )
     if axis_name is not None:
         whole = lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
-        k, v, kv_positions, kv_segment_ids = jax.tree.map(whole, (k, v, kv_positions, kv_segment_ids))
+        k, v, kv_positions, kv_segment_ids = jax.tree.map(
+            whole, (k, v, kv_positions, kv_segment_ids)
+        )
     size, time = min(block, positions.shape[1]), positions.shape[1]
 
     @jax.checkpoint  # scores live for one block at a time, in the backward pass, too

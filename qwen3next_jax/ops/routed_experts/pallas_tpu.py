@@ -1,12 +1,13 @@
-"""TPU kernels of the routed experts: a grouped SwiGLU forward and backward, and sums of rows by token.
+"""TPU kernels of the routed experts: a grouped SwiGLU forward and backward, and sums of rows by
+token.
 
-Rows come in tiles of one expert each: an expert's rows start on a tile, and what is left of its last tile has weight 0 and finite
-rows. Products accumulate in float32 and everything between them stays in VMEM; rows leave a kernel in their own dtype.
+Rows come in tiles of one expert each: an expert's rows start on a tile, and what is left of its
+last tile has weight 0 and finite rows. Products accumulate in float32 and everything between
+them stays in VMEM; rows leave a kernel in their own dtype.
 
-Letters: T tiles, M rows of a tile, P = T·M, D model, I expert width, F = 2I (gate before up), E experts, N tokens, K tokens of a
-block, V visits.
+Letters: T tiles, M rows of a tile, P = T·M, D model, I expert width, F = 2I (gate before up), E
+experts, N tokens, K tokens of a block, V visits.
 """
-
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +23,26 @@ _SUM_TOKENS, _SUM_ROWS = 128, 256  # of a block and a tile of `sum_rows`
 
 
 def fits(x, gate_up, tile: int, added: bool) -> bool:
-    """Whether the kernels of the grouped SwiGLU take these shapes on the chip compiled for: whole lanes, and an expert's weights, or
-    their gradients (`added`: and what they are added to), in VMEM."""
+    """Whether the kernels of the grouped SwiGLU take these shapes on the chip compiled for:
+    whole lanes, and an expert's weights, or their gradients (`added`: and what they are added
+    to), in VMEM.
+    """
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
-    if not tpu() or x.dtype not in (jnp.bfloat16, jnp.float32) or d % (_LANES * _cores()) or f % (2 * _LANES) or tile % (32 // size):
+    if (
+        not tpu()
+        or x.dtype not in (jnp.bfloat16, jnp.float32)
+        or d % (_LANES * _cores())
+        or f % (2 * _LANES)
+        or tile % (32 // size)
+    ):
         return False
-    # What a step reads and writes is there twice; sums and the values between products, in float32, once.
+    # What a step reads and writes is there twice; sums and the values between products, in float32,
+    # once.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
-    return max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // _cores()) + rows < 0.95 * _vmem()
+    return (
+        max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // _cores()) + rows
+        < 0.95 * _vmem()
+    )
 
 
 def _vmem() -> int:
@@ -45,58 +58,120 @@ def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _call(kernel, scalars, inputs, in_specs, outputs, out_specs, grid, semantics, scratch=(), flops=0.0, twice=(), aliases=(),
-          interpret=False):
+def _call(
+    kernel,
+    scalars,
+    inputs,
+    in_specs,
+    outputs,
+    out_specs,
+    grid,
+    semantics,
+    scratch=(),
+    flops=0.0,
+    twice=(),
+    aliases=(),
+    interpret=False,
+):
     """`twice`: inputs that each core reads. aliases: (input, the output written in its place)."""
     sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *twice * (_cores() - 1))]
     return pl.pallas_call(
-        kernel, out_shape=outputs, interpret=interpret, name=kernel.__name__.strip("_"),
+        kernel,
+        out_shape=outputs,
+        interpret=interpret,
+        name=kernel.__name__.strip("_"),
         input_output_aliases={len(scalars) + given: made for given, made in aliases},
-        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), grid=grid, in_specs=in_specs, out_specs=out_specs,
-                                               scratch_shapes=scratch),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=_vmem()),
-        cost_estimate=pl.CostEstimate(flops=int(flops), transcendentals=0, bytes_accessed=sum(sizes)))(*scalars, *inputs)
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=_vmem()
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=int(flops), transcendentals=0, bytes_accessed=sum(sizes)
+        ),
+    )(*scalars, *inputs)
 
 
-# ---- the grouped SwiGLU ------------------------------------------------------------------------------------------
+# ---- the grouped SwiGLU
+# ------------------------------------------------------------------------------------------
 
 
 def mlp(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, *, interpret: bool = False):
-    """y_p = (weight_p · silu(x_p gate) · (x_p up)) down of the expert of p's tile; zeros in tiles from `used` on.
+    """y_p = (weight_p · silu(x_p gate) · (x_p up)) down of the expert of p's tile; zeros in
+    tiles from `used` on.
 
     expert_T: [T] int32, ascending. used: [1] int32, tiles that hold rows.
     """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
-    return _call(_expert_forward, (expert_T, used), (x_PD, weight_P[:, None], gate_up_EDF, down_EID),
-                 (spec.rows(spec.d), spec.rows(1), spec.gate_up, spec.down), (jax.ShapeDtypeStruct(x_PD.shape, x_PD.dtype),),
-                 (spec.written(spec.d),), (spec.tiles,), ("parallel",), flops=3 * spec.flops, interpret=interpret)[0]
+    return _call(
+        _expert_forward,
+        (expert_T, used),
+        (x_PD, weight_P[:, None], gate_up_EDF, down_EID),
+        (spec.rows(spec.d), spec.rows(1), spec.gate_up, spec.down),
+        (jax.ShapeDtypeStruct(x_PD.shape, x_PD.dtype),),
+        (spec.written(spec.d),),
+        (spec.tiles,),
+        ("parallel",),
+        flops=3 * spec.flops,
+        interpret=interpret,
+    )[0]
 
 
-def mlp_gradients(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, dy_PD, *before, interpret: bool = False):
-    """→ (dx [P, D], dweight [P] float32, dgate_up [E, D, F], ddown [E, I, D]). before: what the last two are added to; without it
-    those of an expert that has no tile are undefined."""
+def mlp_gradients(
+    x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, dy_PD, *before, interpret: bool = False
+):
+    """→ (dx [P, D], dweight [P] float32, dgate_up [E, D, F], ddown [E, I, D]). before: what the
+    last two are added to; without it those of an expert that has no tile are undefined.
+    """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
     dx, dweight, dhidden, activation = _call(
-        _expert_backward_rows, (expert_T, used), (x_PD, weight_P[:, None], dy_PD, gate_up_EDF, down_EID),
+        _expert_backward_rows,
+        (expert_T, used),
+        (x_PD, weight_P[:, None], dy_PD, gate_up_EDF, down_EID),
         (spec.rows(spec.d), spec.rows(1), spec.rows(spec.d), spec.gate_up, spec.down),
-        (shape((p, spec.d), x_PD.dtype), shape((p, 1), jnp.float32), shape((p, spec.f), x_PD.dtype), shape((p, spec.f // 2), x_PD.dtype)),
-        (spec.written(spec.d), spec.written(1), spec.written(spec.f), spec.written(spec.f // 2)), (spec.tiles,), ("parallel",),
-        flops=5 * spec.flops, interpret=interpret)
+        (
+            shape((p, spec.d), x_PD.dtype),
+            shape((p, 1), jnp.float32),
+            shape((p, spec.f), x_PD.dtype),
+            shape((p, spec.f // 2), x_PD.dtype),
+        ),
+        (spec.written(spec.d), spec.written(1), spec.written(spec.f), spec.written(spec.f // 2)),
+        (spec.tiles,),
+        ("parallel",),
+        flops=5 * spec.flops,
+        interpret=interpret,
+    )
     # The model's width in as many parts as the chip has cores, which work on one each.
     cores = _cores()
     part, i, f = spec.d // cores, spec.f // 2, spec.f
     at = lambda t, used: jnp.minimum(t, used[0] - 1)
     row = lambda width: pl.BlockSpec((spec.tile, width), lambda c, t, e, used: (at(t, used), 0))
     row_part = pl.BlockSpec((spec.tile, part), lambda c, t, e, used: (at(t, used), c))
-    results = (pl.BlockSpec((1, part, f), lambda c, t, e, used: (e[at(t, used)], c, 0)),
-               pl.BlockSpec((1, i, part), lambda c, t, e, used: (e[at(t, used)], 0, c)))
+    results = (
+        pl.BlockSpec((1, part, f), lambda c, t, e, used: (e[at(t, used)], c, 0)),
+        pl.BlockSpec((1, i, part), lambda c, t, e, used: (e[at(t, used)], 0, c)),
+    )
     dgate_up, ddown = _call(
-        _expert_backward_weights, (expert_T, used), (x_PD, dhidden, activation, dy_PD, *before),
-        (row_part, row(f), row(i), row_part, *results[:len(before)]),
-        (shape(gate_up_EDF.shape, gate_up_EDF.dtype), shape(down_EID.shape, down_EID.dtype)), results,
-        (cores, spec.tiles), ("parallel", "arbitrary"), (pltpu.VMEM((part, f), jnp.float32), pltpu.VMEM((i, part), jnp.float32)),
-        flops=3 * spec.flops, twice=(dhidden, activation), aliases=[(4 + n, n) for n in range(len(before))], interpret=interpret)
+        _expert_backward_weights,
+        (expert_T, used),
+        (x_PD, dhidden, activation, dy_PD, *before),
+        (row_part, row(f), row(i), row_part, *results[: len(before)]),
+        (shape(gate_up_EDF.shape, gate_up_EDF.dtype), shape(down_EID.shape, down_EID.dtype)),
+        results,
+        (cores, spec.tiles),
+        ("parallel", "arbitrary"),
+        (pltpu.VMEM((part, f), jnp.float32), pltpu.VMEM((i, part), jnp.float32)),
+        flops=3 * spec.flops,
+        twice=(dhidden, activation),
+        aliases=[(4 + n, n) for n in range(len(before))],
+        interpret=interpret,
+    )
     return dx, dweight[:, 0], dgate_up, ddown
 
 
@@ -106,8 +181,12 @@ class _Specs:
         self.tiles = expert_T.shape[0]
         self.tile = x_PD.shape[0] // self.tiles
         self.flops = 2.0 * x_PD.shape[0] * self.d * self.f / 2  # of a product with `down`
-        self.gate_up = pl.BlockSpec((1, self.d, self.f), lambda t, e, used: (e[jnp.minimum(t, used[0] - 1)], 0, 0))
-        self.down = pl.BlockSpec((1, self.f // 2, self.d), lambda t, e, used: (e[jnp.minimum(t, used[0] - 1)], 0, 0))
+        self.gate_up = pl.BlockSpec(
+            (1, self.d, self.f), lambda t, e, used: (e[jnp.minimum(t, used[0] - 1)], 0, 0)
+        )
+        self.down = pl.BlockSpec(
+            (1, self.f // 2, self.d), lambda t, e, used: (e[jnp.minimum(t, used[0] - 1)], 0, 0)
+        )
 
     def rows(self, width):
         return pl.BlockSpec((self.tile, width), lambda t, e, used: (jnp.minimum(t, used[0] - 1), 0))
@@ -120,14 +199,18 @@ def _expert_forward(expert_T, used, x, weight, gate_up, down, y):
     @pl.when(pl.program_id(0) < used[0])
     def _():
         gate, up = _halves(_dot(x[...], gate_up[0]))
-        y[...] = _dot((gate * jax.nn.sigmoid(gate) * up * weight[...]).astype(x.dtype), down[0]).astype(y.dtype)
+        y[...] = _dot(
+            (gate * jax.nn.sigmoid(gate) * up * weight[...]).astype(x.dtype), down[0]
+        ).astype(y.dtype)
 
     @pl.when(pl.program_id(0) >= used[0])
     def _():
         y[...] = jnp.zeros_like(y)
 
 
-def _expert_backward_rows(expert_T, used, x, weight, dy, gate_up, down, dx, dweight, dhidden, activation):
+def _expert_backward_rows(
+    expert_T, used, x, weight, dy, gate_up, down, dx, dweight, dhidden, activation
+):
     @pl.when(pl.program_id(0) < used[0])
     def _():
         gate, up = _halves(_dot(x[...], gate_up[0]))
@@ -153,47 +236,64 @@ def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
 
     @pl.when(t < used[0])
-    def _():  # stores of every tile hide behind its products; those of zeros, or of the last tile alone, would not
+    # stores of every tile hide behind its products; those of zeros, or of the last tile alone,
+    # would not
+    def _():
         parts = (dgate_up_sum, dgate_up, x, dhidden), (ddown_sum, ddown, activation, dy)
-        for (sums, result, left, right), begin in zip(parts, [w[0].astype(jnp.float32) for w in before] or (0.0, 0.0)):
+        for (sums, result, left, right), begin in zip(
+            parts, [w[0].astype(jnp.float32) for w in before] or (0.0, 0.0)
+        ):
             total = jnp.where(first, begin, sums[...]) + _dot(left[...], right[...], _TN)
             sums[...] = total
             result[0] = total.astype(result.dtype)
 
 
 def _halves(hidden):
-    return hidden[:, :hidden.shape[1] // 2], hidden[:, hidden.shape[1] // 2:]
+    return hidden[:, : hidden.shape[1] // 2], hidden[:, hidden.shape[1] // 2 :]
 
 
-# ---- sums by token -----------------------------------------------------------------------------------------------
+# ---- sums by token
+# -----------------------------------------------------------------------------------------------
 
 
 def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
-    """[N, D]: for each token the sum of its rows: a product of each block of tokens with the tiles that hold its rows.
+    """[N, D]: for each token the sum of its rows: a product of each block of tokens with the
+    tiles that hold its rows.
 
     token_P: ascending; rows of tokens ≥ `tokens` are not counted, but must be finite.
     """
     p, d = rows_PD.shape
     cores = _cores()
     rows_PD = jnp.pad(rows_PD, ((0, -p % _SUM_ROWS), (0, 0)))
-    token_P = jnp.pad(token_P.astype(jnp.int32), (0, -p % _SUM_ROWS), constant_values=tokens + _SUM_TOKENS)
+    token_P = jnp.pad(
+        token_P.astype(jnp.int32), (0, -p % _SUM_ROWS), constant_values=tokens + _SUM_TOKENS
+    )
     tiles, blocks = rows_PD.shape[0] // _SUM_ROWS, -(-tokens // _SUM_TOKENS)
     edges = jnp.arange(blocks + 1) * _SUM_TOKENS
     starts = jnp.sum(token_P < edges[:, None], axis=1, dtype=jnp.int32)
     first = jnp.minimum(starts[:-1] // _SUM_ROWS, tiles - 1)  # tile of each block
-    visits = jnp.maximum(-(-starts[1:] // _SUM_ROWS) - first, 1)  # one for a block without rows, too
+    # one for a block without rows, too
+    visits = jnp.maximum(-(-starts[1:] // _SUM_ROWS) - first, 1)
     ends = jnp.cumsum(visits)
     v = jnp.minimum(jnp.arange(tiles + blocks), ends[-1] - 1)
     block_V = jnp.sum(ends <= v[:, None], axis=1, dtype=jnp.int32)
     tile_V = (first[block_V] + v - (ends - visits)[block_V]).astype(jnp.int32)
     return _call(
-        _sum_by_token, (block_V, tile_V, ends[-1:].astype(jnp.int32)), (token_P.reshape(tiles, 1, _SUM_ROWS), rows_PD),
-        (pl.BlockSpec((1, 1, _SUM_ROWS), lambda c, v, block, tile, used: (tile[v], 0, 0)),
-         pl.BlockSpec((_SUM_ROWS, d // cores), lambda c, v, block, tile, used: (tile[v], c))),
+        _sum_by_token,
+        (block_V, tile_V, ends[-1:].astype(jnp.int32)),
+        (token_P.reshape(tiles, 1, _SUM_ROWS), rows_PD),
+        (
+            pl.BlockSpec((1, 1, _SUM_ROWS), lambda c, v, block, tile, used: (tile[v], 0, 0)),
+            pl.BlockSpec((_SUM_ROWS, d // cores), lambda c, v, block, tile, used: (tile[v], c)),
+        ),
         (jax.ShapeDtypeStruct((blocks * _SUM_TOKENS, d), rows_PD.dtype),),
         (pl.BlockSpec((_SUM_TOKENS, d // cores), lambda c, v, block, tile, used: (block[v], c)),),
-        (cores, tiles + blocks), ("parallel", "arbitrary"), (pltpu.VMEM((_SUM_TOKENS, d // cores), jnp.float32),),
-        flops=2.0 * (tiles + blocks) * _SUM_ROWS * _SUM_TOKENS * d, interpret=interpret)[0][:tokens]
+        (cores, tiles + blocks),
+        ("parallel", "arbitrary"),
+        (pltpu.VMEM((_SUM_TOKENS, d // cores), jnp.float32),),
+        flops=2.0 * (tiles + blocks) * _SUM_ROWS * _SUM_TOKENS * d,
+        interpret=interpret,
+    )[0][:tokens]
 
 
 def _sum_by_token(block_V, tile_V, used, token, rows, y, total):
@@ -203,7 +303,11 @@ def _sum_by_token(block_V, tile_V, used, token, rows, y, total):
 
     @pl.when(v < used[0])
     def _():
-        place = jax.lax.broadcasted_iota(jnp.int32, (_SUM_TOKENS, _SUM_ROWS), 0) + block * _SUM_TOKENS
-        sums = jnp.where(first, 0.0, total[...]) + _dot((place == token[0]).astype(rows.dtype), rows[...])
+        place = (
+            jax.lax.broadcasted_iota(jnp.int32, (_SUM_TOKENS, _SUM_ROWS), 0) + block * _SUM_TOKENS
+        )
+        sums = jnp.where(first, 0.0, total[...]) + _dot(
+            (place == token[0]).astype(rows.dtype), rows[...]
+        )
         total[...] = sums
         y[...] = sums.astype(y.dtype)

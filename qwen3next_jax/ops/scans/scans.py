@@ -1,7 +1,8 @@
-"""h ← e^a h + b element by element, and m ← max(a + m, b): parallel within a chunk, one chunk after the other; and any other recurrence
-token by token.
+"""h ← e^a h + b element by element, and m ← max(a + m, b): parallel within a chunk, one chunk
+after the other; and any other recurrence token by token.
 
-A document starts with a = −∞: exponents are sums and never differences, so that is exact. B batch, T time, `…` any further axes.
+A document starts with a = −∞: exponents are sums and never differences, so that is exact. B
+batch, T time, `…` any further axes.
 """
 
 import jax
@@ -19,12 +20,14 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
     Args:
       a: [B, T, …] log decay, real part <= 0, -inf to forget; axes of size 1 are spread over b's.
       b: [B, T, …], real or complex.
-      initial_state: [B, …] or None for zeros. With `segment_ids` it belongs to the first segment.
-      segment_ids: [B, T] integers or None, as in `gated_delta_rule`. Padding rows repeat the last state.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order, as in `gated_delta_rule`.
+      initial_state: [B, …] or None for zeros. With `segment_ids` it belongs to the first
+      segment. segment_ids: [B, T] integers or None, as in `gated_delta_rule`. Padding rows
+      repeat the last state. axis_name: inside `shard_map`, the mesh axis over which T is split
+      in order, as in `gated_delta_rule`.
 
     Returns:
-      h [B, T, …], the h before each token (zero where a document starts), and the last one [B, …], of b's dtype.
+      h [B, T, …], the h before each token (zero where a document starts), and the last one [B,
+      …], of b's dtype.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -54,23 +57,34 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
     total = jnp.exp(jnp.sum(a, axis=1))
     entering = _entering(total, final, axis_name)
     h = h + jnp.exp(jnp.cumsum(a, axis=1)) * entering[:, None]
-    return h, before(state + entering, h), jax.lax.psum(jnp.where(shard == shards - 1, total * entering + final, 0), axis_name)
+    return (
+        h,
+        before(state + entering, h),
+        jax.lax.psum(jnp.where(shard == shards - 1, total * entering + final, 0), axis_name),
+    )
 
 
-def expanded_scan(expand, read, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None):
-    """`linear_scan` whose a and b are larger than what they are made of, and h than what is read of it: neither exists for all tokens.
+def expanded_scan(
+    expand, read, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None
+):
+    """`linear_scan` whose a and b are larger than what they are made of, and h than what is read
+    of it: neither exists for all tokens.
 
     Args:
       expand: the inputs of some tokens → (a, b) of them, [B, C, …].
       read: (h [B, C, …], the inputs) → what is read of it, [B, C, …].
       inputs: arrays [B, T, …] in any nesting.
-      initial_state: [B, …], of b's dtype. Others: as `linear_scan`; over a split T every shard goes over its tokens twice.
+      initial_state: [B, …], of b's dtype. Others: as `linear_scan`; over a split T every shard
+      goes over its tokens twice.
 
     Returns:
       what is read [B, T, …] and the last h [B, …].
     """
     time = jax.tree.leaves(inputs)[0].shape[1]
-    new, live = jnp.zeros(initial_state.shape[:1] + (time,), bool), jnp.ones(initial_state.shape[:1] + (time,), bool)
+    new, live = (
+        jnp.zeros(initial_state.shape[:1] + (time,), bool),
+        jnp.ones(initial_state.shape[:1] + (time,), bool),
+    )
     if segment_ids is not None:
         new, live = starts(segment_ids, axis_name)
 
@@ -79,7 +93,10 @@ def expanded_scan(expand, read, inputs, initial_state, *, segment_ids=None, axis
         (state, total), (inputs, new, live) = carry, chunk
         a, b = expand(inputs)
         over = lambda mask: mask.reshape(*mask.shape, *(1,) * (b.ndim - 2))
-        a, b = jnp.where(over(new), -jnp.inf, jnp.where(over(live), a, 0)), jnp.where(over(live), b, 0)
+        a, b = (
+            jnp.where(over(new), -jnp.inf, jnp.where(over(live), a, 0)),
+            jnp.where(over(live), b, 0),
+        )
         totals, h = jax.lax.associative_scan(_compose, (jnp.broadcast_to(a, b.shape), b), axis=1)
         h = h + jnp.exp(totals) * state[:, None]
         return (h[:, -1], total + totals[:, -1]), read(h, inputs)
@@ -100,14 +117,16 @@ def expanded_scan(expand, read, inputs, initial_state, *, segment_ids=None, axis
 
 
 def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None):
-    """A recurrence that nothing but going from token to token computes. Documents start from zeros, padding rows repeat the last state.
+    """A recurrence that nothing but going from token to token computes. Documents start from
+    zeros, padding rows repeat the last state.
 
     Args:
       step: (state, the inputs of a token [B, …]) → (state, what is read [B, …]).
       inputs: arrays [B, T, …] in any nesting.
-      initial_state: arrays [B, …] in any nesting. With `segment_ids` it belongs to the first segment.
-      segment_ids: as in `linear_scan`.
-      axis_name: as in `linear_scan`. The shards take turns: all of them together take as long as one would for the row.
+      initial_state: arrays [B, …] in any nesting. With `segment_ids` it belongs to the first
+      segment. segment_ids: as in `linear_scan`.
+      axis_name: as in `linear_scan`. The shards take turns: all of them together take as long as
+      one would for the row.
 
     Returns:
       what is read [B, T, …] and the last state.
@@ -118,7 +137,9 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
         new, live = starts(segment_ids, axis_name)
 
     def choose(mask, a, b):
-        return jax.tree.map(lambda a, b: jnp.where(mask.reshape(-1, *(1,) * (a.ndim - 1)), a, b), a, b)
+        return jax.tree.map(
+            lambda a, b: jnp.where(mask.reshape(-1, *(1,) * (a.ndim - 1)), a, b), a, b
+        )
 
     def one(state, token):
         x, new, live = token
@@ -126,10 +147,14 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
         after, o = step(state, x)
         return choose(live, after, state), o
 
-    chunks = blocks.cut(jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)), 0, min(CHUNK, shape[1]))
+    chunks = blocks.cut(
+        jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)), 0, min(CHUNK, shape[1])
+    )
 
     def run(state):  # of a chunk the backward pass keeps the inputs and the state entering
-        final, o = blocks.scan(jax.checkpoint(lambda state, chunk: jax.lax.scan(one, state, chunk)), state, chunks)
+        final, o = blocks.scan(
+            jax.checkpoint(lambda state, chunk: jax.lax.scan(one, state, chunk)), state, chunks
+        )
         return final, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), blocks.joined(o, 0, shape[1]))
 
     if axis_name is None:
@@ -140,7 +165,9 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
         handed = jax.lax.ppermute(run(state)[0], axis_name, [(turn, turn + 1)])
         state = jax.tree.map(lambda new, old: jnp.where(shard == turn + 1, new, old), handed, state)
     final, o = run(state)
-    return o, jax.lax.psum(jax.tree.map(lambda x: jnp.where(shard == shards - 1, x, 0), final), axis_name)
+    return o, jax.lax.psum(
+        jax.tree.map(lambda x: jnp.where(shard == shards - 1, x, 0), final), axis_name
+    )
 
 
 def _compose(first, second):
@@ -148,7 +175,9 @@ def _compose(first, second):
 
 
 def _entering(carry, leaving, axis_name):
-    """The state that enters each shard, of what each makes of zero and by how much it decays what enters."""
+    """The state that enters each shard, of what each makes of zero and by how much it decays
+    what enters.
+    """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     carries, left = jax.lax.all_gather((carry, leaving), axis_name)
     entering = jnp.zeros_like(leaving)
@@ -163,7 +192,8 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
     Args: as `linear_scan`, a and b [B, T, …] real and of one shape; `initial_state` None for −∞.
 
     Returns:
-      m [B, T, …], the m before each token [B, T, …] (−∞ where a document starts), and the last one [B, …].
+      m [B, T, …], the m before each token [B, T, …] (−∞ where a document starts), and the last
+      one [B, …].
     """
     a, b = jax.lax.stop_gradient((a, b))
     state = _check(a, b, initial_state, segment_ids, -jnp.inf)
@@ -171,6 +201,7 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
 
     def compose(first, second):
         return second[0] + first[0], jnp.maximum(second[0] + first[1], second[1])
+
     totals, m = jax.lax.associative_scan(compose, (a, b), axis=1)
     entering = state
     if axis_name is not None:
@@ -180,7 +211,9 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
             after = jnp.maximum(of_shards[0][earlier] + entering, of_shards[1][earlier])
             entering = jnp.where(earlier < shard, after, entering)
     m = jnp.maximum(m, totals + entering[:, None])
-    before = jnp.where(a == -jnp.inf, -jnp.inf, jnp.concatenate([entering[:, None], m[:, :-1]], axis=1))
+    before = jnp.where(
+        a == -jnp.inf, -jnp.inf, jnp.concatenate([entering[:, None], m[:, :-1]], axis=1)
+    )
     final = m[:, -1]
     if axis_name is not None:
         final = jax.lax.pmax(jnp.where(shard == shards - 1, final, -jnp.inf), axis_name)
@@ -189,8 +222,12 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
 
 def _check(a, b, initial_state, segment_ids, start):
     letters = ("B", "T", *b.shape[2:])
-    checks.shapes(b=(b, letters), a=(a, ("B", "T", *(n if n == 1 else m for n, m in zip(a.shape[2:], b.shape[2:])))),
-                  segment_ids=(segment_ids, "BT"), initial_state=(initial_state, ("B", *b.shape[2:])))
+    checks.shapes(
+        b=(b, letters),
+        a=(a, ("B", "T", *(n if n == 1 else m for n, m in zip(a.shape[2:], b.shape[2:])))),
+        segment_ids=(segment_ids, "BT"),
+        initial_state=(initial_state, ("B", *b.shape[2:])),
+    )
     checks.integers(segment_ids=segment_ids)
     state = jnp.full((b.shape[0], *b.shape[2:]), start, b.dtype)
     return state if initial_state is None else initial_state.astype(b.dtype)
@@ -202,7 +239,9 @@ def _documents(a, b, segment_ids, axis_name, nothing):
         return a, b
     new, live = starts(segment_ids, axis_name)
     over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
-    return jnp.where(over(new, a), -jnp.inf, jnp.where(over(live, a), a, 0)), jnp.where(over(live, b), b, nothing)
+    return jnp.where(over(new, a), -jnp.inf, jnp.where(over(live, a), a, 0)), jnp.where(
+        over(live, b), b, nothing
+    )
 
 
 def starts(segment_ids, axis_name):
@@ -211,4 +250,6 @@ def starts(segment_ids, axis_name):
     if axis_name is not None:
         before = last_id_before(segment_ids, axis_name)[:, None].astype(earlier.dtype)
         earlier = jnp.where(jax.lax.axis_index(axis_name) == 0, earlier, before)
-    return (segment_ids > 0) & (segment_ids != jnp.concatenate([earlier, segment_ids[:, :-1]], axis=1)), segment_ids > 0
+    return (segment_ids > 0) & (
+        segment_ids != jnp.concatenate([earlier, segment_ids[:, :-1]], axis=1)
+    ), segment_ids > 0

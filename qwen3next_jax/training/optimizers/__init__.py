@@ -1,1 +1,3 @@
-"""One file per optimizer of `config.optimizers`: what gradients become before weight decay and learning rate."""
+"""One file per optimizer of `config.optimizers`: what gradients become before weight decay and
+learning rate.
+"""
