@@ -1,64 +1,8 @@
-"""Evaluates a run or a Hugging Face directory: `python eval.py --workdir=runs/tiny
-[--suite=heldout,mqar,niah --lengths=256,1024]`.
-
-Without `--config` a run's own configuration holds; one that is given may name other data.
-"""
+"""Evaluates a run or a Hugging Face directory: the same as `qwen3next eval`."""
 
 import sys
 
-from absl import flags
-
-from qwen3next_jax import cli
-from qwen3next_jax.config.evaluations import EVALUATIONS
-from qwen3next_jax.config.tables import check_name
-
-get_config = cli.define_config_flag()
-get_workdir = cli.define_workdir_flag(default_from_config=True)
-get_loading = cli.define_loading_flags()
-_suite = flags.DEFINE_list(
-    "suite", ["heldout"], f"evaluations, comma-separated: {', '.join(EVALUATIONS)}"
-)
-_lengths = flags.DEFINE_list(
-    "lengths", ["256"], "row lengths in tokens of induction, copy and niah"
-)
-_pairs = flags.DEFINE_list("pairs", ["4", "8", "16"], "numbers of pairs of mqar")
-_rows = flags.DEFINE_integer(
-    "rows",
-    None,
-    "rows of each evaluation (default: all of heldout and position, 128 or 32 of the others)",
-    lower_bound=1,
-)
-_json = flags.DEFINE_string("json", "", "a file that gets all results, too")
-
-
-def main() -> int:
-    config = get_config(required=False)
-    workdir = get_workdir(config.name if config else None)
-    for name in _suite.value:
-        check_name(EVALUATIONS, name, "--suite")
-    cli.check_writable("json", _json.value)
-    cli.check_model("workdir", workdir)
-    loading = get_loading()
-    lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
-    print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
-    cli.enable_compilation_cache()
-    # after the flags: a mistyped flag should not wait for JAX
-    from qwen3next_jax.evals.evaluation import Options
-    from qwen3next_jax.evaluate import evaluate
-    from qwen3next_jax.load import joined
-
-    with joined(loading.launch, workdir):
-        return evaluate(
-            config,
-            workdir,
-            tuple(_suite.value),
-            Options(_rows.value, lengths, pairs),
-            _json.value,
-            loading.step,
-            loading.mesh,
-            loading.dtype or "float32",
-        )
-
+from qwen3next_jax.__main__ import run
 
 if __name__ == "__main__":
-    cli.run(main)
+    run("eval", sys.argv[1:])

@@ -1,45 +1,8 @@
-"""Trains Qwen3-Next: `python train.py --config=configs/tiny.py [--workdir=…]
-[--config.train.steps=…] [--max-restarts=N] [--dry-run]`.
-"""
+"""Trains Qwen3-Next: the same as `qwen3next train`."""
 
-from absl import flags
+import sys
 
-from qwen3next_jax import cli, supervisor
-
-get_config = cli.define_config_flag()
-get_launch = cli.define_launch_flags()
-get_workdir = cli.define_workdir_flag(default_from_config=True)
-get_max_restarts = supervisor.define_flag()
-_restart = flags.DEFINE_boolean(
-    "restart", False, "start anew: what is in the workdir is moved into WORKDIR/before-TIME"
-)
-_dry_run = flags.DEFINE_boolean(
-    "dry-run", False, "check everything, print what the run would take, write nothing"
-)
-
-
-def main() -> int:
-    config, launch = get_config(), get_launch()
-    workdir = get_workdir(config.name)
-    if get_max_restarts() and not _dry_run.value:
-        return supervisor.supervise(workdir, get_max_restarts())
-    # several processes look together, so that what one of them finds is told by all
-    if launch is None:
-        from qwen3next_jax.training import preflight
-
-        preflight.check(config, workdir, _restart.value)
-    cli.enable_compilation_cache()
-    from qwen3next_jax.parallel import distributed
-
-    with distributed.joined(launch, config):
-        if _dry_run.value:
-            from qwen3next_jax.training.rehearsal import rehearse
-
-            return rehearse(config, workdir, _restart.value)
-        from qwen3next_jax.training.loop import train
-
-        return train(config, workdir, _restart.value)
-
+from qwen3next_jax.__main__ import run
 
 if __name__ == "__main__":
-    cli.run(main)
+    run("train", sys.argv[1:])

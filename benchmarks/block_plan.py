@@ -29,14 +29,13 @@ from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import rematerialized
-from qwen3next_jax.parallel.compiler_options import compiler_options, options_text
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.rules import activation_spec, constrain, gather, storage_spec
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import unknown_kernels
 from qwen3next_jax.planner.roofline import RULES, estimate
 from qwen3next_jax.planner.topology import describe
-
+from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import activation_spec, constrain, gather, storage_spec
 
 PERIODS = 2  # trips of the loop over layers
 

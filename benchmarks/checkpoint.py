@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax import cli
+from qwen3next_jax.commands import cli
 from qwen3next_jax.config import CheckpointConfig, Config, from_dict
-from qwen3next_jax.parallel.mesh import one_device
-from qwen3next_jax.training import manifest
-from qwen3next_jax.training.checkpoint import Checkpoints
+from qwen3next_jax.runs import manifest
+from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.step import init_state, make_train_step
 
 ROOT = pathlib.Path(__file__).parents[1]

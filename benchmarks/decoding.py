@@ -39,14 +39,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qwen3next_jax import ModelConfig, Qwen3Next, cli, save_hf
+from qwen3next_jax import ModelConfig, Qwen3Next, save_hf
+from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.inference import plain, speculative
 from qwen3next_jax.inference.cache import after_token, cache_bytes
 from qwen3next_jax.inference.decode import cache_length, generate, joined
 from qwen3next_jax.inference.sampling import Sampling
-from qwen3next_jax.load import load_model
 from qwen3next_jax.model.flops import parameter_counts
+from qwen3next_jax.runs.load import load_model
 
 ROOT = pathlib.Path(__file__).parents[1]
 NEW = 129  # tokens per run; the first comes with the prefill

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from qwen3next_jax import cli
+from qwen3next_jax.commands import cli
 from qwen3next_jax.ops import gated_delta_rule
 
 NAMES = ("q", "k", "v", "g", "beta")

@@ -156,8 +156,8 @@ def main():
     from qwen3next_jax.planner.schedule import cycles, read_loops
 
     if arguments.peer:
-        from absl import flags
         import tokamax  # noqa: F401  defines the flag
+        from absl import flags
 
         flags.FLAGS([sys.argv[0], "--tokamax_cross_compile=true"])
     mesh, spec = (

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.model.moe import _sorted_experts
-from qwen3next_jax.ops.routed_experts import pallas_tpu, tiling as routed_experts
+from qwen3next_jax.ops.routed_experts import pallas_tpu
+from qwen3next_jax.ops.routed_experts import tiling as routed_experts
 
 NAMES = ("y", "dx", "dweight", "dgate_up", "ddown")
 

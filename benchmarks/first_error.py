@@ -20,7 +20,7 @@ import time
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAIN, EVAL, MODULE = ["train.py", "--config=configs/tiny.py"], ["eval.py"], ["-m"]
-GENERATE = ["-m", "qwen3next_jax.generate", "--prompt=x"]
+GENERATE = ["-m", "qwen3next_jax", "generate", "--prompt=x"]
 
 
 def mistakes(folder: pathlib.Path) -> dict[str, list[str]]:
@@ -74,11 +74,17 @@ def mistakes(folder: pathlib.Path) -> dict[str, list[str]]:
         "generate at a wrong temperature": [*GENERATE, "--model=runs/nowhere", "--temperature=hot"],
         "export of no run": [
             "-m",
-            "qwen3next_jax.export",
+            "qwen3next_jax",
+            "export",
             "--workdir=runs/nowhere",
             f"--out={folder / 'out'}",
         ],
-        "a sweep file that returns a list": ["-m", "qwen3next_jax.sweep", str(folder / "sweep.py")],
+        "a sweep file that returns a list": [
+            "-m",
+            "qwen3next_jax",
+            "sweep",
+            str(folder / "sweep.py"),
+        ],
         "a model of another architecture": [*GENERATE, f"--model={folder / 'foreign'}"],
     }
 

@@ -418,9 +418,9 @@ def compile_all(options):
     jax.config.update("jax_platforms", "cpu")
     from qwen3next_jax.config import Config, MeshConfig, from_dict
     from qwen3next_jax.ops import kernel_trial
-    from qwen3next_jax.parallel.mesh import make_mesh
     from qwen3next_jax.planner.planning import abstract_batch
     from qwen3next_jax.planner.topology import describe
+    from qwen3next_jax.sharding.mesh import make_mesh
     from qwen3next_jax.training.step import abstract_train_state, make_train_step
 
     topology = describe(f"h100:1x{options.gpus}")

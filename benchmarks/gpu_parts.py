@@ -38,7 +38,7 @@ from qwen3next_jax.ops import (
 from qwen3next_jax.ops import pallas_gpu_ragged as products
 from qwen3next_jax.ops.attention import pallas_gpu as attention_gpu
 from qwen3next_jax.ops.delta_rule import pallas_gpu_trial
-from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.step import init_state, make_train_step
 
 PEAK = 989.4e12  # bfloat16 products of an H100 or H200 (SXM), by its data sheet

@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding
 
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.ops import linear_cross_entropy
-from qwen3next_jax.parallel.compiler_options import compiler_options
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.rules import TOKENS, P, gather_local, storage_spec
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.roofline import RULES, estimate
 from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.sharding.compiler_options import compiler_options
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import TOKENS, P, gather_local, storage_spec
 
 
 def main():

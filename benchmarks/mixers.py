@@ -37,16 +37,16 @@ sys.path.insert(0, str(ROOT / "tests"))
 from mixer_references import REFERENCES, errors  # noqa: E402
 from test_mixers import base  # noqa: E402
 
-from qwen3next_jax import cli  # noqa: E402
+from qwen3next_jax.commands import cli  # noqa: E402
 from qwen3next_jax.config import Config, ModelConfig, from_dict  # noqa: E402
+from qwen3next_jax.config.files import load_config_file  # noqa: E402
 from qwen3next_jax.config.further.mixers import MixerConfig  # noqa: E402
 from qwen3next_jax.config.mixers import MIXERS  # noqa: E402
-from qwen3next_jax.config_files import load_config_file  # noqa: E402
 from qwen3next_jax.model.block import mixer_class  # noqa: E402
 from qwen3next_jax.model.flops import parameter_counts  # noqa: E402
 from qwen3next_jax.model.layers import Context  # noqa: E402
 from qwen3next_jax.model.parameters import Make  # noqa: E402
-from qwen3next_jax.parallel.mesh import make_mesh  # noqa: E402
+from qwen3next_jax.sharding.mesh import make_mesh  # noqa: E402
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step  # noqa: E402
 
 # of sizes that suit configs/tiny.py

@@ -23,16 +23,16 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from qwen3next_jax import cli
+from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.runs.display import Display
+from qwen3next_jax.runs.incidents import Incidents
+from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
+from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.display import Display
-from qwen3next_jax.training.incidents import Incidents
 from qwen3next_jax.training.optimizer import make_optimizer
 from qwen3next_jax.training.stages import parts_of
 from qwen3next_jax.training.step import abstract_model, init_state, make_gradients, make_train_step
-from qwen3next_jax.training.telemetry import MetricsFile, Throughput
 
 WARM_UP, REPEATS = 3, 5
 

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.model.remat import rematerialized
-from qwen3next_jax.parallel.compiler_options import compiler_options
-from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.roofline import estimate
 from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.sharding.compiler_options import compiler_options
+from qwen3next_jax.sharding.mesh import make_mesh
 
 TOKENS, WIDTH, HIDDEN = 4096, 2048, 16_384
 ROWS = P(("data", "expert"))

@@ -4,7 +4,7 @@ against chips, from the plans of docs/planner.
     python benchmarks/planner_figures.py [--compile=v6e_16x16_default,v5e_16x16 | --compile=all]
     [--scaling=docs/planner/scaling.png]
 
-A plan is what `python -m qwen3next_jax.plan … --json=docs/planner/NAME.json` wrote; `--compile`
+A plan is what `qwen3next plan … --json=docs/planner/NAME.json` wrote; `--compile`
 makes those of POINTS that are not there yet, one after another: on 2 idle cores a few minutes
 each, a quarter of an hour at the compiler's default level.
 """
@@ -15,7 +15,7 @@ import pathlib
 import subprocess
 import sys
 
-from qwen3next_jax.parallel.mesh import mesh_text
+from qwen3next_jax.sharding.mesh import mesh_text
 
 BATCH, LENGTH, QUICK = "--config.train.batch_size=", "--config.train.sequence_length=", "--quick"
 DOTS = "--config.train.remat=dots"
@@ -166,7 +166,8 @@ def make(name, path):
         command = [
             sys.executable,
             "-m",
-            "qwen3next_jax.plan",
+            "qwen3next_jax",
+            "plan",
             "--config=configs/qwen3_next_80b_a3b.py",
             f"--topology={topology}",
             f"--mesh={axes}",

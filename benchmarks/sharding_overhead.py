@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax import cli
+from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training import step as step_module
 
 WARM_UP = 3

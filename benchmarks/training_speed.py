@@ -32,10 +32,11 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from qwen3next_jax import Qwen3Next, cli, save_hf
+from qwen3next_jax import Qwen3Next, save_hf
+from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.step import init_state, make_train_step
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -22,9 +22,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-
 # Keep freed memory instead of giving it back to the system, as this project's commands do (see
-# qwen3next_jax/cli.py).
+# qwen3next_jax/commands/cli.py).
 for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):
     ctypes.CDLL(None).mallopt(option, value)
 

@@ -176,8 +176,8 @@ def part_eighth(folder: str, axis: str) -> None:
     from qwen3next_jax.interop.huggingface import read_box, stored_dtype
     from qwen3next_jax.interop.layout import parameters
     from qwen3next_jax.interop.weights import Weights
-    from qwen3next_jax.parallel.mesh import make_mesh
-    from qwen3next_jax.parallel.rules import storage_spec
+    from qwen3next_jax.sharding.mesh import make_mesh
+    from qwen3next_jax.sharding.rules import storage_spec
 
     path = pathlib.Path(folder) / "sparse"
     mesh, first = (
@@ -216,9 +216,9 @@ def part_whole(title: str, folder: str, port: int, process: int, processes: int)
 
     from qwen3next_jax import load_hf, save_hf
     from qwen3next_jax.config import ParallelConfig
-    from qwen3next_jax.parallel import distributed
-    from qwen3next_jax.parallel.launch import Launch
-    from qwen3next_jax.parallel.mesh import make_mesh
+    from qwen3next_jax.processes import distributed
+    from qwen3next_jax.processes.launch import Launch
+    from qwen3next_jax.sharding.mesh import make_mesh
     from qwen3next_jax.training.step import compute_mesh
 
     folder = pathlib.Path(folder)

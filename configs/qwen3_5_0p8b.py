@@ -4,7 +4,7 @@ parameters and 20,452,864 of multi-token prediction.
     uv run train.py --config=configs/qwen3_5_0p8b.py --config.train.init_from=QWEN3_5_0P8B
     --config.data.path='my/texts/**/*.jsonl' \\
         --config.data.tokenizer=QWEN3_5_0P8B/tokenizer.json
-    uv run python -m qwen3next_jax.export --workdir=runs/qwen3_5_0p8b --out=hf/continued
+    uv run qwen3next export --workdir=runs/qwen3_5_0p8b --out=hf/continued
     --dtype=bfloat16
 
 goes on from the released weights (QWEN3_5_0P8B: the folder they were downloaded to), and writes

@@ -33,9 +33,9 @@ import math  # noqa: E402
 
 import pytest  # noqa: E402
 
-from qwen3next_jax import load  # noqa: E402
-from qwen3next_jax.parallel import mesh  # noqa: E402
-from qwen3next_jax.training import loop, step  # noqa: E402
+from qwen3next_jax.runs import load, loop  # noqa: E402
+from qwen3next_jax.sharding import mesh  # noqa: E402
+from qwen3next_jax.training import step  # noqa: E402
 
 # Tracing makes millions of small objects that die by themselves; Python's usual looks for cycles
 # among them are a fifth of its time.

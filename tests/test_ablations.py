@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.config.model import ABLATIONS
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.flops import parameter_counts
+from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 from qwen3next_jax.model.mixers.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.layers import Context
 
 BASE = ModelConfig(
     vocab_size=31,

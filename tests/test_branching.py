@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from qwen3next_jax import digests
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -24,12 +25,11 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.parallel.mesh import one_device
-from qwen3next_jax.training import manifest, preflight
-from qwen3next_jax.training.checkpoint import Checkpoints
-from qwen3next_jax.training.fingerprint import read_run, write_run
-from qwen3next_jax.training.loop import start_state, train
+from qwen3next_jax.runs import manifest, preflight
+from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.folder import read_run, write_run
+from qwen3next_jax.runs.loop import start_state, train
+from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.stages import open_stages
 from qwen3next_jax.training.step import abstract_train_state, init_state
 

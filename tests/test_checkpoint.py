@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
-from qwen3next_jax.errors import ExitCode, UserError
-from qwen3next_jax.training import checkpoint as checkpoint_module
-from qwen3next_jax.training import manifest
-from qwen3next_jax.training.checkpoint import Checkpoints
-from qwen3next_jax.training.fingerprint import MAY_CHANGE, RunLock, open_run, read_run, write_run
+from qwen3next_jax.runs import checkpoint as checkpoint_module
+from qwen3next_jax.runs import manifest
+from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.folder import MAY_CHANGE, RunLock, open_run, read_run, write_run
 from qwen3next_jax.training.stages import Reading
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def test_every_piece_of_a_file_is_compared(tmp_path, monkeypatch, size):
 
 
 def _verify(*paths):
-    command = [sys.executable, "-m", "qwen3next_jax.verify", *map(str, paths)]
+    command = [sys.executable, "-m", "qwen3next_jax", "verify", *map(str, paths)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
-from qwen3next_jax.config_files import apply_overrides, fill_from_tokenizer, load_config_file
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.config.files import apply_overrides, fill_from_tokenizer, load_config_file
 from qwen3next_jax.sweeps.points import load_sweep
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=configs/tiny.py"
-GENERATE = ("-m", "qwen3next_jax.generate", "--prompt=x")
+GENERATE = ("-m", "qwen3next_jax", "generate", "--prompt=x")
 
 
 def _run(*command, **environment):
@@ -95,12 +95,12 @@ def _run(*command, **environment):
             "--temperature=nan: expected a finite number",
         ),
         (
-            ["-m", "qwen3next_jax.sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"],
+            ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"],
             "train.stesp",
         ),
-        (["-m", "qwen3next_jax.report", "nowhere"], "nowhere: not the folder of a run"),
+        (["-m", "qwen3next_jax", "report", "nowhere"], "nowhere: not the folder of a run"),
         (
-            ["-m", "qwen3next_jax.export", "--workdir=nowhere", "--out=x"],
+            ["-m", "qwen3next_jax", "export", "--workdir=nowhere", "--out=x"],
             "--workdir=nowhere: not the folder of a run",
         ),
     ],
@@ -117,7 +117,11 @@ def test_a_mistake_is_one_line_before_jax_is_loaded(tmp_path, command, message):
 
 @pytest.mark.parametrize(
     "command",
-    [["train.py", "--help"], ["eval.py", "-h"], ["-m", "qwen3next_jax.generate", "--help"]],
+    [
+        ["train.py", "--help"],
+        ["eval.py", "-h"],
+        ["-m", "qwen3next_jax", "generate", "--help"],
+    ],
     ids=" ".join,
 )
 def test_help_shows_the_commands_own_flags(command):
@@ -208,7 +212,7 @@ def test_the_tokenizer_sets_what_the_model_leaves_to_it():
 def test_the_example_in_the_help_of_sweeps_is_a_sweep():
     # its import would define flags
     text = ast.get_docstring(
-        ast.parse((ROOT / "qwen3next_jax" / "sweep.py").read_text()), clean=False
+        ast.parse((ROOT / "qwen3next_jax" / "commands" / "sweep.py").read_text()), clean=False
     )
     words = shlex.split(re.sub(r"[\[\]]", "", re.search(r"qwen3next_jax\.sweep (.*\n.*)", text)[1]))
     name, _, value = words[words.index("--set") + 1].partition("=")

@@ -3,8 +3,8 @@ and all gradients.
 """
 
 import functools
-import itertools
 import importlib.util
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.ops import attention, causal_conv1d, gated_delta_rule
 from qwen3next_jax.ops.delta_rule import chunked

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import preparation, rows, sources
 from qwen3next_jax.data.pipeline import TrainData
@@ -26,7 +27,6 @@ from qwen3next_jax.data.preparation import (
     split_documents,
 )
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.errors import UserError
 
 T, B = 64, 4
 RANDOM = np.random.default_rng(0)

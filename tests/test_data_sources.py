@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.sources import content_digest, describe, documents, resolve
-from qwen3next_jax.errors import UserError
 
 TEXTS = ["first\n", "zweites: größe\r\n", "третий 😀"]
 

@@ -9,8 +9,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference.streaming import DecodeStream
 
 TEXT = "def größe(x):\n\treturn '∀ 😀' + x  # naïve\r\n\x00\x7f   done — ok\n"

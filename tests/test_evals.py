@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from page import example, line
 from flax import nnx
+from page import example, line
 
-from qwen3next_jax import evaluate
+from qwen3next_jax.commands import evaluate
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -27,14 +28,13 @@ from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import ByteTokenizer
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import sinks
 from qwen3next_jax.inference.decode import complete
-from qwen3next_jax.parallel.mesh import make_mesh, one_device
 from qwen3next_jax.reporting.figures import named, record
 from qwen3next_jax.reporting.page import write_report
+from qwen3next_jax.sharding.mesh import make_mesh, one_device
 from qwen3next_jax.sweeps.points import Point
 from qwen3next_jax.sweeps.results import main_figures, read_result
 from qwen3next_jax.training.step import abstract_model, compute_mesh, init_state

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from page import example, line
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, MuonConfig, OptimizerConfig
 from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.sources import DATA_SOURCES
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.training.optimizer import make_optimizer
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from qwen3next_jax import ModelConfig, Qwen3Next
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
-from qwen3next_jax.parallel.chips import CHIPS, chip_of
+from qwen3next_jax.sharding.chips import CHIPS, chip_of
 
 SMALL = dict(
     vocab_size=64,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -25,12 +26,13 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.errors import ExitCode
-from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.runs import loop
+from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.loop import train
+from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.sweeps.results import is_done
-from qwen3next_jax.training import guards, loop, step as step_module
-from qwen3next_jax.training.checkpoint import Checkpoints
-from qwen3next_jax.training.loop import train
+from qwen3next_jax.training import guards
+from qwen3next_jax.training import step as step_module
 
 MODEL = ModelConfig(
     vocab_size=257,
@@ -186,7 +188,7 @@ def test_too_many_skips_end_the_run_with_a_dump_that_replays(config, poisoned, t
     assert train(config, tmp_path) == ExitCode.DIVERGED
     (stop,) = _events(tmp_path, "stop")
     assert stop["step"] == 9 and ".txt" in capsys.readouterr().err and len(stop["documents"]) == 4
-    command = [sys.executable, "-m", "qwen3next_jax.replay", str(tmp_path / "dumps" / "9")]
+    command = [sys.executable, "-m", "qwen3next_jax", "replay", str(tmp_path / "dumps" / "9")]
     result = subprocess.run(
         command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=120
     )

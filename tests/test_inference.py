@@ -15,10 +15,10 @@ from absl.testing import flagsaver
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from qwen3next_jax import generate as generate_command
+from qwen3next_jax.commands import generate as generate_command
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference import complete, decode, generate, plain
 from qwen3next_jax.inference.cache import cache_bytes, rounded_length
 from qwen3next_jax.inference.decode import joined
@@ -29,8 +29,8 @@ from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.ops.used_experts import used_experts
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.rules import storage_spec
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import storage_spec
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 

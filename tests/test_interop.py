@@ -22,18 +22,18 @@ from safetensors.numpy import load_file, save_file
 
 from configs import qwen3_5_0p8b
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 from qwen3next_jax.interop.source import in_form
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import Unfinished
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.training import preflight
+from qwen3next_jax.runs import preflight
+from qwen3next_jax.sharding.mesh import make_mesh
 
 REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 SMALL = ModelConfig(

@@ -8,11 +8,11 @@ import types
 import jax
 import pytest
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.ops import kernel_trial
-from qwen3next_jax.parallel import distributed
-from qwen3next_jax.parallel.launch import (
+from qwen3next_jax.processes import distributed
+from qwen3next_jax.processes.launch import (
     GKE,
     TPU_VM,
     Launch,

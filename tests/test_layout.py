@@ -8,50 +8,44 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "qwen3next_jax"
 
-# Small modules of the standard library's kind, which every part but `ops` may import.
-FLOOR = {"children", "digests", "durable", "errors", "jsonfile", "trees"}
-# part → the other parts it may import. Commands at the top of the package may import everything
-# below them.
-ARROWS = dict.fromkeys(FLOOR, set()) | {
-    "config": set(),
-    "config_files": {"config", "data"},
+# room → the other rooms it may import. Commands may import everything.
+ARROWS = {
+    "common": set(),
+    "config": {"common", "data"},
     "ops": set(),
-    "model": {"ops", "parallel", "config"},
-    "parallel": {"ops", "config"},
-    "data": {"config"},
-    "interop": {"model", "parallel", "config"},
-    "inference": {"data", "model", "parallel", "ops", "config"},
-    "evals": {"reporting", "inference", "model", "parallel", "config", "data"},
-    "reporting": set(),
+    "sharding": {"ops", "config", "common"},
+    "data": {"config", "common"},
+    "model": {"ops", "sharding", "config", "common"},
+    "training": {"model", "data", "sharding", "config", "common", "evals"},
+    "processes": {"config", "common"},
+    "interop": {"model", "sharding", "processes", "config", "common"},
+    "inference": {"data", "model", "sharding", "ops", "config", "common"},
+    "reporting": {"common"},
+    "evals": {
+        "reporting",
+        "inference",
+        "model",
+        "data",
+        "sharding",
+        "processes",
+        "config",
+        "common",
+    },
+    "runs": {
+        *("training", "evals", "inference", "interop", "processes", "reporting"),
+        *("model", "data", "sharding", "config", "common"),
+    },
+    "planner": {"runs", "training", "model", "ops", "sharding", "config", "common"},
     "sweeps": {
-        "config_files",
-        "training",
-        "reporting",
-        "data",
-        "evals",
-        "inference",
-        "model",
-        "config",
+        *("training", "evals", "inference", "reporting", "model", "data", "config", "common"),
     },
-    "training": {
-        "reporting",
-        "data",
-        "evals",
-        "inference",
-        "interop",
-        "model",
-        "ops",
-        "parallel",
-        "config",
-    },
-    "planner": {"training", "model", "ops", "parallel", "config"},
 }
 LIBRARIES_OF_OPS = {"jax", "numpy"}
 # Present on every machine that trains, but not on every one that only loads a model.
 ONLY_IN = {
     "grain": {"qwen3next_jax/data/pipeline.py"},
     "ml_collections": set(),
-    "lm_eval": {"qwen3next_jax/evals/harness.py", "qwen3next_jax/harness.py"},
+    "lm_eval": {"qwen3next_jax/evals/harness.py", "qwen3next_jax/commands/harness.py"},
 }
 
 
@@ -74,7 +68,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_follow_the_arrows(path):
     part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    allowed = {part} | ARROWS.get(part, set()) | (FLOOR if part != "ops" else set())
+    allowed = {part} | ARROWS.get(part, set())
     for name in _imports(path):
         top, _, rest = name.partition(".")
         if top == "qwen3next_jax" and rest and part in ARROWS:

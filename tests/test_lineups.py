@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.lineups import NAMES, counted
 
-
 QUICK = ("deepseek_v3", "gemma3_1b", "nemotron3_nano", "olmo2_7b")
 
 

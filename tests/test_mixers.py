@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mixer_references import REFERENCES, errors
 from page import example, line
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     FULL,
     LINEAR,
@@ -28,7 +29,6 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.mixers import MIXERS
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import check_hf_form
@@ -45,8 +45,8 @@ from qwen3next_jax.ops import (
     pallas_gpu_gated_norm,
     pallas_heads,
 )
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.rules import gather, storage_spec
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
@@ -706,7 +706,7 @@ def test_a_parameter_without_a_decision_is_an_error(monkeypatch):
         declared(dataclasses.replace(BASE, linear_mixer="retention", rope_theta=77.0))
     make = Make(BASE, nnx.Rngs(0))
     with pytest.raises(
-        ValueError, match=r"no logical axis 'embd' in parallel/rules.py \(did you mean 'embed'\?\)"
+        ValueError, match=r"no logical axis 'embd' in sharding/rules.py \(did you mean 'embed'\?\)"
     ):
         make.matrix((4, 4), "embd -> mlp")
     with pytest.raises(ValueError, match="names 1 dimensions of a parameter of shape"):

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model import Qwen3Next, language_model
+from qwen3next_jax.model.layers import Context
 
 TINY = ModelConfig(
     vocab_size=61,

@@ -20,8 +20,8 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.model.parameters import Declared, Make
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.rules import shardings
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import shardings
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from qwen3next_jax.training.optimizers.muon import orthogonalised
 

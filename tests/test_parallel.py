@@ -14,20 +14,19 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.model import moe
-from qwen3next_jax.parallel import experts as exchange
+from qwen3next_jax.model import declared, moe
+from qwen3next_jax.model import expert_parallelism as exchange
+from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.blocks import kept
-from qwen3next_jax.model import declared
-from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.parallel.mesh import check_divides, make_mesh
-from qwen3next_jax.parallel import gathering
-from qwen3next_jax.parallel.rules import AXES, local, shardings, storage_spec
-from qwen3next_jax.trees import path_string
 from qwen3next_jax.planner.topology import describe
-from qwen3next_jax.training.checkpoint import Checkpoints
+from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.sharding import gathering
+from qwen3next_jax.sharding.mesh import check_divides, make_mesh
+from qwen3next_jax.sharding.rules import AXES, local, shardings, storage_spec
 from qwen3next_jax.training.step import abstract_train_state
 
 RELEASED = Config(train=TrainConfig(batch_size=64, sequence_length=4096))

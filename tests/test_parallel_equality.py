@@ -27,9 +27,9 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.parallel import experts as exchange
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.row_groups import row_groups
+from qwen3next_jax.model import expert_parallelism as exchange
+from qwen3next_jax.model.row_groups import row_groups
+from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
 
 # Two periods; two key/value heads, so that tensor = 4 and 8 share them. Parameters of this size

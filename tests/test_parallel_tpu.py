@@ -22,9 +22,9 @@ EXCHANGE = """
 import functools, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from qwen3next_jax.config import MeshConfig, ParallelConfig
-from qwen3next_jax.parallel.experts import split_experts
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.parallel.rules import local
+from qwen3next_jax.model.expert_parallelism import split_experts
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import local
 from qwen3next_jax.planner.topology import describe
 
 mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=16)), describe("v5e:4x4").devices)
@@ -47,7 +47,7 @@ print(all(name in text for name in ("ragged-all-to-all", "expert_backward_rows",
 STEP = """
 import sys
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from qwen3next_jax.parallel.mesh import make_mesh
+from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.planner.topology import describe
 from qwen3next_jax.planner.planning import abstract_batch
 from qwen3next_jax.training.step import abstract_train_state, make_train_step

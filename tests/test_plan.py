@@ -23,16 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.model.language_model import UNROLLED
-from qwen3next_jax.planner import topology
-from qwen3next_jax.parallel.chips import CHIPS
-from qwen3next_jax.parallel.compiler_options import compiler_options
-from qwen3next_jax.parallel.mesh import make_mesh
-from qwen3next_jax.planner import planning, process
+from qwen3next_jax.planner import planning, process, topology
 from qwen3next_jax.planner.process import make_plan_apart
 from qwen3next_jax.planner.search import RECOMPUTED, candidates
+from qwen3next_jax.sharding.chips import CHIPS
+from qwen3next_jax.sharding.compiler_options import compiler_options
+from qwen3next_jax.sharding.mesh import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[1]
 needs_compiler = pytest.mark.skipif(
@@ -66,7 +65,7 @@ def config(**mesh):
 
 def command(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "qwen3next_jax.plan", *arguments],
+        [sys.executable, "-m", "qwen3next_jax", "plan", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -157,7 +156,7 @@ def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
 def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile(
     slice_, message, tmp_path, monkeypatch
 ):
-    import qwen3next_jax.plan as command_module
+    import qwen3next_jax.commands.plan as command_module
 
     there = importlib.util.find_spec
     monkeypatch.setattr(
@@ -199,8 +198,8 @@ def test_libtpu_missing(monkeypatch):
     ],
 )
 def test_mesh_flag(text, message):
-    from qwen3next_jax.cli import read_mesh
-    from qwen3next_jax.plan import with_mesh
+    from qwen3next_jax.commands.cli import read_mesh
+    from qwen3next_jax.commands.plan import with_mesh
 
     with pytest.raises(UserError, match=message):
         with_mesh(config(), read_mesh(text))
@@ -324,7 +323,7 @@ def test_a_layer_alone_gathers_weights_and_exchanges_rows():
 def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     from rich.console import Console
 
-    from qwen3next_jax.plan import draw, show
+    from qwen3next_jax.commands.plan import draw, show
 
     values = json.loads(json.dumps(plan.as_dict()))
     assert values.keys() >= {
@@ -451,7 +450,7 @@ def test_a_compiler_that_ends_its_process_is_one_line(
 ):
     from rich.console import Console
 
-    from qwen3next_jax.plan import show
+    from qwen3next_jax.commands.plan import show
 
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", program))
     plan = make_plan_apart(config(data=4), topology.describe("v6e:2x2"))
@@ -587,7 +586,7 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
 def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     from rich.console import Console
 
-    from qwen3next_jax.plan import search
+    from qwen3next_jax.commands.plan import search
 
     compiled = []
 

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from qwen3next_jax.errors import ExitCode
-from qwen3next_jax.training.watchdog import Signals
+from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.processes.watchdog import Signals
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -37,7 +37,7 @@ def _wait_for(path, process, seconds=20):
 
 BLOCKED = """
 import ctypes, pathlib, sys, threading, time
-from qwen3next_jax.training.watchdog import Signals
+from qwen3next_jax.processes.watchdog import Signals
 with Signals(lambda line: print(line, file=sys.stderr, flush=True)) as signals:
     def report():
         while not signals.caught: time.sleep(0.01)
@@ -100,7 +100,7 @@ def test_any_command_answers_the_first_ctrl_c_and_ends_at_the_second(tmp_path):
 
 HANGING = """
 import pathlib, sys, time
-from qwen3next_jax.training.watchdog import Watchdog
+from qwen3next_jax.processes.watchdog import Watchdog
 with Watchdog(pathlib.Path(sys.argv[1]), tick=0.05) as watchdog:
     watchdog.allow(0, "a step", 1)  # no limit
     time.sleep(0.3)

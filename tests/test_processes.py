@@ -20,7 +20,7 @@ DEVICES = 4
 # a signal.
 PROGRAM = """
 import itertools, json, os, runpy, signal, sys
-from qwen3next_jax.parallel.distributed import BatchShare
+from qwen3next_jax.processes.distributed import BatchShare
 spread, calls = BatchShare.spread, itertools.count(1)
 def noting(share, batch):
     with open(os.environ["SHARES"], "a") as file:
@@ -403,13 +403,13 @@ def test_two_processes_export_evaluate_and_begin_with_weights_as_one(one, corpus
         folder = tmp_path / name
         folder.mkdir()
 
-        def command(module, *own):
+        def command(verb, *own):
             program = (
-                f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+                f"import sys; from qwen3next_jax.__main__ import run; run({verb!r}, sys.argv[1:])"
             )
             return Processes(*launch(), own, program=program).succeed()
 
-        exported = command("qwen3next_jax.export", f"--workdir={one}", f"--out={folder / 'hf'}")
+        exported = command("export", f"--workdir={one}", f"--out={folder / 'hf'}")
         command(
             "eval",
             f"--workdir={one}",
@@ -419,7 +419,7 @@ def test_two_processes_export_evaluate_and_begin_with_weights_as_one(one, corpus
             "--rows=4",
         )
         generated = command(
-            "qwen3next_jax.generate",
+            "generate",
             f"--model={folder / 'hf'}",
             "--prompt=document",
             "--temperature=0",

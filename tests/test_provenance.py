@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.training.loop import train
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.runs.loop import train
 from tests.faults import provenance
 from tests.faults.lab import Lab
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.report import open_in_chromium, write_run
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.reporting import runs
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING

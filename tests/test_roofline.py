@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.ops import attention, gated_delta_rule
 from qwen3next_jax.planner import compiled, hlo, schedule, topology
-from qwen3next_jax.parallel.chips import CHIPS
-from qwen3next_jax.parallel.mesh import make_mesh
 from qwen3next_jax.planner.roofline import Network, _kernel_seconds, estimate
+from qwen3next_jax.sharding.chips import CHIPS
+from qwen3next_jax.sharding.mesh import make_mesh
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"

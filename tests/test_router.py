@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, TrainConfig
 from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.moe import choose
 from qwen3next_jax.training.router_bias import balanced

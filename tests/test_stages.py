@@ -8,12 +8,12 @@ import shutil
 import numpy as np
 import pytest
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict
 from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.reporting.events import read_events
-from qwen3next_jax.training import fingerprint
-from qwen3next_jax.training.loop import train
+from qwen3next_jax.runs import folder
+from qwen3next_jax.runs.loop import train
 from qwen3next_jax.training.stages import (
     Reading,
     open_stages,
@@ -97,7 +97,7 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
     """
     run = tmp_path / "run"
     shutil.copytree(staged, run)
-    for later in fingerprint.saved_steps(run):
+    for later in folder.saved_steps(run):
         if later > step:
             shutil.rmtree(run / "checkpoints" / str(later))
     assert train(STAGED, run) == 0
@@ -141,9 +141,9 @@ def test_only_what_comes_may_change(staged, tmp_path, config, message):
     shutil.copy(staged / "run.json", tmp_path)
     if message:
         with pytest.raises(UserError, match=message):
-            fingerprint.check_settings(tmp_path, config)
+            folder.check_settings(tmp_path, config)
     else:
-        fingerprint.check_settings(tmp_path, config)
+        folder.check_settings(tmp_path, config)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen3next_jax.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.reporting.figures import Figure, named
@@ -327,7 +327,14 @@ def test_a_killed_sweep_goes_on(tmp_path):
         },
     )
     workdir = tmp_path / "w"
-    start = [sys.executable, "-m", "qwen3next_jax.sweep", str(path), f"--workdir={workdir}"]
+    start = [
+        sys.executable,
+        "-m",
+        "qwen3next_jax",
+        "sweep",
+        str(path),
+        f"--workdir={workdir}",
+    ]
     metrics = workdir / "points" / "seed=0" / "metrics.jsonl"
     told = []
     here = runner.Runner(

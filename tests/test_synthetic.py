@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig, SyntheticConfig
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.synthetic import SEPARATOR, TaskRows
-from qwen3next_jax.errors import UserError
 
 
 def rows(task, length=64, vocab=64, count=50, seed=0, split=0, **options):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config.tables import resolve
-from qwen3next_jax.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ import pytest
 from absl import flags
 from flax import nnx
 
+from qwen3next_jax.commands import export
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -28,17 +30,15 @@ from qwen3next_jax.config import (
     from_dict,
     to_dict,
 )
-from qwen3next_jax import export
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.interop.huggingface import save_hf
-from qwen3next_jax.load import load_model
 from qwen3next_jax.model import declared
-from qwen3next_jax.parallel.mesh import one_device
+from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
+from qwen3next_jax.runs.folder import read_run, seal
+from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.runs.loop import start_state, train
+from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training import stages
-from qwen3next_jax.training.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.training.fingerprint import read_run, seal
-from qwen3next_jax.training.loop import start_state, train
 from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.step import abstract_model, abstract_train_state, make_gradients
 
@@ -131,7 +131,7 @@ def test_a_killed_and_resumed_run_is_bitwise_the_undisturbed_one(config, finishe
 import json, pathlib, time
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.training.loop import train
+from qwen3next_jax.runs.loop import train
 def slowly(*arguments, batches=TrainData.batches):  # else it would be over before it is killed
     for batch in batches(*arguments):
         time.sleep(0.05)

@@ -6,7 +6,6 @@ from ml_collections import ConfigDict
 
 from qwen3next_jax.config import default_config
 
-
 # Sigmoid scores and a bias that the load moves (DeepSeek-V3's router), a shared expert without a
 # gate.
 LIKE_DEEPSEEK = {"scoring_func": "sigmoid", "router_bias": True, "shared_expert_gate": False}

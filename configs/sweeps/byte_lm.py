@@ -1,7 +1,7 @@
 """Bytes of Python, loss against the ratio of linear to full attention at equal tokens and
 parameters: 4 ratios × 3 seeds.
 
-    uv run python -m qwen3next_jax.sweep configs/sweeps/byte_lm.py
+    uv run qwen3next sweep configs/sweeps/byte_lm.py
 
 4 layers of width 128, dense, 0.82 M parameters, 500 steps of 8 × 256 bytes. docs/sweeps.md has
 what it gave.

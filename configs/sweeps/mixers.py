@@ -1,7 +1,7 @@
 """What the recurrent layers of a 3:1 hybrid are, everything else equal: 6 mixers × (text,
 recall) × 3 seeds, 4 tiny layers.
 
-    uv run python -m qwen3next_jax.sweep configs/sweeps/mixers.py
+    uv run qwen3next sweep configs/sweeps/mixers.py
 
 Five share one recurrence and differ in what it is made of: a decay that is constant (retnet), of
 the head (mamba2, gated_deltanet) or of every key channel (gla, kda), and a write that is added

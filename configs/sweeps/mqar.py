@@ -1,7 +1,7 @@
 """Recall of two layers by their kinds and order: 4 patterns × {8, 16} pairs × 3 seeds of
 configs/mqar.py.
 
-    uv run python -m qwen3next_jax.sweep configs/sweeps/mqar.py
+    uv run qwen3next sweep configs/sweeps/mqar.py
 
 docs/sweeps.md has what it gave.
 """

@@ -1,7 +1,7 @@
 """Recall of 8 pairs by recurrent layers alone, against the start of the decay and the size of
 the state: 3 × 3 seeds.
 
-    uv run python -m qwen3next_jax.sweep configs/sweeps/mqar_linear.py
+    uv run qwen3next sweep configs/sweeps/mqar_linear.py
 
 The fourth pair, decay_init "ones" with states of 16 × 16, is linear→linear of
 configs/sweeps/mqar.py.

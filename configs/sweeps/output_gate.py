@@ -1,7 +1,7 @@
 """Attention sinks with and without the output gate: three attention layers on the
 bigram-backcopy task, 2 × 3 seeds.
 
-    uv run python -m qwen3next_jax.sweep configs/sweeps/output_gate.py
+    uv run qwen3next sweep configs/sweeps/output_gate.py
 
 The weights start at a standard deviation of 0.1, near 1 / sqrt(width): from the usual 0.02 no
 sink grows in a model this narrow. docs/sweeps.md has what it gave.

@@ -1,7 +1,7 @@
 """Loss and recall against the ratio of linear to full attention layers: 5 ratios × 2 seeds ×
 (text, recall), 8 tiny layers.
 
-    uv run python -m qwen3next_jax.sweep configs/sweeps/ratio.py
+    uv run qwen3next sweep configs/sweeps/ratio.py
 
 Text is the tiny run's corpus; recall is a model of as many parameters trained on multi-query
 associative recall, since a model that has read one megabyte of text recalls nothing.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 
 BOUNDS = {
     "a positive number": lambda x: x > 0,

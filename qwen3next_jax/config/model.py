@@ -7,13 +7,13 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.tables import check_name
-from qwen3next_jax.errors import require
 
 # in `layer_types`: what `linear_mixer` and `full_mixer` name
 LINEAR, FULL = "linear_attention", "full_attention"

@@ -5,8 +5,8 @@ import math
 import typing
 from typing import Any, Literal
 
+from qwen3next_jax.common.errors import UserError, did_you_mean, require, short
 from qwen3next_jax.config.run import Config
-from qwen3next_jax.errors import UserError, did_you_mean, require, short
 
 
 def to_dict(config: Any) -> dict[str, Any]:

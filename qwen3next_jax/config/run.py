@@ -5,12 +5,12 @@ import math
 import re
 from typing import Literal
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.sources import DATA_SOURCES
 from qwen3next_jax.config.tables import check_name
-from qwen3next_jax.errors import require
 
 MESH_AXES = ("data", "expert", "context", "tensor")
 # Kept for the backward: "none" everything, in bfloat16 what took work; "block" each block's input;
@@ -340,7 +340,7 @@ class ParallelConfig:
     start_timeout: float = 300.0
     # seconds after which a silent process counts as dead, and the others end
     heartbeat_timeout: float = 100.0
-    # of XLA, "NAME=VALUE,…", in place of those that parallel/compiler_options.py has for the chip
+    # of XLA, "NAME=VALUE,…", in place of those that sharding/compiler_options.py has for the chip
     compiler_options: str = ""
 
     def __post_init__(self):

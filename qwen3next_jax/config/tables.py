@@ -8,7 +8,7 @@ what it uses.
 import importlib
 from typing import Any
 
-from qwen3next_jax.errors import UserError, did_you_mean, reason, require
+from qwen3next_jax.common.errors import UserError, did_you_mean, reason, require
 
 
 def check_name(table: dict[str, str], name: str, setting: str) -> None:

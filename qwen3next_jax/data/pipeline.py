@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qwen3next_jax import digests
+from qwen3next_jax.common import digests
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.config.sources import DATA_SOURCES
 from qwen3next_jax.config.tables import resolve

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from qwen3next_jax import digests, jsonfile
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.errors import UserError, reason, told
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.packing import Packer, Row
 from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
 from qwen3next_jax.data.sources import Document, Source
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.errors import UserError, reason, told
 
 _FORMAT = 1  # raise it when the same input no longer gives the same rows
 METADATA, _DIGESTS = "metadata.json", "content_digests.json"
@@ -314,7 +314,7 @@ def read_metadata(directory: pathlib.Path) -> dict:
     """What stands in `directory` beside the shards. Raises: UserError: it is damaged."""
     path = directory / METADATA
     try:
-        content = jsonfile.read(path)
+        content = json_files.read(path)
         intact = content.pop("digest") == digests.of_json(content)
     except (OSError, ValueError, KeyError):
         intact = False
@@ -331,7 +331,7 @@ def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
     if source.size < _REREAD_SIZE or sources.is_remote(source.name):
         return [sources.content_digest(file) for file in source.files]
     try:
-        cache = jsonfile.read(cache_path)
+        cache = json_files.read(cache_path)
     except (OSError, ValueError):
         cache = {}
     found, new = [], {}

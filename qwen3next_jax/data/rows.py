@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qwen3next_jax.common.errors import UserError, reason, told
 from qwen3next_jax.data.packing import Row
-from qwen3next_jax.errors import UserError, reason, told
 
 _SHARD_BYTES = 1 << 28  # uncompressed
 _INTEGER = np.dtype("<u4")

@@ -21,8 +21,8 @@ import pyarrow
 import pyarrow.parquet
 from etils import epath
 
-from qwen3next_jax import digests, jsonfile
-from qwen3next_jax.errors import UserError, did_you_mean, told, warn
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.errors import UserError, did_you_mean, told, warn
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -396,7 +396,7 @@ def _read_jsonl(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tup
 
 def _json_text(line: str, field: str, bad: BadText, where: str) -> str:
     try:
-        record = jsonfile.parse(line)
+        record = json_files.parse(line)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
     if field not in record:

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from qwen3next_jax import digests
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig, SyntheticConfig
 from qwen3next_jax.data.pipeline import Batch, Data
 from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.errors import UserError
 
 TRAIN_SPLIT, HELDOUT_SPLIT = 0, 1
 SEPARATOR = 0  # opens a row of copy and backcopy, and parts the two halves of copy

@@ -14,8 +14,8 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from qwen3next_jax import digests, jsonfile
-from qwen3next_jax.errors import UserError, short, told
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.errors import UserError, short, told
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -140,8 +140,8 @@ class HuggingFaceTokenizer:
             told(f"tokenizer {path}: cannot be read", OSError),
             told(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError),
         ):
-            with jsonfile.open_regular(path) as file:
-                self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(jsonfile.MAX_BYTES))
+            with json_files.open_regular(path) as file:
+                self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
         # The library lists every id that is left out, and a table of all ids is made here, too.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
@@ -220,7 +220,7 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     config_path = path.parent / "tokenizer_config.json"
     if config_path.exists():
         with told(f"{config_path}: cannot be read", OSError, ValueError):
-            token = jsonfile.read(config_path).get("eos_token")
+            token = json_files.read(config_path).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             if not isinstance(token, str) or tokenizer.token_to_id(token) is None:

@@ -10,12 +10,12 @@ from typing import ClassVar
 from flax import nnx
 from jax.sharding import Mesh
 
+from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import EvalConfig, ModelConfig
 from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.config.tables import resolve
 from qwen3next_jax.data.pipeline import Batch, Data
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.evals.scoring import Scorer, make_score_step, make_scorer
 from qwen3next_jax.reporting.figures import Figure
 

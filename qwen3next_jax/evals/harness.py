@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.continuation import continued
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.inference import speculative as drafting

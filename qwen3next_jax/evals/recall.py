@@ -11,10 +11,10 @@ import uuid
 
 import numpy as np
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig, SyntheticConfig
 from qwen3next_jax.data.synthetic import HELDOUT_SPLIT, TaskRows
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.evals.evaluation import Evaluation, Options, made_up_ids
 from qwen3next_jax.evals.scoring import Scorer
 from qwen3next_jax.reporting.figures import Figure

@@ -13,10 +13,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.parallel.distributed import BatchShare
-from qwen3next_jax.parallel.rules import CONTEXT, ROWS, activation_spec, shards
+from qwen3next_jax.processes.distributed import BatchShare
+from qwen3next_jax.sharding.rules import CONTEXT, ROWS, activation_spec, shards
 
 # tokens [B, T], segment_ids [B, T] or None → (nll [B, T-1] in nats, guess [B, T-1]) of tokens 1 …
 # T-1, each given those before it in its document.

@@ -14,14 +14,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.inference import plain
 from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.inference.cache import rounded_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.further.masks import check_prompts
-from qwen3next_jax.parallel.rules import ROWS, activation_spec, shards
+from qwen3next_jax.sharding.rules import ROWS, activation_spec, shards
 
 CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory
 _SMALL_CHUNK = 64  # of a conversation, whose prompts have two sizes of chunk alone

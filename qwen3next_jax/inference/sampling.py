@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.common.errors import UserError
 
 
 class Sampling(NamedTuple):

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.inference.cache import after_token
 from qwen3next_jax.inference.plain import Emitted
 from qwen3next_jax.inference.sampling import (
@@ -47,7 +47,7 @@ from qwen3next_jax.inference.sampling import (
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.parallel.rules import gather
+from qwen3next_jax.sharding.rules import gather
 
 MOST = 4  # drafts per round
 ROUNDS = 32  # of one call at most

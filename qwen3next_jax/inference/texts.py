@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from qwen3next_jax import jsonfile
-from qwen3next_jax.errors import UserError, reason, told
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import UserError, reason, told
 
 _LONGEST = 1 << 20  # characters that a template may make
 
@@ -24,7 +24,7 @@ def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
         if not file.exists():
             continue
         with told(f"{file}: cannot be read", OSError, ValueError):
-            fields = jsonfile.read(file)
+            fields = json_files.read(file)
         ids = fields.get("eos_token_id", (fields.get("text_config") or {}).get("eos_token_id"))
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(
@@ -52,7 +52,7 @@ class ChatTemplate:
         fields = {}
         if config.exists():
             with told(f"{config}: cannot be read", OSError, ValueError):
-                fields = jsonfile.read(config)
+                fields = json_files.read(config)
         text = fields.get("chat_template")
         if isinstance(text, list):  # several, by name
             text = next(

@@ -15,8 +15,8 @@ import pathlib
 from collections.abc import Collection
 from typing import Any
 
+from qwen3next_jax.common.errors import UserError, did_you_mean, require, short, warn
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig, from_dict
-from qwen3next_jax.errors import UserError, did_you_mean, require, short, warn
 from qwen3next_jax.interop import kimi
 from qwen3next_jax.interop.weights import Weights, name_some, read_json
 

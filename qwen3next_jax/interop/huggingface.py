@@ -17,9 +17,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from qwen3next_jax import digests, jsonfile
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.errors import UserError, short
+from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import UserError, short
 from qwen3next_jax.interop import boxes
 from qwen3next_jax.interop.arrays import Reader, build
 from qwen3next_jax.interop.hf_config import (
@@ -34,9 +35,8 @@ from qwen3next_jax.interop.weights import Weights, name_some, weight_files
 from qwen3next_jax.interop.writing import DIGESTS, Tensor, Unfinished, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.parallel.distributed import is_leader, leader_says, together
-from qwen3next_jax.parallel.rules import storage_spec
-from qwen3next_jax.trees import path_string
+from qwen3next_jax.processes.distributed import is_leader, leader_says, together
+from qwen3next_jax.sharding.rules import storage_spec
 
 
 def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -96,7 +96,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
       arithmetic (`model.config.dtype`).
         Norms, A_log, dt_bias, the shared expert's gate and the router are float32 in either, as
         training keeps them.
-      mesh: over which the parameters are split, as `parallel.rules` says; each process reads
+      mesh: over which the parameters are split, as `sharding.rules` says; each process reads
       what its devices hold. None: one device.
         On a mesh of several processes all of them call this together.
 
@@ -366,7 +366,7 @@ def verify_hf(
     if not (directory / DIGESTS).exists():
         return
     try:
-        with jsonfile.open_regular(directory / DIGESTS) as file:
+        with json_files.open_regular(directory / DIGESTS) as file:
             lines = [
                 line.split(maxsplit=1) for line in file.read().decode(errors="replace").splitlines()
             ]

@@ -6,9 +6,9 @@ canonical one.
 
 from typing import Any
 
+from qwen3next_jax.common.errors import require, short
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.errors import require, short
 
 MIXERS = {LINEAR: "kda", FULL: "mla"}
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is

@@ -11,10 +11,10 @@ import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.errors import UserError, require
 from qwen3next_jax.interop import kimi
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import Block, mixer_class

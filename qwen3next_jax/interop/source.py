@@ -9,8 +9,8 @@ import pathlib
 import shutil
 from typing import Any, NamedTuple
 
+from qwen3next_jax.common.errors import require, warn
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import require, warn
 from qwen3next_jax.interop.hf_config import VISION, read_hf_config
 from qwen3next_jax.interop.weights import Weights, name_some, read_json
 from qwen3next_jax.interop.writing import Tensor

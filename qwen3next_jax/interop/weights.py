@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from qwen3next_jax import jsonfile
-from qwen3next_jax.errors import UserError, told
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import UserError, told
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -30,7 +30,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
       UserError: no such file, or not a JSON object.
     """
     try:
-        return jsonfile.read(file)
+        return json_files.read(file)
     except OSError as e:
         raise UserError(
             f"{file}: cannot be read ({e.strerror}): expected a Hugging Face model directory with "
@@ -217,7 +217,7 @@ def _mark(found: os.stat_result) -> tuple[int, ...]:
 def _read_header(path: pathlib.Path) -> tuple[dict[str, Stored], tuple[int, ...]]:
     """(its tensors by name, the mark of the file)."""
     try:
-        with jsonfile.open_regular(path) as file:
+        with json_files.open_regular(path) as file:
             mark, start = _mark(os.fstat(file.fileno())), file.read(8)
             # which checks lengths, offsets and dtypes
             with safetensors.safe_open(path, framework="np"):

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qwen3next_jax import digests, jsonfile
-from qwen3next_jax.durable import to_disk
-from qwen3next_jax.errors import UserError, require, told, warn
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.durable import to_disk
+from qwen3next_jax.common.errors import UserError, require, told, warn
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
@@ -208,7 +208,7 @@ class Unfinished:
         if not any(self.folder.iterdir()):
             return {}
         try:
-            record = jsonfile.read(self.folder / _PROGRESS)
+            record = json_files.read(self.folder / _PROGRESS)
             recorded = {
                 str(name): (file["bytes"], file["sha256"]) for name, file in record["files"].items()
             }

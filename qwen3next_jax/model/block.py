@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.config.tables import resolve
-from qwen3next_jax.errors import require
 from qwen3next_jax.model.hf_entries import Entry, vector
 from qwen3next_jax.model.layers import Context, rms_norm, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.row_groups import apart, joined, row_groups
 from qwen3next_jax.ops.blocks import kept
-from qwen3next_jax.parallel.row_groups import apart, joined, row_groups
-from qwen3next_jax.parallel.rules import constrain
+from qwen3next_jax.sharding.rules import constrain
 
 
 def mixer_class(name: str) -> type[Mixer]:
@@ -52,7 +52,7 @@ def check_mixers(config: ModelConfig) -> None:
 
 
 def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
-    """What the layers' mixers ask of a mesh (see `parallel.mesh.check_divides`): the settings
+    """What the layers' mixers ask of a mesh (see `sharding.mesh.check_divides`): the settings
     that `tensor` must divide, and the tokens read of a neighbour.
     """
     mixers = [mixer_class(name) for name in dict.fromkeys(name for name, _ in config.layer_kinds)]

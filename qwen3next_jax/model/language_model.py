@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import check_mixers, mixer_class
 from qwen3next_jax.model.hf_entries import Entry, one, vector
@@ -29,7 +30,7 @@ from qwen3next_jax.model.parameters import Declared, Make, check_declared, decla
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.ops.tpu import tpu
-from qwen3next_jax.parallel.rules import (
+from qwen3next_jax.sharding.rules import (
     CONTEXT,
     TENSOR,
     TOKENS,
@@ -41,7 +42,6 @@ from qwen3next_jax.parallel.rules import (
     shards,
     storage_spec,
 )
-from qwen3next_jax.trees import path_string
 
 UNROLLED = 4  # periods at most that a TPU takes without a loop
 
@@ -153,7 +153,7 @@ class Qwen3Next(nnx.Module):
     ) -> Features:
         """The forward pass up to, but without, the output head. `remat`: what is kept for the
         backward (see `remat`). `mesh`: the devices that share it, parameters lying as
-        `parallel.rules` says; None for one device.
+        `sharding.rules` says; None for one device.
         """
         b, t = tokens.shape
         if segment_ids is None:

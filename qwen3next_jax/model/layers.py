@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.parallel.rules import CONTEXT, shards
+from qwen3next_jax.sharding.rules import CONTEXT, shards
 
 
 class Context(NamedTuple):
@@ -24,7 +24,7 @@ class Context(NamedTuple):
     every row is one document. counted: [B, T] bool, the tokens whose routing enters the router
     statistics; None for all. diagnose: each layer adds "diagnostics" (a dict of small arrays,
     see its class) to its auxiliary outputs. mesh: the devices that share the pass (see
-    `parallel.rules`); None for one device. time: the logical name of the tokens of a row:
+    `sharding.rules`); None for one device. time: the logical name of the tokens of a row:
     "time", or None where every device has whole rows (decoding). each: of caches without slots,
     give the one after every token (see `Mixer.each_token`). layer: which of a cache with slots,
     stacked over equal layers, is this layer's.

@@ -15,17 +15,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.expert_parallelism import split_experts, whole_experts
 from qwen3next_jax.model.further.routers import over_sum, ranked, scored
 from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.row_groups import joined
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.ops.used_experts import few_tokens, used_experts
-from qwen3next_jax.parallel.experts import split_experts, whole_experts
-from qwen3next_jax.parallel.row_groups import joined
-from qwen3next_jax.parallel.rules import (
+from qwen3next_jax.sharding.rules import (
     EXPERTS,
     TENSOR,
     TOKENS,

@@ -21,7 +21,7 @@ from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import kept
-from qwen3next_jax.parallel.rules import constrain
+from qwen3next_jax.sharding.rules import constrain
 
 
 class MultiTokenPrediction(nnx.Module):

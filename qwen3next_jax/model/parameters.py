@@ -4,7 +4,7 @@ it stands there.
     self.q_proj = make.matrix((d, heads, 2 * k), "embed -> query_heads head_width",
     parts=(("query", k), ("gate", k)))
 
-The declaration travels as metadata of the `nnx.Param`. Sharding (`parallel.rules`), weight decay
+The declaration travels as metadata of the `nnx.Param`. Sharding (`sharding.rules`), weight decay
 and Muon (`training.optimizers`), counts and FLOPs (`flops`), the planner's memory and
 diagnostics read it; none of them knows a parameter's name.
 """
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.parallel.rules import check_axes
+from qwen3next_jax.sharding.rules import check_axes
 
 # matrix       of a product inside a layer: decays; Muon's embedding, head, router, convolution,
 # vector      decay; AdamW's under Muon, too norm         weight of a norm: decays where
@@ -36,7 +36,7 @@ class Declared:
     """What is decided of one parameter.
 
     shape: of its own dimensions; `stack` is the shape of the stacked layers before them. axes:
-    the logical axis of each own dimension, a name of `parallel.rules.AXES`; None: never split.
+    the logical axis of each own dimension, a name of `sharding.rules.AXES`; None: never split.
     letters: one per own dimension where the parameter enters a product, else "": i summed over,
     o kept, p tells apart matrices with
       the same input (gate | up), b matrices of which a token passes some (experts). parts:
@@ -135,7 +135,7 @@ class Make:
           and vectors are.
 
         Raises:
-          ValueError: `dims` does not fit `shape`, or names an axis that `parallel.rules` does
+          ValueError: `dims` does not fit `shape`, or names an axis that `sharding.rules` does
           not have.
         """
         axes, letters = _parsed(dims)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.ops import kernel_trial
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import C, COLUMN, channels, tiles, tokens
+from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import COLUMN, C, channels, tiles, tokens
 
 APART = 0.02  # relative L2, of two results rounded to bfloat16
 INTERPRETER = plgpu.InterpretGPUParams()

@@ -26,14 +26,14 @@ from typing import NamedTuple
 import jax
 
 from qwen3next_jax.config import Config, ModelConfig
+from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import BACKWARD_OVER_FORWARD, forward_flops_per_token
 from qwen3next_jax.model.language_model import declared
-from qwen3next_jax.parallel.experts import GATHERED_SHARDS
-from qwen3next_jax.parallel.mesh import EXPERT
-from qwen3next_jax.parallel.rules import TENSOR, axes_to_gather, storage_spec, use_spec
 from qwen3next_jax.planner.compiled import Collective
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Network
 from qwen3next_jax.planner.topology import Topology
+from qwen3next_jax.sharding.mesh import EXPERT
+from qwen3next_jax.sharding.rules import TENSOR, axes_to_gather, storage_spec, use_spec
 
 DENSE, GROUPED = 0.75, 0.60  # realistic shares of the peak
 

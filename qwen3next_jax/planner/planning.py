@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.parallel.chips import Chip
-from qwen3next_jax.parallel.experts import GATHERED_SHARDS
+from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import (
@@ -33,12 +32,13 @@ from qwen3next_jax.planner.compiled import (
     memory,
     unknown_kernels,
 )
-from qwen3next_jax.parallel.mesh import EXPERT, make_mesh
-from qwen3next_jax.parallel.compiler_options import compiler_options
 from qwen3next_jax.planner.ideal import Ideal, ideal
 from qwen3next_jax.planner.roofline import RULES, Estimate, estimate
 from qwen3next_jax.planner.topology import Topology
-from qwen3next_jax.training.fingerprint import code_version
+from qwen3next_jax.runs.folder import code_version
+from qwen3next_jax.sharding.chips import Chip
+from qwen3next_jax.sharding.compiler_options import compiler_options
+from qwen3next_jax.sharding.mesh import EXPERT, make_mesh
 from qwen3next_jax.training.step import abstract_train_state, batch_sharding, make_train_step
 
 # Of a GPU's program memory and network are read, which are settled before its code is made.

@@ -18,12 +18,12 @@ import time
 
 import jax
 
-from qwen3next_jax.children import end_with
+from qwen3next_jax.common.child_processes import end_with
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.planner.topology import Topology, describe
 from qwen3next_jax.planner.planning import Plan, cpu_seconds, make_plan
 from qwen3next_jax.planner.schedule import dump_to
+from qwen3next_jax.planner.topology import Topology, describe
 
 
 def make_plan_apart(config: Config, topology: Topology, optimization_level: str = "") -> Plan:

@@ -34,7 +34,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from qwen3next_jax.parallel.chips import Chip
 from qwen3next_jax.planner.compiled import (
     Collective,
     collective_kind,
@@ -50,6 +49,7 @@ from qwen3next_jax.planner.compiled import (
 )
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.planner.schedule import Schedule
+from qwen3next_jax.sharding.chips import Chip
 
 COMPUTE, HBM = "compute", "hbm"
 RULES = ("new", "today")

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig
-from qwen3next_jax.errors import UserError
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
+from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, halves
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
-from qwen3next_jax.parallel.experts import GATHERED_SHARDS, halves
-from qwen3next_jax.parallel.mesh import check_divides, mesh_text
 from qwen3next_jax.planner.ideal import DENSE, GROUPED, layer_bytes
-from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.planner.planning import check_exchange
+from qwen3next_jax.planner.topology import Topology
+from qwen3next_jax.sharding.mesh import check_divides, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
 # tokens a device; rows are split over `context` where they are longer than this, or fewer than

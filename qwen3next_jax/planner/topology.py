@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
-from qwen3next_jax.errors import UserError
-from qwen3next_jax.parallel.chips import CHIPS, Chip
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.sharding.chips import CHIPS, Chip
 
 _CUBES = "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8, 8x8x16, 8x16x16, 16x16x16"
 _PLANES = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"

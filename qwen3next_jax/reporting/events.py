@@ -4,8 +4,8 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from qwen3next_jax import jsonfile
-from qwen3next_jax.errors import ExitCode
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import ExitCode
 
 _LARGEST = 2**63  # of a number: more is damage, and NumPy has no room for it
 
@@ -21,11 +21,11 @@ def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     if not path.exists():
         return
-    jsonfile.check_regular(path)
+    json_files.check_regular(path)
     with path.open(errors="replace") as file:
         for line in file:
             try:
-                event = jsonfile.parse(line)
+                event = json_files.parse(line)
             except ValueError:
                 continue
             whole = _REQUIRED <= event.keys() and (event["event"] != "suite" or "suite" in event)

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from qwen3next_jax.common.trees import flat
 from qwen3next_jax.reporting.charts import Line, heatmap, line_chart, short, stacked_columns, table
 from qwen3next_jax.reporting.figures import Value, evaluation, recorded
 from qwen3next_jax.reporting.runs import (
     POINTS,
-    USES,
     TRAINING,
+    USES,
     Run,
     differences,
     faults,
@@ -26,7 +27,6 @@ from qwen3next_jax.reporting.runs import (
     wall_time,
     wall_time_columns,
 )
-from qwen3next_jax.trees import flat
 
 FEW_LAYERS = 8  # more are drawn as a heatmap of layers over steps
 SAMPLES = 12  # shown; the rest is in metrics.jsonl

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qwen3next_jax import jsonfile
-from qwen3next_jax.errors import UserError
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.trees import flat
 from qwen3next_jax.reporting.events import each_event
-from qwen3next_jax.trees import flat
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
 FAULTS = ("skip", "spike", "rewind", "damaged", "save_failed", "stop")
@@ -127,7 +127,7 @@ def load_run(workdir: pathlib.Path) -> Run:
     if not path.exists():
         raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
-        config = jsonfile.read(path)["config"]
+        config = json_files.read(path)["config"]
         layers, steps = (
             config.get("model", {}).get("num_hidden_layers", 0),
             config.get("train", {}).get("steps", 0),

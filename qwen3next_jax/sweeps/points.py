@@ -24,10 +24,10 @@ import pathlib
 import re
 from typing import Any
 
+from qwen3next_jax.common.errors import UserError, did_you_mean
+from qwen3next_jax.common.trees import flat
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
-from qwen3next_jax.config_files import call_file, fill_from_tokenizer, load_config_file
-from qwen3next_jax.errors import UserError, did_you_mean
-from qwen3next_jax.trees import flat
+from qwen3next_jax.config.files import call_file, fill_from_tokenizer, load_config_file
 
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")

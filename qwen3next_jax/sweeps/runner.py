@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from qwen3next_jax import jsonfile
-from qwen3next_jax.children import end_with
-from qwen3next_jax.errors import RESTARTED, ExitCode, UserError
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.child_processes import end_with
+from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
 from qwen3next_jax.sweeps.points import Point, Sweep, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
 
@@ -63,7 +63,7 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
     if path.exists():
         try:
             before = {
-                point["name"]: dict(point["config"]) for point in jsonfile.read(path)["points"]
+                point["name"]: dict(point["config"]) for point in json_files.read(path)["points"]
             }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: damaged or foreign: give another --workdir") from error

@@ -18,10 +18,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.evals.sinks import SINK_HEAD
 from qwen3next_jax.model import declared
-from qwen3next_jax.trees import path_string
 
 
 def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config, OptimizerConfig
 from qwen3next_jax.config.optimizers import OPTIMIZERS
 from qwen3next_jax.config.tables import resolve
 from qwen3next_jax.model import declared
-from qwen3next_jax.trees import path_string
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:

@@ -7,9 +7,9 @@ Letters: L sparse layers, the multi-token prediction module's last; E experts.
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import declared
-from qwen3next_jax.trees import path_string
 
 
 def balanced(config: Config, params: dict, load_LE: jax.Array | None) -> dict:

@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, Stage
 from qwen3next_jax.data.pipeline import Data, mix_of, open_data
 from qwen3next_jax.data.preparation import Progress
-from qwen3next_jax.errors import UserError, require
 
 # What a stage may set, by the group it is of.
 SETTINGS = {

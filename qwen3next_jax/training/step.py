@@ -16,9 +16,9 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.further.masks import predicted
-from qwen3next_jax.parallel.compiler_options import compiler_options
-from qwen3next_jax.parallel.mesh import check_divides
-from qwen3next_jax.parallel.rules import activation_spec, constrain, shardings
+from qwen3next_jax.sharding.compiler_options import compiler_options
+from qwen3next_jax.sharding.mesh import check_divides
+from qwen3next_jax.sharding.rules import activation_spec, constrain, shardings
 from qwen3next_jax.training.diagnostics import norms_by_layer
 from qwen3next_jax.training.guards import init_guards, judge, keep_if
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss

@@ -12,8 +12,8 @@ import struct
 
 import numpy as np
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.errors import UserError
 from tests.faults.lab import EVERY, Lab, Trial, attempt, flip_bit, lost_steps, random_bits
 
 # ---- checkpoints
@@ -27,7 +27,7 @@ def _copy_of_reference(lab: Lab) -> pathlib.Path:
 
 def _fallback(workdir: pathlib.Path) -> int | None:
     """The step that a restore would take; what is said is swallowed."""
-    from qwen3next_jax.training.checkpoint import Checkpoints
+    from qwen3next_jax.runs.checkpoint import Checkpoints
 
     with contextlib.redirect_stderr(io.StringIO()) as said, Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step()
@@ -120,8 +120,8 @@ def plain_flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
     import jax
     import orbax.checkpoint as ocp
 
-    from qwen3next_jax.training.checkpoint import with_text_keys
-    from qwen3next_jax.parallel.mesh import one_device
+    from qwen3next_jax.runs.checkpoint import with_text_keys
+    from qwen3next_jax.sharding.mesh import one_device
     from qwen3next_jax.training.step import init_state
 
     state = with_text_keys(init_state(lab.config, one_device())["params"])
@@ -150,8 +150,8 @@ def plain_newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
     """
     import orbax.checkpoint as ocp
 
-    from qwen3next_jax.training.checkpoint import with_text_keys
-    from qwen3next_jax.parallel.mesh import one_device
+    from qwen3next_jax.runs.checkpoint import with_text_keys
+    from qwen3next_jax.sharding.mesh import one_device
     from qwen3next_jax.training.step import init_state
 
     state = with_text_keys(init_state(lab.config, one_device())["params"])
@@ -174,8 +174,8 @@ def plain_files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
     import jax
     import orbax.checkpoint as ocp
 
-    from qwen3next_jax.training.checkpoint import with_text_keys
-    from qwen3next_jax.parallel.mesh import one_device
+    from qwen3next_jax.runs.checkpoint import with_text_keys
+    from qwen3next_jax.sharding.mesh import one_device
     from qwen3next_jax.training.step import init_state
 
     state = with_text_keys(init_state(lab.config, one_device())["params"])
@@ -206,7 +206,7 @@ def plain_files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
 
 def _export(lab: Lab) -> pathlib.Path:
     from qwen3next_jax.interop.huggingface import save_hf
-    from qwen3next_jax.training.checkpoint import load_trained
+    from qwen3next_jax.runs.checkpoint import load_trained
 
     folder = lab.new_folder() / "export"
     save_hf(load_trained(lab.reference())[0], folder)

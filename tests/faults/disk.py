@@ -5,8 +5,8 @@ import pathlib
 import subprocess
 from collections.abc import Iterator
 
-from qwen3next_jax.errors import ExitCode
-from qwen3next_jax.training import manifest
+from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.runs import manifest
 from tests.faults.lab import EVERY, Lab, Patience, Trial, events, wait, wait_for
 
 SIZE = 8 << 20

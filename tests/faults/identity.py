@@ -5,8 +5,8 @@ import io
 import json
 import pathlib
 
+from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.config import Config, from_dict, to_dict
-from qwen3next_jax.errors import ExitCode, UserError
 from tests.faults.lab import Lab, Trial
 
 # setting, value, what the message must name
@@ -67,7 +67,7 @@ def other_runs(lab: Lab, _: int) -> list[Trial]:
     """The folder of a run with another setting, data or tokenizer, and a run.json that was
     changed: refused, untouched.
     """
-    from qwen3next_jax.training.fingerprint import open_run, read_run
+    from qwen3next_jax.runs.folder import open_run, read_run
 
     workdir = lab.reference()
     record, trials = (workdir / "run.json").read_bytes(), []

@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 
+from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config, Stage
-from qwen3next_jax.errors import ExitCode
-from qwen3next_jax.training import manifest
+from qwen3next_jax.runs import manifest
 from tests.faults.lab import (
     EVERY,
     Lab,

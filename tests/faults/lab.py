@@ -52,8 +52,8 @@ MODEL = ModelConfig(
 STEPS, EVERY = 44, 4
 PRELOADED = [
     "tests.faults.worker",
-    "qwen3next_jax.training.loop",
-    "qwen3next_jax.parallel.distributed",
+    "qwen3next_jax.runs.loop",
+    "qwen3next_jax.processes.distributed",
 ]
 
 
@@ -194,8 +194,8 @@ class Lab:
     def final_state(self, workdir: pathlib.Path) -> list[tuple[str, bytes]]:
         import jax
 
-        from qwen3next_jax.parallel.mesh import one_device
-        from qwen3next_jax.training.checkpoint import Checkpoints
+        from qwen3next_jax.runs.checkpoint import Checkpoints
+        from qwen3next_jax.sharding.mesh import one_device
         from qwen3next_jax.training.step import abstract_train_state
 
         with Checkpoints(workdir) as checkpoints:

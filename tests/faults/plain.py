@@ -18,7 +18,7 @@ def train_plain(
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.config import Config, from_dict
-    from qwen3next_jax.parallel.mesh import one_device
+    from qwen3next_jax.sharding.mesh import one_device
     from qwen3next_jax.training.optimizer import make_optimizer
     from qwen3next_jax.training.step import init_state, make_gradients
 

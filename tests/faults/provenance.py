@@ -12,9 +12,9 @@ import shutil
 
 import numpy as np
 
+from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.data import preparation, sources
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.errors import ExitCode, UserError
 from tests.faults.lab import EVERY, Lab, Trial, events, flip_bit, kill, wait_for
 
 REFUSED = ExitCode.USER_ERROR
@@ -190,8 +190,8 @@ def older_folders(lab: Lab, _: int) -> list[Trial]:
     """A folder as code before run.json's format and id and the manifests' step wrote it verifies
     and goes on, bit for bit; renamed, a checkpoint of it is known by its state.
     """
-    from qwen3next_jax.training.fingerprint import read_run, write_run
-    from qwen3next_jax.verify import verify
+    from qwen3next_jax.commands.verify import verify
+    from qwen3next_jax.runs.folder import read_run, write_run
 
     workdir = _copy(lab)
     record = read_run(workdir)
@@ -349,7 +349,6 @@ def diverged_at_the_end(lab: Lab, batches: int) -> list[Trial]:
     again by the next start, and a sweep does not count it.
     """
     from qwen3next_jax.sweeps.results import is_done
-
     from tests.faults.worker import POISON
 
     steps = lab.config.train.steps
@@ -371,7 +370,7 @@ def weights_that_are_not_finite(lab: Lab, _: int) -> list[Trial]:
     from safetensors.numpy import load_file, save_file
 
     from qwen3next_jax.interop.huggingface import load_hf, save_hf
-    from qwen3next_jax.training.checkpoint import load_trained
+    from qwen3next_jax.runs.checkpoint import load_trained
 
     folder = lab.new_folder() / "export"
     save_hf(load_trained(lab.reference())[0], folder)
@@ -393,7 +392,7 @@ def tokens_outside(lab: Lab, _: int) -> list[Trial]:
     import jax
 
     from qwen3next_jax.inference import generate
-    from qwen3next_jax.training.checkpoint import load_trained
+    from qwen3next_jax.runs.checkpoint import load_trained
 
     model, trials = load_trained(lab.reference())[0], []
     for prompt in (

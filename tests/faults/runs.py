@@ -14,8 +14,8 @@ import threading
 
 import numpy as np
 
+from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import to_dict
-from qwen3next_jax.errors import ExitCode
 from tests.faults.lab import Lab, Patience, Trial, events, losses, lost_steps, wait, wait_for
 
 COUNTS = (1, 2, 4)
@@ -163,8 +163,8 @@ def device_counts(lab: Lab, _: int) -> list[Trial]:
     """
     import jax
 
-    from qwen3next_jax.parallel.mesh import make_mesh, one_device
-    from qwen3next_jax.training.checkpoint import Checkpoints
+    from qwen3next_jax.runs.checkpoint import Checkpoints
+    from qwen3next_jax.sharding.mesh import make_mesh, one_device
     from qwen3next_jax.training.step import abstract_train_state
 
     trials, counts = [], (1, 2, 4, 8)
@@ -283,7 +283,7 @@ def other_file_systems(lab: Lab, _: int) -> list[Trial]:
     refused on both, by name, and the run that is there is left as it was.
     """
     from qwen3next_jax.interop.huggingface import save_hf
-    from qwen3next_jax.training.checkpoint import load_trained
+    from qwen3next_jax.runs.checkpoint import load_trained
 
     trials, longer = (
         [],

@@ -46,8 +46,8 @@ def _train(spec: dict) -> int:
     import jax
 
     from qwen3next_jax.config import Config, from_dict
-    from qwen3next_jax.parallel import distributed
-    from qwen3next_jax.parallel.launch import Launch
+    from qwen3next_jax.processes import distributed
+    from qwen3next_jax.processes.launch import Launch
 
     if spec.get("cwd"):
         os.chdir(spec["cwd"])
@@ -56,7 +56,7 @@ def _train(spec: dict) -> int:
     config = from_dict(Config, spec["config"])
     launch = Launch(**spec["launch"]) if spec.get("launch") else None
     with distributed.joined(launch, config):
-        from qwen3next_jax.training import loop
+        from qwen3next_jax.runs import loop
 
         _prepare_faults(spec)
         return loop.train(config, pathlib.Path(spec["workdir"]), spec.get("restart", False))
@@ -64,7 +64,7 @@ def _train(spec: dict) -> int:
 
 def _prepare_faults(spec: dict) -> None:
     from qwen3next_jax.data.pipeline import TrainData
-    from qwen3next_jax.training.checkpoint import Checkpoints
+    from qwen3next_jax.runs.checkpoint import Checkpoints
 
     progress = (
         os.open(spec["progress"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

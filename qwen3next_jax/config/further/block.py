@@ -5,8 +5,8 @@ positions. The group `model.block`.
 import dataclasses
 from typing import Any
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.tables import check_name, resolve
-from qwen3next_jax.errors import require
 
 PLACEMENTS = {  # of the norms around mixer and MLP, N; f is either of them
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))

@@ -5,8 +5,8 @@ settings, the group `model.mixer`.
 import dataclasses
 from typing import Literal
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
-from qwen3next_jax.errors import require
 
 FURTHER_MIXERS = {
     "kda": "qwen3next_jax.model.mixers.kda:KDA",

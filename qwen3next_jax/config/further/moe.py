@@ -5,8 +5,8 @@ expert): the group `model.moe`.
 import dataclasses
 from typing import Any, Literal
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
-from qwen3next_jax.errors import require
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import require
 from qwen3next_jax.model.layers import document_positions
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import require
 from qwen3next_jax.model.parameters import Make
 
 

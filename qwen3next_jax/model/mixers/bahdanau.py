@@ -12,7 +12,7 @@ from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.mixers.gated_attention import gated_projection, write
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.parallel.rules import TENSOR, activation_spec, constrain, local, shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, local, shards
 
 QUERIES = 16  # worked at once: each has a vector of head_dim for every key
 

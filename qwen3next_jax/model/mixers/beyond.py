@@ -6,7 +6,7 @@ Letters: see pairwise.py; R rotated dimensions.
 
 import jax.numpy as jnp
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.layers import rotate
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 from qwen3next_jax.model.mixers.nope_attention import NoPEAttention

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.errors import require
 from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, angles, keeping_inputs, rms_norm, rotate, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
@@ -21,8 +21,7 @@ from qwen3next_jax.ops import attention, pallas_heads
 from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.cached_attention import cached_attention
 from qwen3next_jax.ops.cached_attention import write as write_in_place
-from qwen3next_jax.parallel.rules import CONTEXT, TENSOR, activation_spec, constrain, local, shards
-
+from qwen3next_jax.sharding.rules import CONTEXT, TENSOR, activation_spec, constrain, local, shards
 
 # a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
 SHARPENED = 1024.0

@@ -16,7 +16,7 @@ from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.mixers.recurrent import Inputs, Recurrent
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.parallel.rules import constrain
+from qwen3next_jax.sharding.rules import constrain
 
 
 class GatedDeltaNet(Recurrent):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.mixers.recurrent import Additive, Inputs, through, unit
 
 # the sum of the weights is kept this far from 0: with sines among the features it may vanish or

@@ -13,7 +13,7 @@ from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.mixers.gated_attention import write
 from qwen3next_jax.model.mixers.recurrent import FEW_TOKENS
 from qwen3next_jax.ops import causal_conv1d, fft_convolution
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, local
 
 ORDER = 2  # long convolutions
 # of the filters' network: sines of the distance, its width, and what its own sines multiply

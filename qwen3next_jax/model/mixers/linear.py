@@ -4,7 +4,7 @@ features.
 
 import jax
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.mixers.recurrent import Additive, Inputs
 
 EPSILON = 1e-6  # added to the sum of the weights

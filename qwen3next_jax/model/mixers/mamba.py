@@ -13,7 +13,7 @@ from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.mixers.gated_deltanet import START_OF_DECAY
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.ops.scans import expanded_scan
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, local
 
 
 class Mamba(Mixer):

@@ -9,7 +9,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.hf_entries import one, vector
 from qwen3next_jax.model.layers import rms_norm, rotate
 from qwen3next_jax.model.mixers.base import Mixer
@@ -19,7 +19,7 @@ from qwen3next_jax.model.mixers.gated_attention import (
     attention_diagnostics,
     gated_projection,
 )
-from qwen3next_jax.parallel.rules import constrain
+from qwen3next_jax.sharding.rules import constrain
 
 
 class MLA(Mixer):

@@ -22,8 +22,7 @@ from qwen3next_jax.ops import causal_conv1d, channel_delta_rule, gated_delta_rul
 from qwen3next_jax.ops.blocks import kept
 from qwen3next_jax.ops.pallas_gated_norm import gated_norm
 from qwen3next_jax.ops.tpu import tpu
-from qwen3next_jax.parallel.rules import activation_spec, constrain, local
-
+from qwen3next_jax.sharding.rules import activation_spec, constrain, local
 
 # of cached decoding, taken one by one: a chunk would be mostly padding, and four times the work for
 # one token

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.mixers.recurrent import Additive, Inputs, Recurrent
 
 THETA = 10_000.0

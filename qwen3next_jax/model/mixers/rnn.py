@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.ops.scans import token_scan
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, local
 
 
 class RNN(Mixer):

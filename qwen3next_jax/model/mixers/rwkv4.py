@@ -11,7 +11,7 @@ from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.mixers.shift import shifted
 from qwen3next_jax.ops import linear_scan, max_plus_scan
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, local
 
 STATES = ("largest", "weighted", "total")
 

@@ -7,10 +7,10 @@ pairs of conjugate numbers a channel keeps.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.ops.scans import expanded_scan
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, local
 
 
 class S4D(Mixer):

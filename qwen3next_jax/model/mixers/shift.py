@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.mixers.recurrent import ByChannel, through
 from qwen3next_jax.ops import causal_conv1d
-from qwen3next_jax.parallel.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, local
 
 
 def shifted(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 from qwen3next_jax.ops.window_attention import window_attention
 from qwen3next_jax.ops.window_attention.window import First
-from qwen3next_jax.parallel.rules import TENSOR, activation_spec, local, shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
 
 
 class SlidingWindow(GatedAttention):

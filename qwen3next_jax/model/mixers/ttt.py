@@ -7,7 +7,7 @@ Letters: B batch, T time, H value heads, K the width of keys and of values.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.errors import require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.mixers.recurrent import Inputs, Recurrent, through
 from qwen3next_jax.ops.scans import token_scan
 

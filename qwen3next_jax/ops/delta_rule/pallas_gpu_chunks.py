@@ -12,7 +12,6 @@ from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
     BETA,
     BETA_J,
-    C,
     DOCUMENT,
     GAMMA,
     K_GAMMA,
@@ -26,6 +25,7 @@ from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
     ROW,
     TOTAL,
     TOTAL_J,
+    C,
     across,
     channels,
     down,
@@ -38,7 +38,6 @@ from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
     transposed,
     with_sums,
 )
-
 
 LOG2_E = 1.4426950408889634
 # columns of the smallest product, which are those that an operand of 32 swizzled bytes has

@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
     BETA,
-    C,
     COLUMN,
     GAMMA,
     K_GAMMA,
@@ -32,6 +31,7 @@ from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
     ROW,
     TOTAL,
     TOTAL_J,
+    C,
     across,
     channels,
     down,

@@ -9,11 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
-    C,
     GAMMA,
     K_GAMMA,
     K_RHO,
     Q_GAMMA,
+    C,
     across,
     channels,
     halves,

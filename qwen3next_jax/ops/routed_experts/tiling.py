@@ -16,9 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.routed_experts import pallas_tpu
 from qwen3next_jax.ops.blocks import wide
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
+from qwen3next_jax.ops.routed_experts import pallas_tpu
 from qwen3next_jax.ops.tpu import tpu
 
 _LARGEST_TILE = 256

@@ -21,11 +21,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.parallel.rules import storage_spec
+from qwen3next_jax.sharding.rules import storage_spec
 from qwen3next_jax.training.optimizers import adamw
-from qwen3next_jax.trees import path_string
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, (x xᵀ) x, (x xᵀ)² x: Jordan's
 # of a matrix's elements, about that of AdamW's updates, so that both learn at one rate (2502.16982)

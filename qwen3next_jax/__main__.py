@@ -1,0 +1,50 @@
+"""The one entry of the package: `qwen3next VERB …`, or `python -m qwen3next_jax VERB …`."""
+
+import importlib
+import sys
+
+VERBS = {
+    "train": "train a model, or go on with a run",
+    "eval": "evaluate a run or a Hugging Face directory",
+    "generate": "continue a prompt, or chat",
+    "export": "write a run as a Hugging Face directory",
+    "report": "write a page that shows runs",
+    "sweep": "run an ablation sweep and write its report",
+    "plan": "compile the step for a slice that is not there: memory and time",
+    "verify": "compare runs, exports and prepared data with their digests",
+    "replay": "run the step again at which the guards ended a run",
+    "harness": "run lm-evaluation-harness tasks",
+}
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        sys.exit(0 if arguments else 2)
+    verb = arguments[0]
+    if verb not in VERBS:
+        from qwen3next_jax.common.errors import did_you_mean
+
+        hint = did_you_mean(verb, VERBS) or f": expected one of {', '.join(VERBS)}"
+        print(f"error: {verb}: no such verb{hint}", file=sys.stderr)
+        sys.exit(2)
+    run(verb, arguments[1:])
+
+
+def run(verb: str, arguments: list[str]) -> None:
+    """Runs the verb with these arguments, and exits with its code."""
+    from qwen3next_jax.commands import cli
+
+    command = importlib.import_module(f"qwen3next_jax.commands.{verb}")
+    sys.argv[1:] = arguments
+    cli.run(command, getattr(command, "ARGUMENTS", ""))
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:10} {meaning}" for verb, meaning in VERBS.items())
+    return f"usage: qwen3next VERB [FLAGS]\n\n{verbs}\n\nqwen3next VERB --help shows its flags."
+
+
+if __name__ == "__main__":
+    main()

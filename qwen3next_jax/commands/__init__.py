@@ -1,0 +1,1 @@
+"""One file a verb of `qwen3next VERB`."""

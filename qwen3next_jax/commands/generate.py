@@ -1,0 +1,357 @@
+"""Continues a prompt with a trained model, streaming to the terminal, or chats with it.
+
+    qwen3next generate --model=WORKDIR_OR_HF_DIR --prompt="def "
+    qwen3next generate --model=HF_DIR --chat
+
+Standard output gets whole texts, the prompt and its continuation, and of a chat the answers.
+Standard error gets the figures.
+"""
+
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+
+from absl import flags
+
+from qwen3next_jax.commands import cli
+from qwen3next_jax.common.errors import UserError
+
+
+def main() -> int:
+    text = _prompt_text()
+    if not _model.value:
+        raise UserError(
+            "--model is missing: expected the folder of a run or a Hugging Face directory"
+        )
+    _check_flags()
+    config = cli.check_model("model", _model.value)
+    if _max_new_tokens.value >= (context := config.context_length):
+        raise UserError(
+            f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, "
+            f"{context}"
+        )
+    # Imported here, so that a mistyped flag is answered at once.
+    from qwen3next_jax.inference import speculative
+    from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
+
+    if _speculative.value:
+        speculative.check(config, _speculative.value)
+    folder = pathlib.Path(_model.value)
+    template = (
+        ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder)
+        if _chat.value
+        else None
+    )
+    ends = end_tokens(folder, config.vocab_size)
+    loading = get_loading()
+    cli.enable_compilation_cache()
+    from qwen3next_jax.runs.load import joined
+
+    with joined(loading.launch, _model.value):
+        return _continue(text, loading, template, ends)
+
+
+def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
+    from qwen3next_jax.runs.load import load_model
+
+    model, tokenizer, _, places, _ = load_model(
+        _model.value, loading.step, loading.mesh, loading.dtype or "float32"
+    )
+    if tokenizer is None:
+        raise UserError(
+            f"{_model.value}: no tokenizer.json there: put the model's own beside its config.json"
+        )
+    request = dict(
+        max_new_tokens=_max_new_tokens.value,
+        seed=_seed.value,
+        speculative=_speculative.value,
+        mesh=places,
+        stop_ids=sorted((ends | {tokenizer.eos_id, model.config.eos_token_id}) - {-1}),
+        temperature=_temperature.value,
+        top_k=_top_k.value,
+        top_p=_top_p.value,
+        min_p=_min_p.value,
+    )
+    try:
+        if template is not None:
+            # Chats grow: each cache has room for four times what the one before had, so that little
+            # is compiled again.
+            rooms = [room for i in range(6, 12) if (room := 4**i) < model.config.context_length] + [
+                model.config.context_length
+            ]
+
+            def answer(text: str) -> str:
+                needed = len(tokenizer.encode(text)) + _max_new_tokens.value
+                return _answer(
+                    model,
+                    tokenizer,
+                    text,
+                    request | {"room": next((room for room in rooms if room >= needed), needed)},
+                )
+
+            _talk(template, answer)
+        elif _samples.value == 1:
+            _answer(model, tokenizer, text, request, begins_with=text)
+        else:
+            _several(model, tokenizer, text, request)
+    # the reader (`| head`) has seen enough; keep Python from flushing into it at exit
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _prompt_text() -> str:
+    given = [
+        name
+        for name, value in (
+            ("prompt", _prompt.value),
+            ("prompt_file", _prompt_file.value),
+            ("chat", _chat.value),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        raise UserError(
+            f"--{given[0]} and --{given[1]}: expected one of --prompt, --prompt_file and --chat"
+        )
+    if _chat.value:
+        return ""
+    if not given:
+        raise UserError(
+            "--prompt is missing or empty: expected a text to continue, such as --prompt='def ', "
+            "or --prompt_file, or --chat"
+        )
+    name, text = f"--{given[0]}", _prompt.value
+    try:
+        if text is None:
+            name = f"--prompt_file={_prompt_file.value}"
+            text = (
+                sys.stdin.buffer.read()
+                if _prompt_file.value == "-"
+                else pathlib.Path(_prompt_file.value).read_bytes()
+            ).decode()
+        text.encode()
+    except UnicodeError as error:
+        raise UserError(f"{name} is not UTF-8 at character {error.start}: expected text") from error
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror})") from error
+    if not text:
+        raise UserError(f"{name} is empty: expected a text to continue")
+    return text
+
+
+def _check_flags() -> None:
+    """What of the flags contradicts each other, before anything is loaded, JAX included."""
+    for flag in (_temperature, _top_p, _min_p):
+        if not math.isfinite(flag.value):
+            raise UserError(f"--{flag.name}={flag.value}: expected a finite number")
+    if _top_p.value == 0:
+        raise UserError("--top_p=0: no token is left; expected more than 0, up to 1 (all tokens)")
+    for flag in (_top_k, _top_p, _min_p):
+        if _temperature.value == 0 and flag.value != flag.default:
+            raise UserError(
+                f"--{flag.name}={flag.value} with --temperature=0, which takes the likeliest "
+                "token all the same: expected one of the two"
+            )
+    if _samples.value > 1 and _temperature.value == 0:
+        raise UserError(
+            f"--samples={_samples.value} with --temperature=0: they would all be the same; give a "
+            "temperature, or one sample"
+        )
+    if _samples.value > 1 and _chat.value:
+        raise UserError(f"--samples={_samples.value} with --chat: expected one of the two")
+
+
+class _Clock:
+    """When decoding began and when its pieces came, and the line about it."""
+
+    def __init__(self):
+        self._begun = time.perf_counter()
+        self._told = False
+        self._compiled = 0.0
+        self._pieces: list[tuple[float, int]] = []
+
+    def compiling(self) -> None:
+        if not self._told:
+            print(
+                "compiling, or loading what an earlier start compiled …",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._told = True
+
+    def start(self) -> None:
+        now = time.perf_counter()
+        self._compiled, self._begun = now - self._begun, now
+
+    def piece(self, tokens: int) -> None:
+        self._pieces.append((time.perf_counter(), tokens))
+
+    def tell(self, model, prompts: list, stream, room: int = 0) -> None:
+        from qwen3next_jax.inference import decode
+        from qwen3next_jax.inference.cache import cache_bytes
+
+        size = cache_bytes(
+            model.config,
+            len(prompts),
+            decode.cache_length(prompts, _max_new_tokens.value, _speculative.value, room),
+        )
+        parts = [f"compiled or loaded in {self._compiled:.1f} s"] * self._told + [
+            f"prompt of {len(prompts[0])} tokens"
+        ]
+        if self._pieces:
+            parts[-1] += f" and first new one in {self._pieces[0][0] - self._begun:.3f} s"
+            later, seconds = (
+                sum(n for _, n in self._pieces[1:]),
+                self._pieces[-1][0] - self._pieces[0][0],
+            )
+            parts += [f"then {later} tokens at {later / seconds:,.0f} tokens/s"] if later else []
+        if _speculative.value and any(stream.drafted):
+            rates = ", ".join(f"{rate:.2f}" for rate in stream.accepted / stream.drafted)
+            parts.append(
+                f"{stream.tokens / stream.passes:.2f} tokens per trunk pass, drafts accepted by "
+                f"depth {rates}"
+            )
+        parts.append(
+            f"cache {_bytes(sum(size.values()))} (states {_bytes(size['state'])}, slots "
+            f"{_bytes(size['slots'])})"
+        )
+        print(" · ".join(parts), file=sys.stderr)
+
+
+def _begin(model, prompts: list, request: dict):
+    """→ (clock, stream of new tokens)."""
+    from qwen3next_jax.inference import decode
+
+    clock = _Clock()
+    stream = decode.generate(model, prompts, on_compile=clock.compiling, **request)
+    clock.start()
+    return clock, stream
+
+
+def _answer(model, tokenizer, text: str, request: dict, begins_with: str = "") -> str:
+    """What follows `text`, written to standard output as it comes, behind `begins_with`, up to
+    Ctrl-C.
+    """
+    from qwen3next_jax.inference.streaming import DecodeStream
+
+    prompt, written, texts = tokenizer.encode(text), [], DecodeStream(tokenizer)
+
+    def write(text: str) -> None:
+        written.append(text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    for token in prompt[-16:]:
+        texts.add(token)
+    clock, stream = _begin(model, [prompt], request)
+    print(begins_with, end="", flush=True)
+    try:
+        for (tokens,) in stream:
+            clock.piece(len(tokens))
+            write("".join(map(texts.add, tokens)))
+    except KeyboardInterrupt:
+        pass
+    write(texts.end())
+    print(flush=True)
+    clock.tell(model, [prompt], stream, request.get("room", 0))
+    return "".join(written)
+
+
+def _several(model, tokenizer, text: str, request: dict) -> None:
+    """Each sample is written when all have ended."""
+    prompts = [tokenizer.encode(text)] * _samples.value
+    clock, stream = _begin(model, prompts, request)
+    new: list[list[int]] = [[] for _ in prompts]
+    try:
+        for piece in stream:
+            clock.piece(sum(map(len, piece)))
+            for row, tokens in zip(new, piece):
+                row.extend(tokens)
+    except KeyboardInterrupt:
+        pass
+    for i, row in enumerate(new):
+        print(f"--- sample {i + 1} of {len(new)} ---\n{text}{tokenizer.decode(row)}", flush=True)
+    clock.tell(model, prompts, stream)
+
+
+def _talk(template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]) -> None:
+    """Reads a line, answers it, until the input ends. What the model cannot answer is told, and
+    leaves the conversation of a terminal.
+    """
+    messages: list[dict[str, str]] = []
+    if sys.stdin.isatty():
+        print("a line is a message; Ctrl-C stops an answer, Ctrl-D ends the chat", file=sys.stderr)
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        try:
+            messages.append({"role": "assistant", "content": answer(template(messages))})
+        except UserError as error:
+            if not sys.stdin.isatty():
+                raise
+            messages.pop()
+            print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
+
+
+_model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
+get_loading = cli.define_loading_flags()
+_prompt = flags.DEFINE_string("prompt", None, "text to continue")
+_prompt_file = flags.DEFINE_string(
+    "prompt_file", None, "file of the text to continue; - for standard input"
+)
+_chat = flags.DEFINE_boolean(
+    "chat",
+    False,
+    "talk through the tokenizer's chat template, a line of standard input after the other",
+)
+_max_new_tokens = flags.DEFINE_integer(
+    "max_new_tokens", 200, "most tokens to generate; fewer where the text ends", lower_bound=1
+)
+_samples = flags.DEFINE_integer(
+    "samples",
+    1,
+    "continuations of the prompt; several are shown when they have ended",
+    lower_bound=1,
+)
+_temperature = flags.DEFINE_float(
+    "temperature", 0.7, "of sampling; 0 takes the likeliest token", lower_bound=0
+)
+_top_k = flags.DEFINE_integer(
+    "top_k", 0, "sample from so many of the likeliest tokens; 0: all", lower_bound=0
+)
+_top_p = flags.DEFINE_float(
+    "top_p",
+    1.0,
+    "sample from the likeliest tokens that together have this probability; 1: all",
+    0,
+    1,
+)
+_min_p = flags.DEFINE_float(
+    "min_p",
+    0.0,
+    "sample from tokens with at least this share of the likeliest one's probability; 0: all",
+    0,
+    1,
+)
+_seed = flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=2**32 - 1)
+_speculative = flags.DEFINE_integer(
+    "speculative",
+    0,
+    "tokens drafted per pass by the multi-token prediction module, up to 4: faster, the "
+    "same text (sampled: of the same distribution); 0: none",
+    lower_bound=0,
+)

@@ -1,0 +1,91 @@
+"""Runs lm-evaluation-harness tasks on a run or a Hugging Face directory.
+
+    qwen3next harness --model=WORKDIR_OR_HF_DIR --tasks=arc_easy,lambada_openai
+    [--task_dir=FOLDER] [--json=FILE]
+
+Needs the extra: pip install 'qwen3next-jax[evals]'. `--task_dir` holds task files (YAML) of your
+own.
+"""
+
+import json
+import pathlib
+
+from absl import flags
+
+from qwen3next_jax.commands import cli
+from qwen3next_jax.common.errors import ExitCode, UserError
+
+
+def main() -> int:
+    if not _model.value or not _tasks.value:
+        raise UserError(
+            "--model and --tasks are needed: a run or a Hugging Face directory, and names of tasks"
+        )
+    cli.check_model("model", _model.value)
+    cli.check_writable("json", _json.value)
+    loading = get_loading()
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+    except ImportError as error:
+        raise UserError(
+            f"lm-evaluation-harness is not installed ({error}): pip install 'qwen3next-jax[evals]'"
+        ) from error
+    cli.enable_compilation_cache()
+    from qwen3next_jax.evals.harness import HarnessModel
+    from qwen3next_jax.processes.distributed import is_leader
+    from qwen3next_jax.runs.load import joined, load_model
+
+    manager = TaskManager(include_path=_task_dir.value)
+    if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:
+        raise UserError(
+            f"--tasks: no task named {unknown[0]!r}"
+            + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER")
+        )
+    with joined(loading.launch, _model.value):
+        model, tokenizer, _, places, _ = load_model(
+            _model.value, loading.step, loading.mesh, loading.dtype or "float32"
+        )
+        if tokenizer is None:
+            raise UserError(
+                f"{_model.value}: no tokenizer.json there: put the model's own beside its "
+                "config.json"
+            )
+        subject = HarnessModel(
+            model, tokenizer, _max_length.value, _batch_size.value, places, _speculative.value
+        )
+        results = lm_eval.simple_evaluate(
+            subject,
+            tasks=_tasks.value,
+            num_fewshot=_fewshot.value,
+            limit=_limit.value,
+            task_manager=manager,
+            bootstrap_iters=0,
+        )  # which would fork beside JAX's threads
+        print(make_table(results))
+        if _json.value and is_leader():
+            kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
+            pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
+    return ExitCode.DONE
+
+
+_model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
+get_loading = cli.define_loading_flags()
+_tasks = flags.DEFINE_list("tasks", [], "tasks, comma-separated")
+_task_dir = flags.DEFINE_string("task_dir", None, "folder of task files of your own")
+_fewshot = flags.DEFINE_integer(
+    "fewshot", None, "examples before each question (default: the task's own number)", lower_bound=0
+)
+_limit = flags.DEFINE_integer("limit", None, "documents of each task (default: all)", lower_bound=1)
+_max_length = flags.DEFINE_integer(
+    "max_length", 2048, "longest context with its continuation, in tokens", lower_bound=2
+)
+_batch_size = flags.DEFINE_integer("batch_size", 8, "rows of one forward pass", lower_bound=1)
+_speculative = flags.DEFINE_integer(
+    "speculative",
+    0,
+    "tokens drafted per pass where a task generates, up to 4; 0: none",
+    lower_bound=0,
+)
+_json = flags.DEFINE_string("json", "", "a file that gets the results, too")

@@ -1,0 +1,83 @@
+"""Runs the step again at which the guards ended a run, and says which gradients were not all right.
+
+qwen3next replay WORKDIR/dumps/STEP
+"""
+
+import pathlib
+
+from rich.console import Console
+from rich.table import Table
+
+from qwen3next_jax.commands import cli
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.trees import path_string
+
+ARGUMENTS = "DUMP"  # what stands behind the flags
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        raise UserError("expected one folder: qwen3next replay WORKDIR/dumps/STEP")
+    if not pathlib.Path(arguments[0], "dump.json").is_file():  # before JAX loads
+        raise UserError(
+            f"{arguments[0]}: not a dump of a step (it has no dump.json): expected a folder such "
+            "as WORKDIR/dumps/STEP"
+        )
+    cli.enable_compilation_cache()
+    # Imported here, so that a mistyped flag is answered at once.
+    import jax
+    import numpy as np
+
+    from qwen3next_jax.runs.incidents import read_dump
+    from qwen3next_jax.sharding.mesh import one_device
+    from qwen3next_jax.training.stages import part_at
+    from qwen3next_jax.training.step import make_gradients, make_train_step
+
+    dump = read_dump(pathlib.Path(arguments[0]))
+    print(f"{arguments[0]}: step {dump.step}, halted because of {dump.reason}")
+    for row, names in enumerate(dump.documents):
+        print(f"row {row}: {', '.join(names)}")
+
+    part = part_at(dump.config, dump.step)
+    gradients = jax.device_get(
+        jax.jit(make_gradients(part.config, one_device()))(dump.state["params"], dump.batch)[0]
+    )
+    table = Table(
+        "parameter",
+        "norm",
+        "not finite",
+        "gradient norm",
+        "not finite",
+        "largest",
+        title="before the update",
+        title_justify="left",
+    )
+    for (path, value), gradient in zip(
+        jax.tree_util.tree_leaves_with_path(jax.device_get(dump.state["params"])),
+        jax.tree.leaves(gradients),
+        strict=True,
+    ):
+        table.add_row(
+            path_string(path, "."),
+            *_summary(np.asarray(value)),
+            *_summary(np.asarray(gradient)),
+            f"{np.max(np.abs(gradient)):.3g}",
+        )
+    Console(highlight=False).print(table)
+
+    _, values = make_train_step(part.config, one_device(), part.schedule_from)(
+        dump.state, dump.batch
+    )
+    scalars = {
+        name: float(value) for name, value in values.items() if getattr(value, "ndim", None) == 0
+    }
+    print("the step: " + ", ".join(f"{name} {value:.6g}" for name, value in scalars.items()))
+    return 0
+
+
+def _summary(values) -> tuple[str, str]:
+    """(L2 norm, number of values that are not finite)."""
+    import numpy as np
+
+    bad = int(np.sum(~np.isfinite(values)))
+    return f"{np.linalg.norm(values.astype(np.float64).ravel()):.4g}", f"{bad}" if bad else ""

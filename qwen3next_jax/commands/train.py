@@ -1,0 +1,42 @@
+"""Trains Qwen3-Next: `python train.py --config=configs/tiny.py [--workdir=…]
+[--config.train.steps=…] [--max-restarts=N] [--dry-run]`.
+"""
+
+from absl import flags
+
+from qwen3next_jax.commands import cli
+from qwen3next_jax.processes import supervisor
+
+get_config = cli.define_config_flag()
+get_launch = cli.define_launch_flags()
+get_workdir = cli.define_workdir_flag(default_from_config=True)
+get_max_restarts = supervisor.define_flag()
+_restart = flags.DEFINE_boolean(
+    "restart", False, "start anew: what is in the workdir is moved into WORKDIR/before-TIME"
+)
+_dry_run = flags.DEFINE_boolean(
+    "dry-run", False, "check everything, print what the run would take, write nothing"
+)
+
+
+def main() -> int:
+    config, launch = get_config(), get_launch()
+    workdir = get_workdir(config.name)
+    if get_max_restarts() and not _dry_run.value:
+        return supervisor.supervise(workdir, get_max_restarts())
+    # several processes look together, so that what one of them finds is told by all
+    if launch is None:
+        from qwen3next_jax.runs import preflight
+
+        preflight.check(config, workdir, _restart.value)
+    cli.enable_compilation_cache()
+    from qwen3next_jax.processes import distributed
+
+    with distributed.joined(launch, config):
+        if _dry_run.value:
+            from qwen3next_jax.runs.dry_run import rehearse
+
+            return rehearse(config, workdir, _restart.value)
+        from qwen3next_jax.runs.loop import train
+
+        return train(config, workdir, _restart.value)

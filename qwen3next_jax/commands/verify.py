@@ -1,0 +1,132 @@
+"""Compares runs, exports and prepared data with the digests they carry: a table, and exit code 1
+where anything is damaged.
+
+    qwen3next verify PATH [PATH …]
+
+A PATH is the folder of a run (its run.json, tokenizer, checkpoints and dumps), a Hugging Face
+directory with SHA256SUMS, or a folder of prepared rows (or the one that holds several of them:
+`data.prepared_dir`), of whose shards every row is read, but not the padding between rows.
+"""
+
+import pathlib
+from collections.abc import Iterator
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qwen3next_jax.common.errors import ExitCode, UserError
+
+ARGUMENTS = "PATH"  # what stands behind the flags
+
+Finding = tuple[str, str | None]  # what was looked at, and what is wrong with it
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments:
+        raise UserError("expected a folder: qwen3next verify runs/tiny")
+    console, damaged, looked = Console(highlight=False), 0, 0
+    if not console.is_terminal:  # whole lines for whoever reads them
+        console.width = 10_000
+    table = Table("", "what", "state", box=SIMPLE)
+    for path in map(pathlib.Path, arguments):
+        for name, damage in verify(path):
+            table.add_row(
+                escape(str(path)),
+                escape(name),
+                "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}",
+            )
+            looked, damaged = looked + 1, damaged + (damage is not None)
+    console.print(table)
+    print(f"{looked} looked at, {damaged} damaged")
+    return ExitCode.CRASHED if damaged else ExitCode.DONE
+
+
+def verify(path: pathlib.Path) -> Iterator[Finding]:
+    """Looks at everything under `path`, whatever it is.
+
+    Raises:
+      UserError: it is nothing that this project writes, or an export that carries no digests.
+    """
+    if (path / "run.json").exists() or (path / "checkpoints").is_dir():
+        return _verify_run(path)
+    if (path / "config.json").exists():
+        return _verify_export(path)
+    prepared = (
+        [path]
+        if (path / "metadata.json").exists() or list(path.glob("*.array_record"))
+        else sorted(
+            p
+            for p in path.glob("*")
+            if p.is_dir() and not p.name.startswith(".") and list(p.glob("*.array_record"))
+        )
+    )
+    if prepared:
+        return _verify_prepared(prepared)
+    reason = (
+        "no such folder"
+        if not path.exists()
+        else "it has no run.json, config.json or prepared rows"
+    )
+    raise UserError(
+        f"{path}: neither the folder of a run, nor a Hugging Face directory, nor prepared data "
+        f"({reason})"
+    )
+
+
+def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
+    from qwen3next_jax.data.tokens import load_tokenizer
+    from qwen3next_jax.runs import manifest
+    from qwen3next_jax.runs.folder import read_run
+
+    try:
+        record = read_run(workdir)
+        yield "run.json", None
+    except UserError as error:
+        record = None
+        yield "run.json", str(error)
+    if record and (workdir / "tokenizer").exists():
+        try:
+            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record["tokenizer"]
+            yield "tokenizer", None if same else "its fingerprint is not the one in run.json"
+        except UserError as error:
+            yield "tokenizer", str(error)
+    for kind, run in (("checkpoints", record and record.get("id", "")), ("dumps", None)):
+        folders = [p for p in (workdir / kind).glob("*") if p.name.isdigit()]
+        for folder in sorted(folders, key=lambda p: int(p.name)):
+            yield f"{kind}/{folder.name}", manifest.find_damage(folder, run=run)
+
+
+def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
+    from qwen3next_jax.interop.huggingface import verify_hf
+
+    findings = list(verify_hf(directory))
+    if not findings:
+        raise UserError(
+            f"{directory}: it has no SHA256SUMS, and safetensors carry no digests: nothing to "
+            "verify it by"
+        )
+    return iter(findings)
+
+
+def _verify_prepared(directories: list[pathlib.Path]) -> Iterator[Finding]:
+    from qwen3next_jax.data.preparation import METADATA, read_metadata
+    from qwen3next_jax.data.rows import RowReader, Shard
+
+    for directory in directories:
+        try:
+            content = read_metadata(directory)
+            yield f"{directory.name}/{METADATA}", None
+        except UserError as error:
+            yield f"{directory.name}/{METADATA}", str(error)
+            continue
+        for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
+            damage = None
+            try:
+                rows = RowReader(directory, [shard], content["dtype"], content["row_length"])
+                for i in range(len(rows)):
+                    rows[i]
+            except UserError as error:
+                damage = str(error)
+            yield f"{directory.name}/{shard.file}", damage

@@ -1,0 +1,151 @@
+"""Configuration files, which are Python, and the settings that a command line changes in them.
+What a file does wrong is one line that names it and the line of it.
+"""
+
+import ast
+import contextlib
+import importlib.util
+import pathlib
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qwen3next_jax.common.errors import UserError, did_you_mean, short
+from qwen3next_jax.config import default_config
+
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
+    """What `function()` of a Python file returns. `flag` ("--config=") is what the user wrote
+    before the path.
+
+    Raises:
+      UserError: there is no such file or function, or whatever the file does wrong.
+    """
+    if not path.is_file():
+        reason = (
+            "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
+        )
+        raise UserError(
+            f"{flag}{path}: "
+            f"{reason}{did_you_mean(path.name, [f.name for f in path.parent.glob('*.py')])}"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None:
+        raise UserError(f"{flag}{path}: expected a Python file, whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if callable(found := getattr(module, function, None)):
+            return found()
+    except SyntaxError as error:
+        raise UserError(
+            f"{flag}{error.filename or path}, line {error.lineno}: {error.msg}"
+        ) from error
+    except (Exception, SystemExit) as error:
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
+        where = f", line {lines[-1]}" if lines else ""
+        said = str(error)
+        # a ConfigDict's AttributeError is the text of a KeyError: quoted, its lines and quotes
+        # escaped
+        if said.startswith(("'", '"')):
+            with contextlib.suppress(ValueError, SyntaxError):
+                said = str(ast.literal_eval(said))
+        raise UserError(
+            f"{flag}{path}{where}: {type(error).__name__}"
+            + (f": {' '.join(said.split())}" if said else "")
+        ) from error
+    raise UserError(f"{flag}{path}: it has no function {function}()")
+
+
+def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, Any]:
+    """The nested dict of settings that `get_config()` of a file returns.
+
+    Raises:
+      UserError: see `call_file`, or it returns something else.
+    """
+    config = call_file(path, "get_config", flag)
+    if not hasattr(config, "to_dict"):
+        what = "nothing (is a `return config` missing?)" if config is None else short(config)
+        raise UserError(
+            f"{flag}{path}: get_config() returned {what}: expected the ConfigDict of a run, as in "
+            "configs/tiny.py"
+        )
+    return config.to_dict()
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
+    """Sets each (dotted name, text) of a command line in the nested dict `values`.
+
+    Raises:
+      UserError: a text that is not of the setting's type.
+    """
+    for name, text in overrides:
+        default, group = setting(name), values
+        *groups, key = name.split(".")
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[key] = _value(text, default, f"--config.{name}={text}")
+
+
+def setting(name: str) -> Any:
+    """The default of the setting with a dotted name.
+
+    Raises:
+      UserError: there is none, or it is a group of settings.
+    """
+    settings: Any = default_config()
+    path = name.split(".")
+    for depth, key in enumerate(path):
+        if not isinstance(settings, Mapping) or key not in settings:
+            where = "--" + ".".join(("config", *path[: depth + 1]))
+            known = settings if isinstance(settings, Mapping) else ()
+            hint = did_you_mean(key, known)
+            if known and not hint:
+                hint = f"; known here: {', '.join(known)}"
+            raise UserError(f"{where}: no such setting{hint}")
+        settings = settings[key]
+    if isinstance(settings, Mapping):
+        raise UserError(f"--config.{name}: a group of settings: name one of {', '.join(settings)}")
+    return settings
+
+
+def fill_from_tokenizer(values: dict[str, Any]) -> None:
+    """Where the nested dict `values` leaves `model.vocab_size` at 0 and trains on text, sets it,
+    and the end token, to those of `data.tokenizer`.
+
+    Raises:
+      UserError: the tokenizer cannot be used.
+    """
+    model, data = values.get("model", {}), values.get("data", {})
+    if model.get("vocab_size") == 0 and data.get("source", "text") == "text":
+        from qwen3next_jax.data.tokens import load_tokenizer  # which takes its time to load
+
+        tokenizer = load_tokenizer(data.get("tokenizer", "bytes"))
+        model["vocab_size"], model["eos_token_id"] = tokenizer.vocab_size, tokenizer.eos_id
+
+
+def _value(text: str, default: Any, where: str) -> Any:
+    if isinstance(default, bool):
+        if text.lower() not in _TRUTH:
+            raise UserError(f"{where}: expected True or False")
+        return _TRUTH[text.lower()]
+    if isinstance(default, tuple):
+        try:
+            value = ast.literal_eval(text or "()")
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = tuple(text.split(","))
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if isinstance(default, (int, float)):
+        try:
+            return type(default)(text)
+        except ValueError as error:
+            raise UserError(
+                f"{where}: expected a {'whole ' if isinstance(default, int) else ''}number"
+            ) from error
+    return text

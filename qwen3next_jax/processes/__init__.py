@@ -1,0 +1,1 @@
+"""Processes of a run: starting, agreeing, watching, restarting."""

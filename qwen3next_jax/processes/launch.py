@@ -1,0 +1,230 @@
+"""This process's place among those of a run, as its launcher tells it: flags, Open MPI, SLURM,
+or a TPU slice.
+
+Pure functions of an environment (a mapping) and flags; nothing here imports JAX, so a mistake is
+told before it loads.
+"""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+
+from qwen3next_jax.common.errors import UserError
+
+# the highest ports, of which a job takes one by its number: all its processes name the same
+_FIRST_PORT, _PORTS = 61440, 4096
+
+GKE, TPU_VM = "GKE's variables", "the TPU VM's metadata"
+Environment = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Where the processes of a run meet, and which of them this one is.
+
+    `coordinator` ("host:port", on which process 0 listens), `processes` and `process` are None
+    on a TPU slice, where JAX finds out by itself. `local_devices`: indices of the GPUs that are
+    this process's alone; () for all it sees. `source` says who told.
+    """
+
+    source: str
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    local_devices: tuple[int, ...] = ()
+
+
+def find_launch(
+    environment: Environment,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    tpu_chips: bool = False,
+) -> Launch | None:
+    """The place of this process, or None where it is alone. What is given as a flag holds; the
+    rest is looked up.
+
+    Args:
+      environment: `os.environ`.
+      coordinator, processes, process: the flags of the same names.
+      tpu_chips: whether this machine has any.
+
+    Raises:
+      UserError: flags or variables that make no sense, or too few to go by.
+    """
+    if processes is not None or process is not None:
+        return _from_flags(coordinator, processes, process)
+    # mpirun inside a SLURM job leaves every rank the variables of the job's first task, so Open MPI
+    # is asked first.
+    found = _from_open_mpi(environment, coordinator) or _from_slurm(environment, coordinator)
+    if found is None and coordinator is not None:
+        raise UserError(
+            "--coordinator without --processes and --process, and neither SLURM nor Open MPI says "
+            "how many processes there are: give all three"
+        )
+    return found or _from_tpu(environment, tpu_chips)
+
+
+def _from_tpu(environment: Environment, tpu_chips: bool) -> Launch | None:
+    """On GKE variables tell of the other hosts of a slice; elsewhere the VM's metadata may, if
+    the machine has chips.
+    """
+    hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES"))
+    if (
+        _integer(environment, "MEGASCALE_NUM_SLICES", 1) > 1
+        or "TPU_PROCESS_ADDRESSES_PATH" in environment
+        or "," in (hosts or "")
+    ):
+        return Launch(GKE)
+    wanted = environment.get("JAX_PLATFORMS", "")
+    return (
+        Launch(TPU_VM) if hosts is None and tpu_chips and (not wanted or "tpu" in wanted) else None
+    )
+
+
+def _from_flags(coordinator: str | None, processes: int | None, process: int | None) -> Launch:
+    given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
+    if missing := [name for name, value in given.items() if value is None]:
+        raise UserError(
+            f"{' and '.join(missing)} missing: expected --coordinator=HOST:PORT of process 0, "
+            "--processes=N and --process=0 … N-1 together"
+        )
+    if processes < 1 or not 0 <= process < processes:
+        raise UserError(
+            f"--process={process} --processes={processes}: expected process 0 … processes - 1"
+        )
+    return Launch("flags", _checked(coordinator), processes, process)
+
+
+def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch | None:
+    processes = _integer(environment, "OMPI_COMM_WORLD_SIZE", 1)
+    if processes == 1:
+        return None
+    process = _integer(environment, "OMPI_COMM_WORLD_RANK")
+    local, here = (
+        _integer(environment, f"OMPI_COMM_WORLD_LOCAL_{name}") for name in ("RANK", "SIZE")
+    )
+    address = (
+        _checked(coordinator)
+        if coordinator
+        else _open_mpi_coordinator(environment, on_one_host=here == processes)
+    )
+    return Launch("Open MPI", address, processes, process, own_gpus(environment, local, here))
+
+
+def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
+    # of Open MPI 4: "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911"
+    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    port = _port(uri.split(";")[0] or environment.get("PMIX_NAMESPACE", ""))
+    if on_one_host:
+        return f"127.0.0.1:{port}"
+    if match := re.search(r"tcp://([^,:]+)|tcp6://\[([^],]+)", uri):
+        return f"{match[1]}:{port}" if match[1] else f"[{match[2]}]:{port}"
+    if nodes := environment.get("SLURM_JOB_NODELIST"):
+        return f"{first_host(nodes)}:{port}"
+    raise UserError(
+        "Open MPI does not say on which host rank 0 runs: add --coordinator=HOST:PORT with that "
+        "host and a free port"
+    )
+
+
+def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | None:
+    # Only `srun` makes processes: a batch script or an interactive shell also sees SLURM_NTASKS,
+    # and is alone.
+    processes = _integer(environment, "SLURM_STEP_NUM_TASKS", 1)
+    if processes == 1:
+        return None
+    process, local = _integer(environment, "SLURM_PROCID"), _integer(environment, "SLURM_LOCALID")
+    here = tasks_on_node(
+        _text(environment, "SLURM_STEP_TASKS_PER_NODE"), _integer(environment, "SLURM_NODEID")
+    )
+    if coordinator is None:
+        port = _port(f"{_text(environment, 'SLURM_JOB_ID')}.{_text(environment, 'SLURM_STEP_ID')}")
+        address = f"{first_host(_text(environment, 'SLURM_STEP_NODELIST'))}:{port}"
+    else:
+        address = _checked(coordinator)
+    return Launch("SLURM", address, processes, process, own_gpus(environment, local, here))
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    if first is None:
+        raise UserError(
+            f"SLURM's list of nodes is {nodes!r}: expected something like node[01-04]; give "
+            "--coordinator=HOST:PORT"
+        )
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """SLURM's "4(x2),3" (two nodes of 4 tasks, one of 3) → the number on `node`, counted from 0."""
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UserError(
+                f"SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r}: expected something like 4(x2),3"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    if not 0 <= node < len(counts):
+        raise UserError(
+            f"SLURM_NODEID = {node}, but SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r} tells of "
+            f"{len(counts)} nodes"
+        )
+    return counts[node]
+
+
+def own_gpus(environment: Environment, local: int, here: int) -> tuple[int, ...]:
+    """Indices, among the GPUs that this process sees, of those that it should use as the
+    `local`-th of `here` on its host.
+
+    (): all. A process that is alone on its host, or that its launcher shows a single GPU, uses
+    what it sees; several that see the same list share it evenly; with no list
+    (CUDA_VISIBLE_DEVICES unset) each takes one.
+    """
+    listed: Sequence[str] | None = None
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        listed = [gpu for gpu in environment["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
+    if here == 1 or (listed is not None and len(listed) <= 1):
+        return ()
+    if listed is None:
+        return (local,)
+    if len(listed) % here:
+        raise UserError(
+            f"{here} processes on this host share the {len(listed)} GPUs of CUDA_VISIBLE_DEVICES = "
+            f"{environment['CUDA_VISIBLE_DEVICES']}: expected a number of processes that divides "
+            "them"
+        )
+    share = len(listed) // here
+    return tuple(range(local * share, (local + 1) * share))
+
+
+def _port(job: str) -> int:
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+
+
+def _checked(coordinator: str) -> str:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"--coordinator={coordinator}: expected HOST:PORT of process 0, such as 10.0.0.2:8476"
+        )
+    return coordinator
+
+
+def _text(environment: Environment, name: str) -> str:
+    if name not in environment:
+        raise UserError(
+            f"{name} is not set, although the launcher's other variables are: give "
+            "--coordinator=HOST:PORT, --processes=N and --process=I"
+        )
+    return environment[name]
+
+
+def _integer(environment: Environment, name: str, default: int | None = None) -> int:
+    text = _text(environment, name) if default is None else environment.get(name, str(default))
+    if not text.isdigit():
+        raise UserError(f"{name} = {text!r}: expected a number")
+    return int(text)

@@ -1,0 +1,1 @@
+"""What makes a run survive and be seen: its folder, checkpoints, records, display."""

@@ -1,0 +1,321 @@
+"""The run on the terminal: one live panel (rich) where there is one, elsewhere plain lines, one
+per "train" event.
+
+Both are drawn from the events of metrics.jsonl, so that what is shown is what is recorded.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from qwen3next_jax.config import Config
+from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
+from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
+from qwen3next_jax.sharding.mesh import mesh_text
+from qwen3next_jax.training.stages import tokens_seen
+
+CELL_WIDTH = 24  # the widest name and value beside each other
+XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure
+
+
+class PreparationProgress:
+    """Shows how far the tokenizing of each source is: a bar on a terminal, one line elsewhere. A
+    context manager.
+    """
+
+    def __init__(self):
+        self._bars = Progress(
+            TextColumn("preparing {task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            transient=True,
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._tasks and self._bars.console.is_terminal:
+            self._bars.stop()
+
+    def __call__(self, source: str, bytes_read: int, bytes_in_all: int) -> None:
+        if source not in self._tasks:
+            if self._bars.console.is_terminal:
+                self._bars.start()
+            else:
+                print(f"preparing {source} ({bytes_in_all / 1e6:.1f} MB)", flush=True)
+            self._tasks[source] = self._bars.add_task(source, total=bytes_in_all)
+        self._bars.update(self._tasks[source], completed=bytes_read)
+
+
+def title(
+    config: Config,
+    mesh: Mesh,
+    state: Mapping[str, Any],
+    corpus: str,
+    first_step: int,
+    parent: str = "",
+) -> str:
+    """What a run is and where it runs, in a line above all else that is shown. `corpus`: its
+    data, in words; `parent`: the run with whose `first_step` it begins now.
+    """
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    start = (
+        f"new run after step {first_step} of {parent}"
+        if parent
+        else f"resumed after step {first_step}"
+        if first_step
+        else "new run"
+    )
+    kind = mesh.devices.flat[0].device_kind
+    devices = kind if mesh.size == 1 else f"{mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
+    options = compiler_options(config.parallel, mesh)
+    return f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}" + (
+        f"\n{options_text(options)}" if options else ""
+    )
+
+
+class Display:
+    """Shows the events it is called with. Use as a context manager."""
+
+    def __init__(
+        self,
+        title: str,
+        config: Config,
+        first_step: int,
+        visible: bool = True,
+        console: Console | None = None,
+    ):
+        """`visible` False shows nothing: the processes of a run other than its first."""
+        self._title, self._steps, self._tokens = (
+            title,
+            config.train.steps,
+            tokens_seen(config, config.train.steps),
+        )
+        self._console = console or Console(highlight=False, quiet=not visible)
+        self._train: dict[str, Any] = {}
+        self._heldout: list[str] = []
+        self._sample = ""
+        self._checkpoint = "none yet"
+        self._skipped = 0
+        self._faults: list[str] = []
+        self._live = None
+        if visible and self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+            )
+            self._task = self._progress.add_task("train", total=self._steps, completed=first_step)
+            self._live = Live(
+                console=self._console, refresh_per_second=4, get_renderable=self._render
+            )
+        self._compiling = threading.Timer(
+            XLA_BANNER - 10,
+            self.say,
+            (
+                "still compiling the train step, which takes minutes for a large model. XLA asks "
+                '"Very slow compile?" on standard error: '
+                "nothing is wrong",
+            ),
+        )
+        self._compiling.daemon = True
+
+    def __enter__(self):
+        if self._live:
+            self._live.start()
+        else:
+            self.say(self._title)
+        self._compiling.start()
+        return self
+
+    def __exit__(self, *exception):
+        self._compiling.cancel()
+        if self._live:
+            self._live.stop()
+
+    def step(self, step: int) -> None:
+        self._compiling.cancel()
+        if self._live:
+            self._progress.update(self._task, completed=step)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Takes in one event of metrics.jsonl."""
+        kind, step = event["event"], event["step"]
+        line = ""
+        if kind == "train":
+            self._train = dict(event)
+            self._skipped = int(event.get("skipped", self._skipped))
+            self.step(step)
+            line = "  ".join(
+                (
+                    f"step {step:>{len(str(self._steps))}}/{self._steps}",
+                    *(f"{name} {value}" for name, value in self._cells() if name in PLAIN),
+                )
+            )
+        elif name := evaluation(event):
+            values = recorded(event)
+            shown = main_values(values) or [
+                value for value in values if value.figure.unit != "count"
+            ]
+            line = "  ".join(
+                (f"step {step}  {name}", *(f"{value.label} {value}" for value in shown))
+            )
+            self._heldout.append(line)
+        elif kind == "stage":
+            shape = f"{event['batch_size']} × {event['sequence_length']:,}"
+            line = (
+                f"step {step}  stage {event['stage']} begins: {event['steps']:,} steps of {shape} "
+                "tokens; compiling for it"
+            )
+        elif kind == "sample":
+            self._sample = event["text"]
+            line = f"step {step}  sample {event['text']!r}"
+        elif kind == "checkpoint":
+            self._checkpoint = f"step {step}"
+        elif kind in FAULTS:
+            self._skipped = (
+                event.get("skipped", self._skipped + 1) if kind == "skip" else self._skipped
+            )
+            if kind == "spike" and event.get("skipped"):
+                return  # a "skip" event says the same
+            line = f"step {step}  {FAULTS[kind]}" + (
+                f": {event['reason']}" if event.get("reason") else ""
+            )
+            self._faults.append(line)
+        if line and not self._live:
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """One plain line that stays on the screen; a file on a full disk goes without it."""
+        with contextlib.suppress(OSError):
+            self._console.print(line, markup=False, soft_wrap=True)
+            sys.stdout.flush()
+
+    def _render(self) -> Panel:
+        columns = max((self._console.width - 4) // (CELL_WIDTH + 1), 1)
+        grid = Table.grid(padding=(0, 1), expand=True)
+        for _ in range(columns):
+            grid.add_column(ratio=1, no_wrap=True)
+        cells = [Text.assemble((name + " ", "dim"), value) for name, value in self._cells()]
+        for i in range(0, len(cells), columns):
+            grid.add_row(*cells[i : i + columns])
+        parts: list[Any] = [Text(self._title, style="dim"), self._progress, grid]
+        if self._heldout:
+            parts += [
+                Text(""),
+                Text("\n".join(self._heldout[-4:]), no_wrap=True, overflow="ellipsis"),
+            ]
+        if self._faults:
+            parts += [
+                Text(""),
+                Text(
+                    "\n".join(self._faults[-3:]), style="yellow", no_wrap=True, overflow="ellipsis"
+                ),
+            ]
+        if self._sample:
+            text = Text("\n".join(self._sample.splitlines()[:6]), no_wrap=True, overflow="ellipsis")
+            parts.append(Panel(text, title="sample", title_align="left", border_style="dim"))
+        return Panel(Group(*parts))
+
+    def _cells(self) -> list[tuple[str, str]]:
+        """(name, value) of everything about the newest steps."""
+        v = self._train
+        if not v:
+            return [("compiling the train step", "…")]
+        cells = [("stage", v["stage"])] if "stage" in v else []
+        cells += [
+            ("loss", _number(v["loss"], ".4f")),
+            ("bits/byte", _number(v["bits_per_byte"], ".3f"))
+            if "bits_per_byte" in v
+            else ("accuracy", _number(v["top1"], ".1%")),
+        ]
+        cells += [
+            (f"mtp loss {name.rpartition('/')[2]}", _number(value, ".3f"))
+            for name, value in v.items()
+            if name.startswith("mtp_loss/")
+        ]
+        if "balance_loss" in v:
+            cells += [
+                ("balance", _number(v["balance_loss"], ".3f")),
+                ("busiest expert", f"×{_number(v['busiest_expert'], '.2f')}"),
+            ]
+        left = (self._tokens - v["tokens_seen"]) / v["tokens_per_second"]
+        memory = (
+            _scaled(v["memory_bytes"])
+            + "B"
+            + (f" of {_scaled(v['memory_limit'])}B" if v["memory_limit"] else "")
+        )
+        return cells + [
+            ("grad norm", _number(v["grad_norm"], ".3g")),
+            ("lr", f"{v['learning_rate']:.2e}"),
+            ("tokens", _scaled(v["tokens_seen"])),
+            ("tokens/s", f"{v['tokens_per_second']:,.0f}"),
+            ("model FLOP/s", _scaled(v["model_flops_per_second"])),
+            ("MFU", f"{v['mfu']:.1%}" if v["mfu"] is not None else "–"),
+            ("left", _duration(left)),
+            ("memory", memory),
+            ("data wait", f"{v['data_wait']:.0%}"),
+            ("checkpoint", self._checkpoint),
+            ("skipped", f"{self._skipped}"),
+        ]
+
+
+# What a plain line shows of the cells; the rest is in metrics.jsonl.
+PLAIN = (
+    "stage",
+    "loss",
+    "bits/byte",
+    "accuracy",
+    "mtp loss 0",
+    "grad norm",
+    "lr",
+    "tokens/s",
+    "model FLOP/s",
+    "MFU",
+    "memory",
+    "left",
+)
+FAULTS = {
+    "skip": "update skipped",
+    "spike": "loss spike",
+    "rewind": "rewound",
+    "damaged": "damaged checkpoint passed over",
+    "stop": "stopping",
+    "save_failed": "checkpoint not saved",
+}
+
+
+def _number(value: float | str, form: str) -> str:
+    """NaN and infinity are text in an event."""
+    return value if isinstance(value, str) else format(value, form)
+
+
+def _scaled(value: float) -> str:
+    """Three digits and a unit: 1.23 G."""
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} "
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (f"{days} d " if days else "") + f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,524 @@
+"""What a run is: `run.json`, written before its first step and compared at every resume.
+
+    WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and
+    every allowed change since WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a
+    file
+    WORKDIR/before-TIME/   what `--restart` moved out of the way
+
+A folder belongs to a run from its first checkpoint or its first event about a step on. Before
+that whatever its run.json says has trained nothing, and the folder is as good as new. After that
+nothing of it may be missing: what a run wrote is never taken for another's, nor written over.
+"""
+
+import fcntl
+import importlib.metadata
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.errors import UserError, warn
+from qwen3next_jax.common.trees import flat
+from qwen3next_jax.config import Config, from_dict, to_dict
+from qwen3next_jax.reporting.events import each_event
+from qwen3next_jax.training.stages import SETTINGS, Part, parts_of, recorded
+
+# What may differ when a run goes on, and why; it is logged. Any other difference would make it
+# another run.
+MAY_CHANGE = {
+    "config.name": "names nothing inside the run",
+    "config.data.path": (
+        "the files may have moved: their content is checked by the data's fingerprint"
+    ),
+    "config.data.tokenizer": "its content is checked by its own fingerprint",
+    "config.data.prepared_dir": "the rows in it are checked by the data's fingerprint",
+    "config.train.steps": (
+        "a longer or shorter run; the learning-rate schedule changes from there on"
+    ),
+    "config.train.stages": (
+        "those to come; of one that has begun only the number of its steps, "
+        "to no less than are taken"
+    ),
+    "config.train.log_every": "what is written down",
+    "config.train.remat": "memory against time; the same gradients up to rounding",
+    "config.train.step_timeout": "the watchdog",
+    "config.train.compile_timeout": "the watchdog",
+    "config.guards.on_spike": "what is done about spikes from there on",
+    "config.guards.spike_z": "what counts as a spike from there on",
+    "config.guards.max_skips": "when a run is given up",
+    "config.parallel": "where arrays lie; the same values up to the order of sums",
+    "config.telemetry": "what is shown, and where",
+    "config.profile": "what is traced",
+    "config.checkpoint": "when is saved, and what is kept",
+    "config.eval": "what is measured on the way",
+    "code": "other versions may round differently",
+    "processes": "the order of the data does not depend on it",
+    "devices": "the same values up to the order of sums",
+}
+# Of a process that has taken no step, or whose steps changed nothing.
+_UNTRAINED = {
+    "start",
+    "stop",
+    "stage",
+    "changed",
+    "damaged",
+    "save_failed",
+    "skip",
+    "spike",
+    "profile",
+}
+_WRITTEN = (
+    "run.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "damaged",
+    "dumps",
+    "eval",
+    "profile",
+    "report.html",
+    "tensorboard",
+    "tokenizer",
+    "wandb_id",
+)
+_RESTART = "start anew with --restart, which keeps what is there in WORKDIR/before-TIME"
+_FORMAT = 2  # of run.json; 1 had no such field, and could stand in a folder without metrics.jsonl
+
+
+class RunLock:
+    """Sees to it that one run at a time writes to a folder. The system lets go of it when the
+    process ends, however.
+    """
+
+    def __init__(self, workdir: pathlib.Path):
+        self._workdir, self._file = workdir, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._file is not None:
+            self._file.close()
+
+    def held(self, work: Callable[[], Any]) -> Any:
+        """`work()` with the lock, which is then kept until the `with` block's end, or let go if
+        `work` raises.
+
+        Raises:
+          UserError: another process holds it, or the folder cannot be written to.
+        """
+        self._hold()
+        try:
+            return work()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _hold(self) -> None:
+        try:
+            self._workdir.mkdir(parents=True, exist_ok=True)
+            self._file = (self._workdir / "lock").open("a")
+        except OSError as error:
+            raise unwritable(self._workdir, error) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{self._workdir}: another process is training in it: wait for it, end it, or "
+                "give another --workdir"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+
+
+class Change(NamedTuple):
+    """A difference between the run as it was recorded and as it goes on."""
+
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.old!r} → {self.new!r}"
+
+
+def may_change(name: str) -> bool:
+    """Whether the run may go on with another value of `name` ("config.train.steps", "code", …)."""
+    return any(name == allowed or name.startswith(allowed + ".") for allowed in MAY_CHANGE)
+
+
+def open_run(
+    workdir: pathlib.Path,
+    config: Config,
+    data_fingerprints: list[str],
+    tokenizer_fingerprint: str,
+    parent: dict[str, Any] | None = None,
+) -> tuple[dict[str, Any], list[Change]]:
+    """Whether this run may start, or go on, in `workdir`; writes nothing. → (what run.json is to
+    hold, or {} where it stays as it is; the allowed changes since the run before).
+    `data_fingerprints`: of every stage's data. `parent`: of the run that it begins with, where
+    it begins with one.
+
+    Raises:
+      UserError: the folder holds a run with another configuration, data or tokenizer (the first
+      difference is named), or one
+        of which a part is missing.
+    """
+    import jax
+
+    devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+    # see `stages.Reading`
+    data = [{"fingerprint": fingerprint} for fingerprint in data_fingerprints]
+    now = {
+        "format": _FORMAT,
+        "config": _plain(config),
+        "data": data,
+        "tokenizer": tokenizer_fingerprint,
+        "code": code_version(),
+        "processes": jax.process_count(),
+        "devices": devices,
+    } | ({"parent": parent} if parent else {})
+    before = _read_trained(workdir)
+    if before is None:
+        return now | {"id": uuid.uuid4().hex, "changes": []}, []
+    changes = _checked_changes(workdir, before, now)
+    if not (workdir / "metrics.jsonl").exists():
+        warn(
+            f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step from which the "
+            "run goes on"
+        )
+    if not changes and "format" in before:
+        return {}, []
+    # the parent is not looked at again
+    kept = {name: before[name] for name in ("parent", "id") if name in before}
+    return now | kept | {
+        "changes": before.get("changes", []) + [[*change] for change in changes]
+    }, changes
+
+
+def check_settings(workdir: pathlib.Path, config: Config) -> None:
+    """Raises the UserError that `open_run` would raise for `config`, as far as that is known
+    before data are opened.
+    """
+    if (before := _read_trained(workdir)) is not None:
+        _checked_changes(workdir, before, {"config": _plain(config)})
+
+
+def is_trained(workdir: pathlib.Path) -> bool:
+    """Whether a run has taken steps in the folder: it has a checkpoint, or an event about one of
+    its steps.
+    """
+    return bool(saved_steps(workdir)) or any(
+        event["event"] not in _UNTRAINED for _, event in each_event(workdir / "metrics.jsonl")
+    )
+
+
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+    """Steps that have a folder in `workdir`/checkpoints, ascending; whether they are whole is
+    another question.
+    """
+    folder = workdir / "checkpoints"
+    return (
+        sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+    )
+
+
+def check_nothing_lost(workdir: pathlib.Path) -> None:
+    """Raises UserError where a run without a whole checkpoint has had one: to begin again would
+    write over its record.
+    """
+    sealed = [
+        step
+        for step in saved_steps(workdir)
+        if (workdir / "checkpoints" / str(step) / "manifest.json").exists()
+    ]
+    told = [
+        event["step"]
+        for _, event in each_event(workdir / "metrics.jsonl")
+        if event["event"] == "checkpoint"
+    ]
+    if sealed or told:
+        what = "is damaged" if sealed else "is gone"
+        raise UserError(
+            f"{workdir}: the run has been saved, last after step {max(sealed + told)}, but every "
+            f"checkpoint {what}: put "
+            f"{workdir / 'checkpoints'} back (is a disk not mounted?), give another --workdir, or "
+            f"{_RESTART}"
+        )
+
+
+def _read_trained(workdir: pathlib.Path) -> dict[str, Any] | None:
+    """run.json of a folder in which a run has taken steps, None of any other.
+
+    Raises:
+      UserError: it, or the run's other record, is missing.
+    """
+    record = (workdir / "run.json").exists()
+    if not is_trained(workdir):
+        # written before run.json
+        started = any(
+            event["event"] == "start" for _, event in each_event(workdir / "metrics.jsonl")
+        )
+        if record and not started and read_run(workdir).get("format"):
+            raise UserError(
+                f"{workdir}: it holds the run.json of a run, but neither its checkpoints nor its "
+                f"metrics.jsonl: put them back, give another --workdir, or {_RESTART}"
+            )
+        return None
+    if not record:
+        raise UserError(
+            f"{workdir}: it holds checkpoints or the record of a run, but not the run.json that "
+            "says of which model, "
+            f"data and tokenizer: put it back, give another --workdir, or {_RESTART}"
+        )
+    return read_run(workdir)
+
+
+def _checked_changes(
+    workdir: pathlib.Path, before: dict[str, Any], now: dict[str, Any]
+) -> list[Change]:
+    # Settings that the run's code did not have yet stand at their defaults, which keep what was
+    # computed before them.
+    trained, step = (
+        from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"),
+        max(saved_steps(workdir), default=0),
+    )
+    before = before | {"config": _plain(trained)}
+    if "data" in now:  # of the stages that have begun
+        pairs = [
+            (old.fingerprint, new["fingerprint"])
+            for part, old, new in zip(parts_of(trained), recorded(before, trained), now["data"])
+            if old and part.first < max(step, 1)
+        ]
+        old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        before, now = before | {"data": old_data}, now | {"data": new_data}
+    old, new = (
+        flat(_by_number({name: record.get(name) for name in now})) for record in (before, now)
+    )
+    changes = [
+        Change(name, old.get(name), new.get(name))
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name != "format"
+    ]
+    # which changes the data's fingerprint, too
+    changes.sort(key=lambda change: change.name != "tokenizer")
+    for change in changes:
+        if change.name in ("data", "tokenizer"):
+            raise UserError(
+                f"{workdir} holds a run on other {'data' if change.name == 'data' else 'tokens'} "
+                f"({change.name} "
+                f"fingerprint {str(change.old)[:12]}, now {change.new[:12]}): give another "
+                f"--workdir, or the old {'files' if change.name == 'data' else 'tokenizer'}"
+            )
+        if not may_change(change.name):
+            name = change.name.removeprefix("config.")
+            raise UserError(
+                f"{workdir} holds a run with {name} = {change.old!r}, not {change.new!r}: give "
+                "another --workdir, or the old value"
+            )
+    _check_stages(workdir, trained, from_dict(Config, now["config"]), step)
+    return changes
+
+
+def _by_number(record: dict[str, Any]) -> dict[str, Any]:
+    """`record` with the stages' settings, where they are given, as leaves of their own."""
+    train = record["config"]["train"]
+    stages = {
+        str(i): {name: value for name, value in stage.items() if value is not None}
+        for i, stage in enumerate(train["stages"])
+    }
+    return record | {"config": record["config"] | {"train": train | {"stages": stages}}}
+
+
+def _check_stages(workdir: pathlib.Path, trained: Config, now: Config, step: int) -> None:
+    """Raises UserError where a stage that has begun by `step` is another one now."""
+    old, new = parts_of(trained), parts_of(now)
+    for i, part in enumerate(old):
+        if part.first >= max(step, 1):
+            return
+        where = (
+            f"{workdir}: {f'stage {part.name}' if part.name else 'its only stage'} has taken "
+            f"{min(step, part.last) - part.first} steps"
+        )
+        if i == len(new):
+            raise UserError(
+                f"{where}, but train.stages ends before it: only what comes after it may change"
+            )
+        over = i + 1 < len(old) and part.last < step
+        if new[i].last != part.last if over else i + 1 < len(new) and new[i].last < step:
+            stays = (
+                f"train.stages[{i}].steps = {part.last - part.first} stays"
+                if over
+                else "give it as many at least"
+            )
+            raise UserError(f"{where}, not {new[i].last - new[i].first}: {stays}")
+        for name, was, becomes in zip(
+            ("schedule_from", *itertools.chain(*SETTINGS.values())),
+            _settings(part),
+            _settings(new[i]),
+        ):
+            if was != becomes and f"config.train.{name}" not in MAY_CHANGE:
+                raise UserError(
+                    f"{where} with {name} = {was!r}, not {becomes!r}: give another --workdir, or "
+                    "the old value"
+                )
+
+
+def _settings(part: Part) -> list[Any]:
+    return [
+        part.schedule_from,
+        *(
+            getattr(getattr(part.config, group), name)
+            for group, names in SETTINGS.items()
+            for name in names
+        ),
+    ]
+
+
+def move_aside(workdir: pathlib.Path) -> None:
+    """Moves all that a run wrote into `workdir`/before-TIME."""
+    written = [workdir / name for name in _WRITTEN if os.path.lexists(workdir / name)]
+    if not written:
+        return
+    target = workdir / time.strftime("before-%Y%m%d-%H%M%S")
+    try:
+        target.mkdir()
+        for path in written:
+            path.rename(target / path.name)
+    except OSError as error:
+        raise unwritable(workdir, error) from error
+
+
+def read_config(workdir: pathlib.Path) -> Config:
+    """The configuration of the run in `workdir`."""
+    return from_dict(Config, read_run(workdir)["config"], f"{workdir / 'run.json'}: config")
+
+
+def read_run(workdir: pathlib.Path) -> dict[str, Any]:
+    """The content of run.json.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    path = workdir / "run.json"
+    if not path.exists():
+        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
+    try:
+        record = json_files.read(path)
+        intact = record.pop("digest") == digests.of_json(record)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}): restore it, or give another --workdir"
+        ) from error
+    except (ValueError, KeyError):
+        intact = False
+    if not intact:
+        raise UserError(
+            f"{path}: damaged, or changed by hand: what it says of the run cannot be relied on; "
+            "restore it, or give another --workdir"
+        )
+    return record
+
+
+def run_id(workdir: pathlib.Path) -> str | None:
+    """The id with which run.json was made; "" where older code made it, None where there is none
+    to read.
+    """
+    try:
+        return read_run(workdir).get("id", "")
+    except UserError:
+        return None
+
+
+def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool) -> None:
+    """Writes down what the run is, before its first step: `description` as run.json (if it is
+    not empty), and a copy of a tokenizer that came from a file, with which the run can be used
+    wherever it or the file goes. `new`: one that is there is of a start that came to nothing.
+    """
+    from qwen3next_jax.data.tokens import HuggingFaceTokenizer
+
+    if description:
+        write_run(workdir, description)
+    if new:
+        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
+        partial = workdir / "tokenizer.partial"
+        partial.mkdir(exist_ok=True)
+        tokenizer.save(partial)
+        partial.rename(workdir / "tokenizer")
+
+
+def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
+    """Writes run.json in one piece, with a digest of its content.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    path = workdir / "run.json"
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("w") as file:
+            json.dump(record | {"digest": digests.of_json(record)}, file, indent=2)
+            file.flush()
+            # else a power failure may leave an empty one, and the run could not go on
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise unwritable(workdir, error) from error
+
+
+def code_commit() -> str | None:
+    """The commit of the checkout that the package runs from; None for an installed package."""
+    return _git("rev-parse", "HEAD")
+
+
+def code_version() -> str:
+    """The first digits of that commit ("+": with changes), else the version of the package."""
+    if commit := code_commit():
+        return commit[:12] + (
+            ""
+            if _git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax") == ""
+            else "+"
+        )
+    try:
+        return importlib.metadata.version("qwen3next-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
+    """What to raise where the run's folder cannot be written to."""
+    return UserError(
+        f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
+    )
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    plain = json.loads(json.dumps(to_dict(config)))
+    plain["model"]["layer_types"] = list(config.model.pattern)  # however the file spells it
+    return plain
+
+
+def _git(*command: str) -> str | None:
+    """What git says of the checkout that the package runs from; None where there is none, no
+    git, or none that trusts it.
+    """
+    root = pathlib.Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *command],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,178 @@
+"""What the host does about the verdicts of the guards: events, the end of a run that went wrong,
+and its dump.
+
+    WORKDIR/dumps/STEP/    dump.json (reason, documents, configuration), batch.npz, state/
+    (Orbax), manifest.json
+
+`qwen3next replay DUMP` runs the offending step again.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import Config, GuardConfig, from_dict, to_dict
+from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.processes.distributed import is_leader, leader_says
+from qwen3next_jax.runs import manifest
+from qwen3next_jax.runs.checkpoint import Checkpoints, read_arrays, write_arrays
+from qwen3next_jax.runs.telemetry import MetricsFile
+from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.training.guards import HALTED, NON_FINITE, SKIPPED, SPIKE
+from qwen3next_jax.training.step import Batch, State, abstract_train_state
+
+
+class Halted(Exception):
+    """The guards ended the run at `step`; `state` is what that step met (nothing was applied
+    since).
+    """
+
+    def __init__(self, step: int, reason: str, spike: bool, state: State):
+        super().__init__(reason)
+        self.step, self.reason, self.spike, self.state = step, reason, spike, state
+
+
+class Incidents:
+    """Looks at every step's verdict once and writes down what was not all right."""
+
+    def __init__(self, config: GuardConfig, metrics: MetricsFile):
+        self._config, self._metrics = config, metrics
+        self._looked = 0
+
+    def restart(self, step: int) -> None:
+        """Steps after `step` are looked at (again)."""
+        self._looked = step
+
+    def tell(self, checkpoints: Checkpoints) -> None:
+        """Writes down what became of the saves since the last call."""
+        for event, step, values in checkpoints.events():
+            self._metrics.write(event, step, **values)
+
+    def look(self, step: int, values: dict[str, Any], state: State) -> None:
+        """Reads the verdict in `values`, the metrics of `step`, which must have ended: nothing
+        is waited for.
+
+        Raises:
+          Halted: the guards ended the run at this step.
+        """
+        if step <= self._looked or not values:
+            return
+        self._looked = step
+        verdict = int(values["verdict"])
+        if not verdict:
+            return
+        what = self._describe(verdict, values)
+        numbers = {
+            name: float(values[name])
+            for name in ("total_loss", "grad_norm", "loss_z", "grad_norm_z")
+        }
+        if verdict & SPIKE:
+            self._metrics.write(
+                "spike", step, reason=what, skipped=bool(verdict & SKIPPED), **numbers
+            )
+        if verdict & SKIPPED:
+            self._metrics.write(
+                "skip", step, reason=what, skipped=int(values["skipped"]), **numbers
+            )
+        if verdict & HALTED:
+            spike = bool(verdict & SPIKE and self._config.on_spike in ("rewind", "stop"))
+            raise Halted(
+                step,
+                what
+                if spike
+                else f"{what}, the last of {self._config.max_skips} skipped updates in a row",
+                spike,
+                state,
+            )
+
+    def _describe(self, verdict: int, values: dict[str, Any]) -> str:
+        if verdict & NON_FINITE:
+            return (
+                f"loss {float(values['total_loss']):.4g}, gradient norm "
+                f"{float(values['grad_norm']):.4g}: not finite"
+            )
+        return (
+            f"spike: loss {float(values['total_loss']):.4g} (z {float(values['loss_z']):.1f}), "
+            f"gradient norm {float(values['grad_norm']):.4g} (z {float(values['grad_norm_z']):.1f})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """What a step met: everything needed to run it again."""
+
+    config: Config
+    state: State
+    batch: Batch  # numpy
+    step: int
+    reason: str
+    documents: list[list[str]]  # of every row
+
+
+def write_dump(
+    workdir: pathlib.Path, config: Config, data: Data, index: int, halt: Halted
+) -> tuple[pathlib.Path, list[list[str]]]:
+    """Saves what the halted step met, with batch `index` of `data`, under WORKDIR/dumps/STEP. →
+    (the folder, the documents of every row).
+
+    All processes write the state, process 0 the rest.
+    """
+    folder = pathlib.Path(workdir).absolute() / "dumps" / str(halt.step)
+    documents = data.document_names(index)
+
+    def begin() -> None:
+        # of the same step of the same run: it would be written again as it was
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        batches = data.batches(index)
+        np.savez(folder / "batch.npz", **next(batches))
+        batches.close()
+
+    leader_says(begin)
+    # The step counter went on while the host looked; everything else stood still.
+    state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
+    write_arrays(folder / "state", state)
+    if is_leader():
+        record = {
+            "step": halt.step,
+            "reason": halt.reason,
+            "documents": documents,
+            "config": to_dict(config),
+        }
+        (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        manifest.seal(folder)
+    return folder, documents
+
+
+def read_dump(folder: pathlib.Path) -> Dump:
+    """Reads what `write_dump` wrote.
+
+    Raises:
+      UserError: `folder` is no dump, or a damaged one.
+    """
+    if not (folder / "dump.json").is_file():
+        raise UserError(
+            f"{folder}: not a dump of a step (it has no dump.json): expected a folder such as "
+            "WORKDIR/dumps/STEP"
+        )
+    if damage := manifest.find_damage(folder):
+        raise UserError(f"{folder}: damaged: {damage}")
+    record = json.loads((folder / "dump.json").read_text())
+    config = from_dict(Config, record["config"])
+    state = read_arrays(folder.absolute() / "state", abstract_train_state(config, one_device()))
+    batch = dict(np.load(folder / "batch.npz"))
+    return Dump(
+        config,
+        state=jax.device_put(jax.device_get(state)),
+        batch=batch,
+        step=record["step"],
+        reason=record["reason"],
+        documents=record["documents"],
+    )

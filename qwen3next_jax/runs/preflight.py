@@ -1,0 +1,194 @@
+"""What can be told of a start before JAX is loaded and before anything is read at length: a
+mistake should cost a second.
+
+train.py asks this first where there is one process; `train` asks it again, of all processes
+together.
+"""
+
+import pathlib
+import re
+from typing import Any
+
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.config import Config
+from qwen3next_jax.config.further.kin import weights_differ
+from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.interop.hf_config import read_hf_config
+from qwen3next_jax.runs import manifest
+from qwen3next_jax.runs.folder import (
+    check_settings,
+    is_trained,
+    read_config,
+    read_run,
+    run_id,
+    saved_steps,
+)
+from qwen3next_jax.training.stages import parts_of
+
+# Of the run that another one begins with, as run.json holds it: path, step, manifest (digest of
+# that checkpoint's).
+Parent = dict[str, Any]
+OF_EXPERTS = {
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+}
+# Model settings that may differ from those of `train.init_from`: they change no parameter's shape
+# or meaning.
+NOT_STRUCTURE = {
+    "dtype",
+    "mtp_depth",
+    "decay_init",
+    "initializer_range",
+    "max_position_embeddings",
+    "delta_rule",
+    "bos_token_id",
+    "eos_token_id",
+    "yarn_factor",
+    "hf_form",
+    "hf_fused_experts",
+}
+
+
+def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
+    """Looks at the folder of the run, the source of its data (a tokenizer, the globs of
+    `data.path`) and what `train.init_from` names.
+
+    Raises:
+      UserError: one of them is not as it should be.
+    """
+    if not restart:
+        check_settings(workdir, config)
+    # a run that goes on needs it no more
+    if config.train.init_from and (restart or not saved_steps(workdir)):
+        check_structure(config, find_parent(config, workdir, restart))
+    for data, length in dict.fromkeys(
+        (part.config.data, part.config.train.sequence_length) for part in parts_of(config)
+    ):
+        source_of(data).check(data, length, config.model.vocab_size)
+
+
+def names_run(init_from: str) -> bool:
+    """Whether `train.init_from` is a run, not a Hugging Face directory."""
+    path, step = _split(init_from)
+    return step is not None or (path / "run.json").exists()
+
+
+def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) -> Parent | None:
+    """The run that `train.init_from` names; None where it names none, and where the run in
+    `workdir` has a checkpoint of its own. A run that was killed before its first one begins with
+    the step that it began with, whatever its parent has saved since.
+
+    Raises:
+      UserError: it is not there, has no such step, or cannot be gone on with as
+      `train.init_state` says. Of a checkpoint's files
+        the sizes are looked at; their digests when it is read.
+    """
+    train, where = config.train, f"train.init_from = {config.train.init_from}"
+    if not train.init_from or not restart and saved_steps(workdir):
+        return None
+    path, step = _split(train.init_from)
+    if not names_run(train.init_from) or "://" in train.init_from:
+        found = "has neither run.json nor config.json" if path.is_dir() else "is no folder here"
+        require(
+            (path / "config.json").exists(),
+            f"{where}: it {found}: expected a run (RUN or RUN@STEP) or a Hugging Face directory, "
+            "either local or on a mounted file system",
+        )
+        require(
+            train.init_state == "weights",
+            f"{where}: a Hugging Face directory has no optimizer state: set train.init_state = "
+            "'weights'",
+        )
+        return None
+    require(path.is_dir(), f"{where}: there is no folder {path}")
+    require(
+        path.resolve() != workdir.resolve(),
+        f"{where}: that is the folder of this run: give another --workdir",
+    )
+    theirs, saved = read_config(path), saved_steps(path)
+    if step is None and not restart and is_trained(workdir):
+        step = read_run(workdir).get("parent", {}).get("step")
+    if step is None:
+        step = next(
+            (
+                s
+                for s in reversed(saved)
+                if manifest.find_damage(path / "checkpoints" / str(s), True, run_id(path)) is None
+            ),
+            None,
+        )
+        require(
+            step is not None,
+            f"{where}: it has no whole checkpoint yet (its checkpoint.every = "
+            f"{theirs.checkpoint.every})",
+        )
+    require(
+        step in saved,
+        f"{where}: it has no checkpoint of step {step}; saved steps: "
+        f"{', '.join(map(str, saved)) or 'none'}",
+    )
+    folder = path / "checkpoints" / str(step)
+    damage = manifest.find_damage(folder, sizes_only=True, run=run_id(path))
+    require(damage is None, f"{where}: {folder}: damaged: {damage}")
+    if train.init_state == "all":
+        require(
+            theirs.optimizer.name == config.optimizer.name,
+            f"{where}: its optimizer.name is {theirs.optimizer.name!r}, here it is "
+            f"{config.optimizer.name!r}, which cannot go on with "
+            "that one's state: set the one to the other, or train.init_state = 'weights'",
+        )
+        require(
+            step < train.steps,
+            f"{where}: train.steps = {train.steps} is the total, of which {step} are taken: give "
+            "more, or train.init_state = 'weights'",
+        )
+    return {
+        "path": str(path.absolute()),
+        "step": step,
+        "manifest": digests.of_file(folder / manifest.NAME)[:20],
+    }
+
+
+def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
+    """RUN@STEP → (RUN, STEP); (RUN, None) where no step is named, or a folder has that very
+    name.
+    """
+    named = re.fullmatch(r"(.+)@([0-9]{1,18})", init_from)
+    if named is None or pathlib.Path(init_from).exists():
+        return pathlib.Path(init_from), None
+    return pathlib.Path(named[1]), int(named[2])
+
+
+def check_structure(config: Config, parent: Parent | None = None) -> None:
+    """Raises UserError unless the model of `parent`, or the one in the directory
+    `train.init_from`, is that of the configuration.
+    """
+    found_config = (
+        read_config(pathlib.Path(parent["path"])).model
+        if parent
+        else read_hf_config(config.train.init_from)
+    )
+    for name in weights_differ(config.model, found_config):
+        if (
+            name not in NOT_STRUCTURE
+            and (name != "intermediate_size" or config.model.has_dense_mlps)
+            and (name not in OF_EXPERTS or config.model.has_experts)
+        ):
+            wanted, found = (
+                c.mixers if name == "layer_types" else getattr(c, name)
+                for c in (config.model, found_config)
+            )
+            raise UserError(
+                f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} "
+                f"= {wanted}; set the one in the config to the other"
+            )
+    if config.model.mtp_depth and not found_config.mtp_depth:
+        raise UserError(
+            f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set "
+            "model.mtp_depth = 0"
+        )

@@ -1,0 +1,1 @@
+"""The device mesh, and what lies where on it."""
