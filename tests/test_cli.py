@@ -214,6 +214,6 @@ def test_the_example_in_the_help_of_sweeps_is_a_sweep():
     text = ast.get_docstring(
         ast.parse((ROOT / "qwen3next_jax" / "commands" / "sweep.py").read_text()), clean=False
     )
-    words = shlex.split(re.sub(r"[\[\]]", "", re.search(r"qwen3next_jax\.sweep (.*\n.*)", text)[1]))
+    words = shlex.split(re.sub(r"[\[\]]", "", re.search(r"qwen3next sweep (.*\n.*)", text)[1]))
     name, _, value = words[words.index("--set") + 1].partition("=")
     assert len(load_sweep(ROOT / words[0], {name: ast.literal_eval(value)}).points) == 20
