@@ -1,8 +1,7 @@
 """Runs an ablation sweep and writes its report.
 
-    qwen3next sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio]
-    [--workers=2] [--emit]
-        [--set optimizer.learning_rate=1e-3]
+    qwen3next sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2]
+        [--emit] [--set optimizer.learning_rate=1e-3]
 
 The same command after an interruption goes on where it was; finished points are not run again.
 report.html and results.csv in the workdir are rewritten whenever a point ends. With --emit the
