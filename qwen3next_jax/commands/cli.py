@@ -21,7 +21,7 @@ from typing import NamedTuple
 from absl import app, flags, logging
 
 from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict, registry
 from qwen3next_jax.config.files import (
     apply_overrides,
     fill_from_tokenizer,
@@ -39,12 +39,20 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
     `main([…])`. `--help` shows the command's docstring.
     """
     main = command.main
+    flags.DEFINE_list(
+        "trust",
+        [],
+        "packages of your own whose parts (my_package.module:Name) a run.json may name: to load "
+        "such a run is to run their code",
+    )
 
     def guarded(argv: Sequence[str]) -> int | None:
         if len(argv) > 1 and not arguments:
             return _report(
                 f"unexpected argument {argv[1]!r}: expected flags of the form --name=value"
             )
+        for package in flags.FLAGS.trust:
+            registry.trust(package)
         try:
             return main(list(argv[1:])) if arguments else main()
         except UserError as error:
@@ -196,6 +204,7 @@ def define_config_flag() -> Callable[..., Config | None]:
         values = load_config_file(pathlib.Path(holder.value))
         apply_overrides(values, _overrides)
         fill_from_tokenizer(values)
+        registry.trust_written(values)
         return from_dict(Config, values)
 
     return get

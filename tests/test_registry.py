@@ -3,7 +3,7 @@
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.config.registry import resolve
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,8 @@ def test_a_line_that_cannot_be_imported_is_named_with_the_reason(
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(UserError) as error:
         resolve({"thing": line}, "thing", "model.thing")
-    assert str(error.value).startswith(
-        f"model.thing = 'thing': its line of the table, 'thing': {line!r}, "
-    ) and reason in str(error.value)
-    assert "\n" not in str(error.value)
+    told = str(error.value)
+    assert all(word in told for word in ("model.thing", repr(line), reason)) and "\n" not in told
 
 
 def test_a_name_is_imported_and_an_unknown_one_gets_the_nearest():
@@ -34,7 +32,6 @@ def test_a_name_is_imported_and_an_unknown_one_gets_the_nearest():
     assert resolve(table, "tau", "model.number") == __import__("math").tau
     with pytest.raises(UserError) as error:
         resolve(table, "tua", "model.number")
-    assert (
-        str(error.value)
-        == "model.number = 'tua': expected one of tau, absent (did you mean 'tau'?)"
+    assert all(
+        word in str(error.value) for word in ("model.number", "absent", "did you mean 'tau'")
     )
