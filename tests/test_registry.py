@@ -1,8 +1,13 @@
-"""Tables of names: what is not in one, and what is but cannot be imported, are one line each."""
+"""Names of parts: an unknown one, and one that cannot be imported, are one line each. Settings:
+each is described where `--help` shows it.
+"""
 
 import pytest
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.trees import flat
+from qwen3next_jax.config import Config, to_dict
+from qwen3next_jax.config.describe import settings
 from qwen3next_jax.config.registry import resolve
 
 
@@ -35,3 +40,18 @@ def test_a_name_is_imported_and_an_unknown_one_gets_the_nearest():
     assert all(
         word in str(error.value) for word in ("model.number", "absent", "did you mean 'tau'")
     )
+
+
+def test_every_setting_of_a_run_is_described_with_its_default():
+    """`--help` reads the comments of the config's fields: all fields are found, also those that
+    span lines, and a comment belongs to one field.
+    """
+    described = {setting.name: setting for setting in settings(Config)}
+    assert described.keys() == {
+        name for name, value in flat(to_dict(Config())).items() if not isinstance(value, dict)
+    }
+    assert all(
+        setting.default == flat(to_dict(Config()))[name] for name, setting in described.items()
+    )
+    meanings = [setting.meaning for setting in described.values() if setting.meaning]
+    assert len(set(meanings)) == len(meanings) > 80

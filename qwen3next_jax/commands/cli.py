@@ -22,6 +22,7 @@ from absl import app, flags, logging
 
 from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict, registry
+from qwen3next_jax.config.describe import settings
 from qwen3next_jax.config.files import (
     apply_overrides,
     fill_from_tokenizer,
@@ -170,19 +171,35 @@ def _help(doc: str) -> str:
         entries.append(
             (f"--{flag.name}" + "=…" * (not flag.boolean), flag.help.partition(";\n")[0] + default)
         )
-    if "config" in flags.FLAGS:
-        entries.append(
-            (
-                "--config.GROUP.NAME=…",
-                "any setting of the configuration: qwen3next_jax/config/ lists them with their "
-                "defaults",
-            )
-        )
     for name, text in entries:
-        lines += textwrap.wrap(
-            text, width, initial_indent=f"  {name:22} ", subsequent_indent=" " * 25
-        )
+        lines += _entry(name, text, width)
+    if "config" in flags.FLAGS:
+        lines += _help_of_settings(width)
     return "\n".join(lines)
+
+
+def _help_of_settings(width: int) -> list[str]:
+    """Lines of `--help`: every setting by group, with its default and its meaning."""
+    lines = ["", "settings, with their defaults:"]
+    group = None
+    for name, default, meaning in settings(Config):
+        if name.rpartition(".")[0] != group:
+            group = name.rpartition(".")[0]
+            lines.append("")
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        lines += _entry(f"--config.{name}={default}", meaning, width)
+    return lines
+
+
+def _entry(name: str, text: str, width: int) -> list[str]:
+    """Lines of `--help`: the name, and the text behind it or below it."""
+    if len(name) > 22:
+        return [
+            f"  {name}",
+            *textwrap.wrap(text, width, initial_indent=" " * 25, subsequent_indent=" " * 25),
+        ]
+    return textwrap.wrap(text, width, initial_indent=f"  {name:22} ", subsequent_indent=" " * 25)
 
 
 def define_config_flag() -> Callable[..., Config | None]:
