@@ -33,7 +33,7 @@ from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.block import GIVEN, mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
@@ -663,8 +663,18 @@ def test_every_line_traces_in_bfloat16(name):
     """Also those whose values only slow tests look at: packed rows and a cached token, whose
     cache goes on as it was.
     """
-    config, kind = dataclasses.replace(base(name), dtype="bfloat16"), mixer_class(name)
+    kind, read = mixer_class(name), set()
+
+    class Recorded(ModelConfig):
+        def __getattribute__(self, setting):
+            read.add(setting)
+            return super().__getattribute__(setting)
+
+    config = Recorded(**vars(dataclasses.replace(base(name), dtype="bfloat16")))
+    read.clear()  # of its own checks
     graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
+    # what it says of the settings that are refused where no layer reads them
+    assert read & set(GIVEN) == set(kind.settings) & set(GIVEN)
     x, one = (
         jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1)
     )

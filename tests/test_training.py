@@ -3,6 +3,7 @@ and refusals.
 """
 
 import dataclasses
+import itertools
 import json
 import shutil
 import signal
@@ -212,9 +213,32 @@ def test_schedules():
         OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="warmup_stable_decay"), 100
     )
     assert [float(stable(s)) for s in (0, 10, 79, 99)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
-    assert float(
-        learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=100), 5)(4)
-    ) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "warmup_stable_decay", "constant"])
+def test_the_last_step_of_every_schedule_is_at_its_final_fraction(schedule):
+    wrong = []
+    for steps, warmup, decay, final in itertools.product(
+        (1, 2, 3, 10), (0, 1, 2, 9, 10, 100), (0.0, 0.01, 0.2, 1.0), (0.0, 0.1, 1.0)
+    ):
+        settings = OptimizerConfig(
+            learning_rate=2.0,
+            schedule=schedule,
+            warmup_steps=warmup,
+            decay_fraction=decay,
+            final_fraction=final,
+        )
+        rates = np.array(learning_rate_schedule(settings, steps)(np.arange(steps)))
+        last = 2.0 if schedule == "constant" else 2.0 * final
+        good = (
+            np.allclose(rates[-1], last, atol=1e-6)
+            and (steps == 1 or rates[0] > 0)
+            and rates.min() >= 0
+            and rates.max() < 2.0 + 1e-6
+        )
+        if not good:
+            wrong.append((steps, warmup, decay, final, rates))
+    assert not wrong, f"{len(wrong)} of them, such as {wrong[0]}"
 
 
 def test_decay_rates_never_decay_and_norms_only_if_asked():

@@ -8,12 +8,22 @@ import importlib.util
 import pathlib
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, short
-from qwen3next_jax.config import default_config
+from qwen3next_jax.config import Config, default_config
 
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+class Given(NamedTuple):
+    """What a user gives. overrides: names of the settings on the command line. file: the config
+    file; alone: its configuration without them, None where it has none by itself.
+    """
+
+    overrides: frozenset[str]
+    file: pathlib.Path
+    alone: Config | None
 
 
 def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
@@ -77,6 +87,21 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
             "configs/tiny.py"
         )
     return config.to_dict()
+
+
+def names_in(path: pathlib.Path) -> frozenset[str]:
+    """The names that stand in the code of a Python file. A setting that is not among them is one
+    that the file has from another file, or from the defaults.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value.rpartition(".")[2])
+    return frozenset(found)
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:

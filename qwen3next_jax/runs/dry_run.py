@@ -12,6 +12,7 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.inference.decode import check_request
+from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_leader, together
 from qwen3next_jax.runs import preflight
@@ -47,6 +48,8 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         "gradients": _bytes(state["params"]),
     }
     limit = memory()[1]
+    for line in partial_ablations(config.model):
+        print(line)
     print(
         f"{config.name}: {sum(leaf.size for leaf in jax.tree.leaves(state['params'])):,} "
         f"parameters on {mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"

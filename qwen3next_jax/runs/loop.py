@@ -21,7 +21,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request, complete
 from qwen3next_jax.interop.huggingface import check_hf, load_params
-from qwen3next_jax.model.block import split_sizes
+from qwen3next_jax.model.block import partial_ablations, split_sizes
 from qwen3next_jax.processes.distributed import (
     BatchShare,
     StopVote,
@@ -129,6 +129,8 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
             else:
                 beginning = branching.describe(config, data, parent)
             print(f"{workdir}: {beginning}", flush=True)
+            for line in partial_ablations(config.model):
+                print(line, flush=True)
         if new := not first_step:
             state, begins = start_state(config, mesh, data, parent)
         else:

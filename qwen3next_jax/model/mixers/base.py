@@ -22,7 +22,7 @@ class Mixer(nnx.Module):
     `splits`.
 
     settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`,
-    `yarn_factor`), of `MixerConfig` ("mixer.window")
+    `yarn_factor`, `decay_init`, `linear_conv_kernel_dim`), of `MixerConfig` ("mixer.window")
       and of `BlockConfig` ("block.rope_scaling"), which are refused where no layer reads them.
       cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are
       simply written over; "state" where it is as large after any number of tokens and has to be

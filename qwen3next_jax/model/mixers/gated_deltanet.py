@@ -29,7 +29,14 @@ class GatedDeltaNet(Recurrent):
     """
 
     names_kept = True
-    settings = (*Recurrent.settings, "decay_gate", "erase", "beta_gate", "linear_output_gate")
+    settings = (
+        *Recurrent.settings,
+        "decay_gate",
+        "decay_init",
+        "erase",
+        "beta_gate",
+        "linear_output_gate",
+    )
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         self.config = c = config

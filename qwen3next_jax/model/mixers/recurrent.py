@@ -78,7 +78,7 @@ class Recurrent(Mixer):
     mean over rows. Means are over the counted tokens.
     """
 
-    settings = ("short_convolution", "delta_rule")
+    settings = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
     convolved: ClassVar[bool] = True
     activation = staticmethod(jax.nn.silu)  # of the output gate
 
