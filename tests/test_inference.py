@@ -528,6 +528,9 @@ def test_all_end_tokens_count(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
     assert end_tokens(tmp_path, 8) == {3, 5, 7}
+    (tmp_path / "config.json").write_text('{"text_config": [1]}')
+    assert end_tokens(tmp_path, 8) == {3, 5}
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     with pytest.raises(
         UserError,
         match=re.escape("config.json: eos_token_id = [7]: expected a token's number, 0 … 6"),

@@ -2,6 +2,8 @@
 more than the numbers.
 """
 
+import csv
+import io
 import json
 import os
 import signal
@@ -648,6 +650,15 @@ def test_report_and_table_hold_every_point_and_its_command(tmp_path):
         "model.layer_types": [],
         "train.seed": 0,
     }
+
+
+def test_no_cell_of_the_table_is_a_formula(tmp_path):
+    sweep, results = _results(tmp_path, {("1:1", 0): {"heldout loss": -0.5, "@name": 1.0}})
+    command = '=HYPERLINK("file:///")'
+    head, row = csv.reader(io.StringIO(to_csv(sweep, results, {results[0].point.name: command})))
+    cells = dict(zip(head, row, strict=True))
+    assert cells["heldout loss"] == "-0.5" and cells["'@name"] == "1.0"
+    assert cells["command"] == f"'{command}"
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def define_config_flag() -> Callable[..., Config | None]:
     for the validated Config (`required=False`: None where the flag is not given).
     """
     holder = flags.DEFINE_string(
-        "config", None, "Python file with get_config(), such as configs/tiny.py"
+        "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
     )
 
     def get(required: bool = True) -> Config | None:

@@ -6,7 +6,7 @@
 The same command after an interruption goes on where it was; finished points are not run again.
 report.html and results.csv in the workdir are rewritten whenever a point ends. With --emit the
 points run elsewhere, each by the command printed for it; once all have, this command without
---emit writes their report.
+--emit writes their report. A sweep file is Python and is run as such.
 """
 
 import ast

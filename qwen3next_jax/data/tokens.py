@@ -223,7 +223,8 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
             token = json_files.read(config_path).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
+            # not by `token_to_id`, which fails at a lone surrogate
+            if not isinstance(token, str) or token not in tokenizer.get_vocab():
                 raise UserError(
                     f"{config_path}: eos_token {short(token)} is not in the vocabulary of {path}: "
                     "expected one of its tokens"

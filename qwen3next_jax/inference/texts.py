@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from etils import epath
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, reason, told
+from qwen3next_jax.common.errors import UserError, reason, short, told
 
 _LONGEST = 1 << 20  # characters that a template may make
 
@@ -25,14 +25,17 @@ def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
             continue
         with told(f"{file}: cannot be read", OSError, ValueError):
             fields = json_files.read(file)
-        ids = fields.get("eos_token_id", (fields.get("text_config") or {}).get("eos_token_id"))
+        inner = fields.get("text_config")
+        if "eos_token_id" not in fields and isinstance(inner, dict):
+            fields = inner
+        ids = fields.get("eos_token_id")
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(
             isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids
         ):
             raise UserError(
-                f"{file}: eos_token_id = {ids}: expected a token's number, 0 … {vocab_size - 1}, "
-                "or a list of them"
+                f"{file}: eos_token_id = {short(ids)}: expected a token's number, 0 … "
+                f"{vocab_size - 1}, or a list of them"
             )
         found |= set(ids)
     return found
