@@ -4,6 +4,7 @@ and what cannot be is said in a line.
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 
@@ -22,12 +23,14 @@ from qwen3next_jax.config import (
     OptimizerConfig,
     TelemetryConfig,
     TrainConfig,
+    to_dict,
 )
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
-from qwen3next_jax.runs import manifest, preflight
+from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import read_run, write_run
+from qwen3next_jax.runs.load import began_with
 from qwen3next_jax.runs.loop import start_state, train
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.stages import open_stages
@@ -105,7 +108,8 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     assert np.any(trained["params"]["layers"][0]["mlp"]["router_bias"])
     digest = digests.of_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
     record = read_run(tmp_path / "branch")["parent"]
-    assert record == {"path": str(gone), "step": BRANCHED, "manifest": digest}
+    whose = {"path": str(gone), "step": BRANCHED, "run": read_run(parent)["id"]}
+    assert record == whose | {"manifest": digest}
 
     shutil.rmtree(gone)
     shutil.rmtree(tmp_path / "branch" / "checkpoints" / "30")
@@ -191,12 +195,96 @@ def test_what_cannot_be_is_told_before_anything_is_read(
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+@pytest.mark.parametrize("when", ["as it is digested", "before it is read", "while it is read"])
+def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when, change):
+    """And so what a rewind to step 0 loads, which reads it once more."""
+    theirs = tmp_path / "parent"
+    shutil.copytree(parent, theirs)
+    config = with_(train={"init_from": f"{theirs}@{BRANCHED}"})
+    other = saved(parent, BRANCHED)
+    other["params"] = jax.tree.map(lambda leaf: leaf + 1, other["params"])
+
+    def happens():
+        monkeypatch.undo()
+        shutil.rmtree(theirs / "checkpoints" / str(BRANCHED))
+        if change == "replaced":
+            with Checkpoints(theirs, CheckpointConfig()) as checkpoints:
+                checkpoints.save(BRANCHED, other)
+
+    def digested(*args, looks=manifest.find_damage, **kwargs):
+        damage = looks(*args, **kwargs)
+        happens()
+        return damage
+
+    def read(*args, reads=checkpoint.read_arrays, **kwargs):
+        happens()
+        return reads(*args, **kwargs)
+
+    if when == "as it is digested":
+        monkeypatch.setattr(manifest, "find_damage", digested)
+    with pytest.raises(UserError, match=f"checkpoints/{BRANCHED}: ") as told:
+        found = preflight.find_parent(config, tmp_path / "nowhere")
+        if when == "before it is read":
+            happens()
+        elif when == "while it is read":
+            monkeypatch.setattr(checkpoint, "read_arrays", read)
+        start_state(config, one_device(), open_stages(config), found)
+    assert "\n" not in str(told.value)
+
+
+def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
+    theirs = tmp_path / "parent"
+    shutil.copytree(parent, theirs)
+    os.truncate(max((theirs / "checkpoints" / "30").rglob("d/*")), 1)
+    for init_from, says in ((theirs, True), (f"{theirs}@20", False)):
+        config = with_(train={"init_from": str(init_from)})
+        found = preflight.find_parent(config, tmp_path)
+        text = branching.describe(config, open_stages(config), found)
+        assert found["step"] == 20 and "step 20" in text and ("step 30" in text) == says
+
+
+def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
+    def record(folder, its_id, parent=None, **of_parent):
+        config = with_(train={"init_from": parent or f"{tmp_path}/hf"})
+        record = {"config": to_dict(config)} | ({"id": its_id} if its_id else {})
+        where = {"path": f"{tmp_path}/{parent}", "step": 10, "manifest": "0" * 20}
+        (tmp_path / folder / "checkpoints" / "10").mkdir(parents=True, exist_ok=True)
+        write_run(tmp_path / folder, record | ({"parent": where | of_parent} if parent else {}))
+
+    record("first", "1")
+    record("older", "")  # of code that gave runs no id
+    (tmp_path / "older/checkpoints/10/manifest.json").write_text("{}")
+    record("second", "2", "first", run="1")
+    record("third", "3", "second", run="2")
+    record("from older", "4", "older", manifest=digests.of("{}")[:20])
+    for folder in ("first", "third", "from older"):
+        assert began_with(tmp_path / folder) == tmp_path / "hf"
+
+    record("replaced", "5", "first", run="another")
+    record("unknown", "6", "older")
+    record("moved", "7", "moved", run="1")  # to its parent's path
+    record("one", "8", "two", run="9")
+    record("two", "9", "one", run="8")
+    record("of files", "10", "files", run="1")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/config.json").write_text("{}")
+    ways = {"replaced": "first", "unknown": "older", "moved": "moved", "of files": "files"}
+    for folder, named in (ways | {"one": "one", "two": "two"}).items():
+        with pytest.raises(UserError, match=f"{tmp_path}/{named}: .*--source"):
+            began_with(tmp_path / folder)
+
+
 def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_with(
     parent, tmp_path
 ):
     """Although its parent has saved later ones since."""
     config = with_(train={"init_from": str(parent)})
     assert preflight.find_parent(config, tmp_path)["step"] == STEPS
-    write_run(tmp_path, {"parent": {"step": BRANCHED}})
+    # a record of older code has no id of the parent, and still is that of the same one
+    older = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent)}
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
-    assert preflight.find_parent(config, tmp_path)["step"] == BRANCHED
+    for begun in (older, older | {"run": "0"}):
+        write_run(tmp_path, {"parent": begun})
+        found = preflight.find_parent(config, tmp_path)
+        assert found["step"] == BRANCHED and found.keys() == begun.keys()

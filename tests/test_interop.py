@@ -694,6 +694,11 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
     (tmp_path / ".new.partial" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
         save_hf(new_model(), tmp_path / "new", identity="a")
+    for progress in ({"files": {}}, {"identity": "a", "files": {}}, {"identity": "a"}, {}, "[]"):
+        (tmp_path / ".new.partial" / "progress.json").write_text(json.dumps(progress))
+        with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
+            save_hf(new_model(), tmp_path / "new", identity="a")
+    (tmp_path / ".new.partial" / "progress.json").unlink()
     with (
         monkeypatch.context() as patch,
         pytest.raises(UserError, match="0.1 MB are to be written, and its disk has 0.0 MB free"),

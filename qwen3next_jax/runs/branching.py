@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import read_config, read_run
 from qwen3next_jax.runs.preflight import Parent
 from qwen3next_jax.training.guards import renewed
-from qwen3next_jax.training.stages import Reading, parts_of, recorded, stage_of
+from qwen3next_jax.training.stages import Reading, Readings, parts_of, recorded, stage_of
 from qwen3next_jax.training.step import State, abstract_train_state, init_state
 
 
@@ -33,7 +34,9 @@ def start_state(
       UserError: the checkpoint is damaged, or of another structure.
     """
     folder, step = pathlib.Path(parent["path"]), parent["step"]
-    abstract, theirs = abstract_train_state(config, mesh), read_config(folder)
+    # Read before the checkpoint, which is then found to be the one of `parent` and of this run.
+    run, theirs = read_run(folder), read_config(folder)
+    abstract = abstract_train_state(config, mesh)
     whole = config.train.init_state == "all"
     wanted = (
         abstract_train_state(dataclasses.replace(config, guards=theirs.guards), mesh)
@@ -46,12 +49,14 @@ def start_state(
             step,
             {name: wanted[name] for name in (wanted if whole else ("params", "step"))},
             whole=False,
+            digest=parent["manifest"],
         )
     if not whole:
         return init_state(config, mesh, state["params"]), Reading(
             data[0].fingerprint, data[0].batch_size
         )
-    before, now = _readings(config, data, parent, int(state["guards"]["data_offset"]))
+    offset = int(state["guards"]["data_offset"])
+    before, now = _readings(config, data, step, recorded(run, theirs), offset)
     same_window = before.like(now) and theirs.guards.window == config.guards.window
     return state | {"guards": renewed(config.guards, state["guards"], 0, same_window)}, now
 
@@ -60,21 +65,20 @@ def describe(config: Config, data: Sequence[Data], parent: Parent | None) -> str
     """How a run begins, in words."""
     if not parent:
         return "making the first state"
-    text = f"beginning with {parent['path']} after step {parent['step']}: its weights"
-    if read_run(pathlib.Path(parent["path"]))["tokenizer"] != data[0].tokenizer.fingerprint:
+    run, theirs = (read(pathlib.Path(parent["path"])) for read in (read_run, read_config))
+    older = preflight.passed_over(config.train.init_from, parent)
+    text = f"beginning with {parent['path']} after step {parent['step']}{older}: its weights"
+    if run["tokenizer"] != data[0].tokenizer.fingerprint:
         text += ", which know OTHER TOKENS than those of this tokenizer"
     if config.train.init_state == "weights":
         return f"{text} (step 0, a new optimizer, the data from their first batch)"
-    before, now = _readings(config, data, parent)
+    before, now = _readings(config, data, parent["step"], recorded(run, theirs))
     rows = (
         "go on behind the rows that it took"
         if now.row or now.starts.keys() & {now.fingerprint, *now.streams}
         else ("begin with their first row, as they are others")
     )
-    same_window = (
-        before.like(now)
-        and read_config(pathlib.Path(parent["path"])).guards.window == config.guards.window
-    )
+    same_window = before.like(now) and theirs.guards.window == config.guards.window
     return (
         f"{text}, optimizer and step; the data {rows}; the guards' window "
         f"{'goes on' if same_window else 'begins anew'}"
@@ -82,11 +86,9 @@ def describe(config: Config, data: Sequence[Data], parent: Parent | None) -> str
 
 
 def _readings(
-    config: Config, data: Sequence[Data], parent: Parent, data_offset: int = 0
+    config: Config, data: Sequence[Data], step: int, readings: Readings, data_offset: int = 0
 ) -> tuple[Reading, Reading]:
-    """What the parent read to the end, and what this run reads first."""
-    folder, step = pathlib.Path(parent["path"]), parent["step"]
-    readings = recorded(read_run(folder), read_config(folder))
+    """What the parent, of these `readings`, read until `step`, and what this run reads first."""
     before = readings[stage_of(readings, step)]
     now = next(rows for part, rows in zip(parts_of(config), data, strict=True) if step < part.last)
     return before, before.then(step, now, data_offset)

@@ -10,6 +10,7 @@ import concurrent.futures
 import logging
 import os
 import pathlib
+import re
 import shutil
 import time
 from collections.abc import Container
@@ -163,21 +164,42 @@ class Checkpoints:
         told, self._events = self._events, []
         return told
 
-    def restore(self, step: int, abstract_state: State, whole: bool = True) -> State:
+    def restore(
+        self, step: int, abstract_state: State, whole: bool = True, digest: str | None = None
+    ) -> State:
         """The state saved after `step` steps, in the structure, dtypes and shardings of
         `abstract_state`, which may be a part of it (the parameters without the optimizer's
         moments) where `whole` is False.
 
+        Args:
+          digest: what `manifest.digest` of the checkpoint, or its first digits, must be.
+
         Raises:
-          UserError: there is no such checkpoint, it is damaged, or it belongs to another model.
+          UserError: there is no such checkpoint, it is damaged, it belongs to another model, it
+          is not the one of `digest`, or it changed while it was read.
         """
         where = self.directory / str(step)
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
+        # The folder may be another run's, which deletes old checkpoints while this one reads.
+        before = manifest.stamp(where)
+        if digest is not None and not (manifest.digest(where) or "").startswith(digest):
+            raise UserError(
+                f"{where}: not the checkpoint of which this run took the digest {digest}: it was "
+                "removed or replaced since: put it back, or begin a new --workdir with a "
+                "checkpoint that stays"
+            )
         if step != self._found_good and (damage := self._damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
-        state = read_arrays(where, abstract_state, whole)
+        try:
+            state = read_arrays(where, abstract_state, whole)
+        finally:  # whatever the reader made of files that changed under its hands
+            if manifest.stamp(where) != before:
+                raise UserError(
+                    f"{where}: removed or replaced while it was read: start again, with a "
+                    "checkpoint that stays (the run that wrote it deletes old ones)"
+                )
         # older manifests do not name it
         if "step" in state and (held := int(state["step"])) != step:
             raise UserError(
@@ -278,9 +300,12 @@ class Checkpoints:
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
-        found = sorted(
-            target.parent.iterdir(), key=lambda path: [int(part) for part in path.name.split("-")]
-        )
+        found = [  # what has another name was put there by someone else
+            path
+            for path in target.parent.iterdir()
+            if re.fullmatch("[0-9]+-[0-9]+", path.name) and path.is_dir()
+        ]
+        found.sort(key=lambda path: [int(part) for part in path.name.split("-")])
         for old in found[: -self._keep.keep_last]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -315,6 +340,8 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, whole: bool = True)
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise UserError(f"{folder}: not a checkpoint of this model ({reason})") from error
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror or error})") from error
     return with_keys_of(restored, abstract_state)
 
 

@@ -94,7 +94,8 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     parent = preflight.find_parent(config, workdir, restart)
     branch = (
         parent
-        and f"{parent['path']}, step {parent['step']}, train.init_state = {train.init_state!r}"
+        and f"{parent['path']}, step {parent['step']}"
+        f"{preflight.passed_over(train.init_from, parent)}, train.init_state = {train.init_state!r}"
     )
     begin = (
         f"after step {step}"

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import time
@@ -226,8 +227,17 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
     """
     folder = workdir / "checkpoints"
     return (
-        sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+        sorted(int(p.name) for p in folder.iterdir() if names_step(p.name))
+        if folder.is_dir()
+        else []
     )
+
+
+def names_step(name: str) -> bool:
+    """Whether a folder of this name holds what was saved after a step: digits, as Python writes
+    a number (neither "007" nor "²").
+    """
+    return re.fullmatch("0|[1-9][0-9]{0,17}", name) is not None
 
 
 def check_nothing_lost(workdir: pathlib.Path) -> None:

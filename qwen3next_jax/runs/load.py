@@ -13,7 +13,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
@@ -26,6 +26,7 @@ from qwen3next_jax.processes.launch import Launch
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import load_trained
 from qwen3next_jax.runs.folder import read_config, read_run
+from qwen3next_jax.runs.preflight import is_parent
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.training.step import compute_mesh
 
@@ -74,6 +75,9 @@ def load_model(
             config.parallel.mesh,
         )
         model, config, step = load_trained(folder, step, places)
+        where = folder / "checkpoints" / str(step)
+        identity = manifest.digest(where)
+        require(identity is not None, f"{where}: removed while it was read: start again")
         own = folder / "tokenizer"
         data = dataclasses.replace(config.data, tokenizer=str(own)) if own.exists() else config.data
         tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
@@ -82,13 +86,7 @@ def load_model(
                 f"{data.tokenizer}: not the tokenizer that {path} was trained with (its "
                 "fingerprint differs from that in run.json): damaged, or another; restore it"
             )
-        return LoadedModel(
-            model,
-            tokenizer,
-            step,
-            places,
-            digests.of_file(folder / "checkpoints" / str(step) / manifest.NAME),
-        )
+        return LoadedModel(model, tokenizer, step, places, identity)
     if (folder / "config.json").exists():
         if step is not None:
             raise UserError(
@@ -115,15 +113,26 @@ def load_model(
 
 
 def began_with(path: str | pathlib.Path) -> pathlib.Path | None:
-    """The Hugging Face directory that a run began with, or the run that it began with; None
-    where there was none. It may be gone.
+    """The Hugging Face directory that a run began with, or the run that it began with, and so
+    on; None where there was none. The directory may be gone.
+
+    Raises:
+      UserError: a run on the way is gone, or its path holds something else by now.
     """
-    while ((folder := pathlib.Path(path)) / "run.json").exists():
-        parent, path = read_run(folder).get("parent"), read_config(folder).train.init_from
-        if not path:
-            return None
-        path = parent["path"] if parent else path
-    return folder
+    folder, seen = pathlib.Path(path), set()
+    if not (folder / "run.json").exists():
+        return folder
+    while parent := read_run(folder).get("parent"):
+        seen.add(folder.resolve())
+        child, folder = folder, pathlib.Path(parent["path"])
+        require(
+            folder.resolve() not in seen and is_parent(folder, parent),
+            f"{folder}: not there, or no longer the run that {child} began with, and an export "
+            "has the form of the Hugging Face directory that its model began with: give "
+            "--source=DIR, or --form",
+        )
+    init_from = read_config(folder).train.init_from
+    return pathlib.Path(init_from) if init_from else None
 
 
 @contextlib.contextmanager

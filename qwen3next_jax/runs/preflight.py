@@ -9,7 +9,6 @@ import pathlib
 import re
 from typing import Any
 
-from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.further.kin import weights_differ
@@ -27,7 +26,7 @@ from qwen3next_jax.runs.folder import (
 from qwen3next_jax.training.stages import parts_of
 
 # Of the run that another one begins with, as run.json holds it: path, step, manifest (digest of
-# that checkpoint's).
+# that checkpoint's), run (its id, where it has one).
 Parent = dict[str, Any]
 OF_EXPERTS = {
     "num_experts_per_tok",
@@ -110,15 +109,16 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
         path.resolve() != workdir.resolve(),
         f"{where}: that is the folder of this run: give another --workdir",
     )
-    theirs, saved = read_config(path), saved_steps(path)
-    if step is None and not restart and is_trained(workdir):
-        step = read_run(workdir).get("parent", {}).get("step")
+    theirs, saved, theirs_id = read_config(path), saved_steps(path), run_id(path)
+    begun = read_run(workdir).get("parent", {}) if not restart and is_trained(workdir) else {}
+    if step is None:
+        step = begun.get("step")
     if step is None:
         step = next(
             (
                 s
                 for s in reversed(saved)
-                if manifest.find_damage(path / "checkpoints" / str(s), True, run_id(path)) is None
+                if manifest.find_damage(path / "checkpoints" / str(s), True, theirs_id) is None
             ),
             None,
         )
@@ -133,7 +133,12 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
         f"{', '.join(map(str, saved)) or 'none'}",
     )
     folder = path / "checkpoints" / str(step)
-    damage = manifest.find_damage(folder, sizes_only=True, run=run_id(path))
+    # The digest comes first: what is found whole after it is what it names, or is refused when
+    # the weights are read.
+    digest = manifest.digest(folder)
+    damage = manifest.find_damage(folder, sizes_only=True, run=theirs_id)
+    if digest is None:
+        damage = damage or "it is being written or removed"
     require(damage is None, f"{where}: {folder}: damaged: {damage}")
     if train.init_state == "all":
         require(
@@ -150,8 +155,37 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
     return {
         "path": str(path.absolute()),
         "step": step,
-        "manifest": digests.of_file(folder / manifest.NAME)[:20],
+        "manifest": digest[:20],
+        # a record of older code lacks it, and goes on without
+        **({"run": theirs_id} if theirs_id and (not begun or "run" in begun) else {}),
     }
+
+
+def passed_over(init_from: str, parent: Parent) -> str:
+    """What to say of newer checkpoints of `parent` that are damaged, where `train.init_from`
+    names no step and so means the newest one; else nothing.
+    """
+    path, step = _split(init_from)
+    if step is not None:
+        return ""
+    found = {
+        step: manifest.find_damage(path / "checkpoints" / str(step), True, run_id(path))
+        for step in saved_steps(path)
+        if step > parent["step"]
+    }
+    return "".join(
+        f"; step {step} is passed over: {damage}" for step, damage in found.items() if damage
+    )
+
+
+def is_parent(folder: pathlib.Path, parent: Parent) -> bool:
+    """Whether `folder` still holds the run that `parent` was taken from, whose checkpoint may be
+    gone. A record without an id is told by the checkpoint alone.
+    """
+    if "run" in parent:
+        return run_id(folder) == parent["run"]
+    digest = manifest.digest(folder / "checkpoints" / str(parent["step"])) or ""
+    return digest[:20] == parent["manifest"]
 
 
 def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
