@@ -38,7 +38,10 @@ class Mixer(nnx.Module):
     names_kept: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
-        """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them."""
+        """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them,
+        each less than `num_hidden_layers`. The multi-token prediction module's layer has the
+        number of the model's last layer.
+        """
         raise NotImplementedError
 
     def __call__(
