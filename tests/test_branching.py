@@ -2,6 +2,7 @@
 and what cannot be is said in a line.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from qwen3next_jax.commands import evaluate
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
@@ -25,10 +27,13 @@ from qwen3next_jax.config import (
     TrainConfig,
     to_dict,
 )
+from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
-from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
-from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.runs import branching, checkpoint, dry_run, manifest, preflight
+from qwen3next_jax.runs import folder as run_folder
+from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
 from qwen3next_jax.runs.load import began_with
 from qwen3next_jax.runs.loop import start_state, train
@@ -273,6 +278,94 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     for folder, named in (ways | {"one": "one", "two": "two"}).items():
         with pytest.raises(UserError, match=f"{tmp_path}/{named}: .*--source"):
             began_with(tmp_path / folder)
+
+
+def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are_read(
+    parent, tmp_path
+):
+    """How many rows a table of positions has, over which distance a filter is spread."""
+    model = dataclasses.replace(CONFIG.model, linear_num_key_heads=1, linear_num_value_heads=1)
+    for i, (settings, reads) in enumerate(
+        [
+            ({}, True),
+            ({"block": BlockConfig(positions="learned")}, False),
+            ({"full_mixer": "hyena"}, False),
+        ]
+    ):
+        folder, bound = tmp_path / str(i), dataclasses.replace(model, **settings)
+        shutil.copytree(parent, folder)
+        trained = dataclasses.replace(CONFIG, model=bound)
+        write_run(folder, read_run(folder) | {"config": to_dict(trained)})
+        wider = dataclasses.replace(bound, max_position_embeddings=2**19)
+        begins = dataclasses.replace(CONFIG.train, init_from=str(folder))
+        for meets in (
+            lambda: preflight.check(
+                dataclasses.replace(CONFIG, model=wider, train=begins), tmp_path / "new"
+            ),
+            lambda: evaluate._config_of_run(dataclasses.replace(CONFIG, model=wider), folder),
+        ):
+            with (
+                contextlib.nullcontext()
+                if reads
+                else pytest.raises(UserError, match="max_position_embeddings")
+            ):
+                meets()
+
+
+def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkeypatch):
+    """Where a run goes on, begins with another one, is loaded; a record without versions counts as
+    the first, and of a mixer that changed before there were any, as its commit says.
+    """
+    folder = tmp_path / "parent"
+    shutil.copytree(parent, folder)
+    record = read_run(folder)
+    assert record.pop("versions")["gated_attention"] == 1
+    for older in (False, True):
+        if older:
+            write_run(folder, record)
+        load_trained(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(GatedAttention, "version", 2, raising=False)
+            branch = with_(train={"init_from": str(folder)})
+            for meets in (
+                lambda: load_trained(folder),
+                lambda: train(with_(train={"steps": STEPS + 1}), folder),
+                lambda: train(branch, tmp_path / "branch"),
+            ):
+                with pytest.raises(UserError, match="version 1 of gated_attention .* version 2"):
+                    meets()
+    assert not (tmp_path / "branch" / "checkpoints").exists()
+
+    of_gdn2 = dataclasses.replace(CONFIG.model, full_mixer="gdn2")
+    config = to_dict(dataclasses.replace(CONFIG, model=of_gdn2))
+    changed = run_folder._CHANGED_UNVERSIONED["gdn2"]
+    # commits of a history in which the change stands between the first and the last
+    history = ["a" * 12, changed, "b" * 12]
+
+    def git(command, *arguments):
+        commits = [argument.split("^")[0] for argument in arguments if argument[0] != "-"]
+        if not set(commits) <= set(history):
+            return None
+        ancestor = command == "cat-file" or history.index(commits[0]) <= history.index(commits[1])
+        return "" if ancestor else None
+
+    monkeypatch.setattr(run_folder, "_git", git)
+    for code, version in ((history[0], 0), (f"{history[0]}+", 0), (history[2], 1), ("0.1.0", 1)):
+        write_run(folder, record | {"config": config, "code": code})
+        with (
+            contextlib.nullcontext()
+            if version
+            else pytest.raises(UserError, match="version 0 of gdn2")
+        ):
+            run_folder.check_versions(folder)
+
+
+def test_a_rehearsed_branch_counts_what_it_has_left(parent, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "make_mesh", lambda _: one_device())
+    for whole, steps in (("all", "20 steps (11 … 30)"), ("weights", "30 steps (1 … 30)")):
+        config = with_(train={"init_from": f"{parent}@{BRANCHED}", "init_state": whole})
+        assert dry_run.rehearse(config, tmp_path) == 0
+        assert f" in {steps}" in capsys.readouterr().out
 
 
 def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_with(

@@ -255,6 +255,34 @@ def test_every_mixer_predicts_several_tokens(name):
     assert all(np.abs(matrix).max() > 1e-6 for matrix in matrices)
 
 
+READ_CONTEXT = ("hyena", "dynamic_ntk")  # max_position_embeddings, the one with its weights alone
+
+
+@pytest.mark.parametrize(
+    "name", [*READ_CONTEXT, *quick([n for n in (*MIXERS, "retention") if n not in READ_CONTEXT])]
+)
+def test_a_mixer_declares_the_settings_that_give_its_weights_their_meaning(name):
+    """Weights may be read with another context unless the mixer says otherwise: the same arrays
+    then have the same shapes and give the same outputs. (As programs first, which are not
+    compiled.)
+    """
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (2, T))
+
+    def read_with(context):
+        config = dataclasses.replace(base(name), max_position_embeddings=context, yarn_factor=1.0)
+        graph, params = nnx.split(
+            nnx.eval_shape(lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
+        )
+        return params, lambda params: _run(graph, params, X, Context(positions))[0]
+
+    (params, one), (wider, other) = read_with(64), read_with(128)
+    same = jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, wider)
+    if same and str(jax.make_jaxpr(one)(params)) != str(jax.make_jaxpr(other)(params)):
+        filled = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype), params)
+        same = np.array_equal(one(filled), other(filled))
+    assert same == ("max_position_embeddings" not in mixer_class(name).meaning)
+
+
 MESHES = {"tensor": {"tensor": 2, "data": 2}, "context": {"context": 2}}
 
 

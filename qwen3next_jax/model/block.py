@@ -101,6 +101,19 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def versions(config: ModelConfig) -> dict[str, int]:
+    """The version of the mathematics of every mixer, and of every other part of a block, that the
+    model's settings name ("gdn2", "block.norm = rms"); 1 where it declares none.
+    """
+    parts = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    unread = {"mlp": not config.has_dense_mlps, "rope_scaling": config.yarn_factor == 1}
+    for setting in vars(config.block):
+        if not unread.get(setting):
+            name = getattr(config.block, setting)
+            parts[f"block.{setting} = {name}"] = config.block.of(setting)
+    return {name: getattr(part, "version", 1) for name, part in parts.items()}
+
+
 def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
     """What the layers' mixers ask of a mesh (see `sharding.mesh.check_divides`): the settings
     that `tensor` must divide, and the tokens read of a neighbour.

@@ -18,7 +18,7 @@ from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import read_config, read_run
-from qwen3next_jax.runs.preflight import Parent
+from qwen3next_jax.runs.preflight import Parent, compare_tokens
 from qwen3next_jax.training.guards import renewed
 from qwen3next_jax.training.stages import Reading, Readings, parts_of, recorded, stage_of
 from qwen3next_jax.training.step import State, abstract_train_state, init_state
@@ -63,13 +63,15 @@ def start_state(
 
 def describe(config: Config, data: Sequence[Data], parent: Parent | None) -> str:
     """How a run begins, in words."""
-    if not parent:
+    if not config.train.init_from:
         return "making the first state"
-    run, theirs = (read(pathlib.Path(parent["path"])) for read in (read_run, read_config))
-    older = preflight.passed_over(config.train.init_from, parent)
-    text = f"beginning with {parent['path']} after step {parent['step']}{older}: its weights"
-    if run["tokenizer"] != data[0].tokenizer.fingerprint:
-        text += ", which know OTHER TOKENS than those of this tokenizer"
+    run, theirs, beginning = None, None, f"the Hugging Face directory {config.train.init_from}"
+    if parent:
+        folder = pathlib.Path(parent["path"])
+        run, theirs = read_run(folder), read_config(folder)
+        older = preflight.passed_over(config.train.init_from, parent)
+        beginning = f"{parent['path']} after step {parent['step']}{older}"
+    text = f"beginning with {beginning}, reading {compare_tokens(config)}: its weights"
     if config.train.init_state == "weights":
         return f"{text} (step 0, a new optimizer, the data from their first batch)"
     before, now = _readings(config, data, parent["step"], recorded(run, theirs))

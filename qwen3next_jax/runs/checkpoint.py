@@ -29,6 +29,7 @@ from qwen3next_jax.processes.distributed import is_leader, leader_says
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_nothing_lost,
+    check_versions,
     read_config,
     run_id,
     saved_steps,
@@ -376,6 +377,7 @@ def load_trained(
     steps; on `mesh`, or (None) one device.
     """
     config = read_config(workdir)
+    check_versions(workdir)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
         if step is None:

@@ -37,11 +37,14 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     mesh = make_mesh(config.parallel)
     state = abstract_train_state(config, mesh)
     together(lambda: check_start(config, mesh, workdir, restart))
+    config = together(lambda: preflight.with_tokenizer(config, workdir, restart))
     data = together(lambda: _data(config))
     if not is_leader():
         return ExitCode.DONE
     train, kind = config.train, mesh.devices.flat[0].device_kind
     step = 0 if restart else _newest_step(workdir)
+    parent = preflight.find_parent(config, workdir, restart)
+    taken = parent["step"] if parent and train.init_state == "all" else step
     sizes = {
         "parameters": _bytes(state["params"]),
         "optimizer state": _bytes(state["opt_state"]),
@@ -67,9 +70,12 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     print(f"Data: {data}")
     total = 0.0
     for part in parts_of(config):
+        first = max(part.first, taken)
+        if part.last <= first:
+            continue
         one, steps, of = (
             part.config.train,
-            part.last - part.first,
+            part.last - first,
             f" of stage {part.name}" if part.name else "",
         )
         tokens, flops = (
@@ -79,7 +85,7 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         total += flops * tokens * steps
         print(
             f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {tokens:,} a step, "
-            f"{tokens * steps:,} in {steps:,} steps ({part.first + 1:,} … {part.last:,}), "
+            f"{tokens * steps:,} in {steps:,} steps ({first + 1:,} … {part.last:,}), "
             f"{-(-tokens // (one.gradient_accumulation * mesh.size)):,} a device and micro-batch"
         )
         print(
@@ -88,20 +94,22 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         )
     if train.stages:
         print(
-            f"Together: {tokens_seen(config, train.steps):,} tokens, {total:.4g} FLOPs in "
-            f"{train.steps:,} steps"
+            f"Together: {tokens_seen(config, train.steps) - tokens_seen(config, taken):,} tokens, "
+            f"{total:.4g} FLOPs in {train.steps - taken:,} steps"
         )
-    parent = preflight.find_parent(config, workdir, restart)
-    branch = (
-        parent
-        and f"{parent['path']}, step {parent['step']}"
-        f"{preflight.passed_over(train.init_from, parent)}, train.init_state = {train.init_state!r}"
-    )
-    begin = (
-        f"after step {step}"
-        if step
-        else f"from {branch or train.init_from or f'random weights (train.seed = {train.seed})'}"
-    )
+    if step:
+        begin = f"after step {step}"
+    elif not train.init_from:
+        begin = f"from random weights (train.seed = {train.seed})"
+    else:
+        model = (
+            f"{parent['path']}, step {parent['step']}"
+            f"{preflight.passed_over(train.init_from, parent)}, "
+            f"train.init_state = {train.init_state!r}"
+            if parent
+            else train.init_from
+        )
+        begin = f"from {model}, reading {preflight.compare_tokens(config)}"
     print(
         f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. "
         "Nothing has been written"

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, warn
 from qwen3next_jax.common.trees import flat
-from qwen3next_jax.config import Config, from_dict, to_dict
+from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.training.stages import SETTINGS, Part, parts_of, recorded
@@ -90,6 +90,9 @@ _WRITTEN = (
     "wandb_id",
 )
 _RESTART = "start anew with --restart, which keeps what is there in WORKDIR/before-TIME"
+# Records from before versions were written down count as version 1 of everything; those of code
+# before the commit named here, which gave a mixer other mathematics, as version 0 of it.
+_CHANGED_UNVERSIONED = {"gdn2": "c4831c447c9daa4279017641b02c9c77a02be147"}
 _FORMAT = 2  # of run.json; 1 had no such field, and could stand in a folder without metrics.jsonl
 
 
@@ -174,6 +177,8 @@ def open_run(
     """
     import jax
 
+    from qwen3next_jax.model.block import versions
+
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     # see `stages.Reading`
     data = [{"fingerprint": fingerprint} for fingerprint in data_fingerprints]
@@ -183,10 +188,11 @@ def open_run(
         "data": data,
         "tokenizer": tokenizer_fingerprint,
         "code": code_version(),
+        "versions": versions(config.model),
         "processes": jax.process_count(),
         "devices": devices,
     } | ({"parent": parent} if parent else {})
-    before = _read_trained(workdir)
+    before = trained_run(workdir)
     if before is None:
         return now | {"id": uuid.uuid4().hex, "changes": []}, []
     changes = _checked_changes(workdir, before, now)
@@ -208,7 +214,7 @@ def check_settings(workdir: pathlib.Path, config: Config) -> None:
     """Raises the UserError that `open_run` would raise for `config`, as far as that is known
     before data are opened.
     """
-    if (before := _read_trained(workdir)) is not None:
+    if (before := trained_run(workdir)) is not None:
         _checked_changes(workdir, before, {"config": _plain(config)})
 
 
@@ -264,7 +270,7 @@ def check_nothing_lost(workdir: pathlib.Path) -> None:
         )
 
 
-def _read_trained(workdir: pathlib.Path) -> dict[str, Any] | None:
+def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
     """run.json of a folder in which a run has taken steps, None of any other.
 
     Raises:
@@ -315,7 +321,10 @@ def _checked_changes(
     changes = [
         Change(name, old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and name != "format"
+        if old.get(name) != new.get(name)
+        # the versions are compared by `check_versions`
+        and name != "format"
+        and not name.startswith("versions.")
     ]
     # which changes the data's fingerprint, too
     changes.sort(key=lambda change: change.name != "tokenizer")
@@ -390,6 +399,46 @@ def _settings(part: Part) -> list[Any]:
             for name in names
         ),
     ]
+
+
+def check_versions(workdir: pathlib.Path) -> None:
+    """Raises UserError where the run in `workdir` was trained with another version of its model's
+    mathematics than this code has: its weights would silently mean something else.
+    """
+    from qwen3next_jax.model.block import versions
+
+    record, model = read_run(workdir), read_config(workdir).model
+    recorded = record.get("versions") or _unversioned(workdir, record, model)
+    for name, version in versions(model).items():
+        if recorded.get(name, 1) != version:
+            raise UserError(
+                f"{workdir}: its model was trained with version {recorded.get(name, 1)} of {name} "
+                f"(code {record.get('code')}), and this code has version {version}, with other "
+                "mathematics: use the run with that code, or train anew in another --workdir"
+            )
+
+
+def _unversioned(
+    workdir: pathlib.Path, record: dict[str, Any], model: ModelConfig
+) -> dict[str, int]:
+    """The versions other than 1 with which older code trained `model`, as far as the checkout's
+    history tells by the commit that `record` names.
+    """
+    code, older = str(record.get("code", "")).removesuffix("+"), {}
+    for name in {name for name, _ in model.layer_kinds} & _CHANGED_UNVERSIONED.keys():
+        changed = _CHANGED_UNVERSIONED[name]
+        known = re.fullmatch("[0-9a-f]{7,40}", code) and None not in (
+            _git("cat-file", "-e", f"{commit}^{{commit}}") for commit in (code, changed)
+        )
+        if not known:
+            warn(
+                f"{workdir}: trained with code {code or 'unknown'}, of which this checkout's "
+                f"history does not tell whether it is older than {changed[:12]}, where {name} got "
+                "other mathematics: if it is, its weights mean something else here"
+            )
+        elif _git("merge-base", "--is-ancestor", changed, code) is None:
+            older[name] = 0
+    return older
 
 
 def move_aside(workdir: pathlib.Path) -> None:

@@ -37,7 +37,15 @@ from qwen3next_jax.reporting.figures import main_values, named, record
 from qwen3next_jax.runs import branching, preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display, PreparationProgress, title
-from qwen3next_jax.runs.folder import RunLock, move_aside, open_run, read_run, saved_steps, seal
+from qwen3next_jax.runs.folder import (
+    RunLock,
+    check_versions,
+    move_aside,
+    open_run,
+    read_run,
+    saved_steps,
+    seal,
+)
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput, open_metrics, surroundings
@@ -71,6 +79,7 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
     together(lambda: check_start(config, mesh, workdir, restart))
+    config = together(lambda: preflight.with_tokenizer(config, workdir, restart))
 
     # Data
     with PreparationProgress() as progress:
@@ -528,6 +537,11 @@ def check_start(config: Config, mesh: Mesh, workdir: pathlib.Path, restart: bool
     at, every stage's batches on `mesh`, suites, the tensors of `init_from`.
     """
     preflight.check(config, workdir, restart)
+    if saved_steps(workdir) and not restart:
+        check_versions(workdir)
+    elif parent := preflight.find_parent(config, workdir, restart):
+        check_versions(pathlib.Path(parent["path"]))
+    config = preflight.with_tokenizer(config, workdir, restart)
     for part in parts_of(config):
         check_divides(part.config, mesh, *split_sizes(config.model))
     evaluation.check(

@@ -5,6 +5,7 @@ train.py asks this first where there is one process; `train` asks it again, of a
 together.
 """
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
@@ -13,6 +14,8 @@ from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.synthetic import TaskTokens
+from qwen3next_jax.data.tokens import load_tokenizer, same_tokens
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
@@ -22,6 +25,7 @@ from qwen3next_jax.runs.folder import (
     read_run,
     run_id,
     saved_steps,
+    trained_run,
 )
 from qwen3next_jax.training.stages import parts_of
 
@@ -37,17 +41,15 @@ OF_EXPERTS = {
     "mlp_only_layers",
 }
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape
-# or meaning.
+# or meaning. `weights_differ` adds those that the model's modules leave free.
 NOT_STRUCTURE = {
     "dtype",
     "mtp_depth",
     "decay_init",
     "initializer_range",
-    "max_position_embeddings",
     "delta_rule",
     "bos_token_id",
     "eos_token_id",
-    "yarn_factor",
     "hf_form",
     "hf_fused_experts",
 }
@@ -62,13 +64,96 @@ def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
     """
     if not restart:
         check_settings(workdir, config)
+    config = with_tokenizer(config, workdir, restart)
     # a run that goes on needs it no more
     if config.train.init_from and (restart or not saved_steps(workdir)):
         check_structure(config, find_parent(config, workdir, restart))
+        compare_tokens(config)
     for data, length in dict.fromkeys(
         (part.config.data, part.config.train.sequence_length) for part in parts_of(config)
     ):
         source_of(data).check(data, length, config.model.vocab_size)
+
+
+def with_tokenizer(config: Config, workdir: pathlib.Path, restart: bool = False) -> Config:
+    """`config` with the tokenizer for which data.tokenizer = "" stands: a run that goes on keeps
+    its own, one that begins with a model takes that model's, any other takes bytes.
+
+    Raises:
+      UserError: the model in `train.init_from` brings none.
+    """
+    if config.data.tokenizer or config.data.source != "text":
+        return config
+    if before := None if restart else trained_run(workdir):
+        name, own = read_config(workdir).data.tokenizer or "bytes", workdir / "tokenizer"
+        if own.exists() and not _gives(name, before["tokenizer"]):
+            name = str(own)
+    else:
+        name = tokenizer_of_model(config.train.init_from)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
+
+
+def _gives(name: str, fingerprint: str) -> bool:
+    """Whether `name` is still that of the tokenizer with this fingerprint."""
+    try:
+        return load_tokenizer(name).fingerprint == fingerprint
+    except UserError:
+        return False
+
+
+def tokenizer_of_model(init_from: str) -> str:
+    """The data.tokenizer with which the model that `train.init_from` names was trained; "bytes"
+    where it names none, or nothing that is there.
+
+    Raises:
+      UserError: it names a Hugging Face directory without a tokenizer.json.
+    """
+    path, _ = _split(init_from)
+    if init_from and (path / "run.json").exists():
+        own, name = path / "tokenizer", read_config(path).data.tokenizer
+        return str(own) if own.exists() else name or "bytes"
+    if not init_from or not (path / "config.json").exists():
+        return "bytes"
+    file = path / "tokenizer.json"
+    require(
+        file.exists(),
+        f"train.init_from = {init_from}: it brings no tokenizer.json: set data.tokenizer to that "
+        "of its model ('bytes', or the path of a tokenizer.json)",
+    )
+    saved_bytes = same_tokens(load_tokenizer(str(file)).fingerprint, load_tokenizer("").fingerprint)
+    return "bytes" if saved_bytes else str(file)
+
+
+def compare_tokens(config: Config) -> str:
+    """How the ids of the model in `train.init_from` and those of the data go together, in words.
+    `config`: after `with_tokenizer`.
+
+    Raises:
+      UserError: both stand for text, and not for the same.
+    """
+    init_from, (path, _) = config.train.init_from, _split(config.train.init_from)
+    ours = source_of(config.data).tokenizer_of(config.data, config.model.vocab_size)
+    if (path / "run.json").exists():
+        theirs = read_run(path)["tokenizer"]
+        of_text = theirs != TaskTokens(read_config(path).model.vocab_size).fingerprint
+        copy = f" (a copy is in {path / 'tokenizer'}, unless it is bytes)"
+    else:
+        file = path / "tokenizer.json"
+        theirs, copy = load_tokenizer(str(file)).fingerprint if file.exists() else "", f" ({file})"
+        of_text = bool(theirs)
+    if same_tokens(ours.fingerprint, theirs):
+        return f"its tokenizer ({config.data.tokenizer})" if ours.reads_text else "its ids"
+    require(
+        not of_text or not ours.reads_text,
+        f"train.init_from = {init_from}: it was trained with another tokenizer than "
+        f"data.tokenizer = {config.data.tokenizer!r} (fingerprint {theirs[:12]}, here "
+        f"{ours.fingerprint[:12]}), so that its weights know other ids: leave data.tokenizer out, "
+        f"or give its own{copy}",
+    )
+    what = config.data.tokenizer if ours.reads_text else f"ids of {config.data.source}"
+    if not theirs:
+        return f"{what} (it brings no tokenizer to compare with)"
+    return f"OTHER TOKENS than it was trained on ({what})"
 
 
 def names_run(init_from: str) -> bool:

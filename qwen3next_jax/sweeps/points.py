@@ -385,7 +385,10 @@ def check_unchanged(
             )
     for name, settings in now.items():
         for setting in dict.fromkeys((*settings, *before[name])):
-            if (old := before[name].get(setting)) != (new := settings.get(setting)):
+            old, new = before[name].get(setting), settings.get(setting)
+            # a tokenizer that is not given was recorded as "bytes", the default then
+            unset = setting == "data.tokenizer" and {old, new} == {"", "bytes"}
+            if old != new and not unset:
                 raise UserError(
                     f"{where} holds another sweep (point {name} has {setting} = {old!r}, not "
                     f"{new!r}): give another --workdir"

@@ -32,6 +32,7 @@ class Hyena(Mixer):
     """
 
     settings = ("linear_conv_kernel_dim",)
+    meaning = ("max_position_embeddings",)
     cache_kind = "slots"
 
     def __init__(self, config, make, layers):
