@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qwen3next_jax.common.errors import UserError, did_you_mean, short
+from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, short
 from qwen3next_jax.config import Config, default_config
 
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -33,6 +33,7 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
     Raises:
       UserError: there is no such file or function, or whatever the file does wrong.
     """
+    require_path(f"{flag}{path}", path)
     if not path.is_file():
         reason = (
             "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"

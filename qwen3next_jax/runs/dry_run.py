@@ -5,7 +5,6 @@ Nothing is written.
 import pathlib
 
 import jax
-import numpy as np
 
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config
@@ -17,10 +16,12 @@ from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_leader, together
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.folder import restart_has_begun
 from qwen3next_jax.runs.loop import check_start
 from qwen3next_jax.runs.telemetry import memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
+from qwen3next_jax.training.memory import check_state_fits, device_bytes, gigabytes
 from qwen3next_jax.training.stages import parts_of, tokens_seen
 from qwen3next_jax.training.step import abstract_train_state
 
@@ -34,6 +35,7 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
       document of each glob and in the
         tensors of `init_from`, which are not read.
     """
+    restart = restart or restart_has_begun(workdir)
     mesh = make_mesh(config.parallel)
     state = abstract_train_state(config, mesh)
     together(lambda: check_start(config, mesh, workdir, restart))
@@ -46,9 +48,9 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     parent = preflight.find_parent(config, workdir, restart)
     taken = parent["step"] if parent and train.init_state == "all" else step
     sizes = {
-        "parameters": _bytes(state["params"]),
-        "optimizer state": _bytes(state["opt_state"]),
-        "gradients": _bytes(state["params"]),
+        "parameters": device_bytes(state["params"]),
+        "optimizer state": device_bytes(state["opt_state"]),
+        "gradients": device_bytes(state["params"]),
     }
     limit = memory()[1]
     for line in partial_ablations(config.model):
@@ -61,9 +63,9 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         print(f"The step's {options_text(options)}")
     print(
         "Memory of a device: "
-        + ", ".join(f"{name} {_mega(size)}" for name, size in sizes.items())
-        + f": {_mega(sum(sizes.values()))}"
-        + (f" of {_mega(limit)}" if limit else "")
+        + ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
+        + f": {gigabytes(sum(sizes.values()))}"
+        + (f" of {gigabytes(limit)}" if limit else "")
         + ". Left out: activations, which grow with its tokens in a micro-batch, and what the "
         "program needs besides (qwen3next plan compiles the real step)"
     )
@@ -114,6 +116,7 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. "
         "Nothing has been written"
     )
+    check_state_fits(state)  # last: what a run would take is worth knowing where it does not fit
     return ExitCode.DONE
 
 
@@ -137,7 +140,7 @@ def _data(config: Config) -> str:
         next(sources.documents(source))
     return (
         f"{sum(len(source.files) for source in found):,} files, "
-        f"{_mega(sum(source.size for source in found))}, tokenizer of "
+        f"{gigabytes(sum(source.size for source in found))}, tokenizer of "
         f"{tokenizer.vocab_size:,} tokens; the first document of "
         f"{'each glob' if len(found) > 1 else 'it'} has been read"
     )
@@ -146,15 +149,3 @@ def _data(config: Config) -> str:
 def _newest_step(workdir: pathlib.Path) -> int:
     with Checkpoints(workdir) as checkpoints:
         return checkpoints.newest_good_step() or 0
-
-
-def _bytes(state) -> int:
-    """Of the part of `state` (shapes and places) that lies on one device."""
-    return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    )
-
-
-def _mega(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"

@@ -43,6 +43,7 @@ from qwen3next_jax.runs.folder import (
     move_aside,
     open_run,
     read_run,
+    restart_has_begun,
     saved_steps,
     seal,
 )
@@ -53,6 +54,7 @@ from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.training import stages
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NON_FINITE, renewed
+from qwen3next_jax.training.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.training.stages import Reading, Readings, data_offset_of, parts_of
 from qwen3next_jax.training.step import (
     State,
@@ -74,12 +76,14 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
     `restart`: what is in `workdir` is moved into a folder in it, and training starts anew.
     """
     begun = time.time()
+    restart = restart or restart_has_begun(workdir)
     # Devices
     first = is_leader()  # the process that records and shows the run
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
     together(lambda: check_start(config, mesh, workdir, restart))
     config = together(lambda: preflight.with_tokenizer(config, workdir, restart))
+    together(lambda: check_state_fits(abstract_state))
 
     # Data
     with PreparationProgress() as progress:
@@ -192,7 +196,8 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
                 )
             while True:
                 try:
-                    step, heldout = run.loop(state, first_step, signals)
+                    with reports_out_of_memory(lambda: run.part.config):
+                        step, heldout = run.loop(state, first_step, signals)
                     break
                 except Halted as halt:
                     watchdog.allow(config.train.compile_timeout, "a rewind or a dump", halt.step)
@@ -536,7 +541,7 @@ def check_start(config: Config, mesh: Mesh, workdir: pathlib.Path, restart: bool
     """Raises UserError for all that can be told before data are prepared: what `preflight` looks
     at, every stage's batches on `mesh`, suites, the tensors of `init_from`.
     """
-    preflight.check(config, workdir, restart)
+    preflight.check(config, workdir, restart, records=is_leader())
     if saved_steps(workdir) and not restart:
         check_versions(workdir)
     elif parent := preflight.find_parent(config, workdir, restart):
