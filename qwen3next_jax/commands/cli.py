@@ -81,7 +81,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
                 raise
             return _report(
                 f"out of memory ({asked}): ask for fewer rows or tokens at a time, or give it more "
-                "devices; qwen3next_jax.commands.plan says what a training step takes"
+                "devices; qwen3next plan says what a training step takes"
             )
 
     keep_freed_memory()

@@ -18,10 +18,10 @@ from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import restart_has_begun
 from qwen3next_jax.runs.loop import check_start
+from qwen3next_jax.runs.memory import check_state_fits, device_bytes, gigabytes
 from qwen3next_jax.runs.telemetry import memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
-from qwen3next_jax.training.memory import check_state_fits, device_bytes, gigabytes
 from qwen3next_jax.training.stages import parts_of, tokens_seen
 from qwen3next_jax.training.step import abstract_train_state
 

@@ -48,13 +48,13 @@ from qwen3next_jax.runs.folder import (
     seal,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
+from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput, open_metrics, surroundings
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.training import stages
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NON_FINITE, renewed
-from qwen3next_jax.training.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.training.stages import Reading, Readings, data_offset_of, parts_of
 from qwen3next_jax.training.step import (
     State,

@@ -11,8 +11,8 @@ from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.model.block import check_mixers
+from qwen3next_jax.runs import unread
 from qwen3next_jax.sweeps.points import Point, Sweep
-from qwen3next_jax.training import unread
 from qwen3next_jax.training.stages import parts_of
 
 

@@ -53,7 +53,7 @@ def reports_out_of_memory(config: Callable[[], Config]) -> Iterator[None]:
             f"{train.sequence_length} tokens in train.gradient_accumulation = "
             f"{train.gradient_accumulation} parts, train.remat = {train.remat!r}, on "
             f"{jax.device_count()} devices: try more parts, remat 'block', or more devices; "
-            "qwen3next_jax.commands.plan says what a step takes"
+            "qwen3next plan says what a step takes"
         ) from error
 
 
