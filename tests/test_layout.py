@@ -38,7 +38,17 @@ ARROWS = {
     },
     "planner": {"runs", "training", "model", "ops", "sharding", "config", "common"},
     "sweeps": {
-        *("training", "evals", "inference", "reporting", "model", "data", "config", "common"),
+        *(
+            "runs",
+            "training",
+            "evals",
+            "inference",
+            "reporting",
+            "model",
+            "data",
+            "config",
+            "common",
+        ),
     },
 }
 LIBRARIES_OF_OPS = {"jax", "numpy"}

@@ -79,13 +79,13 @@ def test_the_last_signal_of_a_parent_that_dies_slowly_is_no_second_one(monkeypat
 
 
 COMPILING = """
-import hashlib, pathlib, signal, threading
-from qwen3next_jax import cli
+import hashlib, pathlib, signal, sys, threading
+from qwen3next_jax.commands import cli
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs start without
 def main(arguments):
     threading.Timer(0.3, pathlib.Path(arguments[0]).touch).start()  # when this thread is in the line below
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # as XLA's compiler: Python's handler waits until it is back
-cli.run(main, "FILE")
+cli.run(sys.modules["__main__"], "FILE")
 """  # noqa: E501
 
 
@@ -128,7 +128,7 @@ def test_the_watchdog_dumps_the_stacks_and_a_stopped_process_is_no_hang(tmp_path
 
 SUPERVISED = """
 import pathlib, sys
-from qwen3next_jax import supervisor
+from qwen3next_jax.processes import supervisor
 supervisor.FIRST_PAUSE = 0.05
 command = ["/bin/sh", "-c", sys.argv[3]]
 sys.exit(supervisor.supervise(pathlib.Path(sys.argv[1]), int(sys.argv[2]), command, *sys.argv[4:]))

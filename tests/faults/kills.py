@@ -217,7 +217,7 @@ def _branch_killed_along(lab: Lab, name: str, config: Config, moment, kills: int
 # Notes its process id, then becomes the process that trains.
 SUPERVISED = """
 import pathlib, sys
-from qwen3next_jax import supervisor
+from qwen3next_jax.processes import supervisor
 supervisor.FIRST_PAUSE, supervisor.LONGEST_PAUSE, supervisor.FRUITLESS = 0.2, 0.2, 100
 workdir, pids, spec = sys.argv[1:]
 command = ["/bin/sh", "-c", 'echo $$ >> "$0"; exec "$@"', pids]
