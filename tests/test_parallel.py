@@ -21,7 +21,7 @@ from qwen3next_jax.model import declared, moe
 from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.remat import rematerialized
-from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.planner.topology import describe
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import gathering
@@ -367,7 +367,11 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
 
     def loss(weights, policy):
         def layer(w, x):
-            return x + jnp.tanh(kept(x @ w[0])) @ w[1] + kept(jnp.sin(x), "attention") ** 2 / 32
+            return (
+                x
+                + jnp.tanh(save_for_backward(x @ w[0])) @ w[1]
+                + save_for_backward(jnp.sin(x), "attention") ** 2 / 32
+            )
 
         block = rematerialized(layer, policy, looped=policy != "offload")
         return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)

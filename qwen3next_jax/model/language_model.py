@@ -29,7 +29,7 @@ from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, tar
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.preferences import unroll_short_loops
 from qwen3next_jax.sharding.rules import (
     CONTEXT,
     TENSOR,
@@ -43,7 +43,7 @@ from qwen3next_jax.sharding.rules import (
     storage_spec,
 )
 
-UNROLLED = 4  # periods at most that a TPU takes without a loop
+UNROLLED = 4  # periods at most that are written out where loops cost copies
 
 
 class Features(NamedTuple):
@@ -379,8 +379,7 @@ class Qwen3Next(nnx.Module):
             by_param = functools.partial(
                 jax.tree.map, is_leaf=lambda leaf: hasattr(leaf, "declared")
             )
-            # nothing that is kept goes into a stack and back
-            unrolled = cache is None and repeats <= UNROLLED and tpu() is not None
+            unrolled = cache is None and repeats <= UNROLLED and unroll_short_loops()
 
             # decoding keeps experts whole: cut out, all of a layer's would be copied for the few in
             # use

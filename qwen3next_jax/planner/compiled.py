@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from qwen3next_jax.ops.attention.splash import block_size
+from qwen3next_jax.ops.implementations import kernels
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
 from qwen3next_jax.planner.schedule import Schedule
 
@@ -247,7 +247,7 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     if stated:
         return float(stated.group(1))
     splash = re.match(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
-    # the scope around the call (ops/attention/splash.py)
+    # the scope around the call (kernels/tpu/splash_attention.py)
     mask = re.search(r"/splash_(causal|full)/", instruction.op_name)
     if splash and mask:
         arrays = [s for name in instruction.operands for s in computation[name].shapes]
@@ -333,6 +333,7 @@ def visited(computation: Computation, instruction: Instruction) -> float:
         for s in computation[name].shapes
         if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1
     )
+    block_size = kernels("attention")["splash"].load().block_size
     blocks = -(-q.dims[-2] // block_size(*q.dims[-2:], 2 if q.dtype == "bf16" else 4))
     return (blocks + 1) / (2 * blocks)
 

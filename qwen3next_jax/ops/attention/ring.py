@@ -108,7 +108,9 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
         return (), result
 
     _, (o, logsumexp) = _around(axis_name, visiting, (), result, step)
-    o, logsumexp = blocks.kept((_joined(o, 1).astype(q.dtype), _joined(logsumexp, 2)), "attention")
+    o, logsumexp = blocks.save_for_backward(
+        (_joined(o, 1).astype(q.dtype), _joined(logsumexp, 2)), "attention"
+    )
     return o, (q, k, v, segment_ids, o, logsumexp)
 
 

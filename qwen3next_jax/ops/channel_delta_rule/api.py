@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.channel_delta_rule import chunked, context, reference, two_sided
 from qwen3next_jax.ops.channel_delta_rule.chunked import Inputs
-from qwen3next_jax.ops.delta_rule.chunked import CPU_PIECES, PIECES
+from qwen3next_jax.ops.delta_rule.chunked import CPU_LIMITS, LIMITS
 from qwen3next_jax.ops.delta_rule.context import last_id_before
 
 IMPLEMENTATIONS = ("recurrent", "chunked")
@@ -250,7 +250,7 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
             before=options.before,
         )
 
-    return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_PIECES), default=bound(PIECES))
+    return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_LIMITS), default=bound(LIMITS))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

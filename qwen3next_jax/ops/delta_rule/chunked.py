@@ -7,7 +7,7 @@ inputs' dtype) and the chunks' inverses: per head O(T (K + V + C)) plus one stat
 Everything else is recomputed.
 
 The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine
-maps (`associative`). `forward_in_pieces` and `backward_in_pieces` take a long sequence a few
+maps (`associative`). `forward_in_blocks` and `backward_in_blocks` take a long sequence a few
 chunks at a time, so that what is made inside the chunks stays in a CPU's caches, or is a small
 part of an accelerator's memory.
 
@@ -24,21 +24,22 @@ from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Inputs, Products, Scaled
 
 
-class Pieces(typing.NamedTuple):
-    """How many chunks are worked at once: multiply-adds of a product of [B, H, C, C] and [B, H,
-    C, width] from which a chunk is a piece of its own, whose state pass is no loop; and numbers
-    in the [B, H, C, width] arrays of a piece of smaller chunks.
+class BlockLimits(typing.NamedTuple):
+    """How many chunks a block holds.
+
+    single_chunk: multiply-adds of a product of [B, H, C, C] and [B, H, C, width] from which a
+      chunk is a block of its own, whose state pass is no loop.
+    elements: numbers in the [B, H, C, width] arrays of a block of smaller chunks, at most.
     """
 
-    alone: int
-    together: int
+    single_chunk: int
+    elements: int
 
 
-# Pieces of 0.5 MB in float32, of which a core's caches hold a few: a piece has a cost of its own,
-# too.
-CPU_PIECES = Pieces(1 << 21, 1 << 17)
+# Arrays of 0.5 MB in float32: a core's caches hold a few of them, and a block has a cost of its own.
+CPU_LIMITS = BlockLimits(1 << 21, 1 << 17)
 # 64 MB in float32: thousands of chunks' products at once, while some thirty such arrays live.
-PIECES = Pieces(1 << 30, 1 << 24)
+LIMITS = BlockLimits(1 << 30, 1 << 24)
 
 
 class Chunks(typing.NamedTuple):
@@ -57,14 +58,14 @@ class Chunks(typing.NamedTuple):
 
 def _cut(x, size: int, mode: str = "constant"):
     """[B, T, heads, ...] to [N, B, heads, C, ...], T padded to a multiple of C."""
-    return jnp.swapaxes(blocks.cut(x, 1, size, mode), 2, 3)
+    return jnp.swapaxes(blocks.to_chunks(x, 1, size, mode), 2, 3)
 
 
 def _scaled(raw, column):
     return Scaled(raw, column, jnp.swapaxes(column, -1, -2))
 
 
-def _to_twins(a_NBHCC):
+def _to_head_pairs(a_NBHCC):
     """The inverses in the shape the TPU kernels keep them in, [N, B, ceil(H / 2), C, 2C]: the
     same numbers read in order.
     """
@@ -75,14 +76,14 @@ def _to_twins(a_NBHCC):
     return a.reshape(count, batch, -1, size, 2 * size)
 
 
-def _from_twins(a, heads: int):
+def _from_head_pairs(a, heads: int):
     count, batch, _, size, _ = a.shape
     return a.reshape(count, batch, -1, size, size)[:, :, :heads]
 
 
 def _join(x, time: int):
     """The inverse of `_cut`."""
-    return blocks.joined(jnp.swapaxes(x, 2, 3), 1, time)
+    return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
 def _chunks(
@@ -114,7 +115,7 @@ def _chunks(
     wide = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), tree)
     kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
     beta_ = beta_[..., None]
-    a = None if known_inverse is None else _from_twins(known_inverse, heads)
+    a = None if known_inverse is None else _from_head_pairs(known_inverse, heads)
     if erase and a is None:
         a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact)
     return Chunks(wide(q_), wide(k_), v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
@@ -168,7 +169,7 @@ def forward(
     o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
     o = _join(o, x.v.shape[1]).astype(x.v.dtype)
     return (
-        (o, final, states.astype(x.v.dtype), _to_twins(c.inverse))
+        (o, final, states.astype(x.v.dtype), _to_head_pairs(c.inverse))
         if save
         else (o, final, None, None)
     )
@@ -193,7 +194,7 @@ def affine_map(
     r = chunk_math.output(
         dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots
     )
-    return final[..., :value], final[..., value:], r.astype(x.v.dtype), _to_twins(c.inverse)
+    return final[..., :value], final[..., value:], r.astype(x.v.dtype), _to_head_pairs(c.inverse)
 
 
 def map_gradient(r, do):
@@ -270,76 +271,89 @@ def backward(
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
-def forward_in_pieces(x: Inputs, initial_state, inverses, *, limits: Pieces, size: int, **settings):
-    """`forward`, a few chunks at a time."""
-    chunks, time = _chunks_of_a_piece(limits, x, size), x.v.shape[1]
+def forward_in_blocks(
+    x: Inputs, initial_state, inverses, *, limits: BlockLimits, size: int, **settings
+):
+    """`forward`, block by block of chunks."""
+    chunks, time = _chunks_of_a_block(limits, x, size), x.v.shape[1]
     if chunks * size >= time:
         return forward(x, initial_state, inverses, size=size, parallel=False, **settings)
 
-    def piece(state, inputs):
+    def block(state, inputs):
         continues, inverses, x = inputs
         o, state, *saved = forward(
-            x, kept(continues, state), inverses, size=size, parallel=False, **settings
+            x,
+            zero_unless_continued(continues, state),
+            inverses,
+            size=size,
+            parallel=False,
+            **settings,
         )
         return state, (o, *saved)
 
-    pieces, continues = _split_inputs(x, chunks * size)
+    of_blocks, continues = _split_inputs(x, chunks * size)
     wide = initial_state.astype(jnp.promote_types(jnp.float32, x.v.dtype))
     final, (o, *saved) = jax.lax.scan(
-        piece, wide, (continues, blocks.cut(inverses, 0, chunks), pieces)
+        block, wide, (continues, blocks.to_chunks(inverses, 0, chunks), of_blocks)
     )
-    return blocks.joined(o, 1, time), final, *blocks.joined(saved, 0, -(-time // size))
+    return blocks.from_chunks(o, 1, time), final, *blocks.from_chunks(saved, 0, -(-time // size))
 
 
-def backward_in_pieces(
-    x: Inputs, states, inverses, do, dfinal, *, limits: Pieces, size: int, **settings
+def backward_in_blocks(
+    x: Inputs, states, inverses, do, dfinal, *, limits: BlockLimits, size: int, **settings
 ):
-    """`backward`, a few chunks at a time."""
-    chunks, time = _chunks_of_a_piece(limits, x, size), x.v.shape[1]
+    """`backward`, block by block of chunks."""
+    chunks, time = _chunks_of_a_block(limits, x, size), x.v.shape[1]
     if chunks * size >= time:
         return backward(x, states, inverses, do, dfinal, size=size, parallel=False, **settings)
 
-    def piece(dstate, inputs):
+    def block(dstate, inputs):
         continues, *inputs = inputs
         *gradients, dstate = backward(*inputs, dstate, size=size, parallel=False, **settings)
-        return kept(continues, dstate), gradients
+        return zero_unless_continued(continues, dstate), gradients
 
-    pieces, continues = _split_inputs(x, chunks * size)
-    saved, do = blocks.cut((states, inverses), 0, chunks), blocks.cut(do, 1, chunks * size)
+    of_blocks, continues = _split_inputs(x, chunks * size)
+    saved, do = (
+        blocks.to_chunks((states, inverses), 0, chunks),
+        blocks.to_chunks(do, 1, chunks * size),
+    )
     wide = dfinal.astype(jnp.promote_types(jnp.float32, x.v.dtype))
-    dinitial, gradients = jax.lax.scan(piece, wide, (continues, pieces, *saved, do), reverse=True)
-    return *blocks.joined(gradients, 1, time), dinitial
+    dinitial, gradients = jax.lax.scan(
+        block, wide, (continues, of_blocks, *saved, do), reverse=True
+    )
+    return *blocks.from_chunks(gradients, 1, time), dinitial
 
 
-def _chunks_of_a_piece(limits: Pieces, x: Inputs, size: int) -> int:
-    """As many as make pieces of one length; the last may be padded."""
+def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
+    """As many as make blocks of one length; the last may be padded."""
     batch, time, heads, value = x.v.shape
     chunks, numbers = -(-time // size), batch * size * heads * max(x.q.shape[3], value)
     count = -(
-        -chunks // (1 if numbers * size >= limits.alone else max(1, limits.together // numbers))
+        -chunks
+        // (1 if numbers * size >= limits.single_chunk else max(1, limits.elements // numbers))
     )
     return -(-chunks // count)
 
 
 def _split_inputs(x: Inputs, length: int):
-    """(every piece's inputs [pieces, B, length, …], whether its first token goes on with the
-    document before it [pieces, B]).
+    """(every block's inputs [blocks, B, length, …], whether its first token continues the
+    document before it [blocks, B]).
 
     The rows of zeros at the end neither decay nor write nor read.
     """
-    pieces = blocks.cut(x._replace(segments=None), 1, length)
+    of_blocks = blocks.to_chunks(x._replace(segments=None), 1, length)
     if x.segments is None:
-        return pieces, None
-    segments = blocks.cut(x.segments, 1, length, "edge")
+        return of_blocks, None
+    segments = blocks.to_chunks(x.segments, 1, length, "edge")
     ids = jnp.abs(segments)
     continues = jnp.concatenate(
         [jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]]
     )
-    return pieces._replace(segments=segments), continues
+    return of_blocks._replace(segments=segments), continues
 
 
-def kept(continues_B, state_BHKV):
-    """The state, but zero where a row's document does not go on."""
+def zero_unless_continued(continues_B, state_BHKV):
+    """The state [B, H, K, V], zero where a row's next token begins another document."""
     return (
         state_BHKV
         if continues_B is None

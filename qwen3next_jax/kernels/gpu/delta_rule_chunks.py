@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.ops.delta_rule import chunk_math
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     BETA,
     BETA_J,
     DOCUMENT,

@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients
 known: what one block does for a value head. Tiles, products and rows of numbers are those of
-`pallas_gpu_tiles`.
+`delta_rule_tiles`.
 
 Two blocks of one warpgroup share a processor, one works while the other waits: so shared memory
 (at most 115,712 bytes each) holds no more than what products read that wait for nothing else,
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     BETA,
     COLUMN,
     GAMMA,

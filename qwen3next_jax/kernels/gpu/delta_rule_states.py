@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     GAMMA,
     K_GAMMA,
     K_RHO,
