@@ -35,8 +35,8 @@ from qwen3next_jax.ops.ragged_exchange import exchange
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
 
 GATHERED_SHARDS = 8
-# rows of the choices of this shard's tokens in one chunk; where the device's memory is known, a part
-# of it if that is more:
+# rows of the choices of this shard's tokens in one chunk; where the device's memory is known, a
+# part of it if that is more:
 CHUNK_BYTES = 2**29
 CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
 OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's

@@ -1,8 +1,8 @@
 """What the backward pass keeps of the forward pass, by the name of `train.remat`.
 
 none      everything it needs
-kept      what products and operators made (`ops.blocks.save_for_backward`): "none" in bfloat16, where all
-          mixers name what they keep
+kept      what products and operators made (`ops.blocks.save_for_backward`): "none" in bfloat16,
+          where all mixers name what they keep
 block     each block's input, and what costs most for its bytes: attention's results, the
           router's choices; the rest is computed again
 dots      also results of projections and dense MLPs, the router's logits, and rows that experts

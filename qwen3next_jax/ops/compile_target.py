@@ -71,7 +71,7 @@ def compiling_for(platform: str):
 
 
 def _platform_of(device) -> str:
-    """Of an abstract device; older releases of JAX give its kind alone ("TPU v5", "NVIDIA H100")."""
+    """Of an abstract device; older JAX gives its kind alone ("TPU v5", "NVIDIA H100")."""
     if hasattr(device, "platform"):
         return _named(device.platform)
     return {"TPU": "tpu", "NVIDIA": "gpu"}.get(device.device_kind.split()[0], "cpu")

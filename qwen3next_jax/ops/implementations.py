@@ -60,8 +60,8 @@ class Kernel:
             return importlib.import_module(self.module)
         except ImportError as error:
             raise ImportError(
-                f"{KERNELS} lists {self.module} as {self.name!r} of {self.operator}, but its import "
-                f"failed ({type(error).__name__}: {error})"
+                f"{KERNELS} lists {self.module} as {self.name!r} of {self.operator}, but its "
+                f"import failed ({type(error).__name__}: {error})"
             ) from error
 
     def is_default(self, call: Mapping[str, Any]) -> bool:

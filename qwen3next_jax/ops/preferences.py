@@ -20,7 +20,7 @@ def heads_side_by_side(*widths: int) -> bool:
 
 
 def experts_in_tiles() -> bool:
-    """Whether `routed_experts` computes all experts, whatever the dtype and the number of tokens."""
+    """Whether `routed_experts` computes all experts, for every dtype and number of tokens."""
     return compile_target().platform == "tpu"
 
 
@@ -32,8 +32,8 @@ def experts_in_caches() -> bool:
 
 
 def unroll_short_loops() -> bool:
-    """Whether a loop over few layers is written out: a TPU copies what passes in and out of a loop's
-    stacked arrays.
+    """Whether a loop over few layers is written out: a TPU copies what passes in and out of a
+    loop's stacked arrays.
     """
     return compile_target().platform == "tpu"
 

@@ -26,8 +26,8 @@ def supports(time: int, width: int, rotary: int, dtype) -> str:
         return f"has {dtype}: expected bfloat16 or float32"
     if time % grids.TILE_ROWS or width % LANES or width > BLOCK[1] or not 0 < rotary <= LANES:
         return (
-            f"has {time} tokens, heads of {width}, {rotary} channels rotated: expected multiples of "
-            f"{grids.TILE_ROWS} and {LANES}, at most {BLOCK[1]} and 1 to {LANES}"
+            f"has {time} tokens, heads of {width}, {rotary} channels rotated: expected multiples "
+            f"of {grids.TILE_ROWS} and {LANES}, at most {BLOCK[1]} and 1 to {LANES}"
         )
     return ""
 
@@ -62,8 +62,8 @@ def gate_gradients(o, gate, dy, *, interpret: bool = False):
 
 
 def _call(body, width, inputs, outputs, of_rotation=(), sums=False, interpret=False):
-    """`outputs`: a letter for each, "h" for heads one after another [B, N, T, K], "c" for heads side
-    by side [B, T, C]; in the flat input's dtype.
+    """`outputs`: a letter for each, "h" for heads one after another [B, N, T, K], "c" for heads
+    side by side [B, T, C]; in the flat input's dtype.
     """
     like = next(x for x in inputs if x.ndim == 3)
     batch, time, d = like.shape

@@ -28,9 +28,10 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, chunk_size
 
 
 def supports(x: Inputs, normalize_qk: bool, erase: bool, split: bool) -> str:
-    """Why the kernels cannot run a call on the chip, "" where they can. It depends on shapes, dtypes
-    and the chip alone, so that all passes over a problem run the same implementation: the kernels
-    save other inverses than XLA's forms.
+    """Why the kernels cannot run a call on the chip, "" where they can.
+
+    It depends on shapes, dtypes and the chip alone, so that all passes over a problem run the same
+    implementation: the kernels save other inverses than XLA's forms.
     """
     if any(array is not None and array.dtype == jnp.float64 for array in x):
         return "has float64 inputs: expected float32 or bfloat16"

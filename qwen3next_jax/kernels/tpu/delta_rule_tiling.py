@@ -75,10 +75,10 @@ class Tiling:
         fitting = [x for x in (cls(n, **sizes) for n in blocks) if x.vmem_bytes <= vmem]
         if not fitting:
             raise NotImplementedError(
-                f"has head widths {sizes['key']} and {sizes['value']} with {share} value heads a key "
-                "head: one block of the TPU kernel "
-                f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of {chip.SMALLEST_VMEM} "
-                "where none is known)"
+                f"has head widths {sizes['key']} and {sizes['value']} with {share} value heads a "
+                "key head: one block of the TPU kernel "
+                f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of "
+                f"{chip.SMALLEST_VMEM} where none is known)"
             )
         return max(fitting, key=lambda x: (min(value_heads // x.block, cores), x.block))
 

@@ -77,8 +77,8 @@ def pairs_over_lanes(rows_EC):
 
 
 def pairs_over_lanes_by_product(rows_EC):
-    """`pairs_over_lanes` by a product with ones and zeros, in which three bfloat16 parts carry a float32
-    exactly: work for the matrix unit where the cross-lane unit has more than enough.
+    """`pairs_over_lanes` by a product with ones and zeros, in which three bfloat16 parts carry a
+    float32 exactly: work for the matrix unit where the cross-lane unit has more than enough.
     """
     count, size = rows_EC.shape[0], rows_EC.shape[1] // 2
     parts, rest = [], rows_EC

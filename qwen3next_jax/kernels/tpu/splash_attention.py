@@ -100,7 +100,7 @@ def _named(causal: bool):
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
 
-def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
+def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
     t, n = q.shape[1:3]
     kernel = _kernel(q, n, _length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
@@ -148,7 +148,7 @@ def _backward_of_a_row(kernel):
 
 
 def backward(
-    q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret
+    q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
     (t, n), chip = q.shape[1:3], compile_target().tpu
     # The backward kernels run on one core of a chip, but for dimensions that vmap gives them, which

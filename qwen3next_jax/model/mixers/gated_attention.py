@@ -249,14 +249,14 @@ def gated_projection(
 def attention_diagnostics(
     attend: Callable, q_BTNK, k_BTMK, gate_BTNK, context: Context
 ) -> dict[str, jax.Array]:
-    # With the indicator of first tokens as values, attention rerotation its own probability on them:
+    # With the indicator of first tokens as values, attention returns its own probability on them:
     # no T × T matrix.
     first_BT = context.positions == 0
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
     share_BTN = attend(q_BTNK, k_BTMK, indicator_BTMK)[..., 0]
     counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
     # Of sharpened probabilities nothing but the largest is left: with the keys as values, attention
-    # rerotation each query's best one.
+    # returns each query's best one.
     best_BTNK = attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK)
     logit_BTN = (
         jnp.einsum("btnk,btnk->btn", q_BTNK, best_BTNK, preferred_element_type=jnp.float32)

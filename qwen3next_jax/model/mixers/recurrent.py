@@ -34,8 +34,8 @@ class Inputs(NamedTuple):
 
     mixed: [B, T, G, 2K + RV], query, key and values of each key head; or flat, all heads'
     queries, keys and values: [B, T, GK],
-      [B, T, GK], [B, T, HV], where the mixer `uses_fused_layout`. gate: [B, T, G, RV] or flat, of the
-      output, or None. g, beta: float32 log decay ≤ 0, [B, T, H] or of every key channel [B, T,
+      [B, T, GK], [B, T, HV], where the mixer `uses_fused_layout`. gate: [B, T, G, RV] or flat, of
+      the output, or None. g, beta: float32 log decay ≤ 0, [B, T, H] or of every key channel [B, T,
       H, K] (None: nothing is forgotten), and write strength [B, T, H] (None: 1), or with an axis
       more where the mixer's `recurrence` reads several numbers of a head.
     """

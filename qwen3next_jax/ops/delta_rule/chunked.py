@@ -36,7 +36,7 @@ class BlockLimits(typing.NamedTuple):
     elements: int
 
 
-# Arrays of 0.5 MB in float32: a core's caches hold a few of them, and a block has a cost of its own.
+# Arrays of 0.5 MB in float32: a core's caches hold a few of them. Every block costs something, too.
 CPU_LIMITS = BlockLimits(1 << 21, 1 << 17)
 # 64 MB in float32: thousands of chunks' products at once, while some thirty such arrays live.
 LIMITS = BlockLimits(1 << 30, 1 << 24)

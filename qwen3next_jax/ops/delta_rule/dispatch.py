@@ -11,18 +11,19 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, chunk_size
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
-def _in_blocks(limits: chunked.BlockLimits):
-    """The state passes from chunk to chunk, a few chunks at a time."""
-    return dict(
+def chunked_form(platforms: tuple[str, ...], limits: chunked.BlockLimits) -> Form:
+    """The state passes from chunk to chunk, block by block of chunks."""
+    functions = dict(
         forward=functools.partial(chunked.forward_in_blocks, limits=limits),
         backward=functools.partial(chunked.backward_in_blocks, limits=limits),
         affine_map=functools.partial(chunked.affine_map, parallel=False),
     )
+    return Form("chunked", platforms, functions)
 
 
 FORMS = (
-    Form("chunked", ("cpu",), _in_blocks(chunked.CPU_LIMITS)),
-    Form("chunked", ("gpu", "tpu"), _in_blocks(chunked.LIMITS)),
+    chunked_form(("cpu",), chunked.CPU_LIMITS),
+    chunked_form(("gpu", "tpu"), chunked.LIMITS),
     Form(
         "associative",
         (),
