@@ -211,7 +211,8 @@ def test_delta_rule_in_pieces(monkeypatch):
     want = delta_rule_on_one_device(True, implementation="chunked")
     # a chunk a piece
     limits = chunked.BlockLimits(single_chunk=1, elements=1)
-    monkeypatch.setattr(dispatch, "FORMS", (dispatch.chunked_form(("cpu",), limits),))
+    forms = dispatch.chunked_form(("cpu",), limits), *dispatch.FORMS[1:]
+    monkeypatch.setattr(dispatch, "FORMS", forms)
     f, by_time, whole = delta_rule_case(160)
     assert_equal(results(f, by_time, whole, 2, jnp.asarray(layout(160))), want)
 

@@ -199,7 +199,8 @@ def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     two = 2 * inputs["v"][:, :CHUNK].size
     # two pieces of two, the last padded
     limits = chunked.BlockLimits(single_chunk=two * CHUNK, elements=two)
-    monkeypatch.setattr(dispatch, "FORMS", (dispatch.chunked_form(("cpu",), limits),))
+    forms = dispatch.chunked_form(("cpu",), limits), *dispatch.FORMS[1:]
+    monkeypatch.setattr(dispatch, "FORMS", forms)
     # a document that starts with a piece, and one that goes on
     ids = np.array([[1] * 60 + [2] * 68 + [3] * 7, [2] * 130 + [0] * 5])
     check(inputs, cotangents, "chunked", dtype, *BARS[dtype], segment_ids=ids, **settings)
