@@ -84,9 +84,9 @@ def scratch(p) -> list:
     ]
 
 
-def apart(*refs):
-    """The same places by addresses that the compiler takes for others: else it would keep the
-    first ones from use to use, in more registers than there are.
+def rebased(*refs):
+    """The same memory by addresses that the compiler takes for others: else it would hold the first
+    ones from use to use, in more registers than there are.
     """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
@@ -123,120 +123,233 @@ def decay_of_pairs(rows_ref, row, column):
     return jnp.exp(jnp.where(mask, across(rows_ref, TOTAL_J) - down(rows_ref, TOTAL), -jnp.inf))
 
 
-def gradient_kernel(
-    p,
-    q_gmem,
-    k_gmem,
-    v_gmem,
-    do_gmem,
-    dv_gmem,
-    dv_low_gmem,
-    states_gmem,
-    dstates_gmem,
-    numbers_gmem,
-    rows_gmem,
-    *refs,
-):
+def of_row(ref, i: int):
+    return plgpu.load(ref.at[i], layout=ROW)
+
+
+def gradient_kernel(p, *refs):
     """dQ and dK of a value head, dg and dbeta."""
-    refs = list(refs)
-    inverses_gmem = refs.pop(0) if p.erase else None
-    dq_gmem, dk_gmem, dg_gmem = refs[:3]
-    *places, numbers, rows_ref, all_sums = refs[3:11]
-    k, do, dv, a, slots = places
-    keys_here, values_here, states_here, dstates_here, q_here, spares_here, met = refs[11:]
-    b, h, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
-    g, last, keys = jax.lax.div(h, p.share), p.value_tiles - 1, range(p.key_tiles)
-    alone = warpgroups(p) == 1
-    w = 0 if alone else jax.lax.axis_index("warpgroups")
-    own = [w * (p.key_tiles // warpgroups(p)) + i for i in range(p.key_tiles // warpgroups(p))]
-    # A slot for each of a state's tiles and of its gradient's, for one block of the value's
-    # channels; then q has the latter. One spare, or one for v, one for the low half of dV, and one
-    # for each warpgroup.
-    dstate_at = lambda t: p.key_tiles + t
-    v_at, low_at, spare = (2 * p.key_tiles + (0 if alone else i) for i in (0, 1, 2 + w))
-    v_here, low_here, spare_here = (
-        spares_here.at[at - 2 * p.key_tiles] for at in (v_at, low_at, spare)
-    )
-    sums = all_sums.at[w]
+    block = _Block(p, *refs)
+    block.start_copies()
+    highs, of_keys, pairs = block.errors()
+    block.rebase()
+    block.pairs_of_rows(highs, pairs)
+    block.write_gradients(*block.queries_and_keys(of_keys))
 
-    def once(do):
-        do() if alone else pl.when(w == 0)(do)
 
-    def meet():
-        """What was read and written so far, before any warpgroup or copy goes on."""
-        plgpu.commit_smem()
-        if not alone:
-            plgpu.barrier_arrive(met)
-            plgpu.barrier_wait(met)
+class _Block:
+    """One block of the grid: its references, where its copies go, and what it computes, one method
+    after another. Its copies and products overlap, so that the order of the statements counts.
+    """
 
-    def add(row, x):  # not kept in registers, of which there are too few
-        sums[row] = plgpu.load(sums.at[row], layout=ROW) + x
+    def __init__(
+        self,
+        p,
+        q_gmem,
+        k_gmem,
+        v_gmem,
+        do_gmem,
+        dv_gmem,
+        dv_low_gmem,
+        states_gmem,
+        dstates_gmem,
+        numbers_gmem,
+        rows_gmem,
+        *refs,
+    ):
+        refs = list(refs)
+        self.p = p
+        self.q_gmem, self.k_gmem, self.v_gmem = q_gmem, k_gmem, v_gmem
+        self.do_gmem, self.dv_gmem, self.dv_low_gmem = do_gmem, dv_gmem, dv_low_gmem
+        self.states_gmem, self.dstates_gmem = states_gmem, dstates_gmem
+        self.numbers_gmem, self.rows_gmem = numbers_gmem, rows_gmem
+        self.inverses_gmem = refs.pop(0) if p.erase else None
+        self.dq_gmem, self.dk_gmem, self.dg_gmem = refs[:3]
+        *self.tiles, self.numbers, self.rows, self.all_sums = refs[3:11]
+        self.k, self.do, self.dv, self.a, self.slots = self.tiles
+        # barriers: what they are named for has arrived
+        self.keys_here, self.values_here, self.states_here, dstates_here, self.q_here = refs[11:16]
+        spares_here, self.met = refs[16:]
 
-    start = lambda slot, source, here: plgpu.copy_gmem_to_smem(source, slots.at[slot], here)
-    of_value = lambda gmem, c: gmem.at[b, tokens(n), h, channels(c)]
-    of_state = lambda gmem, t, c: gmem.at[n, b, h, channels(t), channels(c)]
-    of_key = lambda gmem, t: gmem.at[b, tokens(n), g, channels(t)]
-
-    @once
-    def _():
-        for t in keys:
-            plgpu.copy_gmem_to_smem(of_key(k_gmem, t), k.at[t], keys_here)
-        plgpu.copy_gmem_to_smem(numbers_gmem.at[b, h, n], numbers.at[:6], keys_here)
-        plgpu.copy_gmem_to_smem(numbers_gmem.at[b, h, n, Q_NORM], numbers.at[Q_NORM_ROW], keys_here)
-        plgpu.copy_gmem_to_smem(rows_gmem.at[b, h, n], rows_ref, keys_here)
-
-    for t in own:
-        start(t, of_state(states_gmem, t, 0), states_here)
-    for t in own:
-        start(dstate_at(t), of_state(dstates_gmem, t, 0), dstates_here.at[w])
-
-    @once
-    def _():
-        start(v_at, of_value(v_gmem, 0), v_here)
-        for part in range(2 * p.erase):
-            plgpu.copy_gmem_to_smem(inverses_gmem.at[n, b, h, part], a.at[part], keys_here)
-        for c in range(p.value_tiles):
-            plgpu.copy_gmem_to_smem(of_value(do_gmem, c), do.at[c], values_here.at[c])
-            plgpu.copy_gmem_to_smem(of_value(dv_gmem, c), dv.at[c], values_here.at[c])
-
-    for row in (ENTER, WRITTEN, KEPT):
-        sums[row] = no_numbers()
-    plgpu.barrier_wait(keys_here)
-
-    # E, what pairs of rows take of E, dO and dV, and what keys take of E
-    highs, wrote, pairs = [], None, None
-    for c in range(p.value_tiles):
-        k, do, dv, a, slots = apart(*places)
-        for here in (states_here, dstates_here.at[w], v_here, values_here.at[c]):
-            plgpu.barrier_wait(here)
-        add(
-            KEPT,
-            sum(row_sums(load_tile(slots.at[t]), load_tile(slots.at[dstate_at(t)])) for t in own),
+        self.b, self.h, self.n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
+        self.g = jax.lax.div(self.h, p.share)
+        self.last = p.value_tiles - 1
+        self.keys = range(p.key_tiles)
+        self.alone = warpgroups(p) == 1
+        self.w = 0 if self.alone else jax.lax.axis_index("warpgroups")
+        of_each = p.key_tiles // warpgroups(p)
+        self.own = [self.w * of_each + i for i in range(of_each)]
+        # A slot for each of a state's tiles and of its gradient's, for one block of the value's
+        # channels; then q has the latter. One spare, or one for v, one for the low half of dV, and
+        # one for each warpgroup.
+        self.v_at, self.low_at, self.spare = (
+            2 * p.key_tiles + (0 if self.alone else i) for i in (0, 1, 2 + self.w)
         )
-        if p.erase:
-            ks = down(numbers, K_GAMMA) * product(*((k.at[t], slots.at[t]) for t in keys))
-            once(lambda: add(ENTER, -row_sums(ks, load_tile(dv.at[c]))))
-            slots[spare] = (load_tile(slots.at[v_at]) - ks).astype(jnp.bfloat16)
-            ks = jax.lax.optimization_barrier(ks.astype(jnp.bfloat16))
-            if not alone:
-                once(lambda: put_tile(a.at[2], ks))
+        self.v_here, self.low_here, self.spare_here = (
+            spares_here.at[at - 2 * p.key_tiles] for at in (self.v_at, self.low_at, self.spare)
+        )
+        self.sums = self.all_sums.at[self.w]
+        self.dstates_here = lambda: dstates_here.at[self.w]
+
+    # ---- what every step uses
+
+    def dstate_at(self, t: int) -> int:
+        """The slot of tile t of the state's gradient, later of q."""
+        return self.p.key_tiles + t
+
+    def q(self, t: int):
+        return self.slots.at[self.dstate_at(t)]
+
+    def of_value(self, gmem, c: int):
+        return gmem.at[self.b, tokens(self.n), self.h, channels(c)]
+
+    def of_state(self, gmem, t: int, c: int):
+        return gmem.at[self.n, self.b, self.h, channels(t), channels(c)]
+
+    def of_key(self, gmem, t: int):
+        return gmem.at[self.b, tokens(self.n), self.g, channels(t)]
+
+    def start(self, slot: int, source, here):
+        plgpu.copy_gmem_to_smem(source, self.slots.at[slot], here)
+
+    def start_state(self, slot: int, t: int, c: int, here):
+        self.start(slot, self.of_state(self.states_gmem, t, c), here)
+
+    def start_dstate(self, t: int, c: int):
+        self.start(self.dstate_at(t), self.of_state(self.dstates_gmem, t, c), self.dstates_here())
+
+    def rebase(self):
+        self.k, self.do, self.dv, self.a, self.slots = rebased(*self.tiles)
+
+    def once(self, do):
+        """By one warpgroup alone."""
+        do() if self.alone else pl.when(self.w == 0)(do)
+
+    def meet(self):
+        """Everything read and written so far is done before a warpgroup or a copy continues."""
+        plgpu.commit_smem()
+        if not self.alone:
+            plgpu.barrier_arrive(self.met)
+            plgpu.barrier_wait(self.met)
+
+    def add(self, row: int, x):
+        """To a row of sums in shared memory: there are too few registers."""
+        self.sums[row] = plgpu.load(self.sums.at[row], layout=ROW) + x
+
+    # ---- copies
+
+    def start_copies(self):
+        @self.once
+        def _():
+            at = self.b, self.h, self.n
+            copy = plgpu.copy_gmem_to_smem
+            for t in self.keys:
+                copy(self.of_key(self.k_gmem, t), self.k.at[t], self.keys_here)
+            copy(self.numbers_gmem.at[at], self.numbers.at[:6], self.keys_here)
+            copy(self.numbers_gmem.at[*at, Q_NORM], self.numbers.at[Q_NORM_ROW], self.keys_here)
+            copy(self.rows_gmem.at[at], self.rows, self.keys_here)
+
+        for t in self.own:
+            self.start_state(t, t, 0, self.states_here)
+        for t in self.own:
+            self.start_dstate(t, 0)
+
+        @self.once
+        def _():
+            copy = plgpu.copy_gmem_to_smem
+            self.start(self.v_at, self.of_value(self.v_gmem, 0), self.v_here)
+            for part in range(2 * self.p.erase):
+                inverse = self.inverses_gmem.at[self.n, self.b, self.h, part]
+                copy(inverse, self.a.at[part], self.keys_here)
+            for c in range(self.p.value_tiles):
+                copy(self.of_value(self.do_gmem, c), self.do.at[c], self.values_here.at[c])
+                copy(self.of_value(self.dv_gmem, c), self.dv.at[c], self.values_here.at[c])
+
+        for row in (ENTER, WRITTEN, KEPT):
+            self.sums[row] = no_numbers()
+        plgpu.barrier_wait(self.keys_here)
+
+    # ---- errors E
+
+    def errors(self):
+        """The high halves of E by block of the value's channels (kept where one warpgroup works
+        alone), E dS^T, which keys take of it, and what pairs of rows take of E, dO and dV.
+        """
+        highs, of_keys, pairs = [], None, None
+        for c in range(self.p.value_tiles):
+            self.rebase()
+            for here in (
+                self.states_here,
+                self.dstates_here(),
+                self.v_here,
+                self.values_here.at[c],
+            ):
+                plgpu.barrier_wait(here)
+            ks, found = self.errors_of(c)
+            self.meet()  # slots were read before copies write there
+            self.start_next_state(c)
+            high, low = halves(found)
+            lost, pairs, of_keys = self.products_of_errors(c, ks, high, low, pairs, of_keys)
+            if self.p.erase:
+                self.add(ENTER, -lost)
+            plgpu.commit_smem()
+            if self.alone:
+                highs.append(high)
+            self.start_next_dstate(c)
+        return highs, of_keys, pairs
+
+    def errors_of(self, c: int):
+        """(K S, None without erasing; E) of a block of the value's channels."""
+        k, dv, a, slots, spare = self.k, self.dv, self.a, self.slots, self.spare
+        kept = sum(
+            row_sums(load_tile(slots.at[t]), load_tile(slots.at[self.dstate_at(t)]))
+            for t in self.own
+        )
+        self.add(KEPT, kept)
+        ks = None
+        if self.p.erase:
+            ks = down(self.numbers, K_GAMMA) * product(*((k.at[t], slots.at[t]) for t in self.keys))
+            self.once(lambda: self.add(ENTER, -row_sums(ks, load_tile(dv.at[c]))))
+            slots[spare] = (load_tile(slots.at[self.v_at]) - ks).astype(jnp.bfloat16)
+            rounded = jax.lax.optimization_barrier(ks.astype(jnp.bfloat16))
+            if not self.alone:
+                self.once(lambda: put_tile(a.at[2], rounded))
             plgpu.commit_smem()
             found = product((a.at[0], slots.at[spare]), (a.at[1], slots.at[spare]))
+            ks = rounded
         else:
-            found = load_tile(slots.at[v_at])
-        add(WRITTEN, row_sums(product(*((k.at[t], slots.at[dstate_at(t)]) for t in own)), found))
-        meet()  # what was read of slots, before copies write there
-        for t in own if c < last else ():
-            start(t, of_state(states_gmem, t, c + 1), states_here)
+            found = load_tile(slots.at[self.v_at])
+        written = product(*((k.at[t], slots.at[self.dstate_at(t)]) for t in self.own))
+        self.add(WRITTEN, row_sums(written, found))
+        return ks, found
 
-        @once
+    def start_next_state(self, c: int):
+        for t in self.own if c < self.last else ():
+            self.start_state(t, t, c + 1, self.states_here)
+
+        @self.once
         def _():
-            if p.erase:
-                start(low_at, of_value(dv_low_gmem, c), low_here)
-            if c < last and not alone:
-                start(v_at, of_value(v_gmem, c + 1), v_here)
+            if self.p.erase:
+                self.start(self.low_at, self.of_value(self.dv_low_gmem, c), self.low_here)
+            if c < self.last and not self.alone:
+                self.start(self.v_at, self.of_value(self.v_gmem, c + 1), self.v_here)
 
-        high, low = halves(found)
+    def start_next_dstate(self, c: int):
+        for t in self.own:
+            if c < self.last:
+                self.start_dstate(t, c + 1)
+            else:
+                self.start(self.dstate_at(t), self.of_key(self.q_gmem, t), self.q_here)
+        if c < self.last and self.alone:
+            self.start(self.v_at, self.of_value(self.v_gmem, c + 1), self.v_here)
+        elif c == self.last and self.last:
+            self.start_state(self.spare, self.own[0], self.last - 1, self.spare_here)
+
+    def products_of_errors(self, c: int, ks, high, low, pairs, of_keys):
+        """E's high and low halves against rows: (<ks, the low half of dV>, pairs of rows, E dS^T),
+        the latter two added to those of the blocks before.
+        """
+        p, do, dv, a, slots = self.p, self.do, self.dv, self.a, self.slots
 
         def to_errors(found, meanwhile=lambda: None):
             """E dV^T and <ks, the low half of dV>; `meanwhile` while that is on its way."""
@@ -245,10 +358,11 @@ def gradient_kernel(
             found.add(low, transposed(dv.at[c]))
             found.add(high, transposed(dv.at[c]))
             meanwhile()
-            plgpu.barrier_wait(low_here)
-            found.add(high, transposed(slots.at[low_at]))
+            plgpu.barrier_wait(self.low_here)
+            found.add(high, transposed(slots.at[self.low_at]))
             lost = row_sums(
-                ks.astype(jnp.float32) if alone else load_tile(a.at[2]), load_tile(slots.at[low_at])
+                ks.astype(jnp.float32) if self.alone else load_tile(a.at[2]),
+                load_tile(slots.at[self.low_at]),
             )
             return lost, found()
 
@@ -261,183 +375,195 @@ def gradient_kernel(
         def to_keys(*found):  # E dS^T
             for i, x in enumerate(found):
                 if c:
-                    x.start(wrote[i])
-                x.add(high, transposed(slots.at[dstate_at(own[i])]))
+                    x.start(of_keys[i])
+                x.add(high, transposed(slots.at[self.dstate_at(self.own[i])]))
             return found
 
-        if alone and p.erase:
-            lost, pairs, *wrote = with_sums(
-                p,
-                [C] * (1 + len(own)),
-                lambda of_errors, *of_keys: (
-                    *to_errors(of_errors, lambda: to_keys(*of_keys)),
-                    *(x() for x in of_keys),
-                ),
-            )
+        def errors_and_keys(of_errors, *found):
+            lost, of_pairs = to_errors(of_errors, lambda: to_keys(*found))
+            return lost, of_pairs, *(x() for x in found)
+
+        count = len(self.own)
+        if self.alone and p.erase:
+            lost, pairs, *of_keys = with_sums(p, [C] * (1 + count), errors_and_keys)
+            return lost, pairs, of_keys
+        of_keys = with_sums(p, [C] * count, lambda *found: [x() for x in to_keys(*found)])
+        lost = None
+        if not self.alone:
+            to_pairs = functools.partial(with_sums, p, [C])
+            errors = functools.partial(to_pairs, to_errors) if p.erase else no_pairs
+            outputs = functools.partial(to_pairs, to_outputs)
+            lost, pairs = jax.lax.cond(self.w == 0, errors, outputs)
+        return lost, pairs, of_keys
+
+    # ---- pairs of rows, j by i
+
+    def pairs_of_rows(self, highs, pairs):
+        """What they add to dg and dbeta, and what queries and keys take of them, into `a`."""
+        p, a, k, numbers, sums = self.p, self.a, self.k, self.numbers, self.sums
+
+        def against_outputs(found):  # E dO^T
+            for c, high in enumerate(highs):
+                found.add(high, transposed(self.do.at[c]))
+            return found()
+
+        outputs = with_sums(p, [C], against_outputs) if self.alone else None
+        row, column = self.row, self.column = indices()
+        plgpu.barrier_wait(self.q_here)
+        decay = decay_of_pairs(self.rows, row, column) * down(numbers, K_NORM)
+
+        def of_queries():
+            return product(*((k.at[t], transposed(self.q(t))) for t in self.keys))
+
+        def of_themselves():
+            return product(*((k.at[t], transposed(k.at[t])) for t in self.keys))
+
+        def put_triangle():
+            a[warpgroups(p)] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
+
+        of_errors = None
+        if self.alone:
+            of_outputs = outputs * across(numbers, Q_NORM) * decay
+            a[0] = (of_outputs * down(self.rows, BETA)).astype(jnp.bfloat16)
+            put_triangle()
+            if p.erase:
+                before = jnp.where(column > row, pairs, 0.0)
+                of_errors = before * (-across(numbers, K_NORM_J) * decay)
+            products = jax.lax.optimization_barrier(of_outputs * of_queries())
+            if p.erase:
+                products = products + of_errors * of_themselves()
+                of_errors = (of_errors * down(self.rows, BETA)).astype(jnp.bfloat16)
         else:
-            wrote = with_sums(p, [C] * len(own), lambda *of_keys: [x() for x in to_keys(*of_keys)])
-            if not alone:
-                errors = functools.partial(with_sums, p, [C], to_errors) if p.erase else no_pairs
-                lost, pairs = jax.lax.cond(
-                    w == 0, errors, functools.partial(with_sums, p, [C], to_outputs)
+            errors = (self.w == 0).astype(jnp.float32)
+            pairs = (
+                pairs
+                * decay
+                * (
+                    across(numbers, Q_NORM) * (1 - errors)
+                    - jnp.where(column > row, across(numbers, K_NORM_J) * errors, 0.0)
                 )
-        if p.erase:
-            add(ENTER, -lost)
-        plgpu.commit_smem()
-        if alone:
-            highs.append(high)
-        for t in own:
-            if c < last:
-                start(dstate_at(t), of_state(dstates_gmem, t, c + 1), dstates_here.at[w])
-            else:
-                start(dstate_at(t), of_key(q_gmem, t), q_here)
-        if c < last and alone:
-            start(v_at, of_value(v_gmem, c + 1), v_here)
-        elif c == last and last:
-            start(spare, of_state(states_gmem, own[0], last - 1), spare_here)
-
-    k, do, dv, a, slots = apart(*places)
-
-    def against_outputs(found):  # E dO^T
-        for c, high in enumerate(highs):
-            found.add(high, transposed(do.at[c]))
-        return found()
-
-    # pairs of rows, j by i
-    outputs = with_sums(p, [C], against_outputs) if alone else None
-    q = lambda t: slots.at[dstate_at(t)]
-    row, column = indices()
-    plgpu.barrier_wait(q_here)
-    decay = decay_of_pairs(rows_ref, row, column) * down(numbers, K_NORM)
-
-    of_queries = lambda: product(*((k.at[t], transposed(q(t))) for t in keys))
-    of_themselves = lambda: product(*((k.at[t], transposed(k.at[t])) for t in keys))
-    weigh_outputs = lambda x: x * across(numbers, Q_NORM) * decay
-    weigh_errors = lambda x: jnp.where(column > row, x, 0.0) * (-across(numbers, K_NORM_J) * decay)
-
-    def put_triangle():
-        a[warpgroups(p)] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
-
-    if alone:
-        of_outputs = weigh_outputs(outputs)
-        a[0] = (of_outputs * down(rows_ref, BETA)).astype(jnp.bfloat16)
-        put_triangle()
-        if p.erase:
-            of_errors = weigh_errors(pairs)
-        products = jax.lax.optimization_barrier(of_outputs * of_queries())
-        if p.erase:
-            products = products + of_errors * of_themselves()
-            of_errors = (of_errors * down(rows_ref, BETA)).astype(jnp.bfloat16)
-    else:
-        errors = (w == 0).astype(jnp.float32)
-        pairs = (
-            pairs
-            * decay
-            * (
-                across(numbers, Q_NORM) * (1 - errors)
-                - jnp.where(column > row, across(numbers, K_NORM_J) * errors, 0.0)
             )
+            self.meet()  # the inverse is read
+            a[1 - self.w] = (pairs * down(self.rows, BETA)).astype(jnp.bfloat16)
+            products = pairs * jax.lax.cond(self.w == 0, of_themselves, of_queries)
+            self.once(put_triangle)
+        self.meet()
+        written = of_row(sums, WRITTEN) * of_row(self.rows, RHO) * of_row(numbers, K_NORM)
+        sums[DBETA] = jnp.sum(products, axis=1) + written
+
+        def from_column_on(after):  # column t: the sum over columns from t on
+            for part in halves(products * down(self.rows, BETA)):
+                after.add(part, a.at[warpgroups(p)])
+            return after()
+
+        leave = spread(written * of_row(self.rows, BETA))
+        after = with_sums(p, [C], from_column_on)
+        spans = jnp.where(row < column, after + leave, spread(of_row(sums, ENTER)))
+        sums[DG] = jnp.sum(spans, axis=0)
+        if self.alone and p.erase:
+            plgpu.commit_smem()  # of the triangle, which all have read
+            a[1] = of_errors
+            plgpu.commit_smem()
+
+    # ---- queries and keys
+
+    def queries_and_keys(self, of_keys):
+        """(dQ, dK) by tile of this warpgroup's; adds to dg."""
+        sums = self.sums
+        found = [
+            with_sums(self.p, [C, C], functools.partial(self.tile_gradients, i, of_keys[i]))
+            for i in range(len(self.own))
+        ]
+        enters, dq, dk = zip(*found)
+        kept = self.rows[GAMMA, C - 1] * of_row(sums, KEPT)
+        sums[DG] = sums[DG] + jnp.sum(
+            jnp.where(self.row >= self.column, spread(sum(enters)), 0.0) + spread(kept), axis=0
         )
-        meet()  # the inverse is read
-        a[1 - w] = (pairs * down(rows_ref, BETA)).astype(jnp.bfloat16)
-        products = pairs * jax.lax.cond(w == 0, of_themselves, of_queries)
-        once(put_triangle)
-    meet()
-    of_row = lambda ref, i: plgpu.load(ref.at[i], layout=ROW)
-    written = of_row(sums, WRITTEN) * of_row(rows_ref, RHO) * of_row(numbers, K_NORM)
-    sums[DBETA] = jnp.sum(products, axis=1) + written
+        return dq, dk
 
-    def from_column_on(after):  # column t: the sum over columns from t on
-        for part in halves(products * down(rows_ref, BETA)):
-            after.add(part, a.at[warpgroups(p)])
-        return after()
-
-    leave = spread(written * of_row(rows_ref, BETA))
-    after = with_sums(p, [C], from_column_on)
-    sums[DG] = jnp.sum(jnp.where(row < column, after + leave, spread(of_row(sums, ENTER))), axis=0)
-    if alone and p.erase:
-        plgpu.commit_smem()  # of the triangle, which all have read
-        a[1] = of_errors
-        plgpu.commit_smem()
-
-    # queries and keys
-    def of_channels(i, of_q, of_k):
-        k, do, dv, a, slots = apart(*places)
-        t = own[i]
+    def tile_gradients(self, i: int, of_keys, of_q, of_k):
+        """(<q, its gradient by the state>, dQ, dK) of 64 channels, before the norms."""
+        p, last, numbers = self.p, self.last, self.numbers
+        k, do, dv, a, slots = rebased(*self.tiles)
+        t = self.own[i]
         for c in reversed(range(p.value_tiles)):
-            state = slots.at[t if c == last else spare]
+            state = slots.at[t if c == last else self.spare]
             if c < last:
-                plgpu.barrier_wait(spare_here)
+                plgpu.barrier_wait(self.spare_here)
             of_q.add(do.at[c], transposed(state))
             if p.erase:
                 of_k.add(dv.at[c], transposed(state))
             if 0 < c < last:
                 plgpu.wgmma_wait(0)
                 plgpu.commit_smem()
-                start(spare, of_state(states_gmem, t, c - 1), spare_here)
+                self.start_state(self.spare, t, c - 1, self.spare_here)
         read = down(numbers, Q_GAMMA) * of_q()
-        if last and i + 1 < len(own):
+        if last and i + 1 < len(self.own):
             plgpu.commit_smem()
-            start(spare, of_state(states_gmem, own[i + 1], last - 1), spare_here)
+            self.start_state(self.spare, self.own[i + 1], last - 1, self.spare_here)
         of_q.start(read)
         of_q.add(transposed(a.at[0]), k.at[t])
-        gradient = down(numbers, K_RHO) * wrote[i]
+        gradient = down(numbers, K_RHO) * of_keys
         if p.erase:
             gradient = gradient - down(numbers, K_GAMMA) * of_k(1)
         of_k.start(gradient)
-        of_k.add(a.at[0], slots.at[dstate_at(t)])
+        of_k.add(a.at[0], slots.at[self.dstate_at(t)])
         if p.erase:
             of_k.add(a.at[1], k.at[t])
             of_k.add(transposed(a.at[1]), k.at[t])
-        return row_sums(read, load_tile(slots.at[dstate_at(t)])), of_q(), of_k()
+        return row_sums(read, load_tile(slots.at[self.dstate_at(t)])), of_q(), of_k()
 
-    enters, dq, dk = zip(
-        *(with_sums(p, [C, C], functools.partial(of_channels, i)) for i in range(len(own)))
-    )
-    kept = rows_ref[GAMMA, C - 1] * of_row(sums, KEPT)
-    sums[DG] = sums[DG] + jnp.sum(
-        jnp.where(row >= column, spread(sum(enters)), 0.0) + spread(kept), axis=0
-    )
-    gradients = [(dq, [q(t) for t in own]), (dk, [k.at[t] for t in own])]
-    inner = [
-        jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1)
-        for pair in gradients
-        if p.normalize
-    ]
-    if alone:
-        plgpu.commit_smem()
-    else:
-        for i, x in zip((INNER_Q, INNER_K), inner):
-            sums[i] = x
-        meet()
+    # ---- results
+
+    def write_gradients(self, dq, dk):
+        """dQ and dK through the norms to the outputs; dg and dbeta, summed over warpgroups."""
+        p, sums, numbers, own = self.p, self.sums, self.numbers, self.own
+        gradients = [(dq, [self.q(t) for t in own]), (dk, [self.k.at[t] for t in own])]
         inner = [
-            of_row(all_sums.at[0], i) + of_row(all_sums.at[1], i)
-            for i in (INNER_Q, INNER_K)
+            jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1)
+            for pair in gradients
             if p.normalize
         ]
-
-        @once
-        def _():
-            for i, layout in ((DG, COLUMN), (DBETA, ROW)):
-                sums[i] = sum(plgpu.load(all_sums.at[j, i], layout=layout) for j in range(2))
+        if self.alone:
             plgpu.commit_smem()
-
-    once(lambda: plgpu.copy_smem_to_gmem(sums.at[:2], dg_gmem.at[b, h, n]))
-
-    def finish(i, gmem, norm, at):
-        found, tile_refs = gradients[i]
-        if p.normalize:
-            found = [
-                x - spread(norm * inner[i]) * load_tile(tile) for x, tile in zip(found, tile_refs)
+        else:
+            for i, x in zip((INNER_Q, INNER_K), inner):
+                sums[i] = x
+            self.meet()
+            inner = [
+                of_row(self.all_sums.at[0], i) + of_row(self.all_sums.at[1], i)
+                for i in (INNER_Q, INNER_K)
+                if p.normalize
             ]
-        for x, t in zip(found, own):
-            slots[at(t)] = x.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        for t in own:
-            plgpu.copy_smem_to_gmem(slots.at[at(t)], gmem.at[b, tokens(n), h, channels(t)])
 
-    finish(
-        0, dq_gmem, of_row(numbers, Q_NORM_ROW) * of_row(numbers, Q_NORM_ROW) * p.key, lambda t: t
-    )
-    finish(1, dk_gmem, of_row(numbers, K_NORM) * of_row(numbers, K_NORM), dstate_at)
-    plgpu.wait_smem_to_gmem(0)
+            @self.once
+            def _():
+                for i, layout in ((DG, COLUMN), (DBETA, ROW)):
+                    parts = (plgpu.load(self.all_sums.at[j, i], layout=layout) for j in range(2))
+                    sums[i] = sum(parts)
+                plgpu.commit_smem()
+
+        at = self.b, self.h, self.n
+        self.once(lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.dg_gmem.at[at]))
+
+        def finish(i, gmem, norm, slot_of):
+            found, tile_refs = gradients[i]
+            if p.normalize:
+                found = [
+                    x - spread(norm * inner[i]) * load_tile(tile)
+                    for x, tile in zip(found, tile_refs)
+                ]
+            for x, t in zip(found, own):
+                self.slots[slot_of(t)] = x.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            for t in own:
+                source = self.slots.at[slot_of(t)]
+                plgpu.copy_smem_to_gmem(
+                    source, gmem.at[self.b, tokens(self.n), self.h, channels(t)]
+                )
+
+        q_norm = of_row(numbers, Q_NORM_ROW) * of_row(numbers, Q_NORM_ROW) * p.key
+        finish(0, self.dq_gmem, q_norm, lambda t: t)
+        k_norm = of_row(numbers, K_NORM) * of_row(numbers, K_NORM)
+        finish(1, self.dk_gmem, k_norm, self.dstate_at)
+        plgpu.wait_smem_to_gmem(0)

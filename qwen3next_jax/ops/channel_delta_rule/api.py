@@ -240,7 +240,8 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
 
     def bound(limits):
         count = -(
-            -chunks // (1 if numbers * size >= limits.alone else max(1, limits.together // numbers))
+            -chunks
+            // (1 if numbers * size >= limits.single_chunk else max(1, limits.elements // numbers))
         )
         return functools.partial(
             pass_over,
