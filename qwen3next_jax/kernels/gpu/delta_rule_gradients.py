@@ -35,7 +35,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     across,
     channels,
     down,
-    halves,
+    high_and_low,
     indices,
     product,
     rows,
@@ -288,7 +288,7 @@ class _Block:
             ks, found = self.errors_of(c)
             self.meet()  # slots were read before copies write there
             self.start_next_state(c)
-            high, low = halves(found)
+            high, low = high_and_low(found)
             lost, pairs, of_keys = self.products_of_errors(c, ks, high, low, pairs, of_keys)
             if self.p.erase:
                 self.add(ENTER, -lost)
@@ -452,7 +452,7 @@ class _Block:
         sums[DBETA] = jnp.sum(products, axis=1) + written
 
         def from_column_on(after):  # column t: the sum over columns from t on
-            for part in halves(products * down(self.rows, BETA)):
+            for part in high_and_low(products * down(self.rows, BETA)):
                 after.add(part, a.at[warpgroups(p)])
             return after()
 

@@ -1,8 +1,8 @@
 """One chunk of the gated delta rule, forward and backward, as pure functions of arrays.
 
 The XLA forms are made of it (any leading batch dimensions); the TPU kernels share its products,
-norms and documents, and arrange the rest for two heads at once (`twins.py`). The derivation is
-in docs/delta_rule.md. Every product has a name there; the names here follow it:
+norms and documents, and arrange the rest for two heads at once (`kernels/tpu/head_pairs.py`). The
+derivation is in docs/delta_rule.md. Every product has a name there; the names here follow it:
 
   gamma  decay from the chunk's start to row i        rho  decay from row i to the chunk's end
          pair   decay from row j to row i (lower triangle)    carry  decay over the whole chunk A

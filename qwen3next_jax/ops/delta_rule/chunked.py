@@ -56,7 +56,7 @@ class Chunks(typing.NamedTuple):
     p: jax.Array  # P, [N, B, H, C, C]
 
 
-def _cut(x, size: int, mode: str = "constant"):
+def _to_chunks(x, size: int, mode: str = "constant"):
     """[B, T, heads, ...] to [N, B, heads, C, ...], T padded to a multiple of C."""
     return jnp.swapaxes(blocks.to_chunks(x, 1, size, mode), 2, 3)
 
@@ -81,8 +81,8 @@ def _from_head_pairs(a, heads: int):
     return a.reshape(count, batch, -1, size, size)[:, :, :heads]
 
 
-def _join(x, time: int):
-    """The inverse of `_cut`."""
+def _from_chunks(x, time: int):
+    """The inverse of `_to_chunks`."""
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
@@ -97,13 +97,15 @@ def _chunks(
     narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
     scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
     q_, k_ = (
-        _scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size)
+        _scaled(_to_chunks(x, size), _to_chunks(y, size))
+        if narrow
+        else _to_chunks(x.astype(dtype) * y, size)
         for x, y in zip((q, k), scales)
     )
-    v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
+    v_, g_, beta_ = (_to_chunks(x.astype(dtype), size) for x in (v, g, beta))
     documents = None
     if segments is not None:
-        signed = _cut(segments[:, :, None], size, "edge")  # [N, B, 1, C]
+        signed = _to_chunks(segments[:, :, None], size, "edge")  # [N, B, 1, C]
         index = chunk_math.document_index(signed[:, :, 0])[:, :, None]
         documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
         live = signed[..., None] > 0
@@ -167,7 +169,7 @@ def forward(
         c, initial_state.astype(exact.operand), dots, exact, parallel
     )
     o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
-    o = _join(o, x.v.shape[1]).astype(x.v.dtype)
+    o = _from_chunks(o, x.v.shape[1]).astype(x.v.dtype)
     return (
         (o, final, states.astype(x.v.dtype), _to_head_pairs(c.inverse))
         if save
@@ -201,7 +203,7 @@ def map_gradient(r, do):
     """The gradient of S where o = o0 + r S: r^T dO over all tokens, [B, H, K, V]. r [N, B, H, C,
     K], do [B, T, H, V].
     """
-    return jnp.sum(Products(r.dtype).tn(r, _cut(do.astype(r.dtype), r.shape[3])), axis=0)
+    return jnp.sum(Products(r.dtype).tn(r, _to_chunks(do.astype(r.dtype), r.shape[3])), axis=0)
 
 
 def backward(
@@ -221,7 +223,7 @@ def backward(
     q, k, v, *_, segments = x
     states = states.astype(exact.operand)
     time, dtype = v.shape[1], exact.operand
-    do = _cut(do.astype(dtype), size)
+    do = _to_chunks(do.astype(dtype), size)
     dfinal = dfinal.astype(dtype)
     written, unseen = _written(c, states, dots, exact)
     po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
@@ -263,7 +265,7 @@ def backward(
         dots,
     )
     dq, dk, dv, dbeta, dg = (
-        _join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :])
+        _from_chunks(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :])
     )
     if segments is not None:
         dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
