@@ -20,6 +20,10 @@ KERNELS = "qwen3next_jax.kernels"
 _PLATFORMS = {"tpu": "a TPU", "gpu": "a GPU"}
 
 
+class Unsupported(NotImplementedError):
+    """The named implementation cannot run this call; the message is one line for a user."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
     """An operator in XLA alone.
@@ -115,7 +119,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
       call: shapes, dtypes and settings, as `supports` of the operator's kernels takes them.
 
     Raises:
-      NotImplementedError: the named implementation cannot run this call, or the plugin that has it
+      Unsupported: a NotImplementedError: the named implementation cannot run this call, or the plugin that has it
         is missing.
       ImportError: the plugin lists a module that cannot be imported.
     """
@@ -128,7 +132,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
         if kernel is not None:
             refusal = kernel.refusal(platform, call)
         if refusal:
-            raise NotImplementedError(f"implementation={named!r} {refusal}; use {forms[0].name!r}")
+            raise Unsupported(f"implementation={named!r} {refusal}; use {forms[0].name!r}")
         return Chosen(kernel, interpret=platform == "cpu")
     # No kernel is the default on a CPU, so the plugin is not even imported there.
     if platform != "cpu":
