@@ -119,8 +119,8 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
       call: shapes, dtypes and settings, as `supports` of the operator's kernels takes them.
 
     Raises:
-      Unsupported: a NotImplementedError: the named implementation cannot run this call, or the plugin that has it
-        is missing.
+      Unsupported: a NotImplementedError; the named implementation cannot run this call, or the
+        plugin that has it is missing.
       ImportError: the plugin lists a module that cannot be imported.
     """
     platform = compile_target().platform
