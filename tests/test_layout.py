@@ -14,6 +14,7 @@ ARROWS = {
     "common": set(),
     "config": {"common", "data", "runs"},
     "ops": set(),
+    "kernels": {"ops"},
     "sharding": {"ops", "config", "common"},
     "data": {"config", "common"},
     "model": {"ops", "sharding", "config", "common"},
@@ -89,6 +90,17 @@ def test_imports_follow_the_arrows(path):
         assert str(path.relative_to(ROOT)) in ONLY_IN.get(top, {str(path.relative_to(ROOT))}), (
             f"{path.name} imports {name}"
         )
+
+
+def test_one_file_of_the_library_knows_the_kernels():
+    """And no layer names a chip."""
+    for path in FILES:
+        room, text = path.relative_to(PACKAGE).parts[0], path.read_text()
+        if room != "kernels" and path != PACKAGE / "ops" / "implementations.py":
+            assert "qwen3next_jax.kernels" not in text, path
+        if room == "model":
+            for name in ("default_backend", "platform_dependent", "tpu(", ".platform"):
+                assert name not in text, (path, name)
 
 
 def test_configs_import_only_the_defaults_and_each_other():
