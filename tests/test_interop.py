@@ -31,7 +31,7 @@ from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 from qwen3next_jax.interop.source import in_form
 from qwen3next_jax.interop.weights import Weights
-from qwen3next_jax.interop.writing import Unfinished
+from qwen3next_jax.interop.writing import PartialExport
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.sharding.mesh import make_mesh
 
@@ -206,7 +206,7 @@ def test_a_mesh_changes_no_bit_of_an_import_or_an_export(
 ):
     whole = load_hf(eight_layers, dtype)
     save_hf(whole, tmp_path / "whole")
-    monkeypatch.setattr(arrays, "PIECE", 4000)  # some parameters in one piece, some in many
+    monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 4000)  # one piece, or many
     sharded = load_hf(eight_layers, dtype, _mesh(**mesh))
     assert bits(sharded) == bits(whole)
     experts = sharded.layers[0].mlp.expert_gate_up[...]
@@ -221,29 +221,30 @@ def test_what_other_processes_hold_is_read_by_all_with_its_bits():
     for dtype in (jnp.float32, jnp.bfloat16):
         values = jax.random.normal(jax.random.key(0), (3, 8, 4, 6), dtype).at[:, ::3].set(-0.0)
         array = jax.device_put(values, NamedSharding(mesh, P(None, ("data", "expert"), "tensor")))
-        for box in (
+        for part in (
             (slice(1, 2), slice(0, 8), slice(0, 4), slice(0, 6)),
             (slice(0, 3), slice(1, 6), slice(1, 4), slice(2, 3)),
         ):
-            take = arrays._taker(array.sharding, tuple(side.stop - side.start for side in box))
-            found = take(array, np.array([side.start for side in box], np.int32))
-            assert np.asarray(found).tobytes() == np.asarray(values)[box].tobytes()
+            sizes = tuple(side.stop - side.start for side in part)
+            gather = arrays._gather_slice(array.sharding, sizes)
+            found = gather(array, np.array([side.start for side in part], np.int32))
+            assert np.asarray(found).tobytes() == np.asarray(values)[part].tobytes()
 
 
 def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
-    model, write, written = new_model(), Unfinished.write, []
+    model, write, written = new_model(), PartialExport.write, []
     save_hf(model, tmp_path / "expected")
 
     def killed_at(count):
-        def one(unfinished, name, blocks):
+        def one(export, name, blocks):
             if len(written) == count:
-                (unfinished.folder / f"{name}.tmp").write_bytes(b"half")  # as SIGKILL leaves it
+                (export.folder / f"{name}.tmp").write_bytes(b"half")  # as SIGKILL leaves it
                 raise KeyboardInterrupt
             written.append(name)
-            write(unfinished, name, blocks)
+            write(export, name, blocks)
 
-        monkeypatch.setattr(Unfinished, "write", one)
+        monkeypatch.setattr(PartialExport, "write", one)
 
     killed_at(3)
     for _ in range(2):  # the second attempt gets nowhere and loses nothing
