@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import signal
 import time
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,18 @@ from safetensors.numpy import load_file, save_file
 from configs import qwen3_5_0p8b
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict
+from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict, registry
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.interop import arrays, writing
+from qwen3next_jax.interop.families import FORMS, qwen3_next
+from qwen3next_jax.interop.families.form import WITHOUT_MEANING
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 from qwen3next_jax.interop.source import in_form
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import PartialExport
+from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.sharding.mesh import make_mesh
 
@@ -184,6 +188,47 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     unread = {"intermediate_size"} if model.config.num_experts else preflight.OF_EXPERTS
     assert set(again.config.differs(model.config)) <= unread
     assert bits(again) == bits(model)
+
+
+def test_forms_are_those_of_the_setting_and_name_settings_and_mixers_that_exist():
+    assert FORMS.keys() == set(typing.get_args(typing.get_type_hints(ModelConfig)["hf_form"]))
+    for form in FORMS.values():
+        assert form.settings | WITHOUT_MEANING <= ModelConfig.__dataclass_fields__.keys()
+        assert form.mixers.keys() <= registry.MIXERS.keys()
+
+
+class OwnAttention(mixer_class("gated_attention")):
+    hf_entries = staticmethod(qwen3_next.gated_attention)
+
+
+class Derived(OwnAttention):
+    pass
+
+
+class LeavesOneOut(OwnAttention):
+    @staticmethod
+    def hf_entries(config):
+        entries = qwen3_next.gated_attention(config)
+        return (entry for entry in entries if entry.path != "q_norm")
+
+
+def test_an_own_mixer_brings_its_entries_and_no_class_inherits_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_trusted", set())
+
+    def with_mixer(cls):
+        own = f"{__name__}:{cls.__name__}"
+        return {"layer_types": ("linear_attention", own, own, "linear_attention")}
+
+    model = new_model(**with_mixer(OwnAttention))
+    save_hf(model, tmp_path / "out")
+    package = __name__.partition(".")[0]
+    with pytest.raises(UserError, match=f"layer_types = .*:OwnAttention.* --trust={package}"):
+        load_hf(tmp_path / "out")
+    registry.trust(package)
+    assert bits(load_hf(tmp_path / "out")) == bits(model)
+    for cls, message in ((Derived, r":Derived \(layers 1, 2\)"), (LeavesOneOut, "mixer/q_norm")):
+        with pytest.raises(UserError, match=message):
+            save_hf(new_model(**with_mixer(cls)), tmp_path / "other")
 
 
 def _mesh(**sizes):

@@ -153,10 +153,10 @@ def _layers_with(config: ModelConfig, mixer: str) -> str:
 
 
 def _other_mixers(form: Form) -> str:
-    """The mixers that other forms have, with the forms."""
-    forms: dict[str, list[str]] = {}
-    for other in FORMS.values():
-        for mixer in other.mixers.keys() - form.mixers.keys():
-            forms.setdefault(mixer, []).append(other.name)
-    hints = [f"{mixer}: in {', '.join(names)}" for mixer, names in sorted(forms.items())]
-    return f" ({'; '.join(hints)}; --form)" if hints else ""
+    """Which other forms have mixers that this one does not have."""
+    others = [
+        f"{other.name} has {' and '.join(sorted(mixers))}"
+        for other in FORMS.values()
+        if (mixers := other.mixers.keys() - form.mixers.keys())
+    ]
+    return f" (--form: {'; '.join(others)})"
