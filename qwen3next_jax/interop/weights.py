@@ -200,29 +200,17 @@ class Weights:
         left, right, _ = columns.indices(width)
         values = np.empty((bottom - top, right - left), dtype)
         target = memoryview(values.reshape(-1).view(np.uint8))
-        first_byte = start + (top * width + left) * dtype.itemsize
-        if right - left == width:
-            self._read_bytes(file, target, first_byte)
-            return values
-        row_bytes = (right - left) * dtype.itemsize
-        for row in range(len(values)):
-            self._read_bytes(
-                file,
-                target[row * row_bytes : (row + 1) * row_bytes],
-                first_byte + row * width * dtype.itemsize,
-            )
-        return values
-
-    def _read_bytes(self, file: pathlib.Path, target: memoryview, position: int) -> None:
-        """Fills `target` with the bytes of a file from `position` on."""
+        position = start + (top * width + left) * dtype.itemsize
+        row_bytes, row_step = (right - left) * dtype.itemsize, width * dtype.itemsize
+        if right - left == width:  # the rows follow each other in the file
+            row_bytes = values.nbytes
         with told(f"{file}: cannot be read: restore it, or start again", OSError):
             descriptor = self._descriptor(file)
-            done = 0
-            while done < len(target):
-                count = os.preadv(descriptor, [target[done:]], position + done)
-                if not count:
+            for begin in range(0, values.nbytes, row_bytes or 1):
+                if not _fill(target[begin : begin + row_bytes], descriptor, position):
                     raise self._changed(file)
-                done += count
+                position += row_step
+        return values
 
     def _descriptor(self, file: pathlib.Path) -> int:
         if file not in self._open:
@@ -244,6 +232,17 @@ class Weights:
             f"{file}: changed while it was read: something writes to this directory; wait until "
             "it is complete, and start again"
         )
+
+
+def _fill(target: memoryview, descriptor: int, position: int) -> bool:
+    """Fills `target` with the bytes of a file from `position` on; False: the file ends before."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], position + done)
+        if not count:
+            return False
+        done += count
+    return True
 
 
 def _version(found: os.stat_result) -> tuple[int, ...]:

@@ -460,7 +460,7 @@ def _mla(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _experts(config: ModelConfig) -> Iterator[Entry]:
-    """`model.moe.SparseMoE` with a bias of its router and an ungated shared expert."""
+    """The mixture of experts, with a bias of its router and an ungated shared expert."""
     d, width = config.hidden_size, config.moe_intermediate_size
     count, mlp = config.num_experts, "block_sparse_moe"
     gate_and_up = tuple(

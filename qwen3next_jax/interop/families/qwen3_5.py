@@ -163,7 +163,7 @@ def _check(config: ModelConfig) -> None:
 
 
 def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
-    """`model.mixers.gated_deltanet`, its projections taken apart."""
+    """Gated DeltaNet, with a tensor for each projection of the input, all heads together."""
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads
     order = qwen3_next.all_q_all_k_all_v(config)

@@ -5,13 +5,13 @@ families that share parts of this one import them from here.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one, swiglu, vector
+from qwen3next_jax.interop.entries import Entries, Entry, TensorSlice, one, swiglu, vector
 from qwen3next_jax.interop.families import rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
@@ -166,7 +166,7 @@ def check(config: ModelConfig) -> None:
 
 
 def gated_attention(config: ModelConfig) -> Iterator[Entry]:
-    """`model.mixers.gated_attention`: q and its gate side by side in each head."""
+    """Gated attention: q and its gate side by side in each head."""
     d, k = config.hidden_size, config.head_dim
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     yield one("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (heads * 2 * k, d))
@@ -178,7 +178,7 @@ def gated_attention(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
-    """`model.mixers.gated_deltanet`, its projections by key head as they are here."""
+    """Gated DeltaNet, its projections by key head as they are here."""
     d = config.hidden_size
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
     value_width = config.linear_num_value_heads * config.linear_value_head_dim
@@ -198,7 +198,7 @@ def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
 
 
 def recurrence(config: ModelConfig) -> Iterator[Entry]:
-    """`model.mixers.gated_deltanet` but for its projections of the input."""
+    """Gated DeltaNet without its projections of the input."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
     order = all_q_all_k_all_v(config)
     yield one(
@@ -232,7 +232,7 @@ def all_q_all_k_all_v(config: ModelConfig) -> np.ndarray:
 
 
 def experts(config: ModelConfig) -> Iterator[Entry]:
-    """`model.moe.SparseMoE`: a tensor for each expert, or one for all of them."""
+    """The mixture of experts: a tensor for each expert, or one for all of them."""
     d, width = config.hidden_size, config.moe_intermediate_size
     count, shared = config.num_experts, config.shared_expert_intermediate_size
     gate_and_up = tuple(
@@ -263,7 +263,7 @@ def experts(config: ModelConfig) -> Iterator[Entry]:
 
 
 def multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
-    """`model.multi_token_prediction` but for its layer."""
+    """The multi-token prediction module without its layer."""
     d = config.hidden_size
     yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector("hidden_norm", "pre_fc_norm_hidden.weight", d)
@@ -271,7 +271,7 @@ def multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
     yield vector("norm", "norm.weight", d)
 
 
-MIXERS: Mapping = {"gated_attention": gated_attention, "gated_deltanet": _gated_deltanet}
+MIXERS: dict[str, Entries] = {"gated_attention": gated_attention, "gated_deltanet": _gated_deltanet}
 
 FORM = Form(
     name="qwen3_next",
