@@ -104,7 +104,7 @@ def part_make(folder: str) -> None:
     from qwen3next_jax.interop.hf_config import format_hf_config
     from qwen3next_jax.interop.huggingface import stored_dtype
     from qwen3next_jax.interop.layout import parameters
-    from qwen3next_jax.interop.writing import Tensor, Unfinished, files_of, header, write_json
+    from qwen3next_jax.interop.writing import Tensor, PartialExport, files_of, header, write_json
 
     folder, random = pathlib.Path(folder), np.random.default_rng(0)
     values = random.standard_normal(2**25, np.float32) * np.float32(0.02)
@@ -155,7 +155,7 @@ def part_make(folder: str) -> None:
             },
         )
 
-    with Unfinished(folder / "model", files, None) as unfinished:
+    with PartialExport(folder / "model", files, None) as unfinished:
         unfinished.begin()
         for name, held in files.items():
             unfinished.write(name, (block for tensor in held for block in tensor.blocks()))
@@ -173,7 +173,7 @@ def part_eighth(folder: str, axis: str) -> None:
     from qwen3next_jax.config import MeshConfig, ParallelConfig
     from qwen3next_jax.interop import arrays
     from qwen3next_jax.interop.hf_config import read_hf_config
-    from qwen3next_jax.interop.huggingface import read_box, stored_dtype
+    from qwen3next_jax.interop.huggingface import read_parameter_slice, stored_dtype
     from qwen3next_jax.interop.layout import parameters
     from qwen3next_jax.interop.weights import Weights
     from qwen3next_jax.sharding.mesh import make_mesh
@@ -191,11 +191,11 @@ def part_eighth(folder: str, axis: str) -> None:
             place = NamedSharding(
                 mesh, storage_spec(parameter.declared, parameter.shape, mesh)
             ).devices_indices_map(parameter.shape)[first]
-            kept += arrays.shards(
+            kept += arrays.make_shards(
                 parameter,
                 dtype,
                 {first: place},
-                lambda box: read_box(weights, parameter, box, dtype),
+                lambda box: read_parameter_slice(weights, parameter, box, dtype),
             )
         weights.check_unchanged()
     jax.block_until_ready(kept)

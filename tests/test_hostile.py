@@ -21,8 +21,9 @@ from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
 from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
-from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config, text_fields
-from qwen3next_jax.interop.huggingface import check_hf, verify_hf
+from qwen3next_jax.interop.checksums import verify_hf
+from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
+from qwen3next_jax.interop.huggingface import check_hf
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sweeps.points import load_sweep
@@ -140,7 +141,7 @@ def test_a_config_with_any_value_is_refused_or_means_what_its_export_says(
     result_or_refusal(lambda: end_tokens(folder, 300))
     if config is not None:
         exported = format_hf_config(config, "float32", fields)
-        again = parse_hf_config(text_fields(exported, ""), Weights(folder).names, "")
+        again = parse_hf_config(exported, Weights(folder).names, "")
         assert plain(again) == plain(config)
     (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
 

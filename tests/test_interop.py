@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import signal
 import time
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,18 @@ from safetensors.numpy import load_file, save_file
 from configs import qwen3_5_0p8b
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict
+from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict, registry
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.interop import arrays, writing
+from qwen3next_jax.interop.families import FORMS, qwen3_next
+from qwen3next_jax.interop.families.form import WITHOUT_MEANING
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
 from qwen3next_jax.interop.source import in_form
 from qwen3next_jax.interop.weights import Weights
-from qwen3next_jax.interop.writing import Unfinished
+from qwen3next_jax.interop.writing import PartialExport
+from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.sharding.mesh import make_mesh
 
@@ -186,6 +190,47 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     assert bits(again) == bits(model)
 
 
+def test_forms_are_those_of_the_setting_and_name_settings_and_mixers_that_exist():
+    assert FORMS.keys() == set(typing.get_args(typing.get_type_hints(ModelConfig)["hf_form"]))
+    for form in FORMS.values():
+        assert form.settings | WITHOUT_MEANING <= ModelConfig.__dataclass_fields__.keys()
+        assert form.mixers.keys() <= registry.MIXERS.keys()
+
+
+class OwnAttention(mixer_class("gated_attention")):
+    hf_entries = staticmethod(qwen3_next.gated_attention)
+
+
+class Derived(OwnAttention):
+    pass
+
+
+class LeavesOneOut(OwnAttention):
+    @staticmethod
+    def hf_entries(config):
+        entries = qwen3_next.gated_attention(config)
+        return (entry for entry in entries if entry.path != "q_norm")
+
+
+def test_an_own_mixer_brings_its_entries_and_no_class_inherits_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_trusted", set())
+
+    def with_mixer(cls):
+        own = f"{__name__}:{cls.__name__}"
+        return {"layer_types": ("linear_attention", own, own, "linear_attention")}
+
+    model = new_model(**with_mixer(OwnAttention))
+    save_hf(model, tmp_path / "out")
+    package = __name__.partition(".")[0]
+    with pytest.raises(UserError, match=f"layer_types = .*:OwnAttention.* --trust={package}"):
+        load_hf(tmp_path / "out")
+    registry.trust(package)
+    assert bits(load_hf(tmp_path / "out")) == bits(model)
+    for cls, message in ((Derived, r":Derived \(layers 1, 2\)"), (LeavesOneOut, "mixer/q_norm")):
+        with pytest.raises(UserError, match=message):
+            save_hf(new_model(**with_mixer(cls)), tmp_path / "other")
+
+
 def _mesh(**sizes):
     return make_mesh(
         ParallelConfig(mesh=MeshConfig(**sizes)), jax.devices()[: math.prod(sizes.values())]
@@ -206,7 +251,7 @@ def test_a_mesh_changes_no_bit_of_an_import_or_an_export(
 ):
     whole = load_hf(eight_layers, dtype)
     save_hf(whole, tmp_path / "whole")
-    monkeypatch.setattr(arrays, "PIECE", 4000)  # some parameters in one piece, some in many
+    monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 4000)  # one piece, or many
     sharded = load_hf(eight_layers, dtype, _mesh(**mesh))
     assert bits(sharded) == bits(whole)
     experts = sharded.layers[0].mlp.expert_gate_up[...]
@@ -221,29 +266,30 @@ def test_what_other_processes_hold_is_read_by_all_with_its_bits():
     for dtype in (jnp.float32, jnp.bfloat16):
         values = jax.random.normal(jax.random.key(0), (3, 8, 4, 6), dtype).at[:, ::3].set(-0.0)
         array = jax.device_put(values, NamedSharding(mesh, P(None, ("data", "expert"), "tensor")))
-        for box in (
+        for part in (
             (slice(1, 2), slice(0, 8), slice(0, 4), slice(0, 6)),
             (slice(0, 3), slice(1, 6), slice(1, 4), slice(2, 3)),
         ):
-            take = arrays._taker(array.sharding, tuple(side.stop - side.start for side in box))
-            found = take(array, np.array([side.start for side in box], np.int32))
-            assert np.asarray(found).tobytes() == np.asarray(values)[box].tobytes()
+            sizes = tuple(side.stop - side.start for side in part)
+            gather = arrays._gather_slice(array.sharding, sizes)
+            found = gather(array, np.array([side.start for side in part], np.int32))
+            assert np.asarray(found).tobytes() == np.asarray(values)[part].tobytes()
 
 
 def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
-    model, write, written = new_model(), Unfinished.write, []
+    model, write, written = new_model(), PartialExport.write, []
     save_hf(model, tmp_path / "expected")
 
     def killed_at(count):
-        def one(unfinished, name, blocks):
+        def one(export, name, blocks):
             if len(written) == count:
-                (unfinished.folder / f"{name}.tmp").write_bytes(b"half")  # as SIGKILL leaves it
+                (export.folder / f"{name}.tmp").write_bytes(b"half")  # as SIGKILL leaves it
                 raise KeyboardInterrupt
             written.append(name)
-            write(unfinished, name, blocks)
+            write(export, name, blocks)
 
-        monkeypatch.setattr(Unfinished, "write", one)
+        monkeypatch.setattr(PartialExport, "write", one)
 
     killed_at(3)
     for _ in range(2):  # the second attempt gets nowhere and loses nothing

@@ -719,15 +719,6 @@ def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
 # ------------------------------------------------------------------------------
 
 
-def test_hugging_face_forms_are_not_inherited():
-    assert {name for name in MIXERS if mixer_class(name).hf_entries} == {
-        "gated_deltanet",
-        "gated_attention",
-        "kda",
-        "mla",
-    }
-
-
 def test_names_of_the_pattern_stand_for_the_mixers_named():
     config = dataclasses.replace(
         BASE,

@@ -99,7 +99,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
 
 
 def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
-    from qwen3next_jax.interop.huggingface import verify_hf
+    from qwen3next_jax.interop.checksums import verify_hf
 
     findings = list(verify_hf(directory))
     if not findings:

@@ -1,31 +1,33 @@
-"""Which tensors of a Hugging Face checkpoint hold a model's parameters: the layers' own entries,
-under the names of their layers.
+"""Which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
-Every parameter is a transposition of its tensors: moving its axes gives (tensors…, rows…,
-columns…), and each tensor is one slice of that, flattened to its own shape, its rows perhaps in
-another order. So an entry (`model.hf_entries`) is data, not a pair of functions that might
-disagree.
+The entries of a layer are those of its norms, its mixer and its MLP, under the names of that
+layer. The mixers' are looked up by name: in the form (`interop.families`), else on the class of a
+mixer that is not this package's own (`hf_entries`, docs/extending.md).
 """
 
-import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.config.further.block import BlockConfig
-from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.interop import kimi
-from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.block import Block, mixer_class
-from qwen3next_jax.model.hf_entries import Entry
-from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
+from qwen3next_jax.common.trees import flat
+from qwen3next_jax.config import ModelConfig, to_dict
+from qwen3next_jax.interop.entries import Entries, Entry, below, one, swiglu, vector
+from qwen3next_jax.interop.families import FORMS
+from qwen3next_jax.interop.families.form import WITHOUT_MEANING, Form
+from qwen3next_jax.model import declared
+from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.parameters import Declared
 
 
 class Parameter(NamedTuple):
-    """One leaf of the parameter tree. `prefixes` are the layers stacked along its first axis, or
-    one when not stacked.
+    """One parameter of the model, and its tensors.
+
+    Attributes:
+      path: in the parameter tree ("layers/0/mixer/q_proj").
+      entry: the tensors of one layer.
+      prefixes: what their names begin with, for each layer that is stacked along the parameter's
+        first axis; one prefix where the parameter is not stacked.
+      declared: the parameter's declaration.
     """
 
     path: str
@@ -35,98 +37,126 @@ class Parameter(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the parameter, with the axis of stacked layers."""
         return self.declared.stack + self.declared.shape
 
 
-def trunk(config: ModelConfig) -> str:
-    """What the names of the trunk's tensors begin with."""
-    return "model.language_model." if config.hf_form == "qwen3_5" else "model."
+def parameters(config: ModelConfig) -> list[Parameter]:
+    """Every parameter of a model that has a Hugging Face form (`check_hf_form`), with the tensors
+    of that form.
 
-
-def parameters(config: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter of a model with this `config`, which has a Hugging Face form
-    (`check_hf_form`), as `config.hf_form` and `config.hf_fused_experts` name and cut its
-    tensors.
+    Raises:
+      UserError: the entries of a mixer name a parameter that it does not have, or leave one out.
     """
-    found = declared(config)
+    declarations = declared(config)
+    found = list(_parameters(config, declarations))
+    entries, made = {parameter.path for parameter in found}, declarations.keys()
+    require(
+        entries == made,
+        f"{', '.join(sorted(entries ^ made)[:3])}: "
+        "a parameter of the model without an entry in its Hugging Face form, or an entry without "
+        "a parameter: expected an entry for each (hf_entries of its mixer)",
+    )
+    return found
 
-    def group(
-        path: str, prefixes: tuple[str, ...], entries: Iterator[Entry]
-    ) -> Iterator[Parameter]:
-        fused = ("mtp" if path.startswith("mtp/") else "trunk") in config.hf_fused_experts
+
+def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> Iterator[Parameter]:
+    form = FORMS[config.hf_form]
+
+    def group(path: str, prefixes: tuple[str, ...], entries: Iterator[Entry]):
+        part = "mtp" if path.startswith("mtp/") else "trunk"
         for entry in entries:
-            stored = entry._replace(slices=(entry.fused,)) if fused and entry.fused else entry
-            yield Parameter(path + entry.path, stored, prefixes, found[path + entry.path])
+            if entry.fused and part in config.hf_fused_experts:
+                entry = entry._replace(slices=(entry.fused,))
+            full_path = path + entry.path
+            yield Parameter(full_path, entry, prefixes, declarations.get(full_path))
 
-    for entry in Qwen3Next.hf_entries(config):
-        yield from group("", ("" if entry.path == "head" else trunk(config),), iter([entry]))
+    yield from group("", (form.trunk,), _embedding_and_norm(config))
+    if not config.tie_word_embeddings:
+        yield from group("", ("",), _head(config))
     for position, layers in enumerate(config.stacks):
-        prefixes = tuple(f"{trunk(config)}layers.{i}." for i in layers)
-        yield from group(
-            f"layers/{position}/",
-            prefixes,
-            Block.hf_entries(config, *config.layer_kinds[layers[0]]),
-        )
+        prefixes = tuple(f"{form.trunk}layers.{layer}." for layer in layers)
+        entries = _layer(form, config, *config.layer_kinds[layers[0]])
+        yield from group(f"layers/{position}/", prefixes, entries)
     if config.mtp_depth:
-        yield from group("mtp/", ("mtp.",), MultiTokenPrediction.hf_entries(config))
-        yield from group(
-            "mtp/block/", ("mtp.layers.0.",), Block.hf_entries(config, *config.layer_kinds[-1])
-        )
+        yield from group("mtp/", ("mtp.",), form.multi_token_prediction(config))
+        entries = _layer(form, config, *config.layer_kinds[-1])
+        yield from group("mtp/block/", ("mtp.layers.0.",), entries)
+
+
+def _embedding_and_norm(config: ModelConfig) -> Iterator[Entry]:
+    size = (config.vocab_size, config.hidden_size)
+    yield one("embedding", "embed_tokens.weight", (0, 1), size)
+    yield vector("final_norm", "norm.weight", config.hidden_size)
+
+
+def _head(config: ModelConfig) -> Iterator[Entry]:
+    yield one("head", "lm_head.weight", (1, 0), (config.vocab_size, config.hidden_size))
+
+
+def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
+    """The entries of a layer with this mixer, and with experts or a dense MLP."""
+    yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
+    yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
+    yield from below("mixer", _mixer_entries(form, mixer)(config))
+    if sparse:
+        yield from below("mlp", form.experts(config))
+    else:
+        yield from below("mlp", swiglu("", "mlp", config.hidden_size, config.intermediate_size))
+
+
+def _mixer_entries(form: Form, mixer: str) -> Entries | None:
+    """The entries of a mixer; None: it has none in this form.
+
+    `hf_entries` is not inherited: a mixer that derives from another has other mathematics.
+    """
+    if mixer in form.mixers:
+        return form.mixers[mixer]
+    own = mixer_class(mixer)
+    return own.hf_entries if vars(own).get("hf_entries") else None
 
 
 def check_hf_form(config: ModelConfig) -> None:
-    """Raises UserError where transformers has no such model: an ablated part, or layers whose
-    mixer it does not have (all named).
+    """Checks that transformers has such a model, in the form that `config.hf_form` names.
+
+    Raises:
+      UserError: it has no such mixer (all are named, with their layers), or a setting that no
+        file holds is not at its default.
     """
-    of_kimi = config.hf_form == "kimi_linear"
-
-    def layers_with(name: str) -> str:
-        numbers = [str(i) for i, mixer in enumerate(config.mixers) if mixer == name]
-        return ", ".join(numbers) or "of MTP"
-
+    form = FORMS[config.hf_form]
     without = [
-        f"{name} (layers {layers_with(name)})"
-        for name in dict.fromkeys(kind for kind, _ in config.layer_kinds)
-        if mixer_class(name).hf_entries is None or (name in kimi.MIXERS.values()) != of_kimi
+        f"{mixer} (layers {_layers_with(config, mixer)})"
+        for mixer in dict.fromkeys(mixer for mixer, _ in config.layer_kinds)
+        if _mixer_entries(form, mixer) is None
     ]
     if without:
         raise UserError(
             f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected "
-            "mixers that have one in "
-            f"{config.hf_form}{'' if of_kimi else ' (kda and mla: in kimi_linear, --form)'}"
+            f"mixers that have one in {form.name}{_other_mixers(form)}"
         )
-    for name in (
-        *(f"block.{setting}" for setting in BlockConfig.__dataclass_fields__),
-        "mixer.qk_norm_over",
-    ):
-        value, default = map(operator.attrgetter(name), (config, ModelConfig()))
+    default = flat(to_dict(ModelConfig()))
+    for name, value in flat(to_dict(config)).items():
+        if name.partition(".")[0] in form.settings | WITHOUT_MEANING:
+            continue
+        expected = repr(default[name]) if name in default else "its default"
         require(
-            value == default,
-            f"model.{name} = {value!r}: transformers' {'Kimi Linear' if of_kimi else 'Qwen3Next'} "
-            f"has {default!r} alone, so this model has no Hugging Face form",
+            name in default and value == default[name],
+            f"model.{name} = {value!r}: transformers' {form.title} has {expected} alone, so "
+            "this model has no Hugging Face form",
         )
-    if of_kimi:
-        return kimi.check(config)
-    require(
-        config.moe == MoEConfig(),
-        f"model.moe: {config.hf_form} has no such router or shared expert: expected the defaults",
-    )
-    if config.ablated:
-        raise UserError(
-            f"model.{config.ablated[0]} = False: transformers' Qwen3Next always has it, so this "
-            "model has no Hugging Face form"
-        )
-    for name in (
-        ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers") if config.num_experts else ()
-    ):
-        value, default = getattr(config, name), ModelConfig.__dataclass_fields__[name].default
-        require(
-            config.hf_form == "qwen3_next" or value == default,
-            f"model.{name} = {value!r}: {config.hf_form} has no such models: expected "
-            f"{default!r}, or the form qwen3_next",
-        )
-    if config.mtp_depth and config.full_mixer != "gated_attention":
-        raise UserError(
-            f"model.full_mixer = {config.full_mixer!r}: the multi-token prediction module has a "
-            "Hugging Face form with gated_attention alone: expected that, or model.mtp_depth = 0"
-        )
+    form.check(config)
+
+
+def _layers_with(config: ModelConfig, mixer: str) -> str:
+    numbers = [str(layer) for layer, name in enumerate(config.mixers) if name == mixer]
+    return ", ".join(numbers) or "of MTP"
+
+
+def _other_mixers(form: Form) -> str:
+    """Which other forms have mixers that this one does not have."""
+    others = [
+        f"{other.name} has {' and '.join(sorted(mixers))}"
+        for other in FORMS.values()
+        if (mixers := other.mixers.keys() - form.mixers.keys())
+    ]
+    return f" (--form: {'; '.join(others)})"

@@ -4,8 +4,7 @@ import json
 import math
 import os
 import pathlib
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -18,9 +17,6 @@ from qwen3next_jax.interop.writing import INDEX, SINGLE
 
 _LONGEST_NAME = 255  # bytes: file systems have no longer names
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# A dense layer of Kimi Linear, as transformers saves it; it reads the released name, `mlp`, as
-# well.
-_DENSE_AS_MIXTURE = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
@@ -89,8 +85,15 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
     return weight_map
 
 
-class Stored(NamedTuple):
-    """Where a tensor lies: `start` is the byte of its file at which it begins."""
+class TensorLocation(NamedTuple):
+    """Where the bytes of a tensor are.
+
+    Attributes:
+      file: the safetensors file.
+      dtype: safetensors' name of it, such as "BF16".
+      shape: of the tensor.
+      start: the tensor's first byte in the file.
+    """
 
     file: pathlib.Path
     dtype: str
@@ -99,53 +102,62 @@ class Stored(NamedTuple):
 
 
 class Weights:
-    """The tensors of the checkpoint in a directory. Headers are read at once; of tensors, the
-    rows and columns that are asked for, and no other byte: never through a mapping of the file,
-    which ends the process where somebody cuts the file short.
+    """The tensors of the checkpoint in a directory.
 
-    Attributes:
-      bytes_read: of tensors, so far.
+    The constructor reads the headers of the files. `read` reads the rows and columns that are asked
+    for and no other byte, by position. No file is mapped into memory: a mapped file that somebody
+    cuts short ends the process.
+
+    Args:
+      directory: with safetensors files.
+      tensor_name: name of a tensor in a file → the name by which it is asked for.
 
     Raises:
-      UserError: from the constructor and from `read`, for files that are missing, truncated, no
-      safetensors, or other ones than before.
+      UserError: from the constructor and from `read`, for files that are missing, truncated, not
+        safetensors, or have changed since their header was read.
     """
 
-    def __init__(self, directory: pathlib.Path):
-        self.directory, self.bytes_read = directory, 0
-        self._stored: dict[str, Stored] = {}
-        # of every file, what changes when somebody changes it
-        self._marks: dict[pathlib.Path, tuple[int, ...]] = {}
+    def __init__(
+        self, directory: pathlib.Path, tensor_name: Callable[[str], str] = lambda name: name
+    ):
+        self.directory = directory
+        self._tensor_name = tensor_name
+        self._locations: dict[str, TensorLocation] = {}
+        self._versions: dict[pathlib.Path, tuple[int, ...]] = {}
         self._open: dict[pathlib.Path, Any] = {}
         files = weight_files(directory)
-        if len(missing := [file.name for file in files if not file.exists()]) > 1:
+        missing = [file.name for file in files if not file.exists()]
+        if len(missing) > 1:
             raise UserError(
                 f"{directory}: {len(missing)} of the {len(files)} files that {INDEX} names are "
                 f"missing: {', '.join(missing)}; incomplete checkpoint; copy or download them again"
             )
         for file in files:
-            tensors, self._marks[file] = _read_header(file)
-            for name, tensor in (
-                (_DENSE_AS_MIXTURE.sub(r"\1.mlp.", name), tensor)
-                for name, tensor in tensors.items()
-            ):
-                if name in self._stored:
-                    raise UserError(
-                        f"{file}: tensor {name} is in another of the files as well: expected it "
-                        "once"
-                    )
-                self._stored[name] = tensor
+            self._add(file)
         if (directory / INDEX).is_file():
-            absent = [
-                name
-                for name in _weight_map(directory)
-                if _DENSE_AS_MIXTURE.sub(r"\1.mlp.", name) not in self._stored
-            ]
-            if absent:
+            self._check_index()
+
+    def _add(self, file: pathlib.Path) -> None:
+        tensors, self._versions[file] = _read_header(file)
+        for stored_name, location in tensors.items():
+            name = self._tensor_name(stored_name)
+            if name in self._locations:
                 raise UserError(
-                    f"{directory}: {name_some(absent)} missing from the files that {INDEX} names; "
-                    "copy or download them again"
+                    f"{file}: tensor {name} is in another of the files as well: expected it once"
                 )
+            self._locations[name] = location
+
+    def _check_index(self) -> None:
+        absent = [
+            name
+            for name in _weight_map(self.directory)
+            if self._tensor_name(name) not in self._locations
+        ]
+        if absent:
+            raise UserError(
+                f"{self.directory}: {name_some(absent)} missing from the files that {INDEX} names; "
+                "copy or download them again"
+            )
 
     def __enter__(self):
         return self
@@ -157,101 +169,119 @@ class Weights:
 
     @property
     def names(self) -> set[str]:
-        return set(self._stored)
+        return set(self._locations)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored[name].shape
+        return self._locations[name].shape
 
-    def read(
-        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
-    ) -> np.ndarray:
-        """[rows, columns] of a tensor seen as [every dimension but the last, the last], in the
-        dtype that is stored.
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of the stored tensor.
+
+        Raises:
+          UserError: it is not a floating point type.
         """
-        path, dtype, shape, start = self._stored[name]
+        dtype = self._locations[name].dtype
         if dtype not in _FLOATS:
             raise UserError(
                 f"{self.directory}: tensor {name} is {dtype}: expected one of {', '.join(_FLOATS)}"
             )
-        dtype = np.dtype(_FLOATS[dtype])
-        height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
-        (top, bottom, _), (left, right, _) = rows.indices(height), columns.indices(width)
-        block = np.empty((bottom - top, right - left), dtype)
-        first, step = start + (top * width + left) * dtype.itemsize, width * dtype.itemsize
-        # Row by row where the columns are not all of them.
-        size = block.nbytes if right - left == width else (right - left) * dtype.itemsize
-        target = memoryview(block.reshape(-1).view(np.uint8))
-        with told(f"{path}: cannot be read: restore it, or start again", OSError):
-            descriptor = self._descriptor(path)
-            for row, begin in enumerate(range(0, block.nbytes, size or 1)):
-                done = 0
-                while done < size:
-                    count = os.preadv(
-                        descriptor, [target[begin + done : begin + size]], first + row * step + done
-                    )
-                    if not count:
-                        raise self._changed(path)
-                    done += count
-        self.bytes_read += block.nbytes
-        return block
+        return np.dtype(_FLOATS[dtype])
 
-    def _descriptor(self, path: pathlib.Path) -> int:
-        if path not in self._open:
-            self._open[path] = path.open("rb", buffering=0)
-            self._check(path, os.fstat(self._open[path].fileno()))
-        return self._open[path].fileno()
+    def read(
+        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> np.ndarray:
+        """[rows, columns] of a tensor, in the stored dtype. The tensor is seen as [every dimension
+        but the last, the last].
+        """
+        dtype = self.dtype(name)
+        file, _, shape, start = self._locations[name]
+        height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
+        top, bottom, _ = rows.indices(height)
+        left, right, _ = columns.indices(width)
+        values = np.empty((bottom - top, right - left), dtype)
+        target = memoryview(values.reshape(-1).view(np.uint8))
+        position = start + (top * width + left) * dtype.itemsize
+        row_bytes, row_step = (right - left) * dtype.itemsize, width * dtype.itemsize
+        if right - left == width:  # the rows follow each other in the file
+            row_bytes = values.nbytes
+        with told(f"{file}: cannot be read: restore it, or start again", OSError):
+            descriptor = self._descriptor(file)
+            for begin in range(0, values.nbytes, row_bytes or 1):
+                if not _fill(target[begin : begin + row_bytes], descriptor, position):
+                    raise self._changed(file)
+                position += row_step
+        return values
+
+    def _descriptor(self, file: pathlib.Path) -> int:
+        if file not in self._open:
+            self._open[file] = file.open("rb", buffering=0)
+            self._check_version(file, os.fstat(self._open[file].fileno()))
+        return self._open[file].fileno()
 
     def check_unchanged(self) -> None:
         """Raises UserError where a file is another one than when its header was read."""
-        for path in self._marks:
-            self._check(path, path.stat() if path.exists() else None)
+        for file in self._versions:
+            self._check_version(file, file.stat() if file.exists() else None)
 
-    def _check(self, path: pathlib.Path, found: os.stat_result | None) -> None:
-        if found is None or _mark(found) != self._marks[path]:
-            raise self._changed(path)
+    def _check_version(self, file: pathlib.Path, found: os.stat_result | None) -> None:
+        if found is None or _version(found) != self._versions[file]:
+            raise self._changed(file)
 
-    def _changed(self, path: pathlib.Path) -> UserError:
+    def _changed(self, file: pathlib.Path) -> UserError:
         return UserError(
-            f"{path}: changed while it was read: something writes to this directory; wait until "
+            f"{file}: changed while it was read: something writes to this directory; wait until "
             "it is complete, and start again"
         )
 
 
-def _mark(found: os.stat_result) -> tuple[int, ...]:
+def _fill(target: memoryview, descriptor: int, position: int) -> bool:
+    """Fills `target` with the bytes of a file from `position` on; False: the file ends before."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], position + done)
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    """What is another when somebody has replaced or rewritten the file."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read_header(path: pathlib.Path) -> tuple[dict[str, Stored], tuple[int, ...]]:
-    """(its tensors by name, the mark of the file)."""
+def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[int, ...]]:
+    """The tensors of a file by name, and the version of the file that has them."""
     try:
-        with json_files.open_regular(path) as file:
-            mark, start = _mark(os.fstat(file.fileno())), file.read(8)
+        with json_files.open_regular(file) as opened:
+            version = _version(os.fstat(opened.fileno()))
+            length = opened.read(8)
             # which checks lengths, offsets and dtypes
-            with safetensors.safe_open(path, framework="np"):
+            with safetensors.safe_open(file, framework="np"):
                 pass
-            size = int.from_bytes(start, "little")
-            fields = json.loads(file.read(size))
+            size = int.from_bytes(length, "little")
+            header = json.loads(opened.read(size))
     except OSError as e:
         raise UserError(
-            f"{path}: cannot be read ({e.strerror}): incomplete checkpoint; copy or download it "
+            f"{file}: cannot be read ({e.strerror}): incomplete checkpoint; copy or download it "
             "again"
         ) from e
     except safetensors.SafetensorError as e:
-        if start.startswith((b"PK\x03\x04", b"\x80\x02")):
+        if length.startswith((b"PK\x03\x04", b"\x80\x02")):
             raise UserError(
-                f"{path}: a pickle under another name, refused: expected a safetensors file"
+                f"{file}: a pickle under another name, refused: expected a safetensors file"
             ) from e
         raise UserError(
-            f"{path}: no valid safetensors file ({e}): truncated or damaged; copy or download it "
+            f"{file}: no valid safetensors file ({e}): truncated or damaged; copy or download it "
             "again"
         ) from e
-    fields.pop("__metadata__", None)
-    return {
-        name: Stored(
-            path, tensor["dtype"], tuple(tensor["shape"]), 8 + size + tensor["data_offsets"][0]
-        )
-        for name, tensor in fields.items()
-    }, mark
+    header.pop("__metadata__", None)
+    first_tensor = len(length) + size
+    locations = {}
+    for name, tensor in header.items():
+        start = first_tensor + tensor["data_offsets"][0]
+        locations[name] = TensorLocation(file, tensor["dtype"], tuple(tensor["shape"]), start)
+    return locations, version
 
 
 def name_some(names: Iterable[str], limit: int = 3) -> str:

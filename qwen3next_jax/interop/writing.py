@@ -1,9 +1,10 @@
-"""A directory of safetensors files that appears whole or not at all, and that goes on where it
-was when its writer was killed.
+"""Writes a directory of safetensors files that appears whole or not at all. A writer that was
+killed continues with the file at which it was.
 
-It grows beside its place, as `.NAME.partial`, file by file; a file counts once it is complete,
-on the disk, and in progress.json with its digest. At the end it is renamed. progress.json names
-every file before it gets its name: what it does not name is somebody else's, and stays.
+The directory grows beside its place, as `.NAME.partial`, file by file. A file counts once it is
+complete, on the disk, and in progress.json with its digest. At the end the directory is renamed.
+progress.json names every file before the file gets its name, so any file that it does not name is
+somebody else's, and is left alone.
 """
 
 import concurrent.futures
@@ -29,14 +30,21 @@ from qwen3next_jax.common.errors import UserError, require, told, warn
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
 _PROGRESS = "progress.json"
-_HALF = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")  # a file of weights, written now
-_REST = "rest.tmp"  # folder of what is written beside weights, until progress.json names it
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+# A file of weights while it is written.
+_INCOMPLETE = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")
+# The folder of the files beside the weights, until progress.json names them.
+_OTHER_FILES = "rest.tmp"
+_DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 
 
 class Tensor(NamedTuple):
-    """One tensor to write. `blocks()` gives its values in order and in pieces, perhaps of
-    another dtype.
+    """One tensor to write.
+
+    Attributes:
+      name: of the tensor.
+      dtype: in the file.
+      shape: in the file.
+      blocks: a function that yields the values in order and in pieces, perhaps of another dtype.
     """
 
     name: str
@@ -56,23 +64,29 @@ def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     files, used = [[]], 0
     for tensor in tensors:
         if files[-1] and used + tensor.nbytes > MAX_SHARD_BYTES:
-            files, used = [*files, []], 0
+            files.append([])
+            used = 0
         files[-1].append(tensor)
         used += tensor.nbytes
     # Wide elements first, so that each tensor begins at a multiple of its element.
     files = [sorted(file, key=lambda tensor: -tensor.dtype.itemsize) for file in files]
+    if len(files) == 1:
+        return {SINGLE: files[0]}
     return {
-        SINGLE if len(files) == 1 else f"model-{i:05}-of-{len(files):05}.safetensors": file
-        for i, file in enumerate(files, 1)
+        f"model-{number:05}-of-{len(files):05}.safetensors": file
+        for number, file in enumerate(files, 1)
     }
 
 
 def header(tensors: Sequence[Tensor]) -> bytes:
-    fields, end = {"__metadata__": {"format": "pt"}}, 0  # transformers insists on this entry
+    """What a safetensors file of these tensors begins with."""
+    fields = {"__metadata__": {"format": "pt"}}  # transformers insists on this entry
+    end = 0
     for tensor in tensors:
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = start + tensor.nbytes
         fields[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype.name],
+            "dtype": _DTYPE_NAMES[tensor.dtype.name],
             "shape": tensor.shape,
             "data_offsets": (start, end),
         }
@@ -81,29 +95,33 @@ def header(tensors: Sequence[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Unfinished:
-    """The directory `out` while it grows. Leaving the `with` block before `finish` keeps its
-    complete files where `identity` is given, and else removes it.
+class PartialExport:
+    """The directory `out` while it grows. A `with` block that ends before `finish` leaves the
+    complete files for the next attempt where `identity` is given, and else removes them.
 
     Args:
-      identity: of what is written: files that an earlier attempt of the same identity completed
-      are kept.
+      out: the directory.
+      files: name of a file of weights → its tensors.
+      identity: of what is written. Files that an earlier attempt of the same identity completed
+        are used. None: no attempt continues another.
 
     Raises:
-      UserError: from any of it, where the disk does not take it.
+      UserError: from every method, where the disk does not take what is written.
     """
 
     def __init__(
         self, out: pathlib.Path, files: Mapping[str, Sequence[Tensor]], identity: str | None
     ):
-        # of a link the folder that it names: no directory takes a link's place
-        self.out, self._place = out, out.resolve()
+        self.out = out
+        # where `out` is a link, the folder that it names: no directory takes a link's place
+        self._place = out.resolve()
         self.folder = self._place.parent / f".{self._place.name}.partial"
-        self._files, self._identity = files, identity
-        self._done: dict[str, dict[str, Any]] = {}
-        self._rest: list[str] = []
+        self._files = files
+        self._identity = identity
+        self._complete: dict[str, dict[str, Any]] = {}  # as progress.json has them
+        self._other_files: list[str] = []
         self._lock: int | None = None
-        self._ours = False  # whether what is in the folder is an export's
+        self._is_ours = False  # whether all that is in the folder was written by an export
 
     def __enter__(self):
         return self
@@ -111,21 +129,25 @@ class Unfinished:
     def __exit__(self, kind, *exception):
         if self._lock is None:
             return
-        if self._ours and self.folder.exists():
-            if self._identity and self._done:
+        if self._is_ours and self.folder.exists():
+            if self._identity and self._complete:
                 warn(
-                    f"{len(self._done)} of {len(self._files)} files of weights are complete and "
-                    f"kept in {self.folder}: the same command goes on from there"
+                    f"{len(self._complete)} of {len(self._files)} files of weights are complete "
+                    f"and stay in {self.folder}: the same command continues from there"
                 )
             else:
                 with contextlib.suppress(OSError):  # such as a file that somebody put there
-                    own = self._own([*self._done, *self._rest])
-                    self._remove(sorted(own, key=lambda name: name == _PROGRESS))
+                    ours = self._written_by_exports([*self._complete, *self._other_files])
+                    self._remove(sorted(ours, key=lambda name: name == _PROGRESS))
                     self.folder.rmdir()
         os.close(self._lock)
 
     def begin(self) -> list[str]:
-        """Makes room. → the files that are there already."""
+        """Makes the folder, or continues in one that an earlier attempt left.
+
+        Returns:
+          the files that are complete already.
+        """
         require_new(self.out)
         with _writable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,88 +158,94 @@ class Unfinished:
             OSError,
         ):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        require_new(self.out)  # an export that ended meanwhile
+        require_new(self.out)  # another export may have ended meanwhile
         with _writable(self.folder):
-            self._done, left = self._kept()
-            self._ours = True
-            self._remove(left - {_PROGRESS})  # which names the rest of them until it is replaced
-            self._note()
-            needed = sum(
-                len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
-                for name, tensors in self._files.items()
-                if name not in self._done
-            )
+            self._complete, others = self._find_complete()
+            self._is_ours = True
+            # progress.json names the others until a new one replaces it
+            self._remove(others - {_PROGRESS})
+            self._record_progress()
             free = shutil.disk_usage(self.folder).free
+        needed = sum(
+            len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
+            for name, tensors in self._files.items()
+            if name not in self._complete
+        )
         require(
             needed <= free,
             f"{self.out}: {_bytes(needed)} are to be written, and its disk has {_bytes(free)} "
             "free: make room, or give a folder on another disk",
         )
-        return list(self._done)
+        return list(self._complete)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
         """Writes the file `name`, whose tensors' values are in `blocks`."""
-        path, digest, size = self.folder / f"{name}.tmp", hashlib.sha256(), 0
+        path = self.folder / f"{name}.tmp"
+        digest, size = hashlib.sha256(), 0
+        begin = np.frombuffer(header(self._files[name]), np.uint8)
         with _writable(path), path.open("wb", buffering=0) as file:
-            for block in itertools.chain(
-                [np.frombuffer(header(self._files[name]), np.uint8)], blocks
-            ):
+            for block in itertools.chain([begin], blocks):
                 rest = memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
                 digest.update(rest)
                 size += len(rest)
                 while rest:
                     rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
-            self._done[name] = {"bytes": size, "sha256": digest.hexdigest()}
-            self._note()
+            self._complete[name] = {"bytes": size, "sha256": digest.hexdigest()}
+            self._record_progress()
             path.rename(self.folder / name)
 
-    def finish(self, write_rest: Callable[[pathlib.Path], None]) -> None:
-        """Adds the index, what `write_rest(directory)` writes, and SHA256SUMS; gives the
-        directory its name.
+    def finish(self, write_other_files: Callable[[pathlib.Path], None]) -> None:
+        """Adds the index, the files that `write_other_files(directory)` writes, and SHA256SUMS;
+        gives the directory its name.
         """
         with _writable(self.folder):
             if len(self._files) > 1:
-                weight_map = {
-                    tensor.name: name for name, tensors in self._files.items() for tensor in tensors
-                }
-                total = sum(tensor.nbytes for tensors in self._files.values() for tensor in tensors)
-                write_json(
-                    self.folder / INDEX,
-                    {"metadata": {"total_size": total}, "weight_map": weight_map},
-                )
-            (self.folder / _REST).mkdir()
-            write_rest(self.folder / _REST)
-            self._rest = sorted(path.name for path in (self.folder / _REST).iterdir())
-            self._note()
-            for name in self._rest:
-                (self.folder / _REST / name).rename(self.folder / name)
-            (self.folder / _REST).rmdir()
-            found = {
-                file.relative_to(self.folder).as_posix(): file
-                for file in sorted(self.folder.rglob("*"))
-                if file.is_file()
-            }
-            del found[_PROGRESS]
-            sums = {
-                name: self._done[name]["sha256"] if name in self._done else digests.of_file(file)
-                for name, file in found.items()
-            }
-            (self.folder / DIGESTS).write_text(
-                "".join(f"{digest}  {name}\n" for name, digest in sums.items())
-            )
-            for file in (*found.values(), self.folder / DIGESTS):
+                self._write_index()
+            self._add_other_files(write_other_files)
+            for file in self._write_digests():
                 to_disk(file)
             self.folder.rename(self._place)
-            # only now: without it a folder that is still in progress could not be gone on with
+            # not before: an attempt cannot continue in a folder without it
             (self._place / _PROGRESS).unlink()
             to_disk(self._place.parent)
 
-    def _kept(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
-        """What progress.json tells of files that are as it says; the names of the others.
+    def _write_index(self) -> None:
+        weight_map = {
+            tensor.name: name for name, tensors in self._files.items() for tensor in tensors
+        }
+        total = sum(tensor.nbytes for tensors in self._files.values() for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(self.folder / INDEX, index)
+
+    def _add_other_files(self, write_other_files: Callable[[pathlib.Path], None]) -> None:
+        folder = self.folder / _OTHER_FILES
+        folder.mkdir()
+        write_other_files(folder)
+        self._other_files = sorted(path.name for path in folder.iterdir())
+        self._record_progress()
+        for name in self._other_files:
+            (folder / name).rename(self.folder / name)
+        folder.rmdir()
+
+    def _write_digests(self) -> list[pathlib.Path]:
+        """Writes SHA256SUMS. Returns it and all files that it names."""
+        files = [file for file in sorted(self.folder.rglob("*")) if file.is_file()]
+        files.remove(self.folder / _PROGRESS)
+        lines = []
+        for file in files:
+            name = file.relative_to(self.folder).as_posix()
+            known = self._complete.get(name)
+            digest = known["sha256"] if known else digests.of_file(file)
+            lines.append(f"{digest}  {name}\n")
+        (self.folder / DIGESTS).write_text("".join(lines))
+        return [*files, self.folder / DIGESTS]
+
+    def _find_complete(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
+        """The files that progress.json names and that are as it says, and the names of all others.
 
         Raises:
-          UserError: something in the folder is not of an export.
+          UserError: something in the folder was not written by an export.
         """
         present = {path.name for path in self.folder.iterdir()}
         if present <= {f"{_PROGRESS}.tmp"}:  # killed before its first file
@@ -225,53 +253,62 @@ class Unfinished:
         in_the_way = f"{self.folder}: in the way of an export, and not the rest of one"
         advice = "move it away, or give another folder"
         try:
-            record = json_files.read(self.folder / _PROGRESS)
-            recorded = {
-                str(name): (file["bytes"], file["sha256"]) for name, file in record["files"].items()
-            }
-            rest = {str(name) for name in record.get("rest", [])}
-            if record.keys() - {"rest"} != {"identity", "files"}:
-                raise ValueError("of something else")
+            identity, recorded, other_files = self._read_progress()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{in_the_way} (no {_PROGRESS} that can be read): {advice}") from error
-        foreign = sorted(present - self._own([*recorded, *rest]))
+        foreign = sorted(present - self._written_by_exports([*recorded, *other_files]))
         require(
             not foreign,
             f"{in_the_way}: {_PROGRESS} does not name its {', '.join(foreign[:3])}: {advice}",
         )
-        if not self._identity or record["identity"] != self._identity:
+        if not self._identity or identity != self._identity:
             return {}, present
 
-        def whole(name: str) -> bool:
-            file, (size, digest) = self.folder / name, recorded[name]
+        def is_complete(name: str) -> bool:
+            file, expected = self.folder / name, recorded[name]
             return (
-                file.is_file() and file.stat().st_size == size and digests.of_file(file) == digest
+                file.is_file()
+                and file.stat().st_size == expected["bytes"]
+                and digests.of_file(file) == expected["sha256"]
             )
 
         names = [name for name in self._files if name in recorded]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            kept = {
-                name: record["files"][name]
-                for name, good in zip(names, pool.map(whole, names))
-                if good
-            }
-        return kept, present - kept.keys()
+            answers = list(pool.map(is_complete, names))
+        complete = {name: recorded[name] for name, good in zip(names, answers, strict=True) if good}
+        return complete, present - complete.keys()
 
-    def _own(self, recorded: Iterable[str]) -> set[str]:
-        """What in the folder is of the export that recorded these names."""
-        own = {*recorded, _PROGRESS, f"{_PROGRESS}.tmp", _REST, INDEX, DIGESTS}
+    def _read_progress(self) -> tuple[str | None, dict[str, dict[str, Any]], set[str]]:
+        """The identity, the files of weights, and the names of the other files that an earlier
+        attempt recorded. Raises an error of Python's where the file is not of an export.
+        """
+        record = json_files.read(self.folder / _PROGRESS)
+        if record.keys() - {"rest"} != {"identity", "files"}:
+            raise ValueError("of something else")
+        recorded = {
+            str(name): {"bytes": file["bytes"], "sha256": file["sha256"]}
+            for name, file in record["files"].items()
+        }
+        return record["identity"], recorded, {str(name) for name in record.get("rest", [])}
+
+    def _written_by_exports(self, recorded: Iterable[str]) -> set[str]:
+        """The names in the folder that belong to the export that recorded these files."""
+        ours = {*recorded, _PROGRESS, f"{_PROGRESS}.tmp", _OTHER_FILES, INDEX, DIGESTS}
         present = {path.name for path in self.folder.iterdir()}
-        return {name for name in present if name in own or _HALF.fullmatch(name)}
+        return {name for name in present if name in ours or _INCOMPLETE.fullmatch(name)}
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             path = self.folder / name
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
-    def _note(self) -> None:
+    def _record_progress(self) -> None:
         write_json(
             self.folder / f"{_PROGRESS}.tmp",
-            {"identity": self._identity, "files": self._done, "rest": self._rest},
+            {"identity": self._identity, "files": self._complete, "rest": self._other_files},
         )
         (self.folder / f"{_PROGRESS}.tmp").rename(self.folder / _PROGRESS)
 

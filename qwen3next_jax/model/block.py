@@ -1,7 +1,6 @@
 """One decoder layer, and the mixers that a model's layers name."""
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,10 +11,9 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.config.registry import MIXERS, resolve
-from qwen3next_jax.model.hf_entries import Entry, vector
 from qwen3next_jax.model.layers import Context, rms_norm, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
-from qwen3next_jax.model.moe import DenseMLP, SparseMoE
+from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.row_groups import apart, joined, row_groups
 from qwen3next_jax.ops.blocks import save_for_backward
@@ -186,19 +184,6 @@ class Block(nnx.Module):
 
     def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:
         return x_BTD + y_BTD
-
-    @staticmethod
-    def hf_entries(config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
-        """How a layer of this kind is stored; of a mixer that has a Hugging Face form."""
-        yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
-        yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
-        for part, owner in (
-            ("mixer", mixer_class(mixer)),
-            ("mlp", SparseMoE if sparse else DenseMLP),
-        ):
-            yield from (
-                entry._replace(path=f"{part}/{entry.path}") for entry in owner.hf_entries(config)
-            )
 
 
 def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:

@@ -11,7 +11,7 @@ Letters: B batch, T time, D model, V vocabulary, E experts.
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import check_mixers, mixer_class
-from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
@@ -357,15 +356,6 @@ class Qwen3Next(nnx.Module):
             total = jax.tree.map(jnp.add, total, aux) if total else aux
             states.append(hidden)
         return tuple(states), total, diagnostics[:1]
-
-    @staticmethod
-    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
-        """Of what is outside the layers; all but the head's begin as the trunk's do."""
-        d, v = config.hidden_size, config.vocab_size
-        yield one("embedding", "embed_tokens.weight", (0, 1), (v, d))
-        yield vector("final_norm", "norm.weight", d)
-        if not config.tie_word_embeddings:
-            yield one("head", "lm_head.weight", (1, 0), (v, d))
 
 
 @functools.lru_cache(maxsize=256)

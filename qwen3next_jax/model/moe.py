@@ -6,7 +6,7 @@ Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E exper
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.expert_parallelism import split_experts, whole_experts
 from qwen3next_jax.model.further.routers import over_sum, ranked, scored
-from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.row_groups import joined
@@ -51,10 +50,6 @@ class DenseMLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         return _swiglu(x_BTD, self.gate_up[...], self.down[...]), {}
-
-    @staticmethod
-    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
-        return _swiglu_entries("", "mlp", config.hidden_size, config.intermediate_size)
 
 
 class SparseMoE(nnx.Module):
@@ -137,59 +132,6 @@ class SparseMoE(nnx.Module):
             (x_BTD @ self.shared_gate[...].astype(x_BTD.dtype))[..., None].astype(jnp.float32)
         )
         return openness_BT1.astype(x_BTD.dtype) * shared_BTD
-
-    @staticmethod
-    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
-        c, kimi = config, config.hf_form == "kimi_linear"
-        mlp, shared, halves, down = (
-            ("block_sparse_moe", "shared_experts", ((0, "w1"), (1, "w3")), "w2")
-            if kimi
-            else ("mlp", "shared_expert", _HALVES, "down_proj")
-        )
-        experts = [(expert, f"{mlp}.experts.{expert}") for expert in range(c.num_experts)]
-        d, e, i, s = (
-            c.hidden_size,
-            c.num_experts,
-            c.moe_intermediate_size,
-            c.shared_expert_intermediate_size,
-        )
-        yield one("router", f"{mlp}.gate.weight", (1, 0), (e, d))
-        if c.moe.router_bias:
-            yield vector("router_bias", f"{mlp}.gate.e_score_correction_bias", e)
-        yield Entry(
-            "expert_gate_up",
-            (0, 2, 3, 1),
-            tuple(
-                Slice((x, half), f"{name}.{projection}.weight", (i, d))
-                for x, name in experts
-                for half, projection in halves
-            ),
-            fused=Slice((), "mlp.experts.gate_up_proj", (e, 2 * i, d)),
-        )
-        yield Entry(
-            "expert_down",
-            (0, 2, 1),
-            tuple(Slice((x,), f"{name}.{down}.weight", (d, i)) for x, name in experts),
-            fused=Slice((), "mlp.experts.down_proj", (e, d, i)),
-        )
-        if s:
-            yield from _swiglu_entries("shared_", f"{mlp}.{shared}", d, s)
-        if s and c.moe.shared_expert_gate:
-            yield one("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
-
-
-_HALVES = ((0, "gate_proj"), (1, "up_proj"))
-
-
-def _swiglu_entries(path: str, name: str, d: int, i: int) -> Iterator[Entry]:
-    yield Entry(
-        f"{path}gate_up",
-        (1, 2, 0),
-        tuple(
-            Slice((half,), f"{name}.{projection}.weight", (i, d)) for half, projection in _HALVES
-        ),
-    )
-    yield one(f"{path}down", f"{name}.down_proj.weight", (1, 0), (d, i))
 
 
 def _routed(

@@ -10,14 +10,11 @@ list of keys and values, of depth 0 and of its own round's drafts (docs/design.m
 Letters: B batch, T time, D model.
 """
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
@@ -76,15 +73,6 @@ class MultiTokenPrediction(nnx.Module):
             )
         )
         return self.block(x_BTD, context, cache)
-
-    @staticmethod
-    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
-        """Of the module but its layer."""
-        d = config.hidden_size
-        yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
-        yield vector("hidden_norm", "pre_fc_norm_hidden.weight", d)
-        yield one("fc", "fc.weight", (1, 0), (d, 2 * d))
-        yield vector("norm", "norm.weight", d)
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:

@@ -3,7 +3,6 @@
 Letters: B batch, T time, D model.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.hf_entries import Entry
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 
@@ -106,7 +104,3 @@ class Mixer(nnx.Module):
     def halo(config: ModelConfig) -> int:
         """Tokens that a device reads of its neighbour's part of a row."""
         return 0
-
-    # config → how its parameters are stored in Hugging Face checkpoints, paths below the mixer;
-    # None: it has no Hugging Face form.
-    hf_entries: ClassVar[Callable[[ModelConfig], Iterator[Entry]] | None] = None

@@ -4,7 +4,7 @@ gate.
 Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, angles, keeping_inputs, rms_norm, rotate, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
@@ -214,21 +213,6 @@ class GatedAttention(Mixer):
     @staticmethod
     def splits(config: ModelConfig) -> dict[str, int]:
         return {"num_attention_heads": config.num_attention_heads}
-
-    @staticmethod
-    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
-        d, n, m, k = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        yield one("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (n * 2 * k, d))
-        yield one("k_proj", "self_attn.k_proj.weight", (1, 2, 0), (m * k, d))
-        yield one("v_proj", "self_attn.v_proj.weight", (1, 2, 0), (m * k, d))
-        yield one("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, n * k))
-        yield vector("q_norm", "self_attn.q_norm.weight", k)
-        yield vector("k_norm", "self_attn.k_norm.weight", k)
 
 
 def gated_projection(

@@ -5,14 +5,10 @@ head, K/V their widths, C = 2K + RV channels of one key head that pass the convo
 convolution width.
 """
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.mixers.recurrent import Inputs, Recurrent
 from qwen3next_jax.model.parameters import Make
@@ -110,66 +106,6 @@ class GatedDeltaNet(Recurrent):
     @classmethod
     def erases(cls, config: ModelConfig) -> bool:
         return config.erase
-
-    @staticmethod
-    def hf_entries(config: ModelConfig) -> Iterator[Entry]:
-        c, d, w = config, config.hidden_size, config.linear_conv_kernel_dim
-        g, h, k, v = (
-            c.linear_num_key_heads,
-            c.linear_num_value_heads,
-            c.linear_key_head_dim,
-            c.linear_value_head_dim,
-        )
-        r = h // g
-        channels = 2 * k + r * v
-        grouped = np.arange(g * channels).reshape(g, channels)
-        all_q_all_k_all_v = np.concatenate(
-            [part.ravel() for part in np.split(grouped, (k, 2 * k), axis=1)]
-        )
-        if c.hf_form == "qwen3_next":
-            yield one(
-                "in_proj_qkvz",
-                "linear_attn.in_proj_qkvz.weight",
-                (1, 2, 0),
-                (g * (channels + r * v), d),
-            )
-            yield one("in_proj_ba", "linear_attn.in_proj_ba.weight", (1, 2, 0), (g * 2 * r, d))
-        else:
-            every = slice(None)
-            yield Entry(
-                "in_proj_qkvz",
-                (1, 2, 0),
-                (
-                    Slice(
-                        (every, slice(channels)),
-                        "linear_attn.in_proj_qkv.weight",
-                        (g * channels, d),
-                        all_q_all_k_all_v,
-                    ),
-                    Slice(
-                        (every, slice(channels, None)), "linear_attn.in_proj_z.weight", (h * v, d)
-                    ),
-                ),
-            )
-            yield Entry(
-                "in_proj_ba",
-                (1, 2, 0),
-                (
-                    Slice((every, slice(r)), "linear_attn.in_proj_b.weight", (h, d)),
-                    Slice((every, slice(r, None)), "linear_attn.in_proj_a.weight", (h, d)),
-                ),
-            )
-        yield one(
-            "conv_kernel",
-            "linear_attn.conv1d.weight",
-            (1, 2, 0),
-            (g * channels, 1, w),
-            row_order=all_q_all_k_all_v,
-        )
-        yield vector("a_log", "linear_attn.A_log", h)
-        yield vector("dt_bias", "linear_attn.dt_bias", h)
-        yield vector("norm", "linear_attn.norm.weight", v)
-        yield one("out_proj", "linear_attn.out_proj.weight", (2, 0, 1), (d, h * v))
 
 
 def uniform_rate(lowest: float):

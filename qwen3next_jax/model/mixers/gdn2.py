@@ -19,7 +19,6 @@ class GDN2(KDA):
     """
 
     activation = staticmethod(jax.nn.silu)
-    hf_entries = None
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)

@@ -7,7 +7,6 @@ Letters: B batch, T time, D model, G key heads, H value heads, K/V their widths.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.mixers.gated_deltanet import START_OF_DECAY, uniform_rate
 from qwen3next_jax.model.mixers.recurrent import Inputs, Recurrent, low_rank, through, unit
@@ -65,40 +64,3 @@ class KDA(Recurrent):
             axis_name=heads.axis_name,
         )
         return o, {"state": final}
-
-    @staticmethod
-    def hf_entries(config):
-        d, h, k, every = (
-            config.hidden_size,
-            config.linear_num_value_heads,
-            config.linear_key_head_dim,
-            slice(None),
-        )
-        parts = [(name, (every, slice(i * k, (i + 1) * k))) for i, name in enumerate("qkv")]
-        yield Entry(
-            "in_proj",
-            (1, 2, 0),
-            tuple(
-                Slice(place, f"self_attn.{name}_proj.weight", (h * k, d)) for name, place in parts
-            ),
-        )
-        yield Entry(
-            "conv_kernel",
-            (1, 2, 0),
-            tuple(
-                Slice(
-                    place,
-                    f"self_attn.{name}_conv1d.weight",
-                    (h * k, 1, config.linear_conv_kernel_dim),
-                )
-                for name, place in parts
-            ),
-        )
-        yield one("beta_proj", "self_attn.b_proj.weight", (1, 0), (h, d))
-        for path, name in (("decay", "f"), ("gate", "g")):
-            yield one(f"{path}_down", f"self_attn.{name}_a_proj.weight", (1, 0), (k, d))
-            yield one(f"{path}_up", f"self_attn.{name}_b_proj.weight", (1, 2, 0), (h * k, k))
-        yield one("a_log", "self_attn.A_log", (0,), (1, 1, h, 1))
-        yield one("dt_bias", "self_attn.dt_bias", (0, 1), (h * k,))
-        yield vector("norm", "self_attn.o_norm.weight", k)
-        yield one("out_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, h * k))

@@ -10,7 +10,6 @@ import dataclasses
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.model.hf_entries import one, vector
 from qwen3next_jax.model.layers import rms_norm, rotate
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.mixers.gated_attention import (
@@ -166,35 +165,6 @@ class MLA(Mixer):
             f"than model.head_dim = {config.head_dim}, and at least the {config.rotary_dim} "
             "numbers of it that are rotated",
         )
-
-    @staticmethod
-    def hf_entries(config):
-        c, d, n, shared, latent, rank = (
-            config,
-            config.hidden_size,
-            config.num_attention_heads,
-            _shared(config),
-            config.mixer.latent_rank,
-            config.mixer.query_rank,
-        )
-        if rank:
-            yield one("q_down", "self_attn.q_a_proj.weight", (1, 0), (rank, d))
-            yield vector("q_norm", "self_attn.q_a_layernorm.weight", rank)
-        yield one(
-            "q_proj",
-            f"self_attn.q_{'b_' * bool(rank)}proj.weight",
-            (1, 2, 0),
-            (n * c.head_dim, rank or d),
-        )
-        yield one("kv_down", "self_attn.kv_a_proj_with_mqa.weight", (1, 0), (latent + shared, d))
-        yield vector("kv_norm", "self_attn.kv_a_layernorm.weight", latent)
-        yield one(
-            "kv_up",
-            "self_attn.kv_b_proj.weight",
-            (1, 2, 0),
-            (n * 2 * (c.head_dim - shared), latent),
-        )
-        yield one("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, n * (c.head_dim - shared)))
 
 
 def _shared(config) -> int:

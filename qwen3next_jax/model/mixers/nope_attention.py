@@ -9,7 +9,6 @@ class NoPEAttention(GatedAttention):
     """`GatedAttention` whose queries and keys are not rotated."""
 
     settings = ("attention_output_gate", "qk_norm", "mixer.qk_norm_over")
-    hf_entries = None
 
     def placed(self, x_BTNK, positions_BT):
         return x_BTNK

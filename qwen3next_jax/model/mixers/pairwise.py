@@ -23,7 +23,6 @@ class Pairwise(GatedAttention):
     """
 
     in_place = False
-    hf_entries = None
     block = 64  # queries worked at once
 
     def placed(self, x_BTNK, positions_BT):

@@ -22,7 +22,6 @@ class SlidingWindow(GatedAttention):
     settings = (*GatedAttention.settings, "mixer.window", "mixer.first_tokens", "mixer.sink_logit")
     cache_kind = "state"
     in_place = False
-    hf_entries = None
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)

@@ -1,0 +1,27 @@
+"""The families of checkpoints that this project reads and writes: one file each."""
+
+from qwen3next_jax.common.errors import UserError, did_you_mean, short
+from qwen3next_jax.interop.families import kimi_linear, qwen3_5, qwen3_next
+from qwen3next_jax.interop.families.form import Fields, Form
+
+# The values of `model.hf_form`.
+FORMS: dict[str, Form] = {
+    form.name: form for form in (qwen3_next.FORM, qwen3_5.WRAPPER, qwen3_5.TEXT, kimi_linear.FORM)
+}
+
+
+def form_of(fields: Fields, where: str) -> Form:
+    """The form of a config.json with these fields.
+
+    Raises:
+      UserError: another `model_type`; `where` names the file.
+    """
+    model_type = fields.get("model_type")
+    model_types = {name: form for form in FORMS.values() for name in form.model_types}
+    if isinstance(model_type, str) and model_type in model_types:
+        return model_types[model_type]
+    guess = did_you_mean(model_type, model_types) if isinstance(model_type, str) else ""
+    raise UserError(
+        f"{where}: model_type = {short(model_type)}: expected one of {', '.join(model_types)}, the "
+        f"families that this project reads{guess}"
+    )

@@ -1,0 +1,506 @@
+"""Kimi Linear: layers of KDA and latent attention, DeepSeek-V3's router, no positions, no
+multi-token prediction.
+
+config.json is read in two forms: as released (`linear_attn_config`, `first_k_dense_replace`), and
+as transformers saves it (`layer_types`, `mlp_layer_types`). Some fields have two names. Here they
+have the one that transformers prefers; an export is written so that both readers take it. This
+file knows the mixers `kda` and `mla` by their names in `config.registry.MIXERS` alone.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from qwen3next_jax.common.errors import require, short
+from qwen3next_jax.config import FULL, LINEAR, ModelConfig
+from qwen3next_jax.interop.entries import Entry, TensorSlice, one, swiglu, vector
+from qwen3next_jax.interop.families import rope
+from qwen3next_jax.interop.families.fields import (
+    IGNORED,
+    note_unknown,
+    refuse_other_values,
+    taken_over,
+    token_fields,
+)
+from qwen3next_jax.interop.families.form import Fields, Form
+
+# ---- config.json
+
+_MIXER_OF_LAYER_TYPE = {LINEAR: "kda", FULL: "mla"}
+_LAYER_TYPES = {mixer: kind for kind, mixer in _MIXER_OF_LAYER_TYPE.items()}
+_MLP_TYPES = ("dense", "sparse")
+_LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
+
+# Names in released files → transformers' names.
+_NAMES = {
+    "num_experts_per_token": "num_experts_per_tok",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_shared_experts": "n_shared_experts",
+    "model_max_length": "max_position_embeddings",
+    "num_local_experts": "num_experts",
+}
+# Names within `linear_attn_config` → transformers' names at the top.
+_LINEAR_NAMES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+# Lists of layers within `linear_attn_config`; the first layer is 1.
+_LAYER_LISTS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
+# What transformers takes where the file says nothing.
+_DEFAULTS = {
+    "vocab_size": 163_840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.446,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 0,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 1_048_576,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "num_experts": 256,
+    "linear_head_dim": 128,
+    "linear_num_heads": 32,
+    "linear_conv_kernel_dim": 4,
+    "first_k_dense_replace": 1,
+}
+# Fields with the values that this project computes.
+_SUPPORTED = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "quantization_config": (None,),
+    "mla_use_nope": (True,),
+    "moe_router_activation_func": ("sigmoid",),
+    "moe_layer_freq": (1,),
+    "num_nextn_predict_layers": (0,),
+    "rope_scaling": (None,),
+    "tie_word_embeddings": (False,),
+    "use_grouped_topk": (True,),
+    "topk_method": ("noaux_tc",),
+}
+# Fields that change nothing here, beside those of every family: no position is rotated.
+_IGNORED = frozenset(("auto_map", "head_dim", "qk_head_dim", "pretraining_tp"))
+_READ = {
+    *_DEFAULTS,
+    *_SUPPORTED,
+    *_IGNORED,
+    *("num_key_value_heads", "layer_types", "mlp_layer_types"),
+}
+# An export writes these fields itself and takes none of them over from its source.
+_WRITTEN = {*_READ, *_NAMES, "linear_attn_config"}
+# Fields that are settings of the same name and meaning.
+_SAME = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "initializer_range",
+    "rms_norm_eps",
+)
+_SAME_IF_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+_SAME_IN_ROUTER = ("n_group", "topk_group", "routed_scaling_factor")
+_SETTINGS = frozenset(
+    (
+        *_SAME,
+        *_SAME_IF_MIXTURE,
+        "bos_token_id",
+        "eos_token_id",
+        "decoder_sparse_step",
+        "head_dim",
+        "layer_types",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "max_position_embeddings",
+        "mixer",
+        "mlp_only_layers",
+        "moe",
+        "rope_theta",  # nothing is rotated
+        "shared_expert_intermediate_size",
+        # `_check` says which values these have
+        "attention_output_gate",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "mtp_depth",
+        "num_key_value_heads",
+        "partial_rotary_factor",
+        "short_convolution",
+        "tie_word_embeddings",
+        "yarn_factor",
+        "zero_centered_norm",
+    )
+)
+_SIZES = (
+    ("num_experts",),
+    ("linear_num_heads", "linear_head_dim"),
+    ("linear_conv_kernel_dim",),
+    ("kv_lora_rank",),
+    ("q_lora_rank",),
+    ("num_attention_heads", "qk_nope_head_dim"),
+    ("qk_rope_head_dim",),
+)
+
+
+def _text_fields(fields: Fields, where: str) -> Fields:
+    """`fields` under transformers' names, with `layer_types` and `mlp_layer_types`.
+
+    Raises:
+      UserError: the file contradicts itself.
+    """
+    inner = fields.get("linear_attn_config")
+    inner = {} if inner is None else inner
+    require(
+        isinstance(inner, dict),
+        f"{where}: linear_attn_config = {short(inner)}: expected a group of settings",
+    )
+    renamed = {}
+    for name, value in fields.items():
+        if name == "linear_attn_config" or value is None:
+            continue
+        canonical = _NAMES.get(name, name)
+        require(
+            canonical not in renamed or renamed[canonical] == value,
+            f"{where}: {name} = {short(value)}, and {short(renamed.get(canonical))} under its "
+            "other name",
+        )
+        renamed[canonical] = value
+    for name, value in inner.items():
+        if name not in _LAYER_LISTS:
+            renamed[_LINEAR_NAMES.get(name, f"linear_attn_config.{name}")] = value
+
+    count = renamed.get("num_hidden_layers", _DEFAULTS["num_hidden_layers"])
+    require(
+        type(count) is int and 0 < count < 2**16,
+        f"{where}: num_hidden_layers = {short(count)}: expected a number of layers",
+    )
+    if "layer_types" not in renamed:
+        renamed["layer_types"] = _layer_types(inner, count, where)
+    if "mlp_layer_types" not in renamed:
+        dense = renamed.get("first_k_dense_replace", _DEFAULTS["first_k_dense_replace"])
+        require(
+            type(dense) is int,
+            f"{where}: first_k_dense_replace = {short(dense)}: expected a number of layers",
+        )
+        renamed["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(count)]
+    return renamed
+
+
+def _layer_types(linear_attn_config: Fields, count: int, where: str) -> list[str]:
+    """`layer_types` of a file that lists its layers by kind, or says nothing about them."""
+    if not linear_attn_config.keys() & _LAYER_LISTS.keys():
+        return [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
+    kinds = []
+    for name, kind in _LAYER_LISTS.items():
+        layers = linear_attn_config.get(name, [])
+        require(
+            isinstance(layers, list) and all(type(layer) is int for layer in layers),
+            f"{where}: linear_attn_config.{name} = {short(layers)}: expected a list of layers",
+        )
+        kinds += [(layer, kind) for layer in layers]
+    kinds.sort()
+    require(
+        [layer for layer, _ in kinds] == list(range(1, count + 1)),
+        f"{where}: linear_attn_config: expected each of the {count} layers, "
+        "the first being 1, once in full_attn_layers or kda_layers",
+    )
+    return [kind for _, kind in kinds]
+
+
+def _read(fields: Fields, where: str) -> Fields:
+    refuse_other_values(fields, _SUPPORTED, where)
+    note_unknown(fields, {*_READ, *IGNORED, *rope.FIELDS}, where)
+    f = _DEFAULTS | fields
+    _check_fields(f, where)
+    settings = {name: f[name] for name in (*_SAME, "layer_types", "max_position_embeddings")}
+    settings |= {
+        "linear_mixer": _MIXER_OF_LAYER_TYPE[LINEAR],
+        "full_mixer": _MIXER_OF_LAYER_TYPE[FULL],
+        "num_key_value_heads": f["num_attention_heads"],
+        "partial_rotary_factor": 0.0,
+        "head_dim": f["qk_nope_head_dim"] + f["qk_rope_head_dim"],
+        "mtp_depth": 0,
+        "decay_init": "log_uniform",
+        "num_experts": 0,
+        "linear_num_key_heads": f["linear_num_heads"],
+        "linear_num_value_heads": f["linear_num_heads"],
+        "linear_key_head_dim": f["linear_head_dim"],
+        "linear_value_head_dim": f["linear_head_dim"],
+        "linear_conv_kernel_dim": f["linear_conv_kernel_dim"],
+        "zero_centered_norm": False,
+        "attention_output_gate": False,
+        "mixer": {
+            "latent_rank": f["kv_lora_rank"],
+            "query_rank": f["q_lora_rank"],
+            "shared_key_width": f["qk_rope_head_dim"],
+            "latent_norm_eps": _LATENT_NORM_EPS,
+        },
+    }
+    if "sparse" not in f["mlp_layer_types"]:
+        return settings
+    router = {"scoring_func": "sigmoid", "router_bias": True, "shared_expert_gate": False}
+    dense = [layer for layer, kind in enumerate(f["mlp_layer_types"]) if kind == "dense"]
+    return (
+        settings
+        | {name: f[name] for name in _SAME_IF_MIXTURE}
+        | {
+            "shared_expert_intermediate_size": f["n_shared_experts"] * f["moe_intermediate_size"],
+            "mlp_only_layers": dense,
+            "moe": router | {name: f[name] for name in _SAME_IN_ROUTER},
+        }
+    )
+
+
+def _check_fields(f: Fields, where: str) -> None:
+    """Raises UserError for sizes and layers that this project does not compute."""
+    for name, same_as in (
+        ("num_key_value_heads", "num_attention_heads"),
+        ("v_head_dim", "qk_nope_head_dim"),
+    ):
+        require(
+            f.get(name, f[same_as]) == f[same_as],
+            f"{where}: {name} = {short(f.get(name))} is not supported: expected "
+            f"{short(f[same_as])}, as {same_as}",
+        )
+    for name, known in (("layer_types", _MIXER_OF_LAYER_TYPE), ("mlp_layer_types", _MLP_TYPES)):
+        kinds = f[name]
+        require(
+            isinstance(kinds, list)
+            and set(map(str, kinds)) <= set(known)
+            and len(kinds) == f["num_hidden_layers"],
+            f"{where}: {name} = {short(kinds)}: expected {f['num_hidden_layers']} of "
+            f"{' and '.join(known)}",
+        )
+    require(FULL in f["layer_types"], f"{where}: layer_types has no {FULL}: expected a layer of it")
+    positive = ("qk_nope_head_dim", "qk_rope_head_dim")
+    if "sparse" in f["mlp_layer_types"]:
+        positive += ("n_shared_experts", "moe_intermediate_size")
+    for name in positive:
+        require(
+            type(f[name]) is int and f[name] > 0,
+            f"{where}: {name} = {short(f[name])}: expected a positive number",
+        )
+
+
+def _write(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
+    c, latent = config, _mla_settings(config)
+    mlp_types = ["sparse" if c.is_sparse(i) else "dense" for i in range(c.num_hidden_layers)]
+    first_sparse = (*mlp_types, "sparse").index("sparse")
+    key_and_value_width = c.head_dim - latent.shared_key_width
+    numbered = list(enumerate(c.mixers, 1))
+    fields = {"pad_token_id": None, "use_cache": True}
+    fields |= {name: v for name, v in taken_over(source).items() if name not in _WRITTEN}
+    fields |= {name: getattr(c, name) for name in _SAME}
+    fields |= token_fields(config, source)
+    fields |= {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "dtype": dtype,
+        "num_key_value_heads": c.num_key_value_heads,
+        "model_max_length": c.max_position_embeddings,
+        # the mixture
+        "num_experts": c.num_experts,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "num_experts_per_token": c.num_experts_per_tok,
+        "moe_renormalize": c.norm_topk_prob,
+        "num_shared_experts": c.shared_expert_intermediate_size // max(c.moe_intermediate_size, 1),
+        "num_expert_group": c.moe.n_group,
+        "topk_group": c.moe.topk_group,
+        "routed_scaling_factor": c.moe.routed_scaling_factor,
+        "moe_router_activation_func": "sigmoid",
+        "use_grouped_topk": True,
+        "mlp_layer_types": mlp_types,
+        # latent attention
+        "kv_lora_rank": latent.latent_rank,
+        "q_lora_rank": latent.query_rank or None,
+        "qk_rope_head_dim": latent.shared_key_width,
+        "qk_nope_head_dim": key_and_value_width,
+        "v_head_dim": key_and_value_width,
+        "mla_use_nope": True,
+        # the layers
+        "layer_types": [_LAYER_TYPES[mixer] for mixer in c.mixers],
+        "linear_attn_config": {
+            "head_dim": c.linear_key_head_dim,
+            "num_heads": c.linear_num_key_heads,
+            "short_conv_kernel_size": c.linear_conv_kernel_dim,
+            "full_attn_layers": [layer for layer, mixer in numbered if mixer == "mla"],
+            "kda_layers": [layer for layer, mixer in numbered if mixer == "kda"],
+        },
+        "num_nextn_predict_layers": 0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+    if "dense" not in mlp_types[first_sparse:]:
+        fields |= {"first_k_dense_replace": first_sparse, "moe_layer_freq": 1}
+    return fields
+
+
+def _check(config: ModelConfig) -> None:
+    """Raises UserError for a model that no Kimi Linear is."""
+    c, latent = config, _mla_settings(config)
+    others = sorted(set(c.mixers) - set(_LAYER_TYPES))
+    require(
+        not others,
+        f"model.layer_types: kimi_linear has no layers of {', '.join(others)}: expected kda and "
+        "mla, or another form",
+    )
+    require(
+        "mla" in c.mixers
+        and latent.latent_norm_eps == _LATENT_NORM_EPS
+        and latent.shared_key_width > 0,
+        f"model.mixer: kimi_linear has layers of mla, latent_norm_eps = {_LATENT_NORM_EPS} and a "
+        "shared_key_width above 0: expected these, or another form",
+    )
+    expected = {
+        "zero_centered_norm": False,
+        "short_convolution": True,
+        "attention_output_gate": False,
+        "mtp_depth": 0,
+        "tie_word_embeddings": False,
+        "linear_num_value_heads": c.linear_num_key_heads,
+        "yarn_factor": 1.0,
+        "linear_value_head_dim": c.linear_key_head_dim,
+        "partial_rotary_factor": 0.0,
+        "num_key_value_heads": c.num_attention_heads,
+    }
+    for name, value in expected.items():
+        require(
+            getattr(c, name) == value,
+            f"model.{name} = {getattr(c, name)!r}: kimi_linear has no such models: expected "
+            f"{value!r}, or another form",
+        )
+    if not c.has_experts:
+        return
+    router = dataclasses.replace(
+        ModelConfig().moe,
+        scoring_func="sigmoid",
+        router_bias=True,
+        shared_expert_gate=False,
+        **{name: getattr(c.moe, name) for name in _SAME_IN_ROUTER},
+    )
+    shared = c.shared_expert_intermediate_size
+    require(
+        c.moe == router and shared > 0 and shared % c.moe_intermediate_size == 0,
+        "model.moe: kimi_linear has scoring_func = 'sigmoid', router_bias = True, "
+        "shared_expert_gate = False, and a shared expert of a "
+        "multiple of moe_intermediate_size: expected these, or another form",
+    )
+
+
+def _mla_settings(config: ModelConfig) -> Any:
+    """The settings of `mla`: latent_rank, query_rank, shared_key_width, latent_norm_eps."""
+    return config.mixer
+
+
+# ---- tensors
+
+
+def _kda(config: ModelConfig) -> Iterator[Entry]:
+    """`kda`: q, k and v are stored apart; the decay and the gate are products of two matrices."""
+    d, heads = config.hidden_size, config.linear_num_value_heads
+    k = config.linear_key_head_dim  # of values, too
+    places = {
+        name: (slice(None), slice(i * k, (i + 1) * k)) for i, name in enumerate(("q", "k", "v"))
+    }
+    projections = tuple(
+        TensorSlice(place, f"self_attn.{name}_proj.weight", (heads * k, d))
+        for name, place in places.items()
+    )
+    convolutions = tuple(
+        TensorSlice(
+            place,
+            f"self_attn.{name}_conv1d.weight",
+            (heads * k, 1, config.linear_conv_kernel_dim),
+        )
+        for name, place in places.items()
+    )
+    yield Entry("in_proj", (1, 2, 0), projections)
+    yield Entry("conv_kernel", (1, 2, 0), convolutions)
+    yield one("beta_proj", "self_attn.b_proj.weight", (1, 0), (heads, d))
+    yield one("decay_down", "self_attn.f_a_proj.weight", (1, 0), (k, d))
+    yield one("decay_up", "self_attn.f_b_proj.weight", (1, 2, 0), (heads * k, k))
+    yield one("gate_down", "self_attn.g_a_proj.weight", (1, 0), (k, d))
+    yield one("gate_up", "self_attn.g_b_proj.weight", (1, 2, 0), (heads * k, k))
+    yield one("a_log", "self_attn.A_log", (0,), (1, 1, heads, 1))
+    yield one("dt_bias", "self_attn.dt_bias", (0, 1), (heads * k,))
+    yield vector("norm", "self_attn.o_norm.weight", k)
+    yield one("out_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
+
+
+def _mla(config: ModelConfig) -> Iterator[Entry]:
+    """`mla`: keys and values are made of a latent; queries, too, with a `query_rank`."""
+    d, heads, latent = config.hidden_size, config.num_attention_heads, _mla_settings(config)
+    rank, query_rank, shared = latent.latent_rank, latent.query_rank, latent.shared_key_width
+    own = config.head_dim - shared  # numbers of each key that belong to one head; of values, too
+    query = (heads * config.head_dim, query_rank or d)
+    if query_rank:
+        yield one("q_down", "self_attn.q_a_proj.weight", (1, 0), (query_rank, d))
+        yield vector("q_norm", "self_attn.q_a_layernorm.weight", query_rank)
+        yield one("q_proj", "self_attn.q_b_proj.weight", (1, 2, 0), query)
+    else:
+        yield one("q_proj", "self_attn.q_proj.weight", (1, 2, 0), query)
+    yield one("kv_down", "self_attn.kv_a_proj_with_mqa.weight", (1, 0), (rank + shared, d))
+    yield vector("kv_norm", "self_attn.kv_a_layernorm.weight", rank)
+    yield one("kv_up", "self_attn.kv_b_proj.weight", (1, 2, 0), (heads * 2 * own, rank))
+    yield one("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * own))
+
+
+def _experts(config: ModelConfig) -> Iterator[Entry]:
+    """The mixture of experts, with a bias of its router and an ungated shared expert."""
+    d, width = config.hidden_size, config.moe_intermediate_size
+    count, mlp = config.num_experts, "block_sparse_moe"
+    gate_and_up = tuple(
+        TensorSlice((expert, half), f"{mlp}.experts.{expert}.{name}.weight", (width, d))
+        for expert in range(count)
+        for half, name in enumerate(("w1", "w3"))
+    )
+    down = tuple(
+        TensorSlice((expert,), f"{mlp}.experts.{expert}.w2.weight", (d, width))
+        for expert in range(count)
+    )
+    yield one("router", f"{mlp}.gate.weight", (1, 0), (count, d))
+    yield vector("router_bias", f"{mlp}.gate.e_score_correction_bias", count)
+    yield Entry("expert_gate_up", (0, 2, 3, 1), gate_and_up)
+    yield Entry("expert_down", (0, 2, 1), down)
+    yield from swiglu("shared_", f"{mlp}.shared_experts", d, config.shared_expert_intermediate_size)
+
+
+_DENSE_MLP_AS_EXPERTS = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
+
+
+def _tensor_name(name: str) -> str:
+    """transformers saves a dense MLP under the name of the experts; the released files say `mlp`,
+    and transformers reads that as well.
+    """
+    return _DENSE_MLP_AS_EXPERTS.sub(r"\1.mlp.", name)
+
+
+FORM = Form(
+    name="kimi_linear",
+    title="Kimi Linear",
+    model_types={"kimi_linear": "kimi_linear"},
+    read=_read,
+    write=_write,
+    check=_check,
+    settings=_SETTINGS,
+    mixers={"kda": _kda, "mla": _mla},
+    experts=_experts,
+    multi_token_prediction=None,
+    sizes=_SIZES,
+    text_fields=_text_fields,
+    tensor_name=_tensor_name,
+)

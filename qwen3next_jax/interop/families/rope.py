@@ -1,0 +1,144 @@
+"""The rotary settings in the config.json of Qwen3-Next and Qwen3.5, in both forms that are in use:
+fields at the top (`rope_theta`, `partial_rotary_factor`, `rope_scaling`), or the group
+`rope_parameters`.
+"""
+
+import math
+from typing import Any
+
+from qwen3next_jax.common.errors import UserError, require, short
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.interop.families.fields import given, note, note_unknown, refuse_other_values
+from qwen3next_jax.interop.families.form import Fields
+
+FIELDS = frozenset(("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"))
+# Of positions in images. The tokens of a text have one position each, so these change nothing.
+IMAGE_POSITIONS = frozenset(("mrope_section", "mrope_interleaved"))
+
+# What transformers takes where the file says nothing.
+_DEFAULTS = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+_KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
+_YARN_SUPPORTED = {
+    "beta_fast": (32,),
+    "beta_slow": (1,),
+    "truncate": (True,),
+    "mscale": (None,),
+    "mscale_all_dim": (None,),
+}
+_YARN_KNOWN = frozenset(
+    ("factor", "original_max_position_embeddings", "attention_factor", *_YARN_SUPPORTED)
+)
+
+
+def read_rope(
+    fields: Fields, context: Any, where: str, ignored: frozenset[str] = frozenset()
+) -> Fields:
+    """The rotary settings of `ModelConfig`.
+
+    Args:
+      fields: of the text model.
+      context: its `max_position_embeddings`.
+      where: names the file.
+      ignored: names within the groups that change nothing.
+
+    Raises:
+      UserError: a scaling that this project does not compute.
+    """
+    at_the_top = _DEFAULTS | given(fields, ("rope_theta", "partial_rotary_factor"))
+    parameters = _group(fields, "rope_parameters", where)
+    scaling = _group(fields, "rope_scaling", where)
+    rope = at_the_top | parameters | scaling
+    if parameters and scaling and rope != at_the_top | scaling:
+        note(
+            f"{where}: transformers would read rope_scaling alone and forget what only "
+            "rope_parameters says: put all of it there"
+        )
+    known = _KNOWN | ignored
+    settings = given(rope, ("rope_theta", "partial_rotary_factor"))
+    if rope["rope_type"] == "yarn":
+        known |= _YARN_KNOWN
+        settings |= _read_yarn(rope, context, where)
+    elif rope["rope_type"] != "default":
+        raise UserError(
+            f"{where}: rope_type = {short(rope['rope_type'])} is not supported: expected "
+            "'default' or 'yarn' (remove the scaling to use the model within its trained context)"
+        )
+    unknown = {name: value for name, value in rope.items() if name not in known}
+    note_unknown({f"rope_parameters.{name}": v for name, v in unknown.items()}, (), where)
+    return settings
+
+
+def _group(fields: Fields, name: str, where: str) -> Fields:
+    group = {} if fields.get(name) is None else fields[name]
+    require(
+        isinstance(group, dict), f"{where}: {name} = {short(group)}: expected a group of settings"
+    )
+    return {
+        "rope_type" if key == "type" else key: value
+        for key, value in group.items()
+        if value is not None
+    }
+
+
+def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
+    refuse_other_values(rope, _YARN_SUPPORTED, where)
+    factor = rope.get("factor")
+    trained = rope.get("original_max_position_embeddings", context)
+    for name, value in (("factor", factor), ("original_max_position_embeddings", trained)):
+        require(
+            type(value) in (int, float) and 1 <= value < 2**40,
+            f"{where}: rope_type = 'yarn' with {name} = {short(value)}: expected a "
+            "number of at least 1",
+        )
+    require(
+        context in (trained, int(trained * factor)),
+        f"{where}: max_position_embeddings = {short(context)}, and YaRN reaches {factor:g} × "
+        f"{trained:g} positions: expected "
+        "max_position_embeddings to be that product, or original_max_position_embeddings",
+    )
+    scale = rope.get("attention_factor")
+    expected = 0.1 * math.log(factor) + 1
+    require(
+        scale is None or scale == expected,
+        f"{where}: attention_factor = {short(scale)} is not supported: expected {expected} by the "
+        "factor, or none",
+    )
+    return {"yarn_factor": factor, "max_position_embeddings": trained}
+
+
+def rope_fields(config: ModelConfig, source: Fields) -> Fields:
+    """`max_position_embeddings` and the group `rope_parameters`; what `source` says of positions in
+    images stays.
+    """
+    scaling = _scaling(config, source)
+    return {
+        "max_position_embeddings": config.context_length,
+        "rope_parameters": scaling | _rotation(config),
+    }
+
+
+def rope_fields_at_the_top(config: ModelConfig, source: Fields) -> Fields:
+    """The same settings in the older form."""
+    scaling = _scaling(config, source) if config.yarn_factor > 1 else None
+    return _rotation(config) | {"rope_scaling": scaling}
+
+
+def _rotation(config: ModelConfig) -> Fields:
+    return {
+        "rope_theta": config.rope_theta,
+        "partial_rotary_factor": config.partial_rotary_factor,
+    }
+
+
+def _scaling(config: ModelConfig, source: Fields) -> Fields:
+    scaling = {"rope_type": "default"}
+    if config.yarn_factor > 1:
+        scaling = {
+            "rope_type": "yarn",
+            "factor": config.yarn_factor,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }
+    for name in ("rope_scaling", "rope_parameters"):
+        group = source.get(name) or {}
+        scaling |= {key: group[key] for key in group.keys() & IMAGE_POSITIONS}
+    return scaling
