@@ -276,44 +276,6 @@ class StopVote:
         return self._any(self._votes[stop]) if jax.process_count() > 1 else stop
 
 
-class BatchShare:
-    """The rows of a batch that this process reads, and the arrays over all devices that are made
-    of them.
-
-    Which rows follows from the sharding: processes that hold different columns of the same rows
-    (`context`), or the same values twice (`tensor`), read the same rows.
-
-    Attributes:
-      rows: their indices in the batch, ascending.
-    """
-
-    def __init__(self, sharding: jax.sharding.Sharding, batch_size: int):
-        """`sharding`: of an array [batch_size, …]."""
-        self._sharding, self._batch_size = sharding, batch_size
-        shards = sharding.addressable_devices_indices_map(
-            (batch_size,) + (1 << 20,) * (len(sharding.spec) - 1)
-        )
-        self.rows = sorted(
-            {row for index in shards.values() for row in range(*index[0].indices(batch_size))}
-        )
-
-    def spread(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """`local` [len(rows), …] of every process → the batch [B, …], split over the devices."""
-        place = {row: i for i, row in enumerate(self.rows)}
-
-        def whole(x: np.ndarray) -> jax.Array:
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
-                start, stop, _ = index[0].indices(self._batch_size)
-                # rows of a shard are neighbours here, too
-                return x[(slice(place[start], place[stop - 1] + 1), *index[1:])]
-
-            return jax.make_array_from_callback(
-                (self._batch_size, *x.shape[1:]), self._sharding, shard
-            )
-
-        return {name: whole(x) for name, x in local.items()}
-
-
 def _code_digests() -> dict[str, str]:
     """Name → text of what must be the same wherever the run computes: the package's files
     (digests), and the versions of the libraries that compute, of those that are installed.
