@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, from_dict
-from qwen3next_jax.config.mixers import MIXERS
+from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make

@@ -1,4 +1,4 @@
-"""Every mixer of config/mixers.py: lines, errors against its paper's recurrence in float64, time
+"""Every mixer of config/registry.py: lines, errors against its paper's recurrence in float64, time
 of a training step of configs/tiny.py.
 
     python benchmarks/mixers.py                       # the errors, as rows of docs/mixers.md
@@ -41,7 +41,7 @@ from qwen3next_jax.commands import cli  # noqa: E402
 from qwen3next_jax.config import Config, ModelConfig, from_dict  # noqa: E402
 from qwen3next_jax.config.files import load_config_file  # noqa: E402
 from qwen3next_jax.config.further.mixers import MixerConfig  # noqa: E402
-from qwen3next_jax.config.mixers import MIXERS  # noqa: E402
+from qwen3next_jax.config.registry import MIXERS  # noqa: E402
 from qwen3next_jax.model.block import mixer_class  # noqa: E402
 from qwen3next_jax.model.flops import parameter_counts  # noqa: E402
 from qwen3next_jax.model.layers import Context  # noqa: E402
@@ -154,7 +154,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="of config/mixers.py; all")
+    parser.add_argument("names", nargs="*", help="of config/registry.py; all")
     parser.add_argument("--steps", type=int, default=0, help="steps that are timed")
     parser.add_argument("--layers", action="store_true", help="time layers")
     a = parser.parse_args()

@@ -20,7 +20,7 @@ import subprocess
 import sys
 
 from qwen3next_jax.common.errors import ExitCode
-from qwen3next_jax.config.optimizers import OPTIMIZERS
+from qwen3next_jax.config.registry import OPTIMIZERS
 from qwen3next_jax.reporting.events import read_events
 
 ROOT = pathlib.Path(__file__).parents[1]

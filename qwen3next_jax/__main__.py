@@ -1,6 +1,7 @@
 """The one entry of the package: `qwen3next VERB …`, or `python -m qwen3next_jax VERB …`."""
 
 import importlib
+import os
 import sys
 
 VERBS = {
@@ -29,6 +30,8 @@ def main() -> None:
         hint = did_you_mean(verb, VERBS) or f": expected one of {', '.join(VERBS)}"
         print(f"error: {verb}: no such verb{hint}", file=sys.stderr)
         sys.exit(2)
+    # A config may name parts of a user's own, which lie where the command was started.
+    sys.path.append(os.getcwd())
     run(verb, arguments[1:])
 
 

@@ -135,7 +135,7 @@ def test_help_shows_the_commands_own_flags(command):
     )
     assert (
         ("--config=" in result.stdout)
-        == ("--config.GROUP.NAME" in result.stdout)
+        == ("--config.train.steps=1000" in result.stdout)
         == (command[0] != "-m")
     )
 

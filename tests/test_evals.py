@@ -24,7 +24,7 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.config.evaluations import EVALUATIONS
+from qwen3next_jax.config.registry import EVALUATIONS
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import ByteTokenizer

@@ -1,19 +1,32 @@
-"""An optimizer and a data source as docs/extending.md adds them (its mixer is in test_mixers.py,
-its evaluation in test_evals.py).
+"""What docs/extending.md adds: an optimizer and a data source by a line of the registry (its mixer
+is in test_mixers.py, its evaluation in test_evals.py), and all four by import strings alone.
 """
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.nnx import Rngs
 from page import example, line
 
+from qwen3next_jax import Qwen3Next
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, DataConfig, ModelConfig, MuonConfig, OptimizerConfig
-from qwen3next_jax.config.optimizers import OPTIMIZERS
-from qwen3next_jax.config.sources import DATA_SOURCES
+from qwen3next_jax.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    TrainConfig,
+    registry,
+)
+from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS
 from qwen3next_jax.data.pipeline import open_data
+from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.runs.loop import train
 from qwen3next_jax.training.optimizer import make_optimizer
 
 
@@ -82,3 +95,43 @@ def test_a_new_source_is_read_by_index_and_its_mistakes_are_one_line():
         UserError, match="optimizer.muon is set, but optimizer.name = 'lion' does not read it"
     ):
         dataclasses.replace(OptimizerConfig(name="lion"), muon=MuonConfig(momentum=0.9))
+
+
+def test_a_run_of_the_user_s_own_parts_by_import_strings(tmp_path, monkeypatch):
+    """A mixer, an optimizer, an evaluation and a data source that no table has train together.
+    Who only has the folder of the run has to say that he trusts their code.
+    """
+    example("my_mixer.py", tmp_path)
+    example("my_evaluation.py", tmp_path)
+    monkeypatch.setattr(registry, "_trusted", set())
+    config = Config(
+        model=ModelConfig(
+            **dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, layer_types=()),
+            **dict(linear_mixer="my_mixer:Retention", full_attention_interval=2),
+            **dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16, mtp_depth=0),
+            **dict(linear_num_key_heads=2, linear_num_value_heads=2, dtype="float32"),
+            **dict(linear_key_head_dim=16, linear_value_head_dim=16, num_experts=0),
+            **dict(intermediate_size=32, max_position_embeddings=512),
+        ),
+        data=DataConfig(source="my_source:Counting"),
+        train=TrainConfig(steps=2, batch_size=4, sequence_length=16, log_every=1),
+        optimizer=OptimizerConfig(name="my_optimizer:direction", warmup_steps=1),
+        eval=EvalConfig(
+            **dict(every=2, rows=4, sample_tokens=0, suite_rows=2, suite_lengths=(8,)),
+            suites=("my_evaluation:Repetition",),
+        ),
+    )
+    workdir = tmp_path / "run"
+    assert train(config, workdir) == 0
+    events = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+    losses = [event["loss"] for event in events if event["event"] == "train"]
+    suites = [event for event in events if event["event"] == "suite"]
+    assert len(losses) == 2 and np.isfinite(losses).all() and "accuracy/8 tokens" in str(suites)
+
+    with pytest.raises(UserError, match=r"model\.linear_mixer = 'my_mixer:Retention' .*--trust"):
+        load_model(workdir)
+    for package in ("my_mixer", "my_optimizer", "my_source", "my_evaluation"):
+        registry.trust(package)
+    assert load_model(workdir).step == 2
+    with pytest.raises(UserError, match=r"'no_package:Mixer' cannot be imported \(ModuleNotFound"):
+        Qwen3Next(dataclasses.replace(config.model, linear_mixer="no_package:Mixer"), rngs=Rngs(0))

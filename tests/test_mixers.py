@@ -28,7 +28,7 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.config.further.mixers import MixerConfig
-from qwen3next_jax.config.mixers import MIXERS
+from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import check_hf_form

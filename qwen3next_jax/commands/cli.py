@@ -21,7 +21,8 @@ from typing import NamedTuple
 from absl import app, flags, logging
 
 from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict, registry
+from qwen3next_jax.config.describe import settings
 from qwen3next_jax.config.files import (
     apply_overrides,
     fill_from_tokenizer,
@@ -39,12 +40,20 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
     `main([…])`. `--help` shows the command's docstring.
     """
     main = command.main
+    flags.DEFINE_list(
+        "trust",
+        [],
+        "packages of your own whose parts (my_package.module:Name) a run.json may name: to load "
+        "such a run is to run their code",
+    )
 
     def guarded(argv: Sequence[str]) -> int | None:
         if len(argv) > 1 and not arguments:
             return _report(
                 f"unexpected argument {argv[1]!r}: expected flags of the form --name=value"
             )
+        for package in flags.FLAGS.trust:
+            registry.trust(package)
         try:
             return main(list(argv[1:])) if arguments else main()
         except UserError as error:
@@ -162,19 +171,35 @@ def _help(doc: str) -> str:
         entries.append(
             (f"--{flag.name}" + "=…" * (not flag.boolean), flag.help.partition(";\n")[0] + default)
         )
-    if "config" in flags.FLAGS:
-        entries.append(
-            (
-                "--config.GROUP.NAME=…",
-                "any setting of the configuration: qwen3next_jax/config/ lists them with their "
-                "defaults",
-            )
-        )
     for name, text in entries:
-        lines += textwrap.wrap(
-            text, width, initial_indent=f"  {name:22} ", subsequent_indent=" " * 25
-        )
+        lines += _entry(name, text, width)
+    if "config" in flags.FLAGS:
+        lines += _help_of_settings(width)
     return "\n".join(lines)
+
+
+def _help_of_settings(width: int) -> list[str]:
+    """Lines of `--help`: every setting by group, with its default and its meaning."""
+    lines = ["", "settings, with their defaults:"]
+    group = None
+    for name, default, meaning in settings(Config):
+        if name.rpartition(".")[0] != group:
+            group = name.rpartition(".")[0]
+            lines.append("")
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        lines += _entry(f"--config.{name}={default}", meaning, width)
+    return lines
+
+
+def _entry(name: str, text: str, width: int) -> list[str]:
+    """Lines of `--help`: the name, and the text behind it or below it."""
+    if len(name) > 22:
+        return [
+            f"  {name}",
+            *textwrap.wrap(text, width, initial_indent=" " * 25, subsequent_indent=" " * 25),
+        ]
+    return textwrap.wrap(text, width, initial_indent=f"  {name:22} ", subsequent_indent=" " * 25)
 
 
 def define_config_flag() -> Callable[..., Config | None]:
@@ -196,6 +221,7 @@ def define_config_flag() -> Callable[..., Config | None]:
         values = load_config_file(pathlib.Path(holder.value))
         apply_overrides(values, _overrides)
         fill_from_tokenizer(values)
+        registry.trust_written(values)
         return from_dict(Config, values)
 
     return get

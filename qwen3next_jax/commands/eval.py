@@ -9,8 +9,7 @@ import sys
 from absl import flags
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.config.evaluations import EVALUATIONS
-from qwen3next_jax.config.tables import check_name
+from qwen3next_jax.config.registry import EVALUATIONS, check_name
 
 get_config = cli.define_config_flag()
 get_workdir = cli.define_workdir_flag(default_from_config=True)

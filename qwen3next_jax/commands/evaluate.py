@@ -13,9 +13,8 @@ from rich.table import Table
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, MeshConfig
-from qwen3next_jax.config.evaluations import EVALUATIONS
 from qwen3next_jax.config.further.kin import weights_differ
-from qwen3next_jax.config.tables import check_name
+from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals import evaluation

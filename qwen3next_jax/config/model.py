@@ -12,8 +12,7 @@ from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.mixers import MixerConfig
 from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.config.mixers import MIXERS
-from qwen3next_jax.config.tables import check_name
+from qwen3next_jax.config.registry import MIXERS, check_name
 
 # in `layer_types`: what `linear_mixer` and `full_mixer` name
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -40,7 +39,7 @@ class ModelConfig:
     full_attention_interval: int = 4
     # which one of them: the released model's is the last
     full_attention_placement: Literal["last", "middle", "first"] = "last"
-    # explicitly: mixers of config/mixers.py, "linear_attention", "full_attention"; (): by the
+    # explicitly: mixers of config/registry.py, "linear_attention", "full_attention"; (): by the
     # interval
     layer_types: tuple[str, ...] = ()
     # what "linear_attention" stands for, and the interval's other layers
@@ -226,7 +225,7 @@ class ModelConfig:
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The mixer of every layer, a name of `config/mixers.py`."""
+        """The mixer of every layer, a name of `config/registry.py`."""
         return tuple(
             {LINEAR: self.linear_mixer, FULL: self.full_mixer}.get(kind, kind)
             for kind in self.pattern

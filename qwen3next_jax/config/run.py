@@ -8,9 +8,7 @@ from typing import Literal
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
-from qwen3next_jax.config.optimizers import OPTIMIZERS
-from qwen3next_jax.config.sources import DATA_SOURCES
-from qwen3next_jax.config.tables import check_name
+from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name
 
 MESH_AXES = ("data", "expert", "context", "tensor")
 # Kept for the backward: "none" everything, in bfloat16 what took work; "block" each block's input;
@@ -37,7 +35,7 @@ class SyntheticConfig:
 class DataConfig:
     """What is trained on, and how it becomes rows of `train.sequence_length` tokens."""
 
-    # the files of `path`, or a name of `config.sources`, such as a task made from the seed
+    # the files of `path`, or a name of `config.registry`, such as a task made from the seed
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
     # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet, or folders; "":
@@ -182,7 +180,7 @@ class OptimizerConfig:
     schedule.
     """
 
-    # a line of config/optimizers.py; a group of that name, below, has settings that are its alone
+    # a line of config/registry.py; a group of that name, below, has settings that are its alone
     name: str = "adamw"
     muon: MuonConfig = MuonConfig()
     learning_rate: float = 4e-4
@@ -270,7 +268,7 @@ class EvalConfig:
     sample_prompt: str = "def "
     # generated at every evaluation; 0: none
     sample_tokens: int = 96
-    # further evaluations at the same steps: names of `config.evaluations`
+    # further evaluations at the same steps: names of `config.registry`
     suites: tuple[str, ...] = ()
     # rows of each
     suite_rows: int = 64

@@ -14,8 +14,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.config.sources import DATA_SOURCES
-from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, sources
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
@@ -29,7 +28,7 @@ _ENDLESS = 2**62  # rows
 
 
 class Data(Protocol):
-    """The rows of a run: what each name of `config.sources` stands for. A source subclasses this
+    """The rows of a run: what each name of `config.registry` stands for. A source subclasses this
     and says what row i is.
 
     Attributes:

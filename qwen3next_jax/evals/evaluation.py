@@ -1,4 +1,4 @@
-"""What an evaluation is: a class of its own file and a line of `config.evaluations`; and running
+"""What an evaluation is: a class of its own file and a line of `config.registry`; and running
 them by name on one model.
 """
 
@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import EvalConfig, ModelConfig
-from qwen3next_jax.config.evaluations import EVALUATIONS
-from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import Batch, Data
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals.scoring import Scorer, make_score_step, make_scorer

@@ -17,6 +17,7 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require, short, warn
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig, from_dict
+from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.interop import kimi
 from qwen3next_jax.interop.weights import Weights, name_some, read_json
 
@@ -298,6 +299,7 @@ def parse_hf_config(fields: dict[str, Any], names: Collection[str], where: str) 
         if name.endswith(".experts.gate_up_proj")
     }
     values |= {"hf_form": form, "hf_fused_experts": sorted(fused)}
+    check_trusted({"model": values}, where)
     try:
         config = from_dict(ModelConfig, values, path="model")
     except UserError as error:

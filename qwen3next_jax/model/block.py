@@ -10,9 +10,8 @@ from flax import nnx
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.config.mixers import MIXERS
 from qwen3next_jax.config.model import ABLATIONS
-from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.hf_entries import Entry, vector
 from qwen3next_jax.model.layers import Context, rms_norm, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
@@ -24,7 +23,7 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """The class of a line of `config/mixers.py`."""
+    """The class of a line of `config/registry.py`."""
     return resolve(MIXERS, name, "mixer")
 
 

@@ -27,6 +27,7 @@ from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, warn
 from qwen3next_jax.common.trees import flat
 from qwen3next_jax.config import Config, from_dict, to_dict
+from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.training.stages import SETTINGS, Part, parts_of, recorded
 
@@ -397,7 +398,9 @@ def move_aside(workdir: pathlib.Path) -> None:
 
 def read_config(workdir: pathlib.Path) -> Config:
     """The configuration of the run in `workdir`."""
-    return from_dict(Config, read_run(workdir)["config"], f"{workdir / 'run.json'}: config")
+    values, where = read_run(workdir)["config"], f"{workdir / 'run.json'}: config"
+    check_trusted(values, where)
+    return from_dict(Config, values, where)
 
 
 def read_run(workdir: pathlib.Path) -> dict[str, Any]:

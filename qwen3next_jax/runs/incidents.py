@@ -19,6 +19,7 @@ import numpy as np
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, GuardConfig, from_dict, to_dict
+from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.processes.distributed import is_leader, leader_says
 from qwen3next_jax.runs import manifest
@@ -165,6 +166,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     if damage := manifest.find_damage(folder):
         raise UserError(f"{folder}: damaged: {damage}")
     record = json.loads((folder / "dump.json").read_text())
+    check_trusted(record["config"], f"{folder / 'dump.json'}: config")
     config = from_dict(Config, record["config"])
     state = read_arrays(folder.absolute() / "state", abstract_train_state(config, one_device()))
     batch = dict(np.load(folder / "batch.npz"))

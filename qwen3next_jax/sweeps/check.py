@@ -3,8 +3,7 @@ run. Checked for all points before the first starts; nothing is computed.
 """
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config.optimizers import OPTIMIZERS
-from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request

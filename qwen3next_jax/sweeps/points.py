@@ -28,6 +28,7 @@ from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.common.trees import flat
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
 from qwen3next_jax.config.files import call_file, fill_from_tokenizer, load_config_file
+from qwen3next_jax.config.registry import trust_written
 
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
@@ -264,6 +265,7 @@ def _config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Conf
         group[key] = value
     try:
         fill_from_tokenizer(values)
+        trust_written(values)
         return from_dict(Config, values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error

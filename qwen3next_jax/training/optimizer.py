@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
-from qwen3next_jax.config.optimizers import OPTIMIZERS
-from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.model.parameters import Declared
 
 

@@ -8,46 +8,6 @@ from typing import Literal
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
 
-FURTHER_MIXERS = {
-    "kda": "qwen3next_jax.model.mixers.kda:KDA",
-    "mamba2": "qwen3next_jax.model.mixers.mamba2:Mamba2",
-    "sliding_window": "qwen3next_jax.model.mixers.sliding_window:SlidingWindow",
-    "gla": "qwen3next_jax.model.mixers.gla:GLA",
-    "hgrn2": "qwen3next_jax.model.mixers.hgrn2:HGRN2",
-    "rwkv6": "qwen3next_jax.model.mixers.rwkv6:RWKV6",
-    "mla": "qwen3next_jax.model.mixers.mla:MLA",
-    "linear": "qwen3next_jax.model.mixers.linear:Linear",
-    "retnet": "qwen3next_jax.model.mixers.retnet:RetNet",
-    "lightning": "qwen3next_jax.model.mixers.lightning:Lightning",
-    "gated_retention": "qwen3next_jax.model.mixers.gated_retention:GatedRetention",
-    "gated_rfa": "qwen3next_jax.model.mixers.gated_rfa:GatedRFA",
-    "mlstm": "qwen3next_jax.model.mixers.mlstm:MLSTM",
-    "gsa": "qwen3next_jax.model.mixers.gsa:GSA",
-    "abc": "qwen3next_jax.model.mixers.abc:ABC",
-    "dfw": "qwen3next_jax.model.mixers.dfw:DFW",
-    "mamba": "qwen3next_jax.model.mixers.mamba:Mamba",
-    "rwkv4": "qwen3next_jax.model.mixers.rwkv4:RWKV4",
-    "gdn2": "qwen3next_jax.model.mixers.gdn2:GDN2",
-    "s4d": "qwen3next_jax.model.mixers.s4d:S4D",
-    "ttt": "qwen3next_jax.model.mixers.ttt:TTT",
-    "titans": "qwen3next_jax.model.mixers.titans:Titans",
-    "lstm": "qwen3next_jax.model.mixers.lstm:LSTM",
-    "rnn": "qwen3next_jax.model.mixers.rnn:RNN",
-    "hyena": "qwen3next_jax.model.mixers.hyena:Hyena",
-    "bahdanau": "qwen3next_jax.model.mixers.bahdanau:Bahdanau",
-    "luong": "qwen3next_jax.model.mixers.luong:Luong",
-    "nope_attention": "qwen3next_jax.model.mixers.nope_attention:NoPEAttention",
-    "masked_attention": "qwen3next_jax.model.mixers.pairwise:Masked",
-    "alibi": "qwen3next_jax.model.mixers.distance:ALiBi",
-    "t5_bias": "qwen3next_jax.model.mixers.distance:T5Bias",
-    "rerope": "qwen3next_jax.model.mixers.beyond:ReRoPE",
-    "leaky_rerope": "qwen3next_jax.model.mixers.beyond:LeakyReRoPE",
-    "dynamic_ntk": "qwen3next_jax.model.mixers.beyond:DynamicNTK",
-    "lambda_window": "qwen3next_jax.model.mixers.beyond:LambdaWindow",
-    "parallel_windows": "qwen3next_jax.model.mixers.beyond:ParallelWindows",
-    "selected_tokens": "qwen3next_jax.model.mixers.beyond:SelectedTokens",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class MixerConfig:

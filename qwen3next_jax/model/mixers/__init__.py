@@ -1,1 +1,1 @@
-"""Token mixers: one file each, and one line of `config/mixers.py`."""
+"""Token mixers: one file each, and one line of `config/registry.py`."""

@@ -1,4 +1,4 @@
-"""What a token mixer is. `config/mixers.py` names the classes; a block resolves and builds them.
+"""What a token mixer is. `config/registry.py` names the classes; a block resolves and builds them.
 
 Letters: B batch, T time, D model.
 """

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config.mixers import MIXERS
-from qwen3next_jax.config.tables import resolve
+from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.layers import rotate, token_mean
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention, write
 from qwen3next_jax.ops.pair_attention import dot, pair_attention

@@ -1,0 +1,57 @@
+"""Names of parts: an unknown one, and one that cannot be imported, are one line each. Settings:
+each is described where `--help` shows it.
+"""
+
+import pytest
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.trees import flat
+from qwen3next_jax.config import Config, to_dict
+from qwen3next_jax.config.describe import settings
+from qwen3next_jax.config.registry import resolve
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("no_such_module:Thing", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("math:tua", "AttributeError: module 'math' has no attribute 'tua'"),
+        ("broken:Thing", "ZeroDivisionError: division by zero"),
+        ("math", "AttributeError: module 'math' has no attribute ''"),
+    ],
+)
+def test_a_line_that_cannot_be_imported_is_named_with_the_reason(
+    line, reason, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(UserError) as error:
+        resolve({"thing": line}, "thing", "model.thing")
+    told = str(error.value)
+    assert all(word in told for word in ("model.thing", repr(line), reason)) and "\n" not in told
+
+
+def test_a_name_is_imported_and_an_unknown_one_gets_the_nearest():
+    # a line nobody names is not imported
+    table = {"tau": "math:tau", "absent": "no_such_module:Thing"}
+    assert resolve(table, "tau", "model.number") == __import__("math").tau
+    with pytest.raises(UserError) as error:
+        resolve(table, "tua", "model.number")
+    assert all(
+        word in str(error.value) for word in ("model.number", "absent", "did you mean 'tau'")
+    )
+
+
+def test_every_setting_of_a_run_is_described_with_its_default():
+    """`--help` reads the comments of the config's fields: all fields are found, also those that
+    span lines, and a comment belongs to one field.
+    """
+    described = {setting.name: setting for setting in settings(Config)}
+    assert described.keys() == {
+        name for name, value in flat(to_dict(Config())).items() if not isinstance(value, dict)
+    }
+    assert all(
+        setting.default == flat(to_dict(Config()))[name] for name, setting in described.items()
+    )
+    meanings = [setting.meaning for setting in described.values() if setting.meaning]
+    assert len(set(meanings)) == len(meanings) > 80
