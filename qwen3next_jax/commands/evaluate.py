@@ -18,7 +18,7 @@ from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals import evaluation
-from qwen3next_jax.processes.distributed import is_leader, leader_first
+from qwen3next_jax.processes.distributed import is_leader, process_0_first
 from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.runs.display import PreparationProgress
 from qwen3next_jax.runs.folder import read_config
@@ -74,7 +74,7 @@ def evaluate(
         graphdef,
         tokenizer,
         functools.cache(
-            lambda: leader_first(
+            lambda: process_0_first(
                 lambda: _open(
                     config, path, tokenizer, model.config.vocab_size, max(options.lengths)
                 )

@@ -8,7 +8,7 @@ from typing import Literal
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
-from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name
+from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
 
 MESH_AXES = ("data", "expert", "context", "tensor")
 # Kept for the backward: "none" everything, in bfloat16 what took work; "block" each block's input;
@@ -128,6 +128,11 @@ class TrainConfig:
     # of model.moe.router_bias, by which a step moves it
     router_bias_rate: float = 0.001
     log_every: int = 10
+    # functions of your own, 'my_package.module:function': each is called with the run's trainer,
+    # before the first step, to add hooks
+    hooks: tuple[str, ...] = ()
+    # when a hook fails that the run can do without: evaluation, samples, diagnostics, your own
+    on_hook_error: Literal["stop", "continue"] = "stop"
     # seconds; a run in which no step ends for so long dumps its stacks and exits; 0: never
     step_timeout: float = 1800.0
     # seconds for what may compile: the first step and evaluations
@@ -145,6 +150,12 @@ class TrainConfig:
                 "router_bias_rate step_timeout compile_timeout",
             },
         )
+        object.__setattr__(self, "hooks", tuple(self.hooks))
+        for name in self.hooks:
+            require(
+                is_import_string(name),
+                f"train.hooks: {name!r}: expected 'my_package.module:function'",
+            )
         require(
             self.init_state == "weights" or bool(self.init_from),
             "train.init_state = 'all': expected a run in train.init_from",

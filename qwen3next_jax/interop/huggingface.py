@@ -35,7 +35,7 @@ from qwen3next_jax.interop.weights import Weights, name_some, weight_files
 from qwen3next_jax.interop.writing import DIGESTS, Tensor, Unfinished, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.processes.distributed import is_leader, leader_says, together
+from qwen3next_jax.processes.distributed import is_leader, broadcast_from_process_0, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
 
 
@@ -181,7 +181,7 @@ def load_params(path: str | os.PathLike, like: Any) -> Any:
             weights.check_unchanged()
         return arrays
 
-    arrays = together(read) if spread else read()
+    arrays = run_on_all(read) if spread else read()
     return jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], like)
 
 
@@ -329,7 +329,7 @@ def save_hf(
                 collections.deque(blocks, maxlen=0)
             raise
 
-    said = leader_says if spread else lambda work: work()
+    said = broadcast_from_process_0 if spread else lambda work: work()
     with Unfinished(pathlib.Path(out_dir), files, identity) as unfinished:
         kept = said(unfinished.begin)
         for name in [name for name in files if name not in kept]:

@@ -105,7 +105,7 @@ def joined(launch: Launch | None, config: Config) -> Iterator[None]:
     """
     start(launch, config.parallel)
     try:
-        together(lambda: None, _settings(config) | _code_digests(), config.parallel.start_timeout)
+        run_on_all(lambda: None, _settings(config) | _code_digests(), config.parallel.start_timeout)
         yield
         barrier()  # process 0 may have to seal a checkpoint yet
     except BaseException as error:
@@ -159,7 +159,7 @@ def is_leader() -> bool:
     return jax.process_index() == 0
 
 
-def leader_says(work: Callable[[], Any]) -> Any:
+def broadcast_from_process_0(work: Callable[[], Any]) -> Any:
     """What `work()` returns on process 0 (JSON-ready), on every process; only process 0 calls it.
 
     Raises:
@@ -178,7 +178,7 @@ def leader_says(work: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
-def together(
+def run_on_all(
     work: Callable[[], Any], about: dict[str, str] | None = None, timeout: float = _LONG
 ) -> Any:
     """`work()` on every process at once. → what it returned here.
@@ -199,17 +199,17 @@ def together(
     _client().key_value_set(
         f"{key}/{me}", json.dumps(outcome | {"about": about or {}, "host": socket.gethostname()})
     )
-    leader_says(lambda: _judge(key, timeout))
+    broadcast_from_process_0(lambda: _judge(key, timeout))
     return result
 
 
-def leader_first(work: Callable[[], Any]) -> Any:
+def process_0_first(work: Callable[[], Any]) -> Any:
     """`work()` on process 0 and, once that is done, on the others. → what it returned here.
-    Raises as `together` does.
+    Raises as `run_on_all` does.
     """
     done: list[Any] = []
-    leader_says(lambda: done.append(work()))
-    return together(lambda: done[0] if done else work())
+    broadcast_from_process_0(lambda: done.append(work()))
+    return run_on_all(lambda: done[0] if done else work())
 
 
 def barrier(timeout: float = _LONG) -> None:
@@ -240,9 +240,9 @@ def check_shared(folder: pathlib.Path, patience: float) -> None:
                 )
             time.sleep(0.1)
 
-    token = leader_says(lambda: _write(mark, uuid.uuid4().hex))
+    token = broadcast_from_process_0(lambda: _write(mark, uuid.uuid4().hex))
     try:
-        together(seen)
+        run_on_all(seen)
     finally:
         if is_leader():
             mark.unlink()

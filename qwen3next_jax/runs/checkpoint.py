@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.errors import ExitCode, UserError, warn
 from qwen3next_jax.config import CheckpointConfig, Config
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.processes.distributed import is_leader, leader_says
+from qwen3next_jax.processes.distributed import is_leader, broadcast_from_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_nothing_lost,
@@ -99,7 +99,7 @@ class Checkpoints:
           UserError: the run that trains here has been saved, but nothing whole is left (see
           `check_nothing_lost`).
         """
-        self._found_good = leader_says(self._find_good)
+        self._found_good = broadcast_from_process_0(self._find_good)
         return self._found_good
 
     def _find_good(self) -> int | None:
@@ -129,14 +129,14 @@ class Checkpoints:
             except OSError as error:
                 raise unwritable(self.directory.parent, error) from error
 
-        leader_says(clear)
+        broadcast_from_process_0(clear)
 
     def save(self, step: int, state: State) -> None:
         """Starts to save; waits for the save before to be complete. Its outcome is told by
         `events`.
         """
         self.wait()
-        if leader_says(lambda: step in self.steps()):
+        if broadcast_from_process_0(lambda: step in self.steps()):
             return
         begun = time.perf_counter()
         try:

@@ -13,7 +13,7 @@ from qwen3next_jax.data import sources
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.processes.distributed import is_leader, together
+from qwen3next_jax.processes.distributed import is_leader, run_on_all
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.loop import check_start
@@ -35,8 +35,8 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     """
     mesh = make_mesh(config.parallel)
     state = abstract_train_state(config, mesh)
-    together(lambda: check_start(config, mesh, workdir, restart))
-    data = together(lambda: _data(config))
+    run_on_all(lambda: check_start(config, mesh, workdir, restart))
+    data = run_on_all(lambda: _data(config))
     if not is_leader():
         return ExitCode.DONE
     train, kind = config.train, mesh.devices.flat[0].device_kind

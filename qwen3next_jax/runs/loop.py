@@ -27,9 +27,9 @@ from qwen3next_jax.processes.distributed import (
     StopVote,
     check_shared,
     is_leader,
-    leader_first,
-    leader_says,
-    together,
+    process_0_first,
+    broadcast_from_process_0,
+    run_on_all,
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.reporting.events import each_event, ended_badly
@@ -70,13 +70,13 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
     first = is_leader()  # the process that records and shows the run
     mesh = make_mesh(config.parallel)
     abstract_state = abstract_train_state(config, mesh)
-    together(lambda: check_start(config, mesh, workdir, restart))
+    run_on_all(lambda: check_start(config, mesh, workdir, restart))
 
     # Data
     with PreparationProgress() as progress:
-        data = leader_first(lambda: stages.open_stages(config, progress if first else None))
+        data = process_0_first(lambda: stages.open_stages(config, progress if first else None))
     tokenizer, fingerprints = data[0].tokenizer, [rows.fingerprint for rows in data]
-    together(
+    run_on_all(
         lambda: None,
         {"data fingerprint": " ".join(fingerprints), "tokenizer": tokenizer.fingerprint},
     )
@@ -96,7 +96,7 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
         parent = preflight.find_parent(config, workdir)
         return parent, *open_run(workdir, config, fingerprints, tokenizer.fingerprint, parent)
 
-    parent, description, changes = leader_says(lambda: lock.held(open_folder))
+    parent, description, changes = broadcast_from_process_0(lambda: lock.held(open_folder))
     check_shared(workdir, config.parallel.start_timeout)
 
     with (
@@ -108,7 +108,7 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
         # State: resume, or start
         first_step = checkpoints.newest_good_step() or 0
         if first_step >= config.train.steps:
-            trouble = leader_says(
+            trouble = broadcast_from_process_0(
                 lambda: ended_badly(
                     (event for _, event in each_event(workdir / "metrics.jsonl")), first_step
                 )
@@ -158,7 +158,7 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
             Profiler(config.profile, workdir, metrics.write) as profiler,
         ):
             metrics.start(first_step, begun, **surroundings())
-            leader_says(lambda: seal(workdir, description, tokenizer, new))
+            broadcast_from_process_0(lambda: seal(workdir, description, tokenizer, new))
             if new and first_step:  # from here on the branch does not need its parent
                 checkpoints.save(first_step, state)
                 checkpoints.wait()
@@ -191,7 +191,7 @@ def train(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
                     first_step, state = rewound
             checkpoints.wait()
             run.incidents.tell(checkpoints)
-            saved = leader_says(lambda: step in checkpoints.steps())
+            saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
             if run.trouble:
                 metrics.write("stop", step, reason=run.trouble, exit_code=int(ExitCode.DIVERGED))
 
