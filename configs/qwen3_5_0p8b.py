@@ -2,8 +2,7 @@
 parameters and 20,452,864 of multi-token prediction.
 
     uv run train.py --config=configs/qwen3_5_0p8b.py --config.train.init_from=QWEN3_5_0P8B
-    --config.data.path='my/texts/**/*.jsonl' \\
-        --config.data.tokenizer=QWEN3_5_0P8B/tokenizer.json
+    --config.data.path='my/texts/**/*.jsonl'
     uv run qwen3next export --workdir=runs/qwen3_5_0p8b --out=hf/continued
     --dtype=bfloat16
 

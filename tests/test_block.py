@@ -407,7 +407,15 @@ def test_weights_of_attention_serve_as_their_kin():
     t5 = dataclasses.replace(trained, full_mixer="t5_bias")
     assert weights_differ(dataclasses.replace(t5, mixer=of_prefix), t5) == ("mixer",)
     longer = dataclasses.replace(trained, yarn_factor=4.0, block=BlockConfig(rope_scaling="ntk"))
-    assert weights_differ(longer, trained) == ("yarn_factor",)
+    assert weights_differ(longer, trained) == ()
+    longer = dataclasses.replace(longer, max_position_embeddings=128)
+    assert weights_differ(longer, trained) == ()
+    for settings, names in [
+        ({"block": BlockConfig(positions="learned")}, {"max_position_embeddings", "yarn_factor"}),
+        ({"full_mixer": "hyena"}, {"max_position_embeddings"}),
+    ]:
+        bound = [dataclasses.replace(c, **settings) for c in (longer, trained)]
+        assert set(weights_differ(*bound)) - {"block"} == names
     for settings, name in [
         ({"full_mixer": "alibi"}, "layer_types"),
         ({"layer_types": ("rerope", "gated_attention")}, "layer_types"),

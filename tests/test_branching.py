@@ -2,8 +2,10 @@
 and what cannot be is said in a line.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 
@@ -11,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from qwen3next_jax.commands import evaluate
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
@@ -22,12 +25,17 @@ from qwen3next_jax.config import (
     OptimizerConfig,
     TelemetryConfig,
     TrainConfig,
+    to_dict,
 )
+from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
-from qwen3next_jax.runs import manifest, preflight
-from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.runs import branching, checkpoint, dry_run, manifest, preflight
+from qwen3next_jax.runs import folder as run_folder
+from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
+from qwen3next_jax.runs.load import began_with
 from qwen3next_jax.runs.loop import start_state, train
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.stages import open_stages
@@ -105,7 +113,8 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     assert np.any(trained["params"]["layers"][0]["mlp"]["router_bias"])
     digest = digests.of_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
     record = read_run(tmp_path / "branch")["parent"]
-    assert record == {"path": str(gone), "step": BRANCHED, "manifest": digest}
+    whose = {"path": str(gone), "step": BRANCHED, "run": read_run(parent)["id"]}
+    assert record == whose | {"manifest": digest}
 
     shutil.rmtree(gone)
     shutil.rmtree(tmp_path / "branch" / "checkpoints" / "30")
@@ -191,12 +200,184 @@ def test_what_cannot_be_is_told_before_anything_is_read(
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+@pytest.mark.parametrize("when", ["as it is digested", "before it is read", "while it is read"])
+def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when, change):
+    """And so what a rewind to step 0 loads, which reads it once more."""
+    theirs = tmp_path / "parent"
+    shutil.copytree(parent, theirs)
+    config = with_(train={"init_from": f"{theirs}@{BRANCHED}"})
+    other = saved(parent, BRANCHED)
+    other["params"] = jax.tree.map(lambda leaf: leaf + 1, other["params"])
+
+    def happens():
+        monkeypatch.undo()
+        shutil.rmtree(theirs / "checkpoints" / str(BRANCHED))
+        if change == "replaced":
+            with Checkpoints(theirs, CheckpointConfig()) as checkpoints:
+                checkpoints.save(BRANCHED, other)
+
+    def digested(*args, looks=manifest.find_damage, **kwargs):
+        damage = looks(*args, **kwargs)
+        happens()
+        return damage
+
+    def read(*args, reads=checkpoint.read_arrays, **kwargs):
+        happens()
+        return reads(*args, **kwargs)
+
+    if when == "as it is digested":
+        monkeypatch.setattr(manifest, "find_damage", digested)
+    with pytest.raises(UserError, match=f"checkpoints/{BRANCHED}: ") as told:
+        found = preflight.find_parent(config, tmp_path / "nowhere")
+        if when == "before it is read":
+            happens()
+        elif when == "while it is read":
+            monkeypatch.setattr(checkpoint, "read_arrays", read)
+        start_state(config, one_device(), open_stages(config), found)
+    assert "\n" not in str(told.value)
+
+
+def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
+    theirs = tmp_path / "parent"
+    shutil.copytree(parent, theirs)
+    os.truncate(max((theirs / "checkpoints" / "30").rglob("d/*")), 1)
+    for init_from, says in ((theirs, True), (f"{theirs}@20", False)):
+        config = with_(train={"init_from": str(init_from)})
+        found = preflight.find_parent(config, tmp_path)
+        text = branching.describe(config, open_stages(config), found)
+        assert found["step"] == 20 and "step 20" in text and ("step 30" in text) == says
+
+
+def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
+    def record(folder, its_id, parent=None, **of_parent):
+        config = with_(train={"init_from": parent or f"{tmp_path}/hf"})
+        record = {"config": to_dict(config)} | ({"id": its_id} if its_id else {})
+        where = {"path": f"{tmp_path}/{parent}", "step": 10, "manifest": "0" * 20}
+        (tmp_path / folder / "checkpoints" / "10").mkdir(parents=True, exist_ok=True)
+        write_run(tmp_path / folder, record | ({"parent": where | of_parent} if parent else {}))
+
+    record("first", "1")
+    record("older", "")  # of code that gave runs no id
+    (tmp_path / "older/checkpoints/10/manifest.json").write_text("{}")
+    record("second", "2", "first", run="1")
+    record("third", "3", "second", run="2")
+    record("from older", "4", "older", manifest=digests.of("{}")[:20])
+    for folder in ("first", "third", "from older"):
+        assert began_with(tmp_path / folder) == tmp_path / "hf"
+
+    record("replaced", "5", "first", run="another")
+    record("unknown", "6", "older")
+    record("moved", "7", "moved", run="1")  # to its parent's path
+    record("one", "8", "two", run="9")
+    record("two", "9", "one", run="8")
+    record("of files", "10", "files", run="1")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/config.json").write_text("{}")
+    ways = {"replaced": "first", "unknown": "older", "moved": "moved", "of files": "files"}
+    for folder, named in (ways | {"one": "one", "two": "two"}).items():
+        with pytest.raises(UserError, match=f"{tmp_path}/{named}: .*--source"):
+            began_with(tmp_path / folder)
+
+
+def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are_read(
+    parent, tmp_path
+):
+    """How many rows a table of positions has, over which distance a filter is spread."""
+    model = dataclasses.replace(CONFIG.model, linear_num_key_heads=1, linear_num_value_heads=1)
+    for i, (settings, reads) in enumerate(
+        [
+            ({}, True),
+            ({"block": BlockConfig(positions="learned")}, False),
+            ({"full_mixer": "hyena"}, False),
+        ]
+    ):
+        folder, bound = tmp_path / str(i), dataclasses.replace(model, **settings)
+        shutil.copytree(parent, folder)
+        trained = dataclasses.replace(CONFIG, model=bound)
+        write_run(folder, read_run(folder) | {"config": to_dict(trained)})
+        wider = dataclasses.replace(bound, max_position_embeddings=2**19)
+        begins = dataclasses.replace(CONFIG.train, init_from=str(folder))
+        for meets in (
+            lambda: preflight.check(
+                dataclasses.replace(CONFIG, model=wider, train=begins), tmp_path / "new"
+            ),
+            lambda: evaluate._config_of_run(dataclasses.replace(CONFIG, model=wider), folder),
+        ):
+            with (
+                contextlib.nullcontext()
+                if reads
+                else pytest.raises(UserError, match="max_position_embeddings")
+            ):
+                meets()
+
+
+def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkeypatch):
+    """Where a run goes on, begins with another one, is loaded; a record without versions counts as
+    the first, and of a mixer that changed before there were any, as its commit says.
+    """
+    folder = tmp_path / "parent"
+    shutil.copytree(parent, folder)
+    record = read_run(folder)
+    assert record.pop("versions")["gated_attention"] == 1
+    for older in (False, True):
+        if older:
+            write_run(folder, record)
+        load_trained(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(GatedAttention, "version", 2, raising=False)
+            branch = with_(train={"init_from": str(folder)})
+            for meets in (
+                lambda: load_trained(folder),
+                lambda: train(with_(train={"steps": STEPS + 1}), folder),
+                lambda: train(branch, tmp_path / "branch"),
+            ):
+                with pytest.raises(UserError, match="version 1 of gated_attention .* version 2"):
+                    meets()
+    assert not (tmp_path / "branch" / "checkpoints").exists()
+
+    of_gdn2 = dataclasses.replace(CONFIG.model, full_mixer="gdn2")
+    config = to_dict(dataclasses.replace(CONFIG, model=of_gdn2))
+    changed = run_folder._CHANGED_UNVERSIONED["gdn2"]
+    # commits of a history in which the change stands between the first and the last
+    history = ["a" * 12, changed, "b" * 12]
+
+    def git(command, *arguments):
+        commits = [argument.split("^")[0] for argument in arguments if argument[0] != "-"]
+        if not set(commits) <= set(history):
+            return None
+        ancestor = command == "cat-file" or history.index(commits[0]) <= history.index(commits[1])
+        return "" if ancestor else None
+
+    monkeypatch.setattr(run_folder, "_git", git)
+    for code, version in ((history[0], 0), (f"{history[0]}+", 0), (history[2], 1), ("0.1.0", 1)):
+        write_run(folder, record | {"config": config, "code": code})
+        with (
+            contextlib.nullcontext()
+            if version
+            else pytest.raises(UserError, match="version 0 of gdn2")
+        ):
+            run_folder.check_versions(folder)
+
+
+def test_a_rehearsed_branch_counts_what_it_has_left(parent, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "make_mesh", lambda _: one_device())
+    for whole, steps in (("all", "20 steps (11 … 30)"), ("weights", "30 steps (1 … 30)")):
+        config = with_(train={"init_from": f"{parent}@{BRANCHED}", "init_state": whole})
+        assert dry_run.rehearse(config, tmp_path) == 0
+        assert f" in {steps}" in capsys.readouterr().out
+
+
 def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_with(
     parent, tmp_path
 ):
     """Although its parent has saved later ones since."""
     config = with_(train={"init_from": str(parent)})
     assert preflight.find_parent(config, tmp_path)["step"] == STEPS
-    write_run(tmp_path, {"parent": {"step": BRANCHED}})
+    # a record of older code has no id of the parent, and still is that of the same one
+    older = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent)}
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
-    assert preflight.find_parent(config, tmp_path)["step"] == BRANCHED
+    for begun in (older, older | {"run": "0"}):
+        write_run(tmp_path, {"parent": begun})
+        found = preflight.find_parent(config, tmp_path)
+        assert found["step"] == BRANCHED and found.keys() == begun.keys()

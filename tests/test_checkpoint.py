@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.runs import checkpoint as checkpoint_module
@@ -220,10 +221,16 @@ def test_the_documents_tables_are_those_of_the_code():
 def test_what_is_moved_aside_does_not_fill_the_disk(tmp_path):
     for step in (8, 9, 10, 11):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)  # killed before they were sealed
+    strays = "checkpoints/²", "checkpoints/٣", "checkpoints/007", "damaged/old", "damaged/²-1"
+    for stray in strays:  # that somebody else put there
+        (tmp_path / stray).mkdir(parents=True)
+    (tmp_path / "damaged" / "1-1").write_text("mine")
+    (tmp_path / "damaged" / "notes.txt").write_text("mine")
     with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
         assert checkpoints.newest_good_step() is None
         checkpoints.begin(0)
-    assert sorted(p.name.partition("-")[0] for p in (tmp_path / "damaged").iterdir()) == [
-        "10",
-        "11",
-    ]
+    moved = [re.match("([0-9]+)-[0-9]{9}", p.name) for p in (tmp_path / "damaged").iterdir()]
+    assert {match[1] for match in moved if match} == {"10", "11"}
+    assert all((tmp_path / stray).is_dir() for stray in strays)
+    assert {"1-1", "notes.txt"} < {path.name for path in (tmp_path / "damaged").iterdir()}
+    assert [name for name, _ in verify(tmp_path)] == ["run.json"]

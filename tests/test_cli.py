@@ -64,6 +64,10 @@ def _run(*command, **environment):
             "data.path 'nowhere/*.txt' matches no file: there is no 'nowhere'",
         ),
         (
+            ["train.py", TINY, "--config.eval.suite_rows=3"],
+            "eval.suite_rows = 3 changes nothing in this run, as eval.suites is empty",
+        ),
+        (
             ["train.py", TINY, "--config.name=../../evil"],
             "name = '../../evil': expected the name of a folder, without '/'",
         ),

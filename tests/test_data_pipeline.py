@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 
+from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import preparation, rows, sources
@@ -24,6 +25,7 @@ from qwen3next_jax.data.preparation import (
     Recipe,
     content_digests,
     prepare,
+    read_metadata,
     split_documents,
 )
 from qwen3next_jax.data.tokens import load_tokenizer
@@ -405,6 +407,33 @@ def test_missing_or_short_shards_and_damaged_metadata_are_named(config):
         load(config)
     shutil.rmtree(path.parent)
     load(config)
+
+
+def test_rows_of_another_folder_are_refused(config):
+    """Two prepared folders exchanged by name; rows of older code, which do not say theirs, as far
+    as the recipe tells them apart.
+    """
+    folders = [load(config)._prepared[0].directory, load(config, seed=1)._prepared[0].directory]
+
+    def exchange():
+        for i, folder in enumerate(folders):
+            folder.rename(folder.with_name(str(i)))
+        for i, folder in enumerate(reversed(folders)):
+            folder.with_name(str(i)).rename(folder)
+
+    for older in (False, True):
+        if older:
+            for folder in folders:
+                content = read_metadata(folder)
+                del content["fingerprint"]
+                text = json.dumps(content | {"digest": digests.of_json(content)})
+                (folder / "metadata.json").write_text(text)
+        load(config)
+        exchange()
+        for seed in (0, 1):
+            with pytest.raises(UserError, match=f"{folders[seed]}: "):
+                load(config, seed=seed)
+        exchange()
 
 
 def test_a_full_disk_is_an_error(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import re
 
@@ -19,7 +20,7 @@ from qwen3next_jax.commands import generate as generate_command
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.inference import complete, decode, generate, plain
+from qwen3next_jax.inference import complete, decode, generate, plain, texts
 from qwen3next_jax.inference.cache import cache_bytes, rounded_length
 from qwen3next_jax.inference.decode import joined
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
@@ -198,6 +199,21 @@ def test_filters_leave_what_they_say():
         np.testing.assert_allclose(
             filtered(logits, Sampling(*numbers)), left_out(logits, *numbers), rtol=1e-5, atol=1e-7
         )
+
+    logits = np.array([-7.0, 90.0, 3.0, 89.9], np.float32)
+    likeliest = np.array([0.0, 1.0, 0.0, 0.0])
+    least = {"temperature": 1e-38, "top_p": 1e-45}  # of float32, and far below
+    for name in least:
+        for number in (least[name], 1e-60, 1e-300):
+            numbers = Sampling(1.0)._replace(**{name: number})
+            numbers.check()
+            numbers = Sampling(*map(np.float32, numbers))
+            for filters in (False, True)[name == "top_p" :]:
+                p = jnp.exp(log_probabilities(logits, numbers, filters))
+                np.testing.assert_array_equal(p, likeliest, f"{name} = {number}")
+    # All, though their sum is rounded to 1 before the last one.
+    logits = np.linspace(1, 0, 150_000, dtype=np.float32)
+    assert (filtered(logits, Sampling(1.0, min_p=1e-3)) > 0).all()
 
 
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -445,6 +461,7 @@ def test_cache_lengths_are_few_and_close():
         ([[1]], dict(max_new_tokens=0), "max_new_tokens = 0: expected at least 1"),
         ([[1]], dict(temperature=-1.0), "temperature = -1.0"),
         ([[1]], dict(temperature=float("nan")), "temperature = nan"),
+        ([[1]], dict(temperature=1e39), "temperature = 1e+39"),
         ([[1]], dict(top_k=5), "top_k = 5 with temperature = 0"),
         ([[1]], dict(temperature=1.0, top_p=0.0), "top_p = 0.0: expected more than 0"),
         ([[1]], dict(temperature=1.0, min_p=1.5), "min_p = 1.5"),
@@ -510,9 +527,19 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
             "the chat template refuses these messages (no system role)",
         ),
         ("", "makes 0 characters"),
+        ("{% for i in range(99999) %}{{ 'abc' * 100 }}{% endfor %}", "makes more than 1048576"),
+        ("{{ 'a' * 10 ** 9 }}", "the chat template fails (it needs more than 256 MiB"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "the chat template takes more than 1 seconds",
+        ),
+        ("a" * (2**20 + 1), "a chat template of more than 1048576 characters"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_chat_templates(template, message, tmp_path):
+def test_chat_templates(template, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "_SECONDS", 1)
+    monkeypatch.setattr(texts, "_MEMORY", 1 << 28)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<E>", "chat_template": template})
     )
@@ -523,11 +550,25 @@ def test_chat_templates(template, message, tmp_path):
         ChatTemplate(tmp_path)([{"role": "user", "content": "hello"}])
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_is_a_regular_file(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}: .*FIFO"):
+        ChatTemplate(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=f"{name}: .*device"):
+        ChatTemplate(tmp_path)
+
+
 def test_all_end_tokens_count(tmp_path):
     assert end_tokens(tmp_path, 8) == set()
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
     assert end_tokens(tmp_path, 8) == {3, 5, 7}
+    (tmp_path / "config.json").write_text('{"text_config": [1]}')
+    assert end_tokens(tmp_path, 8) == {3, 5}
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     with pytest.raises(
         UserError,
         match=re.escape("config.json: eos_token_id = [7]: expected a token's number, 0 … 6"),

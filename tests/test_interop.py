@@ -528,6 +528,8 @@ DAMAGE = {
         lambda d: edit_config(d, model_type="llama"),
         "expected one of qwen3_next, qwen3_5, ",
     ),
+    "model_type a list": (lambda d: edit_config(d, model_type=["qwen3_next"]), "model_type = ['qw"),
+    "model_type an object": (lambda d: edit_config(d, model_type={}), "model_type = {}: expected"),
     "rope scaling": (
         lambda d: edit_config(d, rope_scaling={"type": "dynamic", "factor": 4.0}),
         "rope_type = 'dynamic'",
@@ -633,6 +635,10 @@ DAMAGE = {
         _put(model__layers__4__x=np.zeros(2, np.float32)),
         "hold 1 tensor: model.layers.4.x beyond",
     ),
+    "a name that moves the cursor": (
+        _put(**{"a\x1b[2J\nb": np.zeros(2, np.float32)}),
+        r"hold 1 tensor: a\x1b[2J\nb beyond",
+    ),
     "misshapen": (
         _put(lm_head__weight=np.zeros((64, 256), np.float32)),
         "has shape [64, 256]: expected [256, 64]",
@@ -653,6 +659,8 @@ DAMAGE = {
         "2 of the 3 files that model.safetensors.index.json names are missing: 1.safetensors, "
         "2.safetensors",
     ),
+    "index with a NUL": (_index(a="a\0.safetensors"), r"'a\x00.safetensors': expected"),
+    "index with a long name": (_index(a="a" * 5000 + ".safetensors"), "expected a .safetensors"),
     "index names more": (_index(a="model.safetensors"), "1 tensor: a missing from the files"),
 }
 
@@ -664,7 +672,7 @@ def test_damage_is_named_in_one_line(checkpoint, damage):
     with pytest.raises(UserError) as error:
         load_hf(checkpoint)
     text = str(error.value)
-    assert message in text and str(checkpoint) in text and "\n" not in text
+    assert message in text and str(checkpoint) in text and text.isprintable() and len(text) < 1000
 
 
 def test_a_flipped_bit_is_found_in_an_export(tmp_path):
@@ -686,6 +694,11 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
     (tmp_path / ".new.partial" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
         save_hf(new_model(), tmp_path / "new", identity="a")
+    for progress in ({"files": {}}, {"identity": "a", "files": {}}, {"identity": "a"}, {}, "[]"):
+        (tmp_path / ".new.partial" / "progress.json").write_text(json.dumps(progress))
+        with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
+            save_hf(new_model(), tmp_path / "new", identity="a")
+    (tmp_path / ".new.partial" / "progress.json").unlink()
     with (
         monkeypatch.context() as patch,
         pytest.raises(UserError, match="0.1 MB are to be written, and its disk has 0.0 MB free"),

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "qwen3next_jax"
 # room → the other rooms it may import. Commands may import everything.
 ARROWS = {
     "common": set(),
-    "config": {"common", "data"},
+    "config": {"common", "data", "training"},
     "ops": set(),
     "sharding": {"ops", "config", "common"},
     "data": {"config", "common"},

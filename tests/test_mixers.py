@@ -33,9 +33,10 @@ from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.block import GIVEN, mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
+from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import (
     fft_convolution,
@@ -163,6 +164,123 @@ def test_packed_documents_are_as_separate_ones_and_the_cache_continues_them(mixe
         out, _, cache = step(X[:, part], positions[:, part], cache)
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), whole(X), rtol=0, atol=2e-5)
+
+
+# The parameter of what each of those takes exponentials of.
+SCORES = {"abc": "forget_proj", "rwkv4": "key_proj", "mlstm": "input_proj"}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_the_cache_continues_scores_of_any_size(name):
+    """Of hundreds either way, from the model's cache before the first token."""
+    config = dataclasses.replace(base(name), layer_types=(name, name))
+    graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
+    scores = params[SCORES[name]]
+    scores[...] = scores[...] * 1000
+    x, positions = X[:, :4], jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (2, 4))
+    model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
+    cache = jax.tree.map(lambda leaf: leaf[0], model.init_cache(2, 4)[0])
+    run = jax.jit(lambda x, cache: _run(graph, params, x, Context(positions), cache))
+    whole = run(x, None)[0]
+    np.testing.assert_allclose(run(x, cache)[0], whole, rtol=0, atol=2e-5)
+    assert np.isfinite(whole).all() and np.abs(whole).max() > 1e-2
+
+
+def predictor(name):
+    """(configuration, multi-token prediction) of a model of three layers of this mixer."""
+    config = dataclasses.replace(
+        base(name),
+        num_hidden_layers=3,
+        layer_types=(name,) * 3,
+        full_mixer=name,
+        num_experts=0,
+        intermediate_size=16,
+        mtp_depth=1,
+    )
+    return config, MultiTokenPrediction(config, Make(config, nnx.Rngs(0)))
+
+
+OF_DEPTH = ("lightning", "hgrn2")  # what they do depends on the layer's number
+
+
+class Numbers:
+    """The numbers of a mixer's layers, and whether it reads them."""
+
+    read = False
+
+    def __jax_array__(self):
+        self.read = True
+        return jnp.asarray((1,))
+
+
+def test_multi_token_prediction_has_the_number_of_the_last_layer():
+    for name in MIXERS:
+        config, numbers = base(name), Numbers()
+        nnx.eval_shape(lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0), (1,)), numbers))
+        assert numbers.read == (name in OF_DEPTH), name
+    for name in OF_DEPTH:
+        config, module = predictor(name)
+        last = mixer_class(name)(config, Make(config, nnx.Rngs(0)), (config.num_hidden_layers - 1,))
+        for key, value in vars(last).items():
+            if isinstance(value, nnx.Param) and value.declared.kind == "rate":
+                predicting = getattr(module.block.mixer, key)[...]
+                np.testing.assert_array_equal(predicting, value[...], f"{name} {key}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OF_DEPTH else pytest.param(name, marks=pytest.mark.slow) for name in MIXERS],
+)
+def test_every_mixer_predicts_several_tokens(name):
+    """Outputs and gradients are finite, and what it mixes matters."""
+    _, module = predictor(name)
+    graph, params = nnx.split(module)
+    context = Context(document_positions(SEGMENTS), SEGMENTS)
+
+    def loss(params):
+        y, *_ = nnx.merge(graph, params)(X, X[:, ::-1], context)
+        return jnp.sum(jnp.sin(y))
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    assert np.isfinite(value)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.isfinite(leaf).all(), path
+    matrices = [
+        leaf[...]
+        for leaf in jax.tree.leaves(
+            gradients["block"]["mixer"], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+        )
+        if leaf.declared.kind == "matrix"
+    ]
+    assert all(np.abs(matrix).max() > 1e-6 for matrix in matrices)
+
+
+READ_CONTEXT = ("hyena", "dynamic_ntk")  # max_position_embeddings, the one with its weights alone
+
+
+@pytest.mark.parametrize(
+    "name", [*READ_CONTEXT, *quick([n for n in (*MIXERS, "retention") if n not in READ_CONTEXT])]
+)
+def test_a_mixer_declares_the_settings_that_give_its_weights_their_meaning(name):
+    """Weights may be read with another context unless the mixer says otherwise: the same arrays
+    then have the same shapes and give the same outputs. (As programs first, which are not
+    compiled.)
+    """
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (2, T))
+
+    def read_with(context):
+        config = dataclasses.replace(base(name), max_position_embeddings=context, yarn_factor=1.0)
+        graph, params = nnx.split(
+            nnx.eval_shape(lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
+        )
+        return params, lambda params: _run(graph, params, X, Context(positions))[0]
+
+    (params, one), (wider, other) = read_with(64), read_with(128)
+    same = jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, wider)
+    if same and str(jax.make_jaxpr(one)(params)) != str(jax.make_jaxpr(other)(params)):
+        filled = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype), params)
+        same = np.array_equal(one(filled), other(filled))
+    assert same == ("max_position_embeddings" not in mixer_class(name).meaning)
 
 
 MESHES = {"tensor": {"tensor": 2, "data": 2}, "context": {"context": 2}}
@@ -663,8 +781,18 @@ def test_every_line_traces_in_bfloat16(name):
     """Also those whose values only slow tests look at: packed rows and a cached token, whose
     cache goes on as it was.
     """
-    config, kind = dataclasses.replace(base(name), dtype="bfloat16"), mixer_class(name)
+    kind, read = mixer_class(name), set()
+
+    class Recorded(ModelConfig):
+        def __getattribute__(self, setting):
+            read.add(setting)
+            return super().__getattribute__(setting)
+
+    config = Recorded(**vars(dataclasses.replace(base(name), dtype="bfloat16")))
+    read.clear()  # of its own checks
     graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
+    # what it says of the settings that are refused where no layer reads them
+    assert read & set(GIVEN) == set(kind.settings) & set(GIVEN)
     x, one = (
         jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1)
     )

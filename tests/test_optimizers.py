@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from qwen3next_jax.config.registry import MIXERS
 
 from qwen3next_jax.config import (
     Config,
@@ -19,10 +21,12 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.model.parameters import Declared, Make
+from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.parameters import Declared, Make, declared_tree
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import shardings
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from qwen3next_jax.training.optimizers import muon
 from qwen3next_jax.training.optimizers.muon import orthogonalised
 
 MUON = OptimizerConfig(name="muon", learning_rate=0.1, warmup_steps=3, clip_norm=0.0)
@@ -111,7 +115,7 @@ def test_both_are_those_of_optax(name, tolerance, monkeypatch):
 def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
     declared = {
         "qkvz": matrix(
-            (6, 2, 9), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 1))
+            (6, 2, 14), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 6, 2))
         ),
         "out": matrix((4, 3, 6), "value_heads . -> embed", (3,)),
         "gate_up": matrix((2, 6, 2, 5), "experts | embed -> * mlp", (3,)),
@@ -125,7 +129,8 @@ def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
         expected[name][index] = reference(tree[name][index], rows, columns)
 
     for layer in range(3):
-        for part in (slice(0, 4), slice(4, 8), slice(8, 9)):
+        values = (slice(8, 11), slice(11, 14)) if per_head else (slice(8, 14),)
+        for part in (slice(0, 4), slice(4, 8), *values):
             for heads in (slice(0, 1), slice(1, 2)) if per_head else (slice(None),):
                 one(
                     "qkvz",
@@ -142,10 +147,55 @@ def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
         np.testing.assert_allclose(done[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_no_mixer_has_two_heads_in_one_matrix():
+    """Twice as many value heads for each key head make no matrix larger, and the update of each
+    is Muon's of that head alone.
+    """
+
+    def matrices(name, heads):
+        config = ModelConfig(
+            hidden_size=24,
+            linear_num_key_heads=2,
+            linear_num_value_heads=heads,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        )
+        layer = nnx.eval_shape(lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
+        slabs = declared_tree(nnx.state(layer, nnx.Param))
+        return {key: one for key, one in slabs.items() if one.kind == "matrix"}
+
+    def sizes(slabs):
+        return {
+            tuple(sorted(muon._layout(one, width, True, None).shape[-2:]))
+            for one in slabs.values()
+            for width in muon._widths(one, True)
+        }
+
+    for name in MIXERS:
+        assert sizes(matrices(name, 4)) == sizes(matrices(name, 2)), name
+
+    # [q | k | v v | z z] and [b b | a a] of each of two key heads
+    edges = {"in_proj_qkvz": range(0, 49, 8), "in_proj_ba": range(5)}
+    slabs = {name: one for name, one in matrices("gated_deltanet", 4).items() if name in edges}
+    tree = {name: random(*one.shape) for name, one in slabs.items()}
+    config = dataclasses.replace(MUON, muon=MuonConfig(per_head=True))
+    done = jax.jit(lambda tree: orthogonalised(tree, slabs, config, None))(tree)
+    for name, of_parts in edges.items():
+        for head in range(2):
+            for start, end in zip(of_parts, of_parts[1:]):
+                one = (slice(None), head, slice(start, end))
+                np.testing.assert_allclose(
+                    done[name][one],
+                    reference(tree[name][one].T, end - start, 24).T,
+                    rtol=1e-4,
+                    atol=1e-5,
+                )
+
+
 def test_eight_devices_divide_the_products_and_get_what_one_gets():
     declared = {
         "qkvz": matrix(
-            (16, 2, 12), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 4))
+            (16, 2, 12), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 4, 2))
         ),
         "k_proj": matrix((16, 1, 8), "embed -> key_value_heads head_width"),
         "out": matrix((4, 3, 16), "value_heads . -> embed", (3,)),

@@ -209,6 +209,9 @@ BAD_LINES = [
     '{"event": "heldout", "step": 2, "time": 1, "loss": "x", "bits_per_byte": []}',
     "[" * 10**5,
     '{"event": "x", "step": ' + "1" * 5000 + "}",
+    '{"event": "train", "step": 2, "time": 1, "loss": 1e308, "grad_norm": 5e-324, "mfu": -1e308}',
+    '{"event": "sample", "step": 2, "time": 1, "text": "half a pair: \\ud800"}',
+    '{"event": "suite", "step": 2, "time": 1, "suite": "mqar", "figures": {"accuracy": {}}}',
     "null",
 ]
 

@@ -2,6 +2,8 @@
 more than the numbers.
 """
 
+import csv
+import io
 import json
 import os
 import signal
@@ -10,13 +12,16 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.reporting.figures import Figure, named
-from qwen3next_jax.sweeps import runner
+from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_points
 from qwen3next_jax.sweeps.points import load_sweep, manifest
 from qwen3next_jax.sweeps.report import report
@@ -97,6 +102,52 @@ def test_points_are_all_combinations_with_plain_commands(tmp_path):
         and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
     )
     check_points(sweep)
+
+
+def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):
+    """Read by a shell, and its settings as train.py reads them; from any folder."""
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "base's.py"
+    base.write_text((ROOT / "configs/tiny.py").read_text())
+    long = tuple(f"file '{i}' \"of\" $many; `such`" for i in range(40))
+    settings = {
+        "data.path": ",".join(long),
+        "data.weights": list(np.linspace(0.1, 1, 40)),
+        "eval.sample_prompt": ' it\'s\t\\ $HOME `x` "é" *.py ',
+        "train.stages": ({"name": "a b'\n", "steps": 3, "learning_rate": 1e-5}, {"steps": 497}),
+        "model.mtp_depth": 0,
+        "model.norm_topk_prob": False,
+    }
+    record = {
+        "base": base.name,
+        "set": settings,
+        "axes": {
+            "model.layer_types": [("gated_deltanet", kind) * 2 for kind in ("kda", "gla")],
+            "it's": {"é $(x)": {}},
+        },
+    }
+    record["axes"]["long"] = {"y" * 300: {"train.seed": 1}, "y" * 300 + "z": {"train.seed": 2}}
+    monkeypatch.setattr(points, "call_file", lambda *_: record)
+    sweep, workdir = load_sweep("sweep.py"), tmp_path / "out $1"
+    lines = runner.shell_lines(sweep, workdir)
+    for point, line in zip(sweep.points, lines, strict=True):
+        said = subprocess.run(
+            ["sh", "-c", f"uv() {{ printf '%s\\0' \"$@\"; }}; {line}"],
+            capture_output=True,
+            text=True,
+        ).stdout.split("\0")[:-1]
+        script, file, *overrides, folder = said[said.index(str(ROOT / "train.py")) :]
+        values = load_config_file(Path(file.removeprefix("--config=")))
+        apply_overrides(
+            values, [tuple(o.removeprefix("--config.").split("=", 1)) for o in overrides]
+        )
+        assert from_dict(Config, values) == point.config
+        folder = Path(folder.removeprefix("--workdir="))
+        folder.mkdir(parents=True)
+        assert folder.parent == workdir / "points"
+    record["set"] = {"eval.sample_prompt": "two\nlines"}
+    with pytest.raises(UserError, match="--emit: .*several lines"):
+        runner.shell_lines(load_sweep("sweep.py"), workdir)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +268,12 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
         ({"axes": {"ratio": ["3:1"]}, "x": []}, r"x = \[\]: expected one of the axes"),
         ({"axes": {0: [1]}}, "0 is of type int: expected a setting's name"),
         ({"axes": {"m": {"a": {0: 1}}}}, "0 is of type int"),
+        ({"axes": {"a/../../x": {"b": {}}}}, r"axis 'a/../../x': expected a name without '/'"),
+        ({"axes": {"a\nb": {"b": {}}}}, "expected a name without"),
+        (
+            {"axes": {"ratio": ["3:1"]}, "set": {"eval.sample_prompt": "a\0b"}},
+            "point ratio=3-1: eval.sample_prompt = .* without NUL",
+        ),
     ],
 )
 def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, message):
@@ -286,6 +343,10 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         )
 
     runner.open_sweep(load([0, 1]), tmp_path / "w")
+    written = tmp_path / "w" / "sweep.json"
+    older = written.read_text().replace('"data.tokenizer": ""', '"data.tokenizer": "bytes"')
+    assert older != written.read_text()
+    written.write_text(older)  # as from before a tokenizer could be left out
     runner.open_sweep(load([0, 1]), tmp_path / "w")
     with pytest.raises(UserError, match="holds another sweep .point seed=2 is new"):
         runner.open_sweep(load([0, 1, 2]), tmp_path / "w")
@@ -593,6 +654,15 @@ def test_report_and_table_hold_every_point_and_its_command(tmp_path):
         "model.layer_types": [],
         "train.seed": 0,
     }
+
+
+def test_no_cell_of_the_table_is_a_formula(tmp_path):
+    sweep, results = _results(tmp_path, {("1:1", 0): {"heldout loss": -0.5, "@name": 1.0}})
+    command = '=HYPERLINK("file:///")'
+    head, row = csv.reader(io.StringIO(to_csv(sweep, results, {results[0].point.name: command})))
+    cells = dict(zip(head, row, strict=True))
+    assert cells["heldout loss"] == "-0.5" and cells["'@name"] == "1.0"
+    assert cells["command"] == f"'{command}"
 
 
 @pytest.fixture

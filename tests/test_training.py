@@ -3,6 +3,7 @@ and refusals.
 """
 
 import dataclasses
+import itertools
 import json
 import shutil
 import signal
@@ -33,6 +34,7 @@ from qwen3next_jax.config import (
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import declared
+from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, seal
 from qwen3next_jax.runs.load import load_model
@@ -212,9 +214,32 @@ def test_schedules():
         OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="warmup_stable_decay"), 100
     )
     assert [float(stable(s)) for s in (0, 10, 79, 99)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
-    assert float(
-        learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=100), 5)(4)
-    ) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "warmup_stable_decay", "constant"])
+def test_the_last_step_of_every_schedule_is_at_its_final_fraction(schedule):
+    wrong = []
+    for steps, warmup, decay, final in itertools.product(
+        (1, 2, 3, 10), (0, 1, 2, 9, 10, 100), (0.0, 0.01, 0.2, 1.0), (0.0, 0.1, 1.0)
+    ):
+        settings = OptimizerConfig(
+            learning_rate=2.0,
+            schedule=schedule,
+            warmup_steps=warmup,
+            decay_fraction=decay,
+            final_fraction=final,
+        )
+        rates = np.array(learning_rate_schedule(settings, steps)(np.arange(steps)))
+        last = 2.0 if schedule == "constant" else 2.0 * final
+        good = (
+            np.allclose(rates[-1], last, atol=1e-6)
+            and (steps == 1 or rates[0] > 0)
+            and rates.min() >= 0
+            and rates.max() < 2.0 + 1e-6
+        )
+        if not good:
+            wrong.append((steps, warmup, decay, final, rates))
+    assert not wrong, f"{len(wrong)} of them, such as {wrong[0]}"
 
 
 def test_decay_rates_never_decay_and_norms_only_if_asked():
@@ -268,6 +293,57 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
             ONE_DEVICE,
             data,
         )
+
+
+def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finished, tmp_path):
+    """Without a setting it takes that model's tokenizer; another one is refused, unless one of
+    the two stands for no text.
+    """
+
+    def begins(folder, tokenizer="", **data):
+        return dataclasses.replace(
+            config,
+            data=dataclasses.replace(config.data, tokenizer=tokenizer, **data),
+            train=dataclasses.replace(config.train, init_from=str(folder)),
+        )
+
+    def taken(config, workdir=tmp_path / "new"):
+        preflight.check(config, workdir)
+        name = preflight.with_tokenizer(config, workdir).data.tokenizer
+        return load_tokenizer(name).fingerprint
+
+    bytes_, model = load_tokenizer("bytes"), load_trained(finished)[0]
+    (tmp_path / "swapped").mkdir()
+    bytes_.save(tmp_path / "swapped")
+    file = tmp_path / "swapped" / "tokenizer.json"
+    written = json.loads(file.read_text())
+    ids = written["model"]["vocab"]
+    ids["x"], ids["y"] = ids["y"], ids["x"]
+    file.write_text(json.dumps(written))
+    swapped = load_tokenizer(str(file))
+
+    save_hf(model, tmp_path / "hf of swapped", swapped)
+    shutil.copytree(finished, tmp_path / "run of swapped")
+    record = read_run(tmp_path / "run of swapped") | {"tokenizer": swapped.fingerprint}
+    seal(tmp_path / "run of swapped", record, swapped, new=False)
+    for parent in ("hf of swapped", "run of swapped"):
+        assert taken(begins(tmp_path / parent)) == swapped.fingerprint
+        assert taken(begins(tmp_path / parent, str(file))) == swapped.fingerprint
+        with pytest.raises(UserError, match="another tokenizer than data.tokenizer = 'bytes'"):
+            taken(begins(tmp_path / parent, "bytes"))
+        preflight.check(begins(tmp_path / parent, source="mqar", path=""), tmp_path / "new")
+    # a run that goes on has its own copy
+    assert taken(begins(""), tmp_path / "run of swapped") == swapped.fingerprint
+
+    save_hf(model, tmp_path / "hf of bytes", bytes_)  # written as a tokenizer.json
+    for parent in (tmp_path / "hf of bytes", finished):
+        assert taken(begins(parent)) == taken(begins(parent, "bytes")) == bytes_.fingerprint
+        with pytest.raises(UserError, match="another tokenizer than data.tokenizer"):
+            taken(begins(parent, str(file)))
+    save_hf(model, tmp_path / "hf of none")
+    with pytest.raises(UserError, match="brings no tokenizer.json: set data.tokenizer"):
+        taken(begins(tmp_path / "hf of none"))
+    assert taken(begins(tmp_path / "hf of none", "bytes")) == bytes_.fingerprint
 
 
 def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_path):

@@ -2,6 +2,7 @@
 cache.
 """
 
+import copy
 import ctypes
 import functools
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 
@@ -24,6 +25,7 @@ from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict, registry
 from qwen3next_jax.config.describe import settings
 from qwen3next_jax.config.files import (
+    Given,
     apply_overrides,
     fill_from_tokenizer,
     load_config_file,
@@ -149,6 +151,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
 
 
 _overrides: list[tuple[str, str]] = []
+_file_values: dict[str, Any] = {}  # of --config, before the overrides
 
 
 def _own_flags() -> list[str]:
@@ -207,7 +210,7 @@ def define_config_flag() -> Callable[..., Config | None]:
     for the validated Config (`required=False`: None where the flag is not given).
     """
     holder = flags.DEFINE_string(
-        "config", None, "Python file with get_config(), such as configs/tiny.py"
+        "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
     )
 
     def get(required: bool = True) -> Config | None:
@@ -219,12 +222,25 @@ def define_config_flag() -> Callable[..., Config | None]:
         if holder.value is None:
             return None
         values = load_config_file(pathlib.Path(holder.value))
+        _file_values.update(copy.deepcopy(values))
         apply_overrides(values, _overrides)
         fill_from_tokenizer(values)
         registry.trust_written(values)
         return from_dict(Config, values)
 
     return get
+
+
+def given_settings() -> Given:
+    """What the user gives by `--config` and its overrides."""
+    values = copy.deepcopy(_file_values)
+    try:
+        fill_from_tokenizer(values)
+        alone = from_dict(Config, values)
+    except UserError:  # the overrides complete it
+        alone = None
+    file = pathlib.Path(flags.FLAGS["config"].value)
+    return Given(frozenset(name for name, _ in _overrides), file, alone)
 
 
 def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path]:

@@ -16,13 +16,14 @@ from qwen3next_jax.config import Config, DataConfig, MeshConfig
 from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
-from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_leader, process_0_first
 from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.runs.display import PreparationProgress
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.runs.preflight import tokenizer_of_model
 from qwen3next_jax.training.stages import part_at
 from qwen3next_jax.training.step import abstract_model
 
@@ -63,6 +64,9 @@ def evaluate(
         raise UserError(
             f"{path}: no tokenizer.json there: put the model's own beside its config.json"
         )
+    if config is not None and not config.data.tokenizer:
+        data = dataclasses.replace(config.data, tokenizer=tokenizer_of_model(str(path)))
+        config = dataclasses.replace(config, data=data)
     if is_run:
         config = part_at(config, step).config  # of the stage that was trained last
     graphdef, params = nnx.split(model, nnx.Param)
@@ -104,12 +108,7 @@ def evaluate(
 
 def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
     trained = read_config(workdir)
-    different = (
-        ()
-        if config is None
-        else set(weights_differ(config.model, trained.model))
-        - {"max_position_embeddings", "yarn_factor"}
-    )
+    different = () if config is None else weights_differ(config.model, trained.model)
     for name in sorted(different)[:1]:
         theirs, ours = (
             c.mixers if name == "layer_types" else getattr(c, name)
@@ -119,7 +118,10 @@ def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
             f"{workdir} holds a run whose model differs from --config (model.{name} = {theirs!r} "
             f"there, {ours!r} in --config): give the config it was trained with"
         )
-    return config or trained
+    # with the tokenizer of which the run keeps a copy, wherever the file is that it was read from
+    return config or dataclasses.replace(
+        trained, data=dataclasses.replace(trained.data, tokenizer="")
+    )
 
 
 def _open(
@@ -134,7 +136,7 @@ def _open(
                 vocab_size,
                 progress,
             )
-            if data.tokenizer.fingerprint != tokenizer.fingerprint:
+            if not same_tokens(data.tokenizer.fingerprint, tokenizer.fingerprint):
                 raise UserError(
                     f"{path} was trained with another tokenizer than data.tokenizer = "
                     f"{config.data.tokenizer!r} of the "

@@ -10,6 +10,7 @@ that one's form, with what it has beside the text model (docs/families.md): --fo
 """
 
 import dataclasses
+import pathlib
 import signal
 
 from absl import flags
@@ -32,17 +33,17 @@ def main() -> int:
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import in_form
     from qwen3next_jax.interop.writing import require_new
-    from qwen3next_jax.runs.load import began_with, joined, load_model
+    from qwen3next_jax.runs.load import joined, load_model
 
     require_new(out)
     with joined(loading.launch, workdir):
+        source = _source_of(workdir)
         model, tokenizer, step, _, identity = load_model(
             workdir, loading.step, loading.mesh, loading.dtype
         )
         # a run ends its documents with its tokenizer's token, whatever the config's number says
         if step is not None:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-        source = cli.local_folder("source", _source.value) if _source.value else began_with(workdir)
         model.config = in_form(model.config, _form.value, source)
         save_hf(
             model,
@@ -62,6 +63,22 @@ def main() -> int:
             "--prompt='def '"
         )
     return 0
+
+
+def _source_of(workdir: str) -> pathlib.Path | None:
+    """The Hugging Face directory that the model began with; None where there is none, or where
+    nobody knows any more and --form says what to write.
+    """
+    from qwen3next_jax.runs.load import began_with
+
+    if _source.value:
+        return cli.local_folder("source", _source.value)
+    try:
+        return began_with(workdir)
+    except UserError:
+        if not _form.value:
+            raise
+        return None
 
 
 def _interrupt(number: int, frame: object) -> None:

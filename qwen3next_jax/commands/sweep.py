@@ -6,7 +6,7 @@
 The same command after an interruption goes on where it was; finished points are not run again.
 report.html and results.csv in the workdir are rewritten whenever a point ends. With --emit the
 points run elsewhere, each by the command printed for it; once all have, this command without
---emit writes their report.
+--emit writes their report. A sweep file is Python and is run as such.
 """
 
 import ast
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from qwen3next_jax.sweeps import runner
-    from qwen3next_jax.sweeps.check import check_points
+    from qwen3next_jax.sweeps.check import check_points, check_settings
     from qwen3next_jax.sweeps.report import write_report
     from qwen3next_jax.sweeps.results import read_result
 
@@ -46,11 +46,13 @@ def main(arguments: Sequence[str]) -> int:
     workdir = cli.local_folder(
         "workdir", _workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}"
     )
+    if not (workdir / "sweep.json").exists():  # a sweep that has begun goes on as it is
+        check_settings(sweep)
     runner.open_sweep(sweep, workdir)
-    commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
     if _emit.value:
-        sys.stdout.writelines(command + "\n" for command in commands.values())
+        sys.stdout.writelines(line + "\n" for line in runner.shell_lines(sweep, workdir))
         return ExitCode.DONE
+    commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
     console = Console(highlight=False)
 
     def tell(line: str) -> None:

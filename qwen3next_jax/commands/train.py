@@ -5,6 +5,7 @@
 from absl import flags
 
 from qwen3next_jax.commands import cli
+from qwen3next_jax.config import to_dict
 from qwen3next_jax.processes import supervisor
 
 get_config = cli.define_config_flag()
@@ -13,6 +14,12 @@ get_workdir = cli.define_workdir_flag(default_from_config=True)
 get_max_restarts = supervisor.define_flag()
 _restart = flags.DEFINE_boolean(
     "restart", False, "start anew: what is in the workdir is moved into WORKDIR/before-TIME"
+)
+_allow_unread = flags.DEFINE_boolean(
+    "allow-unread",
+    False,
+    "settings that change nothing in this run are no mistake; a sweep says so where its other "
+    "points read them",
 )
 _dry_run = flags.DEFINE_boolean(
     "dry-run", False, "check everything, print what the run would take, write nothing"
@@ -24,6 +31,10 @@ def main() -> int:
     workdir = get_workdir(config.name)
     if get_max_restarts() and not _dry_run.value:
         return supervisor.supervise(workdir, get_max_restarts())
+    from qwen3next_jax.runs import unread
+
+    given = None if _allow_unread.value else cli.given_settings()
+    unread.check(config, given, workdir, _restart.value)
     # several processes look together, so that what one of them finds is told by all
     if launch is None:
         from qwen3next_jax.runs import preflight
@@ -32,11 +43,12 @@ def main() -> int:
     cli.enable_compilation_cache()
     from qwen3next_jax.processes import distributed
 
-    with distributed.joined(launch, config):
+    with distributed.joined(launch, config.parallel, to_dict(config)):
+        unread.check(config, given, workdir, _restart.value, unread.by_layers)
         if _dry_run.value:
-            from qwen3next_jax.runs.dry_run import rehearse
+            from qwen3next_jax.runs.dry_run import dry_run
 
-            return rehearse(config, workdir, _restart.value)
-        from qwen3next_jax.runs.loop import train
+            return dry_run(config, workdir, _restart.value)
+        from qwen3next_jax.runs.train import train
 
         return train(config, workdir, _restart.value)

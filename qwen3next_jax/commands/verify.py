@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode, UserError, printable
 
 ARGUMENTS = "PATH"  # what stands behind the flags
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         for name, damage in verify(path):
             table.add_row(
                 escape(str(path)),
-                escape(name),
+                escape(printable(name)),
                 "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}",
             )
             looked, damaged = looked + 1, damaged + (damage is not None)
@@ -78,7 +78,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
 def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs import manifest
-    from qwen3next_jax.runs.folder import read_run
+    from qwen3next_jax.runs.folder import names_step, read_run
 
     try:
         record = read_run(workdir)
@@ -93,7 +93,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         except UserError as error:
             yield "tokenizer", str(error)
     for kind, run in (("checkpoints", record and record.get("id", "")), ("dumps", None)):
-        folders = [p for p in (workdir / kind).glob("*") if p.name.isdigit()]
+        folders = [p for p in (workdir / kind).glob("*") if names_step(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             yield f"{kind}/{folder.name}", manifest.find_damage(folder, run=run)
 

@@ -46,7 +46,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.USER_ERROR):
-        super().__init__(message)
+        super().__init__(printable(message))
         self.exit_code = exit_code
 
 
@@ -79,7 +79,16 @@ def warn(message: str, word: str = "warning") -> None:
     same.
     """
     with contextlib.suppress(OSError):
-        print(f"{word}: {message}", file=sys.stderr, flush=True)
+        print(f"{word}: {printable(message)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters and lone surrogates as Python escapes them: a name in a file
+    that others wrote breaks no line and moves no cursor.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def short(value: object) -> str:

@@ -7,13 +7,13 @@ import subprocess
 
 def code_commit() -> str | None:
     """The commit of the checkout that the package runs from; None for an installed package."""
-    return _git("rev-parse", "HEAD")
+    return git("rev-parse", "HEAD")
 
 
 def code_version() -> str:
     """The first digits of that commit ("+": with changes), else the version of the package."""
     if commit := code_commit():
-        status = _git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax")
+        status = git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax")
         return commit[:12] + ("" if status == "" else "+")
     try:
         return importlib.metadata.version("qwen3next-jax")
@@ -21,7 +21,7 @@ def code_version() -> str:
         return "unknown"
 
 
-def _git(*command: str) -> str | None:
+def git(*command: str) -> str | None:
     """What git says about the checkout that the package runs from; None where there is no
     checkout, no git, or none that trusts the checkout.
     """

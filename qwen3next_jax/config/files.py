@@ -8,12 +8,22 @@ import importlib.util
 import pathlib
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, short
-from qwen3next_jax.config import default_config
+from qwen3next_jax.config import Config, default_config
 
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+class Given(NamedTuple):
+    """What a user gives. overrides: names of the settings on the command line. file: the config
+    file; alone: its configuration without them, None where it has none by itself.
+    """
+
+    overrides: frozenset[str]
+    file: pathlib.Path
+    alone: Config | None
 
 
 def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
@@ -79,6 +89,21 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
     return config.to_dict()
 
 
+def names_in(path: pathlib.Path) -> frozenset[str]:
+    """The names that stand in the code of a Python file. A setting that is not among them is one
+    that the file has from another file, or from the defaults.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value.rpartition(".")[2])
+    return frozenset(found)
+
+
 def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
     """Sets each (dotted name, text) of a command line in the nested dict `values`.
 
@@ -117,16 +142,20 @@ def setting(name: str) -> Any:
 
 def fill_from_tokenizer(values: dict[str, Any]) -> None:
     """Where the nested dict `values` leaves `model.vocab_size` at 0 and trains on text, sets it,
-    and the end token, to those of `data.tokenizer`.
+    and the end token, to those of `data.tokenizer` (where that is not given, of what
+    `train.init_from` brings).
 
     Raises:
       UserError: the tokenizer cannot be used.
     """
     model, data = values.get("model", {}), values.get("data", {})
     if model.get("vocab_size") == 0 and data.get("source", "text") == "text":
-        from qwen3next_jax.data.tokens import load_tokenizer  # which takes its time to load
+        # which take their time to load
+        from qwen3next_jax.data.tokens import load_tokenizer
+        from qwen3next_jax.runs.preflight import tokenizer_of_model
 
-        tokenizer = load_tokenizer(data.get("tokenizer", "bytes"))
+        init_from = values.get("train", {}).get("init_from", "")
+        tokenizer = load_tokenizer(data.get("tokenizer") or tokenizer_of_model(init_from))
         model["vocab_size"], model["eos_token_id"] = tokenizer.vocab_size, tokenizer.eos_id
 
 

@@ -47,8 +47,9 @@ class DataConfig:
     text_field: str = "text"
     # documents that are not UTF-8: left out, or U+FFFD for each such byte
     on_bad_text: Literal["stop", "skip", "replace"] = "stop"
-    # "bytes", or the path of a Hugging Face tokenizer.json
-    tokenizer: str = "bytes"
+    # "bytes", or the path of a Hugging Face tokenizer.json; "": that of the model in
+    # train.init_from, else bytes
+    tokenizer: str = ""
     # share of documents (by hash of their text) kept for evaluation
     heldout_fraction: float = 0.02
     # where the tokenized, packed rows are kept, by fingerprint
@@ -57,6 +58,9 @@ class DataConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
+        # Run.json files from before "" say "bytes", the default then, of tasks, which read none.
+        if self.source != "text" and self.tokenizer == "bytes":
+            object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
         check_bounds(self, "data", {"0 … 2^32 - 1": "seed", "between 0 and 1": "heldout_fraction"})
         require(

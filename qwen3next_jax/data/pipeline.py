@@ -71,6 +71,13 @@ class Data(Protocol):
           UserError: there is none, or it does not fit the model's vocabulary.
         """
 
+    @classmethod
+    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+        """What it reads of `DataConfig` ("path", "synthetic.pairs") beside the seed: the others
+        are refused where a user gives them. None: any may be read.
+        """
+        return None
+
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         """Raises: UserError: these rows cannot be made. Takes no longer than a look at the
@@ -220,6 +227,20 @@ class TrainData(Data):
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
         return load_tokenizer(config.tokenizer, vocab_size)
+
+    @classmethod
+    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+        if cls is not TrainData:  # a source that extends it may read more
+            return None
+        return (
+            "path",
+            "weights",
+            "text_field",
+            "on_bad_text",
+            "tokenizer",
+            "heldout_fraction",
+            "prepared_dir",
+        )
 
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:

@@ -92,6 +92,11 @@ def prepare(
     if not directory.exists():
         _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
     content = read_metadata(directory)
+    # Rows of older code do not name their fingerprint; this much of what it is made of they do.
+    named = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
+    for name, wanted in (named | dataclasses.asdict(recipe)).items():
+        if content.get(name, wanted) != wanted:
+            raise _renamed(directory, f"{name} = {content[name]!r}, not {wanted!r}")
     statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
     rows = {
         side: RowReader(
@@ -193,7 +198,8 @@ def _prepare(
         )
         temporary.mkdir()
     try:
-        content = _write_rows(source, tokenizer, recipe, temporary, progress)
+        content = {"fingerprint": directory.name}
+        content |= _write_rows(source, tokenizer, recipe, temporary, progress)
         _check_unchanged(source, contents, directory.parent)
         (temporary / METADATA).write_text(
             json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n"
@@ -232,7 +238,7 @@ def _remove_abandoned(directory: pathlib.Path) -> None:
     prefix = f".{directory.name}.{socket.gethostname()}."
     for leftover in directory.parent.glob(f"{prefix}*"):
         process = leftover.name.removeprefix(prefix).split(".")[0]
-        if process.isdigit() and not _is_alive(int(process)):
+        if process.isdecimal() and not _is_alive(int(process)):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -311,7 +317,11 @@ def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str,
 
 
 def read_metadata(directory: pathlib.Path) -> dict:
-    """What stands in `directory` beside the shards. Raises: UserError: it is damaged."""
+    """What stands in `directory` beside the shards.
+
+    Raises:
+      UserError: it is damaged, or of a folder that had another name.
+    """
     path = directory / METADATA
     try:
         content = json_files.read(path)
@@ -320,7 +330,16 @@ def read_metadata(directory: pathlib.Path) -> dict:
         intact = False
     if not intact:
         raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
+    if content.get("fingerprint", directory.name) != directory.name:
+        raise _renamed(directory, f"the rows of {content['fingerprint']}")
     return content
+
+
+def _renamed(directory: pathlib.Path, holds: str) -> UserError:
+    return UserError(
+        f"{directory}: it holds, by its {METADATA}, {holds}: the folder was renamed or copied; "
+        "give it its name back, or delete it to have the rows prepared again"
+    )
 
 
 def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:

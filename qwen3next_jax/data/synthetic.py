@@ -238,6 +238,12 @@ class SyntheticData(Data):
         return TaskTokens(vocab_size)
 
     @classmethod
+    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+        if cls is not SyntheticData:  # a task of its own may read any
+            return None
+        return ("synthetic.pairs", "synthetic.gap_power") if config.source == "mqar" else ()
+
+    @classmethod
     def check(cls, config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         cls.task_rows(config, sequence_length, vocab_size, TRAIN_SPLIT)
 

@@ -59,14 +59,14 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer named by `spec`.
 
     Args:
-      spec: "bytes", the path of a Hugging Face `tokenizer.json`, or a directory that holds one
-      (local or gs://). vocab_size: of the model, when known.
+      spec: "bytes" or "", the path of a Hugging Face `tokenizer.json`, or a directory that holds
+      one (local or gs://). vocab_size: of the model, when known.
 
     Raises:
       UserError: no such file, not a tokenizer, no end-of-document token, or more ids than
       `vocab_size`.
     """
-    tokenizer = ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
+    tokenizer = ByteTokenizer() if spec in ("", "bytes") else HuggingFaceTokenizer(spec)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only "
@@ -75,6 +75,14 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
             "another data.tokenizer"
         )
     return tokenizer
+
+
+def same_tokens(one: str, other: str) -> bool:
+    """Whether two fingerprints are of tokenizers that give every text the same ids, as far as
+    their files tell: bytes have a fingerprint of their own, and the one of the tokenizer.json that
+    they are saved as.
+    """
+    return one == other or {one, other} == {ByteTokenizer.fingerprint, _saved_bytes()}
 
 
 class ByteTokenizer:
@@ -107,16 +115,7 @@ class ByteTokenizer:
         """Writes a byte-level BPE without merges: the same ids in any program that reads Hugging
         Face tokenizers.
         """
-        model = tokenizers.models.BPE(
-            vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]
-        )
-        tokenizer = tokenizers.Tokenizer(model)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=False
-        )
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        tokenizer.add_special_tokens([END_OF_TEXT])
-        _save(directory, tokenizer.to_str(pretty=True), END_OF_TEXT)
+        _save(directory, _byte_level().to_str(pretty=True), END_OF_TEXT)
 
 
 class HuggingFaceTokenizer:
@@ -155,7 +154,7 @@ class HuggingFaceTokenizer:
         self._eos_token = _eos_token(path, self._tokenizer)
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
         self._json = self._tokenizer.to_str()
-        self.fingerprint = digests.of(f"{self._json}\0{self.eos_id}")
+        self.fingerprint = _fingerprint(self._json, self.eos_id)
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -205,6 +204,28 @@ class HuggingFaceTokenizer:
         _save(directory, self._tokenizer.to_str(pretty=True), self._eos_token)
 
 
+def _byte_level() -> tokenizers.Tokenizer:
+    model = tokenizers.models.BPE(
+        vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+@functools.cache
+def _saved_bytes() -> str:
+    return _fingerprint(_byte_level().to_str(), ByteTokenizer.eos_id)
+
+
+def _fingerprint(tokenizer_json: str, eos_id: int) -> str:
+    return digests.of(f"{tokenizer_json}\0{eos_id}")
+
+
 def _save(directory: epath.PathLike, tokenizer_json: str, eos_token: str) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -223,7 +244,8 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
             token = json_files.read(config_path).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
+            # not by `token_to_id`, which fails at a lone surrogate
+            if not isinstance(token, str) or token not in tokenizer.get_vocab():
                 raise UserError(
                     f"{config_path}: eos_token {short(token)} is not in the vocabulary of {path}: "
                     "expected one of its tokens"

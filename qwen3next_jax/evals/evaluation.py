@@ -74,10 +74,12 @@ class Evaluation:
 
     figures: of every kind of number that `run` gives. A number that is measured in several
     places is named "kind/place". needs_text: whether the model's tokens have to stand for text.
+    settings: "suite_lengths" and "suite_pairs", where it reads them; None: it may read both.
     """
 
     figures: ClassVar[Mapping[str, Figure]] = {}
     needs_text: ClassVar[bool] = False
+    settings: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, subject: Subject):
         self.subject = subject

@@ -38,6 +38,8 @@ class Heldout(Evaluation):
         "bytes": Figure("bytes predicted", "count"),
     }
 
+    settings = ()
+
     def __init__(self, subject: Subject):
         super().__init__(subject)
         self._step = make_heldout_step(subject.graphdef, subject.mesh)

@@ -21,6 +21,7 @@ class Position(Evaluation):
         "bits_per_byte": Figure("bits per byte", "bits", "lower"),
         "targets": Figure("tokens predicted", "count"),
     }
+    settings = ()
 
     def run(self, params: dict) -> dict[str, float]:
         return loss_by_position(

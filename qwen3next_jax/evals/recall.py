@@ -56,6 +56,7 @@ class _Task(Evaluation):
     """
 
     figures = {"accuracy": Figure("accuracy", "share", "higher", main=True)}
+    settings = ("suite_lengths",)
     task = ""
 
     @classmethod
@@ -88,6 +89,7 @@ class _Task(Evaluation):
 class AssociativeRecall(_Task):
     """Rows of 64 tokens, as in the usual figures, or of what the pairs need."""
 
+    settings = ("suite_pairs",)
     task = "mqar"
 
     @classmethod
@@ -108,6 +110,7 @@ class Needles(Evaluation):
         "accuracy": Figure("accuracy", "share", "higher", main=True),
         "tokens_right": Figure("tokens of the answer right", "share", "higher", main=True),
     }
+    settings = ("suite_lengths",)
     needs_text = True
 
     @classmethod

@@ -27,6 +27,8 @@ class Sinks(Evaluation):
         "activation_ratio": Figure("largest over median activation", "", "lower", main=True),
     }
 
+    settings = ()
+
     def __init__(self, subject: Subject):
         super().__init__(subject)
         self._step = make_probe_step(subject.graphdef, subject.mesh)

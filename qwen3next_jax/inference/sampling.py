@@ -14,11 +14,13 @@ from qwen3next_jax.common.errors import UserError
 class Sampling(NamedTuple):
     """How tokens are drawn; each setting leaves some of the tokens that the one before has left.
 
-    temperature: logits are divided by it; 0 takes the likeliest token.
+    temperature: logits are divided by it; 0 takes the likeliest token, and so does what is too
+    small for float32.
     top_k: so many of the likeliest tokens; 0: all.
     top_p: the likeliest ones that together have at least this probability; 1: all.
     min_p: those with at least this share of the likeliest one's probability; 0: all.
-    A token as likely as the last one that is left is left, too.
+    A token as likely as the last one that is left is left, too. The likeliest token is always
+    left.
     """
 
     temperature: float = 0.0
@@ -37,7 +39,7 @@ class Sampling(NamedTuple):
     def check(self) -> None:
         """Raises UserError: a number out of range, or two that contradict each other."""
         bounds = {
-            "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            "temperature": (0 <= self.temperature < 3.4e38, "0 (greedy) … 3.4e38, as float32 can"),
             "top_k": (0 <= self.top_k < 2**31, "0 (all tokens) or more"),
             "top_p": (0 < self.top_p <= 1, "more than 0, up to 1 (all tokens)"),
             "min_p": (0 <= self.min_p <= 1, "0 (all tokens) … 1"),
@@ -61,17 +63,20 @@ def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> j
     """logits [..., V] → log-probabilities of what is drawn, -inf of what is left out. `sampling`
     may be traced, `filters` not.
     """
-    scaled = logits.astype(jnp.float32) / sampling.temperature
+    logits = logits.astype(jnp.float32)
+    # The largest logit becomes 0 before the division, so that it stays 0 at any temperature and
+    # nothing overflows to +inf. Devices take numbers below `tiny` for 0.
+    temperature = jnp.maximum(sampling.temperature, jnp.finfo(jnp.float32).tiny)
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if filters:
         falling = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
         index_V = jnp.arange(scaled.shape[-1])
         counted_V = (index_V < sampling.top_k) | (sampling.top_k == 0)
         p = jax.nn.softmax(jnp.where(counted_V, falling, -jnp.inf), axis=-1)
-        left = (
-            counted_V
-            & (jnp.cumsum(p, axis=-1) - p < sampling.top_p)
-            & (p >= sampling.min_p * p[..., :1])
-        )
+        # A sum of many probabilities may be rounded to more than 1.
+        within = (jnp.cumsum(p, axis=-1) - p < sampling.top_p) | (sampling.top_p == 1)
+        left = counted_V & within & (p >= sampling.min_p * p[..., :1])
+        left = left | (index_V == 0)  # a top_p that float32 rounds to 0 leaves the likeliest
         last = jnp.take_along_axis(falling, jnp.sum(left, axis=-1, keepdims=True) - 1, axis=-1)
         scaled = jnp.where(scaled >= last, scaled, -jnp.inf)
     return jax.nn.log_softmax(scaled, axis=-1)

@@ -187,7 +187,7 @@ def text_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
       UserError: another model_type, or a wrapper that contradicts itself; `where` names the file.
     """
     model_type = fields.get("model_type")
-    if model_type not in FORMS:
+    if not isinstance(model_type, str) or model_type not in FORMS:
         raise UserError(
             f"{where}: model_type = {short(model_type)}: expected one of {', '.join(FORMS)}, the "
             "families that this project "
@@ -208,13 +208,13 @@ def text_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
         f"{where}: text_config.model_type = {short(inner)} in a {model_type}: expected "
         f"'{model_type}_text'",
     )
-    tied = {
+    tied = [
         values["tie_word_embeddings"]
         for values in (fields, text)
         if values.get("tie_word_embeddings") is not None
-    }
+    ]
     require(
-        len(tied) < 2,
+        all(value == tied[0] for value in tied),
         f"{where}: tie_word_embeddings is true and false, at the top and in text_config: expected "
         "the same in both",
     )
@@ -279,18 +279,23 @@ def parse_hf_config(fields: dict[str, Any], names: Collection[str], where: str) 
             n: fields[n] for n in shared if fields.get(n) is not None
         }
         values |= _rope(fields, values["max_position_embeddings"], where)
-    dtype = fields.get("dtype") or fields.get("torch_dtype")
+    dtype = _first(fields, "dtype", "torch_dtype")
+    require(
+        dtype is None or isinstance(dtype, str),
+        f"{where}: dtype = {short(dtype)}: expected a name, such as 'bfloat16'",
+    )
     values["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
     has_mtp = any(name.startswith("mtp.") for name in names)
-    values["mtp_depth"] = (
-        (fields.get("mtp_depth") or fields.get("mtp_num_hidden_layers") or 1)
-        if has_mtp and not of_kimi
-        else 0
-    )
+    depth = _first(fields, "mtp_depth", "mtp_num_hidden_layers")
+    values["mtp_depth"] = (1 if depth is None else depth) if has_mtp and not of_kimi else 0
     for name in ("bos_token_id", "eos_token_id"):
         token = fields.get(name)
         # several may end a text; the first is the one that training data ends with
         if isinstance(token, list):
+            require(
+                all(type(i) is int for i in token),
+                f"{where}: {name} = {short(token)}: expected a token's number, or a list of them",
+            )
             token = token[0] if token else None
         values[name] = -1 if token is None else token
     fused = {
@@ -306,6 +311,17 @@ def parse_hf_config(fields: dict[str, Any], names: Collection[str], where: str) 
         raise UserError(f"{where}: {error}") from error
     by_interval = dataclasses.replace(config, layer_types=())
     return by_interval if by_interval.mixers == config.mixers else config
+
+
+def _first(fields: dict[str, Any], *names: str) -> Any:
+    """The first of the fields that says something: neither null nor, of a number, 0."""
+    said = (fields.get(name) for name in names)
+    return next((value for value in said if value is not None and value != 0), None)
+
+
+def text_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The group of fields that a config.json whose model_type is known has for the text model."""
+    return fields["text_config"] if FORMS[fields["model_type"]] == "qwen3_5" else fields
 
 
 def _kind(fields: dict[str, Any]) -> str:
@@ -411,7 +427,7 @@ def _rope(fields: dict[str, Any], context: Any, where: str) -> dict[str, Any]:
     }
     groups = []
     for group in ("rope_parameters", "rope_scaling"):
-        inner = fields.get(group) or {}
+        inner = {} if fields.get(group) is None else fields[group]
         require(
             isinstance(inner, dict),
             f"{where}: {group} = {short(inner)}: expected a group of settings",
@@ -435,8 +451,8 @@ def _rope(fields: dict[str, Any], context: Any, where: str) -> dict[str, Any]:
         settings |= _yarn(rope, context, where)
     elif rope["rope_type"] != "default":
         raise UserError(
-            f"{where}: rope_type = {rope['rope_type']!r} is not supported: expected 'default' or "
-            "'yarn' (remove the scaling to use the model within its trained context)"
+            f"{where}: rope_type = {short(rope['rope_type'])} is not supported: expected "
+            "'default' or 'yarn' (remove the scaling to use the model within its trained context)"
         )
     _name_unknown(
         {f"rope_parameters.{name}": value for name, value in rope.items() if name not in known},
@@ -491,13 +507,9 @@ def format_hf_config(
         if config.num_experts
         else "qwen3_5_text"
     )
-    # `text_config` is at hand in a wrapper alone
     source = source if source and _kind(source) == kind else {}
-    theirs = {
-        name: value
-        for name, value in source.get("text_config", source).items()
-        if name not in _RENEWED
-    }
+    of_text = text_of(source) if source else {}
+    theirs = {name: value for name, value in of_text.items() if name not in _RENEWED}
     tokens = {}
     for name in ("bos_token_id", "eos_token_id"):
         token, several = getattr(config, name), theirs.get(name)
@@ -532,9 +544,7 @@ def format_hf_config(
     if config.full_attention_interval == 0 or by_interval.mixers != config.mixers:
         # it would contradict the list, or (0) means "never" only here
         del fields["full_attention_interval"]
-    fields |= {"max_position_embeddings": config.context_length} | _format_rope(
-        config, source.get("text_config", source)
-    )
+    fields |= {"max_position_embeddings": config.context_length} | _format_rope(config, of_text)
     fields |= tokens | {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -565,7 +575,7 @@ def format_hf_config(
         return {"architectures": [f"{named}ForCausalLM"], **text}
     wrapper = (
         {name: value for name, value in source.items() if name not in _RENEWED}
-        if "text_config" in source
+        if source and of_text is not source
         else {}
     )
     return wrapper | {

@@ -28,10 +28,11 @@ from qwen3next_jax.interop.hf_config import (
     format_hf_config,
     model_directory,
     read_hf_config,
+    text_of,
 )
 from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters, trunk
 from qwen3next_jax.interop.source import source_of
-from qwen3next_jax.interop.weights import Weights, name_some, weight_files
+from qwen3next_jax.interop.weights import Weights, is_file_name, name_some, weight_files
 from qwen3next_jax.interop.writing import DIGESTS, Tensor, Unfinished, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
@@ -312,10 +313,7 @@ def save_hf(
             directory / "generation_config.json",
             {"_from_model_config": True}
             | origin.generation
-            | {
-                name: fields.get("text_config", fields)[name]
-                for name in ("bos_token_id", "eos_token_id")
-            },
+            | {name: text_of(fields)[name] for name in ("bos_token_id", "eos_token_id")},
         )
         origin.copy_image_files(directory)
         if tokenizer is not None:
@@ -373,20 +371,23 @@ def verify_hf(
     except OSError as error:
         raise UserError(f"{directory / DIGESTS}: cannot be read ({error.strerror})") from error
     recorded = {words[1].lstrip("*"): words[0] for words in lines if len(words) == 2}
-    for name in [
-        name
-        for name in recorded
-        if pathlib.PurePath(name).is_absolute() or ".." in pathlib.PurePath(name).parts
-    ]:
+    for name in list(recorded):
+        path = pathlib.PurePath(name)
+        if path.is_absolute() or ".." in path.parts:
+            wrong = "which is outside this folder"
+        elif not all(map(is_file_name, path.parts)):
+            wrong = "which is no name of a file"
+        else:
+            continue
         del recorded[name]
-        yield DIGESTS, f"it names {short(name)}, which is outside this folder"
+        yield DIGESTS, f"it names {short(name)}, {wrong}"
     for file in weight_files(directory):
         if file.name not in recorded:
             yield file.name, f"{DIGESTS} does not name it"
     files = {name: directory / name for name in sorted(recorded)[process::processes]}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(
-            lambda file: digests.of_file(file) if file.is_file() else None, files.values()
+            lambda file: digests.of_file(file) if os.path.isfile(file) else None, files.values()
         )
         for name, digest in zip(files, found, strict=True):
             if digest is None:

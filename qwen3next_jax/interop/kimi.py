@@ -84,7 +84,8 @@ def canonical(fields: dict[str, Any], where: str) -> dict[str, Any]:
     Raises:
       UserError: it contradicts itself; `where` names the file.
     """
-    inner, renamed = fields.get("linear_attn_config") or {}, {}
+    inner, renamed = fields.get("linear_attn_config"), {}
+    inner = {} if inner is None else inner
     require(
         isinstance(inner, dict),
         f"{where}: linear_attn_config = {short(inner)}: expected a group of settings",

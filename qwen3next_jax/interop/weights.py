@@ -13,9 +13,10 @@ import numpy as np
 import safetensors
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, told
+from qwen3next_jax.common.errors import UserError, short, told
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
+_LONGEST_NAME = 255  # bytes: file systems have no longer names
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # A dense layer of Kimi Linear, as transformers saves it; it reads the released name, `mlp`, as
 # well.
@@ -62,6 +63,11 @@ def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
     raise UserError(f"{directory}: no weights: expected {SINGLE} or {INDEX}")
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a file may have this name, and a message may show it."""
+    return name.isprintable() and len(name.encode()) <= _LONGEST_NAME
+
+
 def _weight_map(directory: pathlib.Path) -> dict[str, str]:
     weight_map = read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -74,10 +80,11 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
             not isinstance(file, str)
             or pathlib.PurePath(file).name != file
             or not file.endswith(".safetensors")
+            or not is_file_name(file)
         ):
             raise UserError(
-                f"{directory / INDEX}: weight_map names {file!r}: expected a .safetensors file in "
-                "that directory"
+                f"{directory / INDEX}: weight_map names {short(file)}: expected a .safetensors "
+                "file in that directory"
             )
     return weight_map
 
@@ -250,6 +257,7 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Stored], tuple[int, ...]
 def name_some(names: Iterable[str], limit: int = 3) -> str:
     """'3 tensors: a, b, c' or '120 tensors: a, b, c, …'."""
     names = sorted(names)
+    names = [name if len(name) <= 200 else f"{name[:199]}…" for name in names]
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {some(names, limit)}"
 
 

@@ -2,7 +2,8 @@
 was when its writer was killed.
 
 It grows beside its place, as `.NAME.partial`, file by file; a file counts once it is complete,
-on the disk, and in progress.json with its digest. At the end it is renamed.
+on the disk, and in progress.json with its digest. At the end it is renamed. progress.json names
+every file before it gets its name: what it does not name is somebody else's, and stays.
 """
 
 import concurrent.futures
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +29,8 @@ from qwen3next_jax.common.errors import UserError, require, told, warn
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
 _PROGRESS = "progress.json"
+_HALF = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")  # a file of weights, written now
+_REST = "rest.tmp"  # folder of what is written beside weights, until progress.json names it
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 
 
@@ -97,6 +101,7 @@ class Unfinished:
         self.folder = self._place.parent / f".{self._place.name}.partial"
         self._files, self._identity = files, identity
         self._done: dict[str, dict[str, Any]] = {}
+        self._rest: list[str] = []
         self._lock: int | None = None
         self._ours = False  # whether what is in the folder is an export's
 
@@ -113,7 +118,10 @@ class Unfinished:
                     f"kept in {self.folder}: the same command goes on from there"
                 )
             else:
-                shutil.rmtree(self.folder, ignore_errors=True)
+                with contextlib.suppress(OSError):  # such as a file that somebody put there
+                    own = self._own([*self._done, *self._rest])
+                    self._remove(sorted(own, key=lambda name: name == _PROGRESS))
+                    self.folder.rmdir()
         os.close(self._lock)
 
     def begin(self) -> list[str]:
@@ -130,13 +138,9 @@ class Unfinished:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         require_new(self.out)  # an export that ended meanwhile
         with _writable(self.folder):
-            self._done = self._kept()
+            self._done, left = self._kept()
             self._ours = True
-            for path in self.folder.iterdir():
-                if path.name not in self._done:
-                    shutil.rmtree(
-                        path
-                    ) if path.is_dir() and not path.is_symlink() else path.unlink()
+            self._remove(left - {_PROGRESS})  # which names the rest of them until it is replaced
             self._note()
             needed = sum(
                 len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
@@ -164,9 +168,9 @@ class Unfinished:
                 while rest:
                     rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
-            path.rename(self.folder / name)
             self._done[name] = {"bytes": size, "sha256": digest.hexdigest()}
             self._note()
+            path.rename(self.folder / name)
 
     def finish(self, write_rest: Callable[[pathlib.Path], None]) -> None:
         """Adds the index, what `write_rest(directory)` writes, and SHA256SUMS; gives the
@@ -182,7 +186,13 @@ class Unfinished:
                     self.folder / INDEX,
                     {"metadata": {"total_size": total}, "weight_map": weight_map},
                 )
-            write_rest(self.folder)
+            (self.folder / _REST).mkdir()
+            write_rest(self.folder / _REST)
+            self._rest = sorted(path.name for path in (self.folder / _REST).iterdir())
+            self._note()
+            for name in self._rest:
+                (self.folder / _REST / name).rename(self.folder / name)
+            (self.folder / _REST).rmdir()
             found = {
                 file.relative_to(self.folder).as_posix(): file
                 for file in sorted(self.folder.rglob("*"))
@@ -203,22 +213,34 @@ class Unfinished:
             (self._place / _PROGRESS).unlink()
             to_disk(self._place.parent)
 
-    def _kept(self) -> dict[str, dict[str, Any]]:
-        """What progress.json tells of files that are as it says."""
-        if not any(self.folder.iterdir()):
-            return {}
+    def _kept(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
+        """What progress.json tells of files that are as it says; the names of the others.
+
+        Raises:
+          UserError: something in the folder is not of an export.
+        """
+        present = {path.name for path in self.folder.iterdir()}
+        if present <= {f"{_PROGRESS}.tmp"}:  # killed before its first file
+            return {}, present
+        in_the_way = f"{self.folder}: in the way of an export, and not the rest of one"
+        advice = "move it away, or give another folder"
         try:
             record = json_files.read(self.folder / _PROGRESS)
             recorded = {
                 str(name): (file["bytes"], file["sha256"]) for name, file in record["files"].items()
             }
+            rest = {str(name) for name in record.get("rest", [])}
+            if record.keys() - {"rest"} != {"identity", "files"}:
+                raise ValueError("of something else")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{self.folder}: in the way of an export, and not the rest of one (no {_PROGRESS} "
-                "that can be read): remove it, or give another folder"
-            ) from error
-        if not self._identity or record.get("identity") != self._identity:
-            return {}
+            raise UserError(f"{in_the_way} (no {_PROGRESS} that can be read): {advice}") from error
+        foreign = sorted(present - self._own([*recorded, *rest]))
+        require(
+            not foreign,
+            f"{in_the_way}: {_PROGRESS} does not name its {', '.join(foreign[:3])}: {advice}",
+        )
+        if not self._identity or record["identity"] != self._identity:
+            return {}, present
 
         def whole(name: str) -> bool:
             file, (size, digest) = self.folder / name, recorded[name]
@@ -228,15 +250,28 @@ class Unfinished:
 
         names = [name for name in self._files if name in recorded]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            return {
+            kept = {
                 name: record["files"][name]
                 for name, good in zip(names, pool.map(whole, names))
                 if good
             }
+        return kept, present - kept.keys()
+
+    def _own(self, recorded: Iterable[str]) -> set[str]:
+        """What in the folder is of the export that recorded these names."""
+        own = {*recorded, _PROGRESS, f"{_PROGRESS}.tmp", _REST, INDEX, DIGESTS}
+        present = {path.name for path in self.folder.iterdir()}
+        return {name for name in present if name in own or _HALF.fullmatch(name)}
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = self.folder / name
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _note(self) -> None:
         write_json(
-            self.folder / f"{_PROGRESS}.tmp", {"identity": self._identity, "files": self._done}
+            self.folder / f"{_PROGRESS}.tmp",
+            {"identity": self._identity, "files": self._done, "rest": self._rest},
         )
         (self.folder / f"{_PROGRESS}.tmp").rename(self.folder / _PROGRESS)
 

@@ -50,6 +50,70 @@ def check_mixers(config: ModelConfig) -> None:
         )
 
 
+# Settings that only some mixers have a use for → the switch that turns that use off. They are
+# refused where a user gives them (`training.unread`), not where a config file's own model has them.
+GIVEN = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_convolution"}
+
+
+def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
+    """Those of `GIVEN` that no layer of the model reads → why."""
+    used = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    return {
+        setting: f"no mixer of the model ({', '.join(used)}) reads it"
+        + (f" with model.{switch} = False" if not getattr(config, switch) else "")
+        for setting, switch in GIVEN.items()
+        if not any(
+            setting in mixer.settings and (switch not in mixer.settings or getattr(config, switch))
+            for mixer in used.values()
+        )
+    }
+
+
+def partial_ablations(config: ModelConfig) -> list[str]:
+    """What each ablation reaches that does not reach all layers, in words."""
+    lines = []
+    for setting in config.ablated:
+        reached = [
+            setting in (*mixer_class(name).settings, *Block.settings) for name in config.mixers
+        ]
+        if all(reached):
+            continue
+        if not any(reached):
+            lines.append(f"model.{setting} = False reaches multi-token prediction alone")
+            continue
+        layers = []
+        for wanted in (True, False):
+            numbers = [i for i, found in enumerate(reached) if found == wanted]
+            mixers = ", ".join(dict.fromkeys(config.mixers[i] for i in numbers))
+            layers.append(f"{_ranges(numbers)} ({mixers})")
+        lines.append(f"model.{setting} = False reaches layers {layers[0]}, not {layers[1]}")
+    return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 4] is "0-2, 4"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def versions(config: ModelConfig) -> dict[str, int]:
+    """The version of the mathematics of every mixer, and of every other part of a block, that the
+    model's settings name ("gdn2", "block.norm = rms"); 1 where it declares none.
+    """
+    parts = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    unread = {"mlp": not config.has_dense_mlps, "rope_scaling": config.yarn_factor == 1}
+    for setting in vars(config.block):
+        if not unread.get(setting):
+            name = getattr(config.block, setting)
+            parts[f"block.{setting} = {name}"] = config.block.of(setting)
+    return {name: getattr(part, "version", 1) for name, part in parts.items()}
+
+
 def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
     """What the layers' mixers ask of a mesh (see `sharding.mesh.check_divides`): the settings
     that `tensor` must divide, and the tokens read of a neighbour.

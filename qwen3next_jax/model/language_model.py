@@ -227,9 +227,9 @@ class Qwen3Next(nnx.Module):
 
         def empty(layers: tuple[int, ...]):
             mixer = mixer_class(self.config.mixers[layers[0]])
-            shapes = jax.eval_shape(lambda: mixer.init_cache(self.config, batch, length))
             return jax.tree.map(
-                lambda leaf: jnp.zeros((len(layers), *leaf.shape), leaf.dtype), shapes
+                lambda leaf: jnp.broadcast_to(leaf, (len(layers), *leaf.shape)),
+                mixer.init_cache(self.config, batch, length),
             )
 
         return [empty(layers) for layers in self.config.stacks]

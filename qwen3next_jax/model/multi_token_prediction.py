@@ -25,7 +25,9 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 class MultiTokenPrediction(nnx.Module):
-    """norm → fc([embedding ; state]) → a layer of `full_mixer` → norm."""
+    """norm → fc([embedding ; state]) → a layer of `full_mixer` → norm. A mixer that depends on
+    its layer's number gets that of the model's last layer: its rules end there.
+    """
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config, d = config, config.hidden_size
@@ -33,7 +35,7 @@ class MultiTokenPrediction(nnx.Module):
         self.hidden_norm = make.norm(d)
         self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
         self.block = config.block.of("placement")(
-            config, *config.layer_kinds[-1], make, (config.num_hidden_layers,)
+            config, *config.layer_kinds[-1], make, (config.num_hidden_layers - 1,)
         )
         self.norm = make.norm(d)
 

@@ -12,7 +12,7 @@ diagnostics read it; none of them knows a parameter's name.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,18 @@ Kind = Literal[
 ]
 
 
+class Part(NamedTuple):
+    """One of several matrices side by side along a parameter's last dimension.
+
+    heads: how many heads lie side by side in its `width`, which they divide, such as the value
+    heads of a key head; 1 where the heads have a dimension of their own.
+    """
+
+    name: str
+    width: int
+    heads: int = 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Declared:
     """What is decided of one parameter.
@@ -40,9 +52,9 @@ class Declared:
     letters: one per own dimension where the parameter enters a product, else "": i summed over,
     o kept, p tells apart matrices with
       the same input (gate | up), b matrices of which a token passes some (experts). parts:
-      matrices side by side along the last dimension, as (name, width); () for one. operand: used
-      in the model's dtype, and gathered in it; else in its own. gathered: over what only stores
-      it: before its layer ("layer"), or inside the operator that uses it ("operator").
+      matrices side by side along the last dimension; () for one. operand: used in the model's
+      dtype, and gathered in it; else in its own. gathered: over what only stores it: before its
+      layer ("layer"), or inside the operator that uses it ("operator").
     """
 
     kind: Kind
@@ -50,7 +62,7 @@ class Declared:
     stack: tuple[int, ...]
     axes: tuple[str | None, ...]
     letters: str = ""
-    parts: tuple[tuple[str, int], ...] = ()
+    parts: tuple[Part, ...] = ()
     operand: bool = True
     gathered: Literal["layer", "operator"] = "layer"
 
@@ -117,7 +129,7 @@ class Make:
         dims: str,
         *,
         kind: Kind,
-        parts: Sequence[tuple[str, int]] = (),
+        parts: Sequence[tuple[str, int] | tuple[str, int, int]] = (),
         operand: bool | None = None,
         gathered: Literal["layer", "operator"] = "layer",
     ) -> nnx.Param:
@@ -131,8 +143,8 @@ class Make:
             it keeps: "embed -> query_heads head_width". Before "|" stand dimensions of matrices
             of which a token passes some, "*" is one that tells matrices with the same input
             apart: "experts | embed -> * mlp". No arrow: no product.
-          parts, operand, gathered: see `Declared`. `operand` None: matrices, convolutions, heads
-          and vectors are.
+          parts, operand, gathered: see `Declared`; each of `parts` has the fields of a `Part`.
+          `operand` None: matrices, convolutions, heads and vectors are.
 
         Raises:
           ValueError: `dims` does not fit `shape`, or names an axis that `sharding.rules` does
@@ -140,7 +152,7 @@ class Make:
         """
         axes, letters = _parsed(dims)
         check_axes(axes)
-        shape, parts = tuple(shape), tuple((name, int(width)) for name, width in parts)
+        shape, parts = tuple(shape), tuple(Part(*part) for part in parts)
         if len(axes) != len(shape):
             raise ValueError(
                 f"{dims!r} names {len(axes)} dimensions of a parameter of shape {shape}: expected "
@@ -150,10 +162,15 @@ class Make:
             raise ValueError(
                 f'{dims!r} of a matrix: expected dimensions before and after "->", or another kind'
             )
-        if parts and sum(width for _, width in parts) != shape[-1]:
+        if parts and sum(part.width for part in parts) != shape[-1]:
             raise ValueError(
                 f"parts {parts} of a parameter of shape {shape}: expected their widths to sum to "
                 f"{shape[-1]}"
+            )
+        if any(part.width % part.heads for part in parts):
+            raise ValueError(
+                f"parts {parts} of a parameter of shape {shape}: expected each part's number of "
+                "heads to divide its width"
             )
         operand = (
             kind in ("matrix", "convolution", "head", "vector") if operand is None else operand

@@ -29,7 +29,7 @@ import numpy as np
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError, reason
 from qwen3next_jax.common.trees import flat
-from qwen3next_jax.config import Config, ParallelConfig, to_dict
+from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
 
 # seconds; for waits on work of unknown length: a dead process ends them earlier, by its heartbeat
@@ -95,17 +95,20 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
 
 
 @contextlib.contextmanager
-def joined(launch: Launch | None, config: Config) -> Iterator[None]:
-    """`start`s, makes sure that all processes have the same configuration and code, and sees to
-    it that this process can leave when what is in the block fails in it alone.
+def joined(
+    launch: Launch | None, parallel: ParallelConfig, settings: dict[str, Any]
+) -> Iterator[None]:
+    """Joins the other processes (`start`), and makes sure that all have the same `settings` and
+    code.
 
-    At its end a process waits for all others, which go on waiting for this one in the middle of
-    a step. So one that fails waits a while only and then leaves with its own exit code; the
-    others are ended by the runtime.
+    A process that fails alone inside the block leaves after a while, with its own exit code; the
+    runtime ends the others. Without that it would wait at its end for all others, which wait for
+    it in the middle of a step.
     """
-    start(launch, config.parallel)
+    start(launch, parallel)
     try:
-        run_on_all(lambda: None, _settings(config) | _code_digests(), config.parallel.start_timeout)
+        alike = _settings(settings) | _code_digests()
+        run_on_all(lambda: None, alike, parallel.start_timeout)
         yield
         barrier()  # process 0 may have to seal a checkpoint yet
     except BaseException as error:
@@ -292,13 +295,13 @@ def _code_digests() -> dict[str, str]:
     }
 
 
-def _settings(config: Config) -> dict[str, str]:
-    """Name → text of every setting of a configuration that all processes must have alike: all
-    but where rows are kept.
+def _settings(settings: dict[str, Any]) -> dict[str, str]:
+    """Name → text of every setting that all processes must have alike: all but where rows are
+    kept.
     """
     return {
         name: repr(value)
-        for name, value in flat(to_dict(config), "config.").items()
+        for name, value in flat(settings, "config.").items()
         if name != "config.data.prepared_dir"
     }
 

@@ -207,7 +207,7 @@ def _port(job: str) -> int:
 
 def _checked(coordinator: str) -> str:
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(
             f"--coordinator={coordinator}: expected HOST:PORT of process 0, such as 10.0.0.2:8476"
         )
@@ -225,6 +225,6 @@ def _text(environment: Environment, name: str) -> str:
 
 def _integer(environment: Environment, name: str, default: int | None = None) -> int:
     text = _text(environment, name) if default is None else environment.get(name, str(default))
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UserError(f"{name} = {text!r}: expected a number")
     return int(text)

@@ -107,7 +107,7 @@ def _newest_checkpoint(workdir: pathlib.Path) -> tuple[int, int]:
         with contextlib.suppress(FileNotFoundError):
             newest = (
                 max(newest, (path.stat().st_mtime_ns, int(path.parent.name)))
-                if path.parent.name.isdigit()
+                if path.parent.name.isdecimal()
                 else newest
             )
     return newest

@@ -19,6 +19,7 @@ WIDTH, HEIGHT = 600, 250  # of the drawing, in its own units; it scales to the w
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 34
 COLOURS = 8  # of page.css: --series-0 …, and as many of --depth-0 …
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
+LARGEST = 1e100  # of a drawn number: beyond it differences overflow, as they do below its inverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,13 @@ def line_chart(
       marks: (x, text, "fault" or "stage") of vertical lines.
       note: a sentence under the title. x_names: names of x = 0, 1, … instead of numbers.
     """
-    lines = [line for line in lines if np.isfinite(np.asarray(line.y, float)).any()]
+    lines = [
+        dataclasses.replace(
+            line, **{name: _drawable(getattr(line, name)) for name in ("y", "low", "high")}
+        )
+        for line in lines
+    ]
+    lines = [line for line in lines if np.isfinite(line.y).any()]
     if not lines:
         return figure(title, note, '<p class="empty">nothing recorded yet</p>')
     xs = np.concatenate([np.asarray(line.x, float) for line in lines])
@@ -161,7 +168,7 @@ def heatmap(
     names or increasing numbers. `diverging`: shares around 1, drawn by their logarithm from 1/4
     to 4, zeros marked. `log`: colours by the logarithm.
     """
-    values = np.asarray(values, float)
+    values = _drawable(values)
     if not np.isfinite(values).any():
         return figure(title, note, '<p class="empty">nothing recorded yet</p>')
     if diverging:
@@ -311,6 +318,15 @@ def short(value: float) -> str:
     )
 
 
+def _drawable(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
+    """`values` as an array: NaN where they are beyond LARGEST, 0 where they are that near to it."""
+    if values is None:
+        return None
+    values = np.asarray(values, float)
+    size = np.abs(values)
+    return np.where(size <= LARGEST, np.where(size < 1 / LARGEST, 0.0, values), np.nan)
+
+
 def _range(lines, references, log, from_zero, late) -> tuple[float, float, float | None]:
     """(lowest, highest, the first value where it lies above the frame) of the y axis."""
     xs = [np.asarray(line.x, float) for line in lines]
@@ -341,8 +357,9 @@ def _range(lines, references, log, from_zero, late) -> tuple[float, float, float
         return 10 ** (low - margin), 10 ** (high + margin), hidden
     low, high = _widened(low, high)
     margin = 0.05 * (high - low)
-    low = 0.0 if from_zero else low - margin if low < 0 or low - margin > 0 else 0.0
-    return low, high + margin, hidden
+    if low < 0:
+        return low - margin, max(high + margin, 0.0) if from_zero else high + margin, hidden
+    return 0.0 if from_zero else max(low - margin, 0.0), high + margin, hidden
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

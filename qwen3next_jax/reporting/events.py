@@ -100,6 +100,20 @@ def _is_groups(value: Any) -> bool:
     )
 
 
+def _is_figures(value: Any) -> bool:
+    """What an evaluation declared of its numbers (`figures.Figure`)."""
+    return isinstance(value, dict) and all(
+        isinstance(figure, dict)
+        and _is_text(figure.get("title"))
+        and all(_is_text(figure.get(name, "")) for name in ("unit", "better"))
+        for figure in value.values()
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and _is_plain(value)
+
+
 def _or_none(check):
     return lambda value: value is None or check(value)
 
@@ -119,5 +133,7 @@ _FIELDS = {
     "suite": _is_text,
     "changes": _is_changes,
     "groups": _is_groups,
+    "figures": _is_figures,
+    "router_entropy": _or_none(_is_list),
     "expert_load": _is_matrix,
 }

@@ -45,7 +45,8 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
     """
     text = report([load_run(workdir) for workdir in workdirs])
     temporary = out.with_suffix(".tmp")
-    temporary.write_text(text)
+    # a sampled text may hold half a surrogate pair, which is no UTF-8
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(temporary, out)
 
 

@@ -187,7 +187,8 @@ def shorten(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     def empty_is_nan(values):
         return np.where(np.isfinite(values), values, np.nan)
 
-    mean = np.add.reduceat(np.where(finite, y, 0.0), starts) / count
+    with np.errstate(over="ignore"):
+        mean = np.add.reduceat(np.where(finite, y, 0.0), starts) / count
     low = empty_is_nan(np.minimum.reduceat(np.where(finite, y, np.inf), starts))
     high = empty_is_nan(np.maximum.reduceat(np.where(finite, y, -np.inf), starts))
     ends = np.append(starts[1:], len(x)) - 1

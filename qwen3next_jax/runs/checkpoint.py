@@ -10,6 +10,7 @@ import concurrent.futures
 import logging
 import os
 import pathlib
+import re
 import shutil
 import time
 from collections.abc import Container
@@ -28,6 +29,7 @@ from qwen3next_jax.processes.distributed import is_leader, broadcast_from_proces
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_nothing_lost,
+    check_versions,
     read_config,
     run_id,
     saved_steps,
@@ -35,7 +37,7 @@ from qwen3next_jax.runs.folder import (
 )
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.sharding.rules import shardings
-from qwen3next_jax.training.step import State, abstract_model
+from qwen3next_jax.training.state import State, abstract_model
 
 # Orbax reports every directory it touches at the level of a warning.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
@@ -163,21 +165,42 @@ class Checkpoints:
         told, self._events = self._events, []
         return told
 
-    def restore(self, step: int, abstract_state: State, whole: bool = True) -> State:
+    def restore(
+        self, step: int, abstract_state: State, whole: bool = True, digest: str | None = None
+    ) -> State:
         """The state saved after `step` steps, in the structure, dtypes and shardings of
         `abstract_state`, which may be a part of it (the parameters without the optimizer's
         moments) where `whole` is False.
 
+        Args:
+          digest: what `manifest.digest` of the checkpoint, or its first digits, must be.
+
         Raises:
-          UserError: there is no such checkpoint, it is damaged, or it belongs to another model.
+          UserError: there is no such checkpoint, it is damaged, it belongs to another model, it
+          is not the one of `digest`, or it changed while it was read.
         """
         where = self.directory / str(step)
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
+        # The folder may be another run's, which deletes old checkpoints while this one reads.
+        before = manifest.stamp(where)
+        if digest is not None and not (manifest.digest(where) or "").startswith(digest):
+            raise UserError(
+                f"{where}: not the checkpoint of which this run took the digest {digest}: it was "
+                "removed or replaced since: put it back, or begin a new --workdir with a "
+                "checkpoint that stays"
+            )
         if step != self._found_good and (damage := self._damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
-        state = read_arrays(where, abstract_state, whole)
+        try:
+            state = read_arrays(where, abstract_state, whole)
+        finally:  # whatever the reader made of files that changed under its hands
+            if manifest.stamp(where) != before:
+                raise UserError(
+                    f"{where}: removed or replaced while it was read: start again, with a "
+                    "checkpoint that stays (the run that wrote it deletes old ones)"
+                )
         # older manifests do not name it
         if "step" in state and (held := int(state["step"])) != step:
             raise UserError(
@@ -193,7 +216,7 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_leader():
             return []
-        size = manifest.seal(self.directory / str(step), step, run_id(self.directory.parent))
+        size = manifest.write_manifest(self.directory / str(step), step, run_id(self.directory.parent))
         saved = (
             "checkpoint",
             step,
@@ -278,9 +301,12 @@ class Checkpoints:
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
-        found = sorted(
-            target.parent.iterdir(), key=lambda path: [int(part) for part in path.name.split("-")]
-        )
+        found = [  # what has another name was put there by someone else
+            path
+            for path in target.parent.iterdir()
+            if re.fullmatch("[0-9]+-[0-9]+", path.name) and path.is_dir()
+        ]
+        found.sort(key=lambda path: [int(part) for part in path.name.split("-")])
         for old in found[: -self._keep.keep_last]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -315,6 +341,8 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, whole: bool = True)
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise UserError(f"{folder}: not a checkpoint of this model ({reason})") from error
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror or error})") from error
     return with_keys_of(restored, abstract_state)
 
 
@@ -349,6 +377,7 @@ def load_trained(
     steps; on `mesh`, or (None) one device.
     """
     config = read_config(workdir)
+    check_versions(workdir)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
         if step is None:
@@ -356,7 +385,7 @@ def load_trained(
                 f"{workdir}: no whole checkpoint; let the run reach its first one "
                 f"(checkpoint.every = {config.checkpoint.every})"
             )
-        graphdef, params = abstract_model(config)
+        graphdef, params = abstract_model(config.model)
         wanted = {"params": params, "step": jax.ShapeDtypeStruct((), np.int32)}
         abstract = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),

@@ -12,6 +12,7 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.inference.decode import check_request
+from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_leader, run_on_all
 from qwen3next_jax.runs import preflight
@@ -36,17 +37,22 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     mesh = make_mesh(config.parallel)
     state = abstract_train_state(config, mesh)
     run_on_all(lambda: check_start(config, mesh, workdir, restart))
+    config = run_on_all(lambda: preflight.with_tokenizer(config, workdir, restart))
     data = run_on_all(lambda: _data(config))
     if not is_leader():
         return ExitCode.DONE
     train, kind = config.train, mesh.devices.flat[0].device_kind
     step = 0 if restart else _newest_step(workdir)
+    parent = preflight.find_parent(config, workdir, restart)
+    taken = parent["step"] if parent and train.init_state == "all" else step
     sizes = {
         "parameters": _bytes(state["params"]),
         "optimizer state": _bytes(state["opt_state"]),
         "gradients": _bytes(state["params"]),
     }
     limit = memory()[1]
+    for line in partial_ablations(config.model):
+        print(line)
     print(
         f"{config.name}: {sum(leaf.size for leaf in jax.tree.leaves(state['params'])):,} "
         f"parameters on {mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
@@ -64,9 +70,12 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
     print(f"Data: {data}")
     total = 0.0
     for part in parts_of(config):
+        first = max(part.first, taken)
+        if part.last <= first:
+            continue
         one, steps, of = (
             part.config.train,
-            part.last - part.first,
+            part.last - first,
             f" of stage {part.name}" if part.name else "",
         )
         tokens, flops = (
@@ -76,7 +85,7 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         total += flops * tokens * steps
         print(
             f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {tokens:,} a step, "
-            f"{tokens * steps:,} in {steps:,} steps ({part.first + 1:,} … {part.last:,}), "
+            f"{tokens * steps:,} in {steps:,} steps ({first + 1:,} … {part.last:,}), "
             f"{-(-tokens // (one.gradient_accumulation * mesh.size)):,} a device and micro-batch"
         )
         print(
@@ -85,19 +94,22 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         )
     if train.stages:
         print(
-            f"Together: {tokens_seen(config, train.steps):,} tokens, {total:.4g} FLOPs in "
-            f"{train.steps:,} steps"
+            f"Together: {tokens_seen(config, train.steps) - tokens_seen(config, taken):,} tokens, "
+            f"{total:.4g} FLOPs in {train.steps - taken:,} steps"
         )
-    parent = preflight.find_parent(config, workdir, restart)
-    branch = (
-        parent
-        and f"{parent['path']}, step {parent['step']}, train.init_state = {train.init_state!r}"
-    )
-    begin = (
-        f"after step {step}"
-        if step
-        else f"from {branch or train.init_from or f'random weights (train.seed = {train.seed})'}"
-    )
+    if step:
+        begin = f"after step {step}"
+    elif not train.init_from:
+        begin = f"from random weights (train.seed = {train.seed})"
+    else:
+        model = (
+            f"{parent['path']}, step {parent['step']}"
+            f"{preflight.passed_over(train.init_from, parent)}, "
+            f"train.init_state = {train.init_state!r}"
+            if parent
+            else train.init_from
+        )
+        begin = f"from {model}, reading {preflight.compare_tokens(config)}"
     print(
         f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. "
         "Nothing has been written"

@@ -11,25 +11,30 @@ nothing of it may be missing: what a run wrote is never taken for another's, nor
 """
 
 import fcntl
-import importlib.metadata
 import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
-import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, warn
 from qwen3next_jax.common.trees import flat
-from qwen3next_jax.config import Config, from_dict, to_dict
+from qwen3next_jax.common.version import code_version, git
+from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.reporting.events import each_event
-from qwen3next_jax.training.stages import SETTINGS, Part, parts_of, recorded
+from qwen3next_jax.training.stages import (
+    SETTINGS,
+    ResolvedStage,
+    recorded_cursors,
+    resolve_stages,
+)
 
 # What may differ when a run goes on, and why; it is logged. Any other difference would make it
 # another run.
@@ -48,6 +53,8 @@ MAY_CHANGE = {
         "to no less than are taken"
     ),
     "config.train.log_every": "what is written down",
+    "config.train.hooks": "what is done besides the steps",
+    "config.train.on_hook_error": "what is done besides the steps",
     "config.train.remat": "memory against time; the same gradients up to rounding",
     "config.train.step_timeout": "the watchdog",
     "config.train.compile_timeout": "the watchdog",
@@ -89,6 +96,9 @@ _WRITTEN = (
     "wandb_id",
 )
 _RESTART = "start anew with --restart, which keeps what is there in WORKDIR/before-TIME"
+# Records from before versions were written down count as version 1 of everything; those of code
+# before the commit named here, which gave a mixer other mathematics, as version 0 of it.
+_CHANGED_UNVERSIONED = {"gdn2": "c4831c447c9daa4279017641b02c9c77a02be147"}
 _FORMAT = 2  # of run.json; 1 had no such field, and could stand in a folder without metrics.jsonl
 
 
@@ -173,8 +183,10 @@ def open_run(
     """
     import jax
 
+    from qwen3next_jax.model.block import versions
+
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-    # see `stages.Reading`
+    # see `stages.DataCursor`
     data = [{"fingerprint": fingerprint} for fingerprint in data_fingerprints]
     now = {
         "format": _FORMAT,
@@ -182,10 +194,11 @@ def open_run(
         "data": data,
         "tokenizer": tokenizer_fingerprint,
         "code": code_version(),
+        "versions": versions(config.model),
         "processes": jax.process_count(),
         "devices": devices,
     } | ({"parent": parent} if parent else {})
-    before = _read_trained(workdir)
+    before = trained_run(workdir)
     if before is None:
         return now | {"id": uuid.uuid4().hex, "changes": []}, []
     changes = _checked_changes(workdir, before, now)
@@ -207,7 +220,7 @@ def check_settings(workdir: pathlib.Path, config: Config) -> None:
     """Raises the UserError that `open_run` would raise for `config`, as far as that is known
     before data are opened.
     """
-    if (before := _read_trained(workdir)) is not None:
+    if (before := trained_run(workdir)) is not None:
         _checked_changes(workdir, before, {"config": _plain(config)})
 
 
@@ -226,8 +239,17 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
     """
     folder = workdir / "checkpoints"
     return (
-        sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+        sorted(int(p.name) for p in folder.iterdir() if names_step(p.name))
+        if folder.is_dir()
+        else []
     )
+
+
+def names_step(name: str) -> bool:
+    """Whether a folder of this name holds what was saved after a step: digits, as Python writes
+    a number (neither "007" nor "²").
+    """
+    return re.fullmatch("0|[1-9][0-9]{0,17}", name) is not None
 
 
 def check_nothing_lost(workdir: pathlib.Path) -> None:
@@ -254,7 +276,7 @@ def check_nothing_lost(workdir: pathlib.Path) -> None:
         )
 
 
-def _read_trained(workdir: pathlib.Path) -> dict[str, Any] | None:
+def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
     """run.json of a folder in which a run has taken steps, None of any other.
 
     Raises:
@@ -292,10 +314,11 @@ def _checked_changes(
     )
     before = before | {"config": _plain(trained)}
     if "data" in now:  # of the stages that have begun
+        cursors = recorded_cursors(before, trained.train.batch_size)
         pairs = [
             (old.fingerprint, new["fingerprint"])
-            for part, old, new in zip(parts_of(trained), recorded(before, trained), now["data"])
-            if old and part.first < max(step, 1)
+            for stage, old, new in zip(resolve_stages(trained), cursors, now["data"])
+            if old and stage.steps_before < max(step, 1)
         ]
         old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         before, now = before | {"data": old_data}, now | {"data": new_data}
@@ -305,7 +328,10 @@ def _checked_changes(
     changes = [
         Change(name, old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and name != "format"
+        if old.get(name) != new.get(name)
+        # the versions are compared by `check_versions`
+        and name != "format"
+        and not name.startswith("versions.")
     ]
     # which changes the data's fingerprint, too
     changes.sort(key=lambda change: change.name != "tokenizer")
@@ -323,7 +349,8 @@ def _checked_changes(
                 f"{workdir} holds a run with {name} = {change.old!r}, not {change.new!r}: give "
                 "another --workdir, or the old value"
             )
-    _check_stages(workdir, trained, from_dict(Config, now["config"]), step)
+    now_stages = resolve_stages(from_dict(Config, now["config"]))
+    _check_stages(workdir, resolve_stages(trained), now_stages, step)
     return changes
 
 
@@ -337,31 +364,34 @@ def _by_number(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"config": record["config"] | {"train": train | {"stages": stages}}}
 
 
-def _check_stages(workdir: pathlib.Path, trained: Config, now: Config, step: int) -> None:
-    """Raises UserError where a stage that has begun by `step` is another one now."""
-    old, new = parts_of(trained), parts_of(now)
-    for i, part in enumerate(old):
-        if part.first >= max(step, 1):
+def _check_stages(
+    workdir: pathlib.Path, old: Sequence[ResolvedStage], new: Sequence[ResolvedStage], step: int
+) -> None:
+    """Raises UserError where a stage that has begun by `step` is another one now. `old` are the
+    stages of the run as it was trained.
+    """
+    for i, stage in enumerate(old):
+        if stage.steps_before >= max(step, 1):
             return
         where = (
-            f"{workdir}: {f'stage {part.name}' if part.name else 'its only stage'} has taken "
-            f"{min(step, part.last) - part.first} steps"
+            f"{workdir}: {f'stage {stage.name}' if stage.name else 'its only stage'} has taken "
+            f"{min(step, stage.last_step) - stage.steps_before} steps"
         )
         if i == len(new):
             raise UserError(
                 f"{where}, but train.stages ends before it: only what comes after it may change"
             )
-        over = i + 1 < len(old) and part.last < step
-        if new[i].last != part.last if over else i + 1 < len(new) and new[i].last < step:
-            stays = (
-                f"train.stages[{i}].steps = {part.last - part.first} stays"
-                if over
-                else "give it as many at least"
+        over = i + 1 < len(old) and stage.last_step < step
+        ends = new[i].last_step
+        if over and ends != stage.last_step:
+            raise UserError(
+                f"{where}, not {new[i].steps}: train.stages[{i}].steps = {stage.steps} stays"
             )
-            raise UserError(f"{where}, not {new[i].last - new[i].first}: {stays}")
+        if not over and i + 1 < len(new) and ends < step:
+            raise UserError(f"{where}, not {new[i].steps}: give it as many at least")
         for name, was, becomes in zip(
-            ("schedule_from", *itertools.chain(*SETTINGS.values())),
-            _settings(part),
+            ("schedule_start", *itertools.chain(*SETTINGS.values())),
+            _settings(stage),
             _settings(new[i]),
         ):
             if was != becomes and f"config.train.{name}" not in MAY_CHANGE:
@@ -371,15 +401,55 @@ def _check_stages(workdir: pathlib.Path, trained: Config, now: Config, step: int
                 )
 
 
-def _settings(part: Part) -> list[Any]:
+def _settings(stage: ResolvedStage) -> list[Any]:
     return [
-        part.schedule_from,
+        stage.schedule_start,
         *(
-            getattr(getattr(part.config, group), name)
+            getattr(getattr(stage, group), name)
             for group, names in SETTINGS.items()
             for name in names
         ),
     ]
+
+
+def check_versions(workdir: pathlib.Path) -> None:
+    """Raises UserError where the run in `workdir` was trained with another version of its model's
+    mathematics than this code has: its weights would silently mean something else.
+    """
+    from qwen3next_jax.model.block import versions
+
+    record, model = read_run(workdir), read_config(workdir).model
+    recorded = record.get("versions") or _unversioned(workdir, record, model)
+    for name, version in versions(model).items():
+        if recorded.get(name, 1) != version:
+            raise UserError(
+                f"{workdir}: its model was trained with version {recorded.get(name, 1)} of {name} "
+                f"(code {record.get('code')}), and this code has version {version}, with other "
+                "mathematics: use the run with that code, or train anew in another --workdir"
+            )
+
+
+def _unversioned(
+    workdir: pathlib.Path, record: dict[str, Any], model: ModelConfig
+) -> dict[str, int]:
+    """The versions other than 1 with which older code trained `model`, as far as the checkout's
+    history tells by the commit that `record` names.
+    """
+    code, older = str(record.get("code", "")).removesuffix("+"), {}
+    for name in {name for name, _ in model.layer_kinds} & _CHANGED_UNVERSIONED.keys():
+        changed = _CHANGED_UNVERSIONED[name]
+        known = re.fullmatch("[0-9a-f]{7,40}", code) and None not in (
+            git("cat-file", "-e", f"{commit}^{{commit}}") for commit in (code, changed)
+        )
+        if not known:
+            warn(
+                f"{workdir}: trained with code {code or 'unknown'}, of which this checkout's "
+                f"history does not tell whether it is older than {changed[:12]}, where {name} got "
+                "other mathematics: if it is, its weights mean something else here"
+            )
+        elif git("merge-base", "--is-ancestor", changed, code) is None:
+            older[name] = 0
+    return older
 
 
 def move_aside(workdir: pathlib.Path) -> None:
@@ -439,7 +509,7 @@ def run_id(workdir: pathlib.Path) -> str | None:
         return None
 
 
-def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool) -> None:
+def write_run_record(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool) -> None:
     """Writes down what the run is, before its first step: `description` as run.json (if it is
     not empty), and a copy of a tokenizer that came from a file, with which the run can be used
     wherever it or the file goes. `new`: one that is there is of a start that came to nothing.
@@ -476,25 +546,6 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
         raise unwritable(workdir, error) from error
 
 
-def code_commit() -> str | None:
-    """The commit of the checkout that the package runs from; None for an installed package."""
-    return _git("rev-parse", "HEAD")
-
-
-def code_version() -> str:
-    """The first digits of that commit ("+": with changes), else the version of the package."""
-    if commit := code_commit():
-        return commit[:12] + (
-            ""
-            if _git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax") == ""
-            else "+"
-        )
-    try:
-        return importlib.metadata.version("qwen3next-jax")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
     """What to raise where the run's folder cannot be written to."""
     return UserError(
@@ -506,22 +557,3 @@ def _plain(config: Config) -> dict[str, Any]:
     plain = json.loads(json.dumps(to_dict(config)))
     plain["model"]["layer_types"] = list(config.model.pattern)  # however the file spells it
     return plain
-
-
-def _git(*command: str) -> str | None:
-    """What git says of the checkout that the package runs from; None where there is none, no
-    git, or none that trusts it.
-    """
-    root = pathlib.Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        return subprocess.run(
-            ["git", "-C", str(root), *command],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

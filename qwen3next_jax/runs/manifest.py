@@ -101,6 +101,25 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
     return None
 
 
+def digest(directory: pathlib.Path) -> str | None:
+    """Of the manifest, and so of every byte that it names; None where there is none to read."""
+    try:
+        return digests.of_file(directory / NAME)
+    except OSError:
+        return None
+
+
+def stamp(directory: pathlib.Path) -> list[tuple] | None:
+    """Which files lie in the folder: another list once one of them was replaced, rewritten or
+    removed; None where the folder is gone. It reads no file.
+    """
+    try:
+        found = [(f, f.stat()) for f in sorted(directory.rglob("*"))]
+    except OSError:  # it is being removed
+        return None
+    return [(str(f), s.st_ino, s.st_size, s.st_mtime_ns) for f, s in found] or None
+
+
 def _files(directory: pathlib.Path) -> list[pathlib.Path]:
     return sorted(f for f in directory.rglob("*") if f.is_file() and not f.name.startswith(NAME))
 

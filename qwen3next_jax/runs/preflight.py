@@ -5,16 +5,17 @@ train.py asks this first where there is one process; `train` asks it again, of a
 together.
 """
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
 
-from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import Config, DataConfig, ModelConfig
 from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.data.pipeline import source_of
-from qwen3next_jax.interop.hf_config import read_hf_config
+from qwen3next_jax.data.synthetic import TaskTokens
+from qwen3next_jax.data.tokens import load_tokenizer, same_tokens
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_settings,
@@ -23,11 +24,12 @@ from qwen3next_jax.runs.folder import (
     read_run,
     run_id,
     saved_steps,
+    trained_run,
 )
-from qwen3next_jax.training.stages import parts_of
+from qwen3next_jax.training.stages import resolve_stages
 
 # Of the run that another one begins with, as run.json holds it: path, step, manifest (digest of
-# that checkpoint's).
+# that checkpoint's), run (its id, where it has one).
 Parent = dict[str, Any]
 OF_EXPERTS = {
     "num_experts_per_tok",
@@ -38,17 +40,15 @@ OF_EXPERTS = {
     "mlp_only_layers",
 }
 # Model settings that may differ from those of `train.init_from`: they change no parameter's shape
-# or meaning.
+# or meaning. `weights_differ` adds those that the model's modules leave free.
 NOT_STRUCTURE = {
     "dtype",
     "mtp_depth",
     "decay_init",
     "initializer_range",
-    "max_position_embeddings",
     "delta_rule",
     "bos_token_id",
     "eos_token_id",
-    "yarn_factor",
     "hf_form",
     "hf_fused_experts",
 }
@@ -63,13 +63,97 @@ def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
     """
     if not restart:
         check_settings(workdir, config)
+    config = with_tokenizer(config, workdir, restart)
     # a run that goes on needs it no more
     if config.train.init_from and (restart or not saved_steps(workdir)):
-        check_structure(config, find_parent(config, workdir, restart))
+        init_from = config.train.init_from
+        check_structure(config.model, init_from, find_parent(config, workdir, restart))
+        compare_tokens(config.data, config.model.vocab_size, init_from)
     for data, length in dict.fromkeys(
-        (part.config.data, part.config.train.sequence_length) for part in parts_of(config)
+        (stage.data, stage.sequence_length) for stage in resolve_stages(config)
     ):
         source_of(data).check(data, length, config.model.vocab_size)
+
+
+def with_tokenizer(config: Config, workdir: pathlib.Path, restart: bool = False) -> Config:
+    """`config` with the tokenizer for which data.tokenizer = "" stands: a run that goes on keeps
+    its own, one that begins with a model takes that model's, any other takes bytes.
+
+    Raises:
+      UserError: the model in `train.init_from` brings none.
+    """
+    if config.data.tokenizer or config.data.source != "text":
+        return config
+    if before := None if restart else trained_run(workdir):
+        name, own = read_config(workdir).data.tokenizer or "bytes", workdir / "tokenizer"
+        if own.exists() and not _gives(name, before["tokenizer"]):
+            name = str(own)
+    else:
+        name = tokenizer_of_model(config.train.init_from)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
+
+
+def _gives(name: str, fingerprint: str) -> bool:
+    """Whether `name` is still that of the tokenizer with this fingerprint."""
+    try:
+        return load_tokenizer(name).fingerprint == fingerprint
+    except UserError:
+        return False
+
+
+def tokenizer_of_model(init_from: str) -> str:
+    """The data.tokenizer with which the model that `train.init_from` names was trained; "bytes"
+    where it names none, or nothing that is there.
+
+    Raises:
+      UserError: it names a Hugging Face directory without a tokenizer.json.
+    """
+    path, _ = _split(init_from)
+    if init_from and (path / "run.json").exists():
+        own, name = path / "tokenizer", read_config(path).data.tokenizer
+        return str(own) if own.exists() else name or "bytes"
+    if not init_from or not (path / "config.json").exists():
+        return "bytes"
+    file = path / "tokenizer.json"
+    require(
+        file.exists(),
+        f"train.init_from = {init_from}: it brings no tokenizer.json: set data.tokenizer to that "
+        "of its model ('bytes', or the path of a tokenizer.json)",
+    )
+    saved_bytes = same_tokens(load_tokenizer(str(file)).fingerprint, load_tokenizer("").fingerprint)
+    return "bytes" if saved_bytes else str(file)
+
+
+def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
+    """How the ids of the model in `train.init_from` and those of the data go together, in words.
+    `data`: after `with_tokenizer`.
+
+    Raises:
+      UserError: both stand for text, and not for the same.
+    """
+    path, _ = _split(init_from)
+    ours = source_of(data).tokenizer_of(data, vocab_size)
+    if (path / "run.json").exists():
+        theirs = read_run(path)["tokenizer"]
+        of_text = theirs != TaskTokens(read_config(path).model.vocab_size).fingerprint
+        copy = f" (a copy is in {path / 'tokenizer'}, unless it is bytes)"
+    else:
+        file = path / "tokenizer.json"
+        theirs, copy = load_tokenizer(str(file)).fingerprint if file.exists() else "", f" ({file})"
+        of_text = bool(theirs)
+    if same_tokens(ours.fingerprint, theirs):
+        return f"its tokenizer ({data.tokenizer})" if ours.reads_text else "its ids"
+    require(
+        not of_text or not ours.reads_text,
+        f"train.init_from = {init_from}: it was trained with another tokenizer than "
+        f"data.tokenizer = {data.tokenizer!r} (fingerprint {theirs[:12]}, here "
+        f"{ours.fingerprint[:12]}), so that its weights know other ids: leave data.tokenizer out, "
+        f"or give its own{copy}",
+    )
+    what = data.tokenizer if ours.reads_text else f"ids of {data.source}"
+    if not theirs:
+        return f"{what} (it brings no tokenizer to compare with)"
+    return f"OTHER TOKENS than it was trained on ({what})"
 
 
 def names_run(init_from: str) -> bool:
@@ -110,15 +194,16 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
         path.resolve() != workdir.resolve(),
         f"{where}: that is the folder of this run: give another --workdir",
     )
-    theirs, saved = read_config(path), saved_steps(path)
-    if step is None and not restart and is_trained(workdir):
-        step = read_run(workdir).get("parent", {}).get("step")
+    theirs, saved, theirs_id = read_config(path), saved_steps(path), run_id(path)
+    begun = read_run(workdir).get("parent", {}) if not restart and is_trained(workdir) else {}
+    if step is None:
+        step = begun.get("step")
     if step is None:
         step = next(
             (
                 s
                 for s in reversed(saved)
-                if manifest.find_damage(path / "checkpoints" / str(s), True, run_id(path)) is None
+                if manifest.find_damage(path / "checkpoints" / str(s), True, theirs_id) is None
             ),
             None,
         )
@@ -133,7 +218,12 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
         f"{', '.join(map(str, saved)) or 'none'}",
     )
     folder = path / "checkpoints" / str(step)
-    damage = manifest.find_damage(folder, sizes_only=True, run=run_id(path))
+    # The digest comes first: what is found whole after it is what it names, or is refused when
+    # the weights are read.
+    digest = manifest.digest(folder)
+    damage = manifest.find_damage(folder, sizes_only=True, run=theirs_id)
+    if digest is None:
+        damage = damage or "it is being written or removed"
     require(damage is None, f"{where}: {folder}: damaged: {damage}")
     if train.init_state == "all":
         require(
@@ -150,8 +240,37 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
     return {
         "path": str(path.absolute()),
         "step": step,
-        "manifest": digests.of_file(folder / manifest.NAME)[:20],
+        "manifest": digest[:20],
+        # a record of older code lacks it, and goes on without
+        **({"run": theirs_id} if theirs_id and (not begun or "run" in begun) else {}),
     }
+
+
+def passed_over(init_from: str, parent: Parent) -> str:
+    """What to say of newer checkpoints of `parent` that are damaged, where `train.init_from`
+    names no step and so means the newest one; else nothing.
+    """
+    path, step = _split(init_from)
+    if step is not None:
+        return ""
+    found = {
+        step: manifest.find_damage(path / "checkpoints" / str(step), True, run_id(path))
+        for step in saved_steps(path)
+        if step > parent["step"]
+    }
+    return "".join(
+        f"; step {step} is passed over: {damage}" for step, damage in found.items() if damage
+    )
+
+
+def is_parent(folder: pathlib.Path, parent: Parent) -> bool:
+    """Whether `folder` still holds the run that `parent` was taken from, whose checkpoint may be
+    gone. A record without an id is told by the checkpoint alone.
+    """
+    if "run" in parent:
+        return run_id(folder) == parent["run"]
+    digest = manifest.digest(folder / "checkpoints" / str(parent["step"])) or ""
+    return digest[:20] == parent["manifest"]
 
 
 def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
@@ -164,31 +283,31 @@ def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
     return pathlib.Path(named[1]), int(named[2])
 
 
-def check_structure(config: Config, parent: Parent | None = None) -> None:
-    """Raises UserError unless the model of `parent`, or the one in the directory
-    `train.init_from`, is that of the configuration.
+def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = None) -> None:
+    """Raises UserError unless the model of `parent`, or the one in the Hugging Face directory
+    `init_from`, has the structure of `model`.
     """
-    found_config = (
-        read_config(pathlib.Path(parent["path"])).model
-        if parent
-        else read_hf_config(config.train.init_from)
-    )
-    for name in weights_differ(config.model, found_config):
+    if parent:
+        found_model = read_config(pathlib.Path(parent["path"])).model
+    else:
+        from qwen3next_jax.interop.hf_config import read_hf_config
+
+        found_model = read_hf_config(init_from)
+    for name in weights_differ(model, found_model):
         if (
             name not in NOT_STRUCTURE
-            and (name != "intermediate_size" or config.model.has_dense_mlps)
-            and (name not in OF_EXPERTS or config.model.has_experts)
+            and (name != "intermediate_size" or model.has_dense_mlps)
+            and (name not in OF_EXPERTS or model.has_experts)
         ):
             wanted, found = (
                 c.mixers if name == "layer_types" else getattr(c, name)
-                for c in (config.model, found_config)
+                for c in (model, found_model)
             )
             raise UserError(
-                f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} "
+                f"train.init_from = {init_from}: its {name} is {found}, model.{name} "
                 f"= {wanted}; set the one in the config to the other"
             )
-    if config.model.mtp_depth and not found_config.mtp_depth:
+    if model.mtp_depth and not found_model.mtp_depth:
         raise UserError(
-            f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set "
-            "model.mtp_depth = 0"
+            f"train.init_from = {init_from}: it has no mtp.* tensors; set model.mtp_depth = 0"
         )

@@ -2,14 +2,57 @@
 run. Checked for all points before the first starts; nothing is computed.
 """
 
-from qwen3next_jax.common.errors import UserError
+import pathlib
+
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.config.files import Given
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.model.block import check_mixers
-from qwen3next_jax.sweeps.points import Sweep
+from qwen3next_jax.sweeps.points import Point, Sweep
+from qwen3next_jax.training import unread
 from qwen3next_jax.training.stages import parts_of
+
+
+def given(sweep: Sweep, point: Point) -> Given:
+    """The settings that the command of a point gives."""
+    return Given(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.alone)
+
+
+def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:
+    """The settings given to a point that it does not read → what is wrong."""
+    settings = given(sweep, point)
+    return {
+        name: why
+        for find in (unread.unread, unread.by_layers)
+        for name, why in unread.refused(point.config, settings, find).items()
+    }
+
+
+def check_settings(sweep: Sweep) -> None:
+    """Raises UserError where no point reads a setting that points are given, or a point has
+    nothing to train on.
+    """
+    found = {}
+    for point in sweep.points:
+        try:
+            unread.check_targets(point.config)
+        except UserError as error:
+            raise UserError(f"point {point.name}: {error}") from error
+        found[point.name] = unread_settings(sweep, point)
+    for point in sweep.points:
+        for name, why in found[point.name].items():
+            setting = name.partition("[")[0]
+            several = [
+                other.name
+                for other in sweep.points
+                if setting in other.overrides or setting not in point.overrides
+            ]
+            require(
+                any(name not in found[other] for other in several), f"point {point.name}: {why}"
+            )
 
 
 def check_points(sweep: Sweep) -> None:

@@ -24,6 +24,7 @@ import pathlib
 import re
 from typing import Any
 
+from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.common.trees import flat
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
@@ -33,6 +34,7 @@ from qwen3next_jax.config.registry import trust_written
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
 _WIDTH_STEP = 8
+_LONGEST_NAME = 255  # bytes, of a file or a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
+    """`alone`: the base file's own configuration; None: the points' settings complete it."""
+
     base: str
+    alone: Config | None
     axes: dict[str, tuple[str, ...]]
     x: str
     match: str
@@ -93,9 +98,7 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         for _, settings in combination:
             overrides |= settings
         overrides |= changes
-        name = ",".join(
-            f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items()
-        )
+        name = _point_name(chosen)
         where = f"{path}: point {name}"
         config = _config(base, overrides, where)
         if isinstance(record["axes"].get("ratio"), (list, tuple)):
@@ -119,8 +122,13 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
                 f"{path}: points {first.name} and {point.name} are the same run: every setting of "
                 "theirs is equal"
             )
+    try:
+        alone = _config(base, {}, "")
+    except UserError:
+        alone = None
     return Sweep(
         str(record["base"]),
+        alone,
         {axis: tuple(values) for axis, values in axes.items()},
         x,
         match,
@@ -178,6 +186,11 @@ def _two_sources(path: str | pathlib.Path, setting: str, first: str, second: str
 
 def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, dict[str, Any]]:
     """Name of each value → the settings it stands for."""
+    if isinstance(axis, str) and re.search(r"[/\x00-\x1f\x7f-\x9f\ud800-\udfff]", axis):
+        raise UserError(
+            f"{path}: axis {axis!r}: expected a name without '/' and control characters, as the "
+            "folders of the points are named after it"
+        )
     if isinstance(values, dict):
         result = {str(name): settings for name, settings in values.items()}
         if not isinstance(axis, str) or not all(
@@ -232,8 +245,35 @@ def _value_name(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
+def _point_name(chosen: dict[str, str]) -> str:
+    """The name of a point's folder. One that a file system could not hold ends in its digest."""
+    name = ",".join(
+        f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items()
+    )
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    end = f"-{digests.of(name)[:16]}"
+    return name.encode()[: _LONGEST_NAME - len(end)].decode(errors="ignore") + end
+
+
 def _file_name(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]", "-", value)
+
+
+def as_text(value: Any) -> str:
+    """The value of a setting as `--config.setting=` takes it."""
+    plain = json.loads(json.dumps(value))  # a number of NumPy's is written like any other
+    return str(tuple(plain)) if isinstance(plain, list) else str(plain)
+
+
+def _check_text(name: str, value: Any, where: str) -> None:
+    """Raises UserError where no command line can hold the value of a setting."""
+    text = as_text(value)
+    if "\0" in text or text.encode(errors="replace").decode() != text:
+        raise UserError(
+            f"{where}: {name} = {value!r}: expected text without NUL and lone surrogates, as it "
+            "stands on the command line of the point"
+        )
 
 
 def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
@@ -266,9 +306,12 @@ def _config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Conf
     try:
         fill_from_tokenizer(values)
         trust_written(values)
-        return from_dict(Config, values)
+        config = from_dict(Config, values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+    for name, value in overrides.items():
+        _check_text(name, value, where)
+    return config
 
 
 def _copy(tree: Any) -> Any:
@@ -342,7 +385,10 @@ def check_unchanged(
             )
     for name, settings in now.items():
         for setting in dict.fromkeys((*settings, *before[name])):
-            if (old := before[name].get(setting)) != (new := settings.get(setting)):
+            old, new = before[name].get(setting), settings.get(setting)
+            # a tokenizer that is not given was recorded as "bytes", the default then
+            unset = setting == "data.tokenizer" and {old, new} == {"", "bytes"}
+            if old != new and not unset:
                 raise UserError(
                     f"{where} holds another sweep (point {name} has {setting} = {old!r}, not "
                     f"{new!r}): give another --workdir"

@@ -50,7 +50,7 @@ def write_report(
     }
     for name, text in files.items():
         temporary = workdir / f"{name}.tmp"
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(temporary, workdir / name)
 
 

@@ -5,6 +5,7 @@ Every figure comes from a run's metrics.jsonl or is counted from its configurati
 is kept.
 """
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -119,7 +120,10 @@ def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, Value]:
     }
     if {"heldout", *config.eval.suites} - last.keys():
         return {}
-    if not math.isfinite(float(last["heldout"]["loss"])) or ended_badly(events, config.train.steps):
+    loss = last["heldout"].get("loss")
+    if not isinstance(loss, (int, float)) or not math.isfinite(loss):
+        return {}
+    if ended_badly(events, config.train.steps):
         return {}
     return {
         f"{name} {value.name}": value
@@ -130,13 +134,16 @@ def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, Value]:
 
 
 def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
-    """A line per point: axes, state, figures, command."""
+    """A line per point: axes, state, figures, command. A text that a spreadsheet would execute
+    has an apostrophe before it.
+    """
     measured = list(dict.fromkeys(name for result in results for name in result.measured))
     counted = list(results[0].counted)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
-        [
+        _inert(cell)
+        for cell in [
             "point",
             *sweep.axes,
             "steps",
@@ -150,7 +157,8 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
     )
     for r in results:
         writer.writerow(
-            [
+            _inert(cell)
+            for cell in [
                 r.point.name,
                 *r.point.values.values(),
                 r.point.config.train.steps,
@@ -163,6 +171,16 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
             ]
         )
     return out.getvalue()
+
+
+def _inert(cell: Any) -> Any:
+    """`cell` so that a spreadsheet takes it for text or a number, never for a formula."""
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+        return cell
+    with contextlib.suppress(ValueError):
+        float(cell)
+        return cell
+    return f"'{cell}"
 
 
 def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:

@@ -26,8 +26,9 @@ from typing import Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import end_with
-from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
-from qwen3next_jax.sweeps.points import Point, Sweep, check_unchanged, manifest
+from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, require
+from qwen3next_jax.sweeps.check import unread_settings
+from qwen3next_jax.sweeps.points import Point, Sweep, as_text, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
 
 TRAIN = pathlib.Path(__file__).parents[2] / "train.py"
@@ -36,21 +37,40 @@ _POLL = 0.5  # seconds
 
 def command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
     """The arguments of the train.py that is this point."""
-    settings = [f"--config.{name}={_flag(value)}" for name, value in point.overrides.items()]
-    return [f"--config={sweep.base}", *settings, f"--workdir={folder(workdir, point)}"]
+    settings = [f"--config.{name}={as_text(value)}" for name, value in point.overrides.items()]
+    # other points read them (`check.check_settings`)
+    allowed = ["--allow-unread"] if unread_settings(sweep, point) else []
+    return [f"--config={sweep.base}", *settings, *allowed, f"--workdir={folder(workdir, point)}"]
 
 
 def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
-    """The same as a line for a shell or a cluster's scheduler."""
-    return shlex.join(["uv", "run", "train.py", *command(sweep, point, workdir)])
+    """The same as a line for a shell or a cluster's scheduler, in the folder that this process is
+    in.
+    """
+    train = ["uv", "run", "train.py"]
+    if pathlib.Path.cwd() != TRAIN.parent:
+        train = ["uv", "run", f"--project={TRAIN.parent}", str(TRAIN)]
+    return shlex.join([*train, *command(sweep, point, workdir)])
+
+
+def shell_lines(sweep: Sweep, workdir: pathlib.Path) -> list[str]:
+    """`shell_command` of every point.
+
+    Raises:
+      UserError: one of them is longer than a line.
+    """
+    lines = [shell_command(sweep, point, workdir) for point in sweep.points]
+    for point, line in zip(sweep.points, lines, strict=True):
+        require(
+            not {"\n", "\r"} & set(line),
+            f"--emit: the command of point {point.name} has several lines, as one of its settings "
+            "(or --workdir) has: expected one line; leave --emit out, or set it in the base file",
+        )
+    return lines
 
 
 def folder(workdir: pathlib.Path, point: Point) -> pathlib.Path:
     return workdir / "points" / point.name
-
-
-def _flag(value: Any) -> str:
-    return str(tuple(value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:

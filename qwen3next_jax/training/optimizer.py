@@ -18,8 +18,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
     warm-up to the peak, then cosine, or constant and a linear fall over the last of them (of
     "constant" none, of "linear" all).
 
-    The first step already learns (peak / warm-up), and the last one runs at final_fraction of
-    the peak, unless it is constant.
+    The last step runs at final_fraction of the peak, unless it is constant, and the first one
+    already learns (peak / warm-up), unless it is the last.
     """
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     rising = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
@@ -34,9 +34,12 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
         if config.schedule == "cosine"
         else optax.linear_schedule(peak, peak * config.final_fraction, left)
     )
-    schedule = optax.join_schedules(
-        (rising, optax.constant_schedule(peak), fall), (warmup, stable_until)
-    )
+    schedules, boundaries = [rising, optax.constant_schedule(peak), fall], [warmup, stable_until]
+    # The warm-up takes all steps, or the fall is a single one: that one is already the last.
+    if config.schedule != "constant" and stable_until >= steps - 1:
+        schedules[2] = optax.constant_schedule(peak * config.final_fraction)
+        boundaries = [min(warmup, steps - 1), steps - 1]
+    schedule = optax.join_schedules(schedules, boundaries)
     # Skipped updates do not count, so that a later schedule may be asked for steps before its
     # first. A fall to 0 ends a rounding below it.
     return lambda step: jnp.maximum(schedule(jnp.maximum(step - begins, 0)), 0.0)

@@ -52,7 +52,7 @@ MODEL = ModelConfig(
 STEPS, EVERY = 44, 4
 PRELOADED = [
     "tests.faults.worker",
-    "qwen3next_jax.runs.loop",
+    "qwen3next_jax.runs.train",
     "qwen3next_jax.processes.distributed",
 ]
 

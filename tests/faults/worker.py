@@ -55,11 +55,11 @@ def _train(spec: dict) -> int:
         jax.config.update("jax_num_cpu_devices", spec["devices"])
     config = from_dict(Config, spec["config"])
     launch = Launch(**spec["launch"]) if spec.get("launch") else None
-    with distributed.joined(launch, config):
-        from qwen3next_jax.runs import loop
+    with distributed.joined(launch, config.parallel, spec["config"]):
+        from qwen3next_jax.runs.train import train
 
         _prepare_faults(spec)
-        return loop.train(config, pathlib.Path(spec["workdir"]), spec.get("restart", False))
+        return train(config, pathlib.Path(spec["workdir"]), spec.get("restart", False))
 
 
 def _prepare_faults(spec: dict) -> None:
@@ -111,9 +111,9 @@ def poison_loss() -> None:
     """
     import jax.numpy as jnp
 
-    from qwen3next_jax.training import step
+    from qwen3next_jax.training import loop
 
-    loss = step.total_loss
+    loss = loop.total_loss
 
     def spoiled(model, batch, *rest, **options):
         total, parts = loss(model, batch, *rest, **options)
@@ -121,7 +121,7 @@ def poison_loss() -> None:
         factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
         return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
 
-    step.total_loss = spoiled
+    loop.total_loss = spoiled
 
 
 if __name__ == "__main__":

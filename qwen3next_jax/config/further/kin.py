@@ -5,6 +5,8 @@ gated attention under a Λ-shaped window.
 import dataclasses
 from typing import Any
 
+from qwen3next_jax.config.registry import MIXERS, resolve
+
 # Mixers whose parameters are gated attention's, one for one.
 KIN = frozenset(
     (
@@ -24,6 +26,9 @@ KIN = frozenset(
 READING = frozenset(
     ("window", "first_tokens", "stretch", "contexts", "selected", "mask", "prefix_tokens")
 )
+# How far a text may reach. Weights serve under other values, unless a mixer or the positions of
+# the model name the setting in their `meaning`.
+REACH = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def weights_differ(model: Any, trained: Any) -> tuple[str, ...]:
@@ -46,6 +51,18 @@ def weights_differ(model: Any, trained: Any) -> tuple[str, ...]:
         }
 
     ours, theirs = spelled(model), spelled(trained)
+    differ = model.differs(trained)
+    # the modules are imported, and JAX with them, only where they have to be asked
+    free = REACH - _meaning(model) if REACH.intersection(differ) else REACH
     return tuple(
-        name for name in model.differs(trained) if name not in ours or ours[name] != theirs[name]
+        name
+        for name in differ
+        if name not in free and (name not in ours or ours[name] != theirs[name])
     )
+
+
+def _meaning(model: Any) -> frozenset[str]:
+    """The settings that give parameters of `model` their meaning, as its modules declare them."""
+    modules = [resolve(MIXERS, name, "mixer") for name, _ in model.layer_kinds]
+    modules.append(model.block.of("positions"))
+    return frozenset(name for module in modules for name in module.meaning)

@@ -12,6 +12,10 @@ from qwen3next_jax.model.parameters import Make
 
 
 class NoPositions(nnx.Module):
+    """`meaning`: as that of `model.mixers.base.Mixer`."""
+
+    meaning = ()
+
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
 
@@ -31,6 +35,8 @@ class Sinusoidal(NoPositions):
 
 class Learned(NoPositions):
     """A row of a table for each place of the context."""
+
+    meaning = ("max_position_embeddings", "yarn_factor")
 
     def __init__(self, config: ModelConfig, make: Make):
         super().__init__(config, make)

@@ -47,6 +47,9 @@ class ABC(GSA):
 
     @classmethod
     def init_cache(cls, config, batch, length):
-        # any m serves a sum of nothing
-        empty = jnp.zeros((batch, config.linear_num_value_heads, config.mixer.slots))
-        return super().init_cache(config, batch, length) | {"largest": empty, "total": empty}
+        slots = (batch, config.linear_num_value_heads, config.mixer.slots)
+        # The largest of no scores. From 0, e^{s − 0} of lower scores would underflow.
+        return super().init_cache(config, batch, length) | {
+            "largest": jnp.full(slots, -jnp.inf),
+            "total": jnp.zeros(slots),
+        }

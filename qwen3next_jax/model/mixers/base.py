@@ -22,23 +22,32 @@ class Mixer(nnx.Module):
     `splits`.
 
     settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`,
-    `yarn_factor`), of `MixerConfig` ("mixer.window")
-      and of `BlockConfig` ("block.rope_scaling"), which are refused where no layer reads them.
-      cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are
-      simply written over; "state" where it is as large after any number of tokens and has to be
-      restored. in_place: of slots: the mixer gets the caches of all layers that are stacked with
-      it, [layers, B, …], and writes into `context.layer`'s, as to cut it out and put it back is
-      a copy for every token. names_kept: its products and operators name what the backward pass
-      needs of them (`ops.blocks.kept`). Not inherited.
+      `yarn_factor`, `decay_init`, `linear_conv_kernel_dim`), of `MixerConfig` ("mixer.window") and of `BlockConfig`
+      ("block.rope_scaling"), which are refused where no layer reads them. meaning: settings of
+      `config.further.kin.REACH` that give its parameters their meaning: weights trained under one
+      value are never read under another. version: counts up when the same weights mean something
+      else than before, that is when its mathematics changes (not how it is computed, nor with
+      which values it starts); a run's record holds it, and what was trained with another version
+      is refused. cache_kind: "slots" where the cache has an entry per token, so that rejected
+      tokens are simply written over; "state" where it is as large after any number of tokens and
+      has to be restored. in_place: of slots: the mixer gets the caches of all layers that are
+      stacked with it, [layers, B, …], and writes into `context.layer`'s, as to cut it out and put
+      it back is a copy for every token. names_kept: its products and operators name what the
+      backward pass needs of them (`ops.blocks.kept`). Not inherited.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
+    meaning: ClassVar[tuple[str, ...]] = ()
+    version: ClassVar[int] = 1
     cache_kind: ClassVar[Literal["state", "slots"]] = "state"
     in_place: ClassVar[bool] = False
     names_kept: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
-        """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them."""
+        """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them,
+        each less than `num_hidden_layers`. The multi-token prediction module's layer has the
+        number of the model's last layer.
+        """
         raise NotImplementedError
 
     def __call__(

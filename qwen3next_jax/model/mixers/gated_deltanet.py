@@ -29,18 +29,25 @@ class GatedDeltaNet(Recurrent):
     """
 
     names_kept = True
-    settings = (*Recurrent.settings, "decay_gate", "erase", "beta_gate", "linear_output_gate")
+    settings = (
+        *Recurrent.settings,
+        "decay_gate",
+        "decay_init",
+        "erase",
+        "beta_gate",
+        "linear_output_gate",
+    )
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         self.config = c = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
         r, k, v = h // g, c.linear_key_head_dim, c.linear_value_head_dim
-        slab = (("q", k), ("k", k), ("v", r * v)) + (("z", r * v),) * c.linear_output_gate
+        slab = (("q", k), ("k", k), ("v", r * v, r)) + (("z", r * v, r),) * c.linear_output_gate
         self.in_proj_qkvz = make.matrix(
-            (d, g, sum(width for _, width in slab)), "embed -> key_heads .", parts=slab
+            (d, g, sum(width for _, width, *_ in slab)), "embed -> key_heads .", parts=slab
         )
         if c.beta_gate or c.decay_gate:
-            gates = (("b", r),) * c.beta_gate + (("a", r),) * c.decay_gate
+            gates = (("b", r, r),) * c.beta_gate + (("a", r, r),) * c.decay_gate
             self.in_proj_ba = make.matrix(
                 (d, g, len(gates) * r), "embed -> key_heads .", parts=gates
             )

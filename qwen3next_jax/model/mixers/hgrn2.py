@@ -15,7 +15,8 @@ class HGRN2(ByChannel):
     """f = b + (1 − b) σ(W x), g = ln f, k = 1 − f, q = SiLU(W x), o = Sᵀq; no output gate.
 
     The bound b is a parameter of each layer and channel that starts at layer / layers; the paper
-    takes a cumulative softmax over the layers, which starts there.
+    takes a cumulative softmax over the layers, which starts there. In multi-token prediction
+    layer is layers − 1.
     """
 
     def __init__(self, config, make, layers):

@@ -31,6 +31,8 @@ class Hyena(Mixer):
     Diagnostics, per head [H]: gate_size, the mean of |x₁ x₂|.
     """
 
+    settings = ("linear_conv_kernel_dim",)
+    meaning = ("max_position_embeddings",)
     cache_kind = "slots"
 
     def __init__(self, config, make, layers):

@@ -10,7 +10,8 @@ from qwen3next_jax.model.mixers.recurrent import Additive, Inputs
 
 class Lightning(Additive):
     """q, k, v = SiLU(W x), S ← e^{−s} S + k vᵀ, o = Sᵀq, s = 2^(−8(h+1)/H) (1 − layer/(layers −
-    1 + 1e-5) + 1e-5); RMSNorm over all heads together, sigmoid gate.
+    1 + 1e-5) + 1e-5); RMSNorm over all heads together, sigmoid gate. In multi-token prediction
+    layer is layers − 1.
     """
 
     activation = staticmethod(jax.nn.sigmoid)

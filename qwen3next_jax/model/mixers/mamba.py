@@ -22,7 +22,7 @@ class Mamba(Mixer):
     models' convolution has a bias; this one has none.
     """
 
-    settings = ("mixer.state_size",)
+    settings = ("linear_conv_kernel_dim", "mixer.state_size")
 
     def __init__(self, config, make, layers):
         self.config = c = config

@@ -65,7 +65,7 @@ class MLSTM(Additive):
 
     @classmethod
     def init_cache(cls, config, batch, length):
-        # any m serves
+        # Any m serves: a weight that underflows here is nothing beside the denominator's 1.
         return super().init_cache(config, batch, length) | {
             "largest": jnp.zeros((batch, config.linear_num_value_heads))
         }

@@ -78,7 +78,7 @@ class Recurrent(Mixer):
     mean over rows. Means are over the counted tokens.
     """
 
-    settings = ("short_convolution", "delta_rule")
+    settings = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
     convolved: ClassVar[bool] = True
     activation = staticmethod(jax.nn.silu)  # of the output gate
 
@@ -128,8 +128,9 @@ class Recurrent(Mixer):
         beside its key head.
         """
         c, k, v = make.config, *_widths(make.config)
-        parts = (("q", k), ("k", k), ("v", v)) + (("gate", v),) * gate
-        shape = (c.hidden_size, c.linear_num_key_heads, sum(width for _, width in parts))
+        r = c.linear_num_value_heads // c.linear_num_key_heads
+        parts = (("q", k), ("k", k), ("v", v, r)) + (("gate", v, r),) * gate
+        shape = (c.hidden_size, c.linear_num_key_heads, sum(width for _, width, *_ in parts))
         self.in_proj = make.matrix(shape, "embed -> key_heads .", parts=parts)
 
     def project(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +152,11 @@ class Recurrent(Mixer):
                 (c.linear_conv_kernel_dim, c.linear_num_key_heads, 2 * k + v),
                 ". key_heads channels",
                 kind="convolution",
-                parts=(("q", k), ("k", k), ("v", v)),
+                parts=(
+                    ("q", k),
+                    ("k", k),
+                    ("v", v, c.linear_num_value_heads // c.linear_num_key_heads),
+                ),
             )
 
     def make_output(self, make: Make, per_head: bool = False) -> None:

@@ -93,6 +93,8 @@ class RWKV4(Mixer):
     @staticmethod
     def init_cache(config, batch, length):
         states = {name: jnp.zeros((batch, config.hidden_size)) for name in STATES}
+        # The largest of no keys. From 0, e^{k − 0} of lower ones would underflow.
+        states["largest"] = jnp.full_like(states["largest"], -jnp.inf)
         return states | {"shift": jnp.zeros((batch, 1, config.hidden_size), config.dtype)}
 
     @staticmethod

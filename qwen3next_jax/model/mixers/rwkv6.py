@@ -29,11 +29,13 @@ class RWKV6(Shifted):
             c.linear_num_value_heads,
             c.linear_key_head_dim,
         )
-        v = h // g * c.linear_value_head_dim
+        r = h // g
+        v = r * c.linear_value_head_dim
         half = lambda shape: jnp.full(shape, 0.5)
         self.make_mixing(make, len(PARTS), RANK)
-        for name, width in (("receptance", k), ("key", k), ("value", v), ("gate", v)):
-            setattr(self, f"{name}_proj", make.matrix((d, g, width), "embed -> key_heads ."))
+        for part in (("receptance", k), ("key", k), ("value", v, r), ("gate", v, r)):
+            projection = make.matrix((d, g, part[1]), "embed -> key_heads .", parts=(part,))
+            setattr(self, f"{part[0]}_proj", projection)
         self.decay_down, self.decay_up = low_rank(make, DECAY_RANK, k)
         slow_to_fast = lambda shape: jnp.broadcast_to(jnp.linspace(-6.0, -1.0, k), shape)
         self.decay = make.parameter(slow_to_fast, (h, k), "value_heads .", kind="rate")

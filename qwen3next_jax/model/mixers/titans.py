@@ -19,7 +19,7 @@ class Titans(Recurrent):
     η and θ.
     """
 
-    settings = ("short_convolution", "mixer.block")
+    settings = ("short_convolution", "linear_conv_kernel_dim", "mixer.block")
 
     def __init__(self, config, make, layers):
         self.config = c = config

@@ -2,8 +2,8 @@
 about 1 by Newton–Schulz iterations.
 
 What a matrix is stands in the declarations: each part of a fused slab, each layer, each expert
-is orthogonalised alone. Parameters that are no matrices (embeddings, head, router, convolutions,
-norms, vectors, rates) get AdamW's direction.
+is orthogonalised alone, with `muon.per_head` each head of them, too. Parameters that are no
+matrices (embeddings, head, router, convolutions, norms, vectors, rates) get AdamW's direction.
 
 On a mesh every device orthogonalises whole matrices, its share of them: those of one shape, over
 all parameters, layers and experts, are stacked, and the stack's own axis is split instead of
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import Declared, Part
 from qwen3next_jax.sharding.rules import storage_spec
 from qwen3next_jax.training.optimizers import adamw
 
@@ -84,15 +84,17 @@ def orthogonalised(
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     slabs = [declared[path_string(path)] for path, _ in leaves]
+    per_head = config.muon.per_head
+    widths = [_widths(slab, per_head) for slab in slabs]
     parts = [
         part
-        for (_, x), slab in zip(leaves, slabs)
-        for part in jnp.split(x, _ends(width for _, width in slab.parts), axis=-1)
+        for (_, x), of_slab in zip(leaves, widths)
+        for part in jnp.split(x, _ends(of_slab), axis=-1)
     ]
     layouts = [
-        _layout(slab, width, config.muon.per_head, mesh)
-        for slab in slabs
-        for _, width in slab.parts or (("", slab.shape[-1]),)
+        _layout(slab, width, per_head, mesh)
+        for slab, of_slab in zip(slabs, widths)
+        for width in of_slab
     ]
 
     alike: dict[tuple, list[int]] = {}
@@ -108,8 +110,19 @@ def orthogonalised(
     rest = iter(parts)
     return jax.tree.unflatten(
         structure,
-        [jnp.concatenate([next(rest) for _ in slab.parts or (0,)], axis=-1) for slab in slabs],
+        [jnp.concatenate([next(rest) for _ in of_slab], axis=-1) for of_slab in widths],
     )
+
+
+def _widths(declared: Declared, per_head: bool) -> list[int]:
+    """Where a parameter is cut along its last dimension into parts that hold whole matrices; with
+    `per_head` heads that lie side by side in a part are apart.
+    """
+    widths = []
+    for part in declared.parts or (Part("", declared.shape[-1]),):
+        pieces = part.heads if per_head else 1
+        widths += [part.width // pieces] * pieces
+    return widths
 
 
 class Layout(NamedTuple):

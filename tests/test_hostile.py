@@ -1,0 +1,316 @@
+"""What others wrote, at random and with fixed seeds: Hugging Face files, records of runs, chat
+templates, sampling settings, sweeps. Each ends in one line or in a right result, and soon.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
+from qwen3next_jax.inference.sampling import Sampling, log_probabilities
+from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
+from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config, text_fields
+from qwen3next_jax.interop.huggingface import check_hf, verify_hf
+from qwen3next_jax.interop.weights import Weights
+from qwen3next_jax.reporting.page import write_report
+from qwen3next_jax.sweeps.points import load_sweep
+from qwen3next_jax.sweeps.results import is_done
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+FAMILIES = (
+    "qwen3_next_tiny",
+    "qwen3_5_tiny",
+    "qwen3_5_moe_tiny",
+    "qwen3_5_wrapper_tiny",
+    "kimi_linear_tiny",
+)
+TEXTS = st.sampled_from(
+    [
+        "",
+        "x",
+        "nan",
+        "../x",
+        "\0.safetensors",
+        "a" * 5000 + ".safetensors",
+        "\ud800",
+        "a\n\x1b[31m",
+        "</script><script>alert(1)",
+        "=1+1",
+    ]
+) | st.text(st.characters(), max_size=6)
+NUMBERS = st.sampled_from(
+    [0, 1, -1, 3, 2**31, 10**30, 0.5, 1e308, -1e308, 5e-324, math.nan, math.inf]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=2),
+    max_leaves=5,
+)
+
+
+def fuzzed(examples: int, **strategies):
+    """A test of so many examples, the same ones at every call, each within ten seconds."""
+
+    def decorate(test):
+        seeded = settings(
+            max_examples=examples,
+            deadline=10_000,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        return seeded(given(**strategies)(test))
+
+    return decorate
+
+
+def result_or_refusal(work, longest: int = 1500):
+    """What `work` returns; None where it refuses in one printable line of bounded length."""
+    try:
+        return work()
+    except UserError as error:
+        assert str(error).isprintable() and 0 < len(str(error)) < longest
+        return None
+
+
+def replaced(tree: dict, path: tuple[str, ...], value: object) -> dict:
+    name, *rest = path
+    return tree | {name: replaced(tree[name], tuple(rest), value) if rest else value}
+
+
+def each_path(tree: dict, above: tuple[str, ...] = ()):
+    for name, value in tree.items():
+        yield (*above, name)
+        if isinstance(value, dict):
+            yield from each_path(value, (*above, name))
+
+
+CONFIGS = {name: json.loads((FIXTURES / name / "config.json").read_text()) for name in FAMILIES}
+PLACES = [
+    (family, path)
+    for family, fields in CONFIGS.items()
+    for path in (
+        *each_path(fields),
+        *(
+            (name,)
+            for name in ("text_config", "rope_scaling", "mtp_num_hidden_layers", "\x1b[2Junknown")
+        ),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A folder of each family, of the first with a tokenizer, whose small files may be damaged."""
+    root = tmp_path_factory.mktemp("hostile")
+    for family in FAMILIES:
+        (root / family).mkdir()
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(FIXTURES / family / name, root / family)
+    ByteTokenizer().save(root / FAMILIES[0])
+    return root
+
+
+def plain(config) -> dict:
+    """Settings; two ways to say the same layers are one."""
+    fields = dataclasses.asdict(config) | {"mixers": config.mixers}
+    return {k: v for k, v in fields.items() if k not in ("layer_types", "full_attention_interval")}
+
+
+@fuzzed(120, place=st.sampled_from(PLACES), value=VALUES)
+def test_a_config_with_any_value_is_refused_or_means_what_its_export_says(
+    checkpoints, place, value
+):
+    family, path = place
+    folder, fields = checkpoints / family, replaced(CONFIGS[family], path, value)
+    (folder / "config.json").write_text(json.dumps(fields))
+    config = result_or_refusal(lambda: check_hf(folder))
+    result_or_refusal(lambda: end_tokens(folder, 300))
+    if config is not None:
+        exported = format_hf_config(config, "float32", fields)
+        again = parse_hf_config(text_fields(exported, ""), Weights(folder).names, "")
+        assert plain(again) == plain(config)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
+
+
+@fuzzed(
+    120,
+    name=st.sampled_from(
+        [
+            "model.safetensors.index.json",
+            "generation_config.json",
+            "tokenizer_config.json",
+            "SHA256SUMS",
+        ]
+    ),
+    key=TEXTS,
+    value=VALUES,
+    shape=st.integers(0, 5),
+)
+def test_other_files_of_a_checkpoint_are_refused_or_change_no_meaning(
+    checkpoints, name, key, value, shape
+):
+    folder = checkpoints / FAMILIES[0]
+    kept = (folder / name).read_bytes() if (folder / name).exists() else None
+    if name == "SHA256SUMS":
+        lines = f"0  {key}\n{key}\n{'0' * 64} *{value}\n"
+        (folder / name).write_text(lines, errors="replace")
+    else:
+        fields = {
+            0: {"weight_map": value},
+            1: {"weight_map": {"model.norm.weight": value}},
+            2: {"weight_map": {key: "model.safetensors"}},
+            3: {"eos_token_id": value, "eos_token": value},
+            4: {"eos_token_id": [3, value], "eos_token": {"content": value}},
+            5: {key: value},
+        }[shape]
+        (folder / name).write_text(json.dumps(fields))
+    try:
+        config = result_or_refusal(lambda: check_hf(folder))
+        assert config is None or config.hidden_size == CONFIGS[FAMILIES[0]]["hidden_size"]
+        ends = result_or_refusal(lambda: end_tokens(folder, 300))
+        assert ends is None or all(0 <= end < 300 for end in ends)
+        tokenizer = result_or_refusal(lambda: load_tokenizer(str(folder)))
+        assert tokenizer is None or tokenizer.decode(tokenizer.encode("né")) == "né"
+        damages = result_or_refusal(lambda: list(verify_hf(folder)))
+        assert name != "SHA256SUMS" or damages is None or any(damage for _, damage in damages)
+    finally:
+        (folder / name).unlink() if kept is None else (folder / name).write_bytes(kept)
+
+
+EVENTS = [
+    {"event": "start", "step": 0, "time": 0.0, "first_step": 0, "devices": 1, "hosts": 2},
+    {"event": "stage", "step": 1, "time": 0.5, "stage": "main"},
+    {"event": "train", "step": 1, "time": 1.0, "loss": 2.0, "seconds": 1.0, "mfu": 0.1}
+    | {"grad_norm": 1.0, "mtp_loss/0": 2.0},
+    {"event": "diagnostics", "step": 1, "time": 1.5, "grad_norm": [1.0, 2.0]}
+    | {"groups": {"embedding": {"grad_norm": 1.0}}, "expert_load": [[1.0, 1.0], [0.5, 1.5]]}
+    | {"router_entropy": [0.5, 0.5]},
+    {"event": "sample", "step": 1, "time": 2.0, "text": "hello"},
+    {"event": "skip", "step": 2, "time": 2.5, "reason": "not finite"},
+    {"event": "start", "step": 2, "time": 3.0, "previous_end": 2.6, "lost_steps": 1},
+    {"event": "heldout", "step": 3, "time": 4.0, "loss": 2.0, "bits_per_byte": 3.0},
+    {"event": "suite", "step": 3, "time": 5.0, "suite": "mqar", "accuracy": 0.5}
+    | {"figures": {"accuracy": {"title": "accuracy", "unit": "share", "better": "higher"}}},
+]
+FIELDS = [
+    (i, name) for i, event in enumerate(EVENTS) for name in (*event, "loss") if name != "event"
+]
+SETTINGS = from_dict(Config, {"train": {"steps": 3}})
+
+
+@fuzzed(90, place=st.sampled_from(FIELDS), key=TEXTS, value=VALUES, several=st.booleans())
+def test_a_record_with_any_value_gives_a_page(tmp_path_factory, place, key, value, several):
+    folder = tmp_path_factory.getbasetemp() / "hostile_record"
+    folder.mkdir(exist_ok=True)
+    at, name = place
+    events = [*EVENTS, EVENTS[at] | {name: value}, EVENTS[at] | {key: 1.0}]
+    (folder / "run.json").write_text(json.dumps({"config": {"train": {"steps": 3}, key: value}}))
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    with contextlib.suppress(FileNotFoundError):
+        (folder / "report.html").unlink()
+    result_or_refusal(lambda: write_report([folder] * (1 + several), folder / "report.html"))
+    is_done(folder, SETTINGS)
+    if (folder / "report.html").exists():
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        assert "<script>alert" not in page
+        for data in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S):
+            json.loads(data, parse_constant=pytest.fail)
+        for drawn in re.findall(r' (?:d|x|y|cx|cy|x1|y1)="([^"]*)"', page):
+            assert "nan" not in drawn and "inf" not in drawn
+
+
+TEMPLATES = st.lists(
+    st.sampled_from(
+        [
+            "{% for m in messages %}",
+            "{% endfor %}",
+            "{{ m.content }}",
+            "{{ messages[0].role * 3 }}",
+            "{{ messages[7] }}",
+            "{{ ''.__class__.__subclasses__() }}",
+            "{{ cycler.__init__.__globals__ }}",
+            "{% include 'config.json' %}",
+            "{% if add_generation_prompt %}",
+            "{% endif %}",
+            "{{ raise_exception('no\\nrole') }}",
+            "{{ messages | tojson }}",
+            "{% set x = 1 / 0 %}",
+            "{{ 'a' | center(60) }}",
+            "{% break %}",
+            "{#",
+            "\x1b[2J",
+            "text",
+        ]
+    ),
+    max_size=5,
+).map("".join)
+
+
+@fuzzed(100, template=TEMPLATES | TEXTS, special=VALUES, listed=st.booleans())
+def test_a_chat_template_gives_text_or_one_line(tmp_path_factory, template, special, listed):
+    folder = tmp_path_factory.getbasetemp() / "hostile_template"
+    folder.mkdir(exist_ok=True)
+    several = [{"name": special, "template": 1}, {"name": "default", "template": template}]
+    fields = {"chat_template": several if listed else template, "eos_token": special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    messages = [{"role": "user", "content": "hello"}]
+    text = result_or_refusal(lambda: ChatTemplate(folder)(messages))
+    assert text is None or 0 < len(text) <= 1 << 20
+
+
+@fuzzed(
+    40,
+    logits=st.lists(st.sampled_from([-1e30, -5.0, 0.0, 1e-3, 4.0, 1e30]), min_size=5, max_size=5),
+    temperature=st.sampled_from([0.0, -1.0, 1e-46, 1e-40, 1e-30, 0.7, 1.0, 1e38, math.nan]),
+    top_k=st.sampled_from([0, 1, 3, 10**9, -1, 2**40]),
+    top_p=st.sampled_from([1.0, 0.0, 5e-324, 1e-46, 1e-8, 0.5, 0.999999, math.inf]),
+    min_p=st.sampled_from([0.0, 1e-46, 0.3, 1.0, 2.0]),
+)
+def test_sampling_settings_leave_the_likeliest_token_or_are_refused(
+    logits, temperature, top_k, top_p, min_p
+):
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    if result_or_refusal(lambda: sampling.check() or True) and not sampling.greedy:
+        log_p = np.asarray(log_probabilities(jnp.array(logits), sampling, sampling.filters))
+        assert not np.isnan(log_p).any()
+        assert np.isfinite(log_p[np.argmax(logits)])
+        assert np.exp(log_p).sum() == pytest.approx(1, abs=1e-5)
+        if top_k:
+            # tokens as likely as the last one that is left are left, too
+            least = np.sort(logits)[-min(top_k, len(logits))]
+            assert np.isneginf(log_p[np.array(logits, np.float32) < least]).all()
+
+
+NAMES = st.sampled_from(["a/../../x", "..", "train.seed", "ratio", "group", 3]) | TEXTS
+GROUPS = st.lists(NAMES, min_size=1, max_size=3, unique=True).map(
+    lambda names: {name: {"train.seed": i} for i, name in enumerate(names)}
+)
+LISTS = st.lists(st.sampled_from([0, 1, "1:1", "0:0", None, "x" * 300]) | TEXTS, max_size=2)
+AXES = st.dictionaries(NAMES, GROUPS | LISTS | VALUES, min_size=1, max_size=1)
+
+
+@fuzzed(50, axes=AXES)
+def test_a_sweep_is_refused_or_its_points_lie_in_its_folder(tmp_path_factory, axes):
+    folder = tmp_path_factory.getbasetemp() / "hostile_sweep"
+    folder.mkdir(exist_ok=True)
+    record = {"base": "configs/tiny.py", "axes": axes}
+    (folder / "sweep.py").write_text(f"def get_sweep():\n    return {ascii(record)}\n")
+    sweep = result_or_refusal(lambda: load_sweep(folder / "sweep.py"), longest=20_000)
+    for point in sweep.points if sweep else ():
+        place = folder / point.name
+        assert place.resolve().parent == folder.resolve()
+        place.mkdir()
+        place.rmdir()
