@@ -71,6 +71,8 @@ def _run(*command, **environment):
             ["train.py", TINY, "--config.name=../../evil"],
             "name = '../../evil': expected the name of a folder, without '/'",
         ),
+        (["train.py", TINY, "--workdir=a\udcff\x1b[31m"], r"--workdir=a\udcff\x1b[31m: "),
+        (["train.py", TINY, f"--config.train.init_from={'x' * 300}"], "train.init_from = 'xxx"),
         (["eval.py"], "--workdir is missing"),
         (
             ["eval.py", "--workdir=docs", "--config.data.path=x"],
@@ -142,6 +144,22 @@ def test_help_shows_the_commands_own_flags(command):
         == ("--config.train.steps=1000" in result.stdout)
         == (command[0] != "-m")
     )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "train.py", "--help"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=120,
+    )
+    os.close(writer)
+    assert result.stderr == b"" and result.returncode in (0, 141)
 
 
 HEAD = "from configs.tiny import get_config as tiny\ndef get_config():\n  c = tiny()\n"

@@ -170,6 +170,18 @@ def test_remote_paths_are_read_and_globbed(monkeypatch):
     with pytest.raises(UserError, match="expected a local path or one of gs"):
         resolve("http://host/a.txt", "text")
 
+    def unreachable(*_, **__):
+        raise type("ConnectError", (Exception,), {})("Name or service\nnot known")
+
+    (file,) = resolve("gs://bucket/data/a.txt", "text").files
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="Name or service not"):
+        patch.setattr(FakeBucket, "glob", unreachable)
+        resolve("gs://bucket/data/*", "text")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="a.txt.*Name or service"):
+        patch.setattr(FakeBucket, "_open", unreachable)
+        patch.setattr(FakeBucket, "cat_file", unreachable)
+        list(documents(sources.Source("a", (file,), "text")))
+
 
 def _surrogate(path):
     path.write_bytes(b'{"text": "fine"}\n{"text": "\\ud800"}\n')

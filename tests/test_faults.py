@@ -24,6 +24,8 @@ if __name__ == "__main__":
         "shards": damage.missing_shards(lab, 0), "records": damage.malformed_records(lab, 0), "hostile weights": damage.hostile(lab, 0),
         "config": identity.config_mistakes(lab, 0), "other runs": identity.other_runs(lab, 0),
         "kills": kills.kill_during_saves(lab, 0, kills=2),
+        "kills of an export": kills.kill_exports(lab, 0, kills=1),
+        "kills of a restart": kills.kill_while_moving(lab, 0),
     }
     try:
         trials["disk"] = disk.disk_full(lab, 0)
@@ -51,6 +53,6 @@ def test_nothing_passes_silently_and_what_goes_on_is_bitwise_the_undisturbed_run
     )
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [line for line in result.stdout.splitlines() if " silent " in line]
-    assert len(lines) >= 10 and all(line.endswith("silent 0 not bitwise 0") for line in lines), (
+    assert len(lines) >= 12 and all(line.endswith("silent 0 not bitwise 0") for line in lines), (
         result.stdout
     )

@@ -10,14 +10,15 @@ PACKAGE = ROOT / "qwen3next_jax"
 
 # room → the other rooms it may import. Commands may import everything.
 ARROWS = {
+    "__main__": {"commands", "common"},
     "common": set(),
-    "config": {"common", "data", "training"},
+    "config": {"common", "data", "runs"},
     "ops": set(),
     "sharding": {"ops", "config", "common"},
     "data": {"config", "common"},
     "model": {"ops", "sharding", "config", "common"},
     "training": {"model", "data", "sharding", "config", "common", "evals"},
-    "processes": {"config", "common"},
+    "processes": {"config", "common", "runs"},
     "interop": {"model", "sharding", "processes", "config", "common"},
     "inference": {"data", "model", "sharding", "ops", "config", "common"},
     "reporting": {"common"},

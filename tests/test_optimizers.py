@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from qwen3next_jax.config.registry import MIXERS
 
 from qwen3next_jax.config import (
     Config,
@@ -21,6 +20,7 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
+from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.parameters import Declared, Make, declared_tree
 from qwen3next_jax.sharding.mesh import make_mesh

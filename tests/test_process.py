@@ -130,8 +130,9 @@ SUPERVISED = """
 import pathlib, sys
 from qwen3next_jax import supervisor
 supervisor.FIRST_PAUSE = 0.05
-sys.exit(supervisor.supervise(pathlib.Path(sys.argv[1]), int(sys.argv[2]), ["/bin/sh", "-c", sys.argv[3]]))
-"""  # noqa: E501
+command = ["/bin/sh", "-c", sys.argv[3]]
+sys.exit(supervisor.supervise(pathlib.Path(sys.argv[1]), int(sys.argv[2]), command, *sys.argv[4:]))
+"""
 # Each start saves the next of three checkpoints; the third ends well.
 PROGRESS = (
     "n=$(ls {0}/checkpoints | wc -l); mkdir -p {0}/checkpoints/$n; touch "
@@ -161,6 +162,27 @@ def test_the_supervisor_restarts_what_a_restart_can_help(tmp_path, restarts, scr
     process = _start(SUPERVISED, tmp_path, restarts, script)
     output, errors = process.communicate(timeout=20)
     assert (process.returncode, output.count("started")) == (code, starts), errors
+
+
+@pytest.mark.parametrize(
+    "old_run, deeds, told_again",
+    [
+        ("run.json checkpoints", [":", "mv run.json aside"], 2),
+        ("run.json checkpoints", [":", "mv run.json checkpoints aside && mkdir checkpoints"], 1),
+        ("aside", [":", ":"], 0),  # nothing is to be moved
+    ],
+)
+def test_a_restart_is_repeated_until_the_old_run_is_moved(tmp_path, old_run, deeds, told_again):
+    for name in ("aside", *old_run.split()):
+        (tmp_path / name).mkdir(exist_ok=True)
+    # the first two starts do their deed and die; $0 is what the supervisor adds to the command
+    script = (
+        f"cd {tmp_path}; echo $0; echo >> starts; case $(wc -l < starts) in 1) {deeds[0]};; "
+        f"2) {deeds[1]};; *) exit 0;; esac; kill -9 $$"
+    )
+    output, errors = _start(SUPERVISED, tmp_path, 9, script, "restart").communicate(timeout=20)
+    expected = ["/bin/sh"] * (1 + told_again) + ["--norestart"] * (2 - told_again)
+    assert output.split() == expected, errors
 
 
 def test_the_supervisor_passes_signals_on_and_dies_with_its_run(tmp_path):

@@ -4,10 +4,15 @@ this process.
 
 import contextlib
 import io
+import pathlib
+import sys
 
+import jax.numpy as jnp
 import pytest
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.runs import folder, loop
+from qwen3next_jax.runs.dry_run import rehearse
 from qwen3next_jax.runs.loop import train
 from tests.faults import provenance
 from tests.faults.lab import Lab
@@ -55,3 +60,67 @@ def lab(tmp_path_factory):
 def test_nothing_is_mixed_silently_and_no_folder_is_a_dead_end(lab, row, argument):
     trials = row(lab, argument)
     assert trials and [t for t in trials if t.silent or t.bitwise is False] == []
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_a_move_that_was_cut_short_is_finished(tmp_path, monkeypatch, renames):
+    run, rename, left = tmp_path / "run", pathlib.Path.rename, iter(range(renames))
+    contents = {"run.json": "{}", "metrics.jsonl": '{"event": "train"}', "checkpoints/4/x": "4"}
+    for name, text in contents.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(text)
+
+    def killed(path, target):
+        if next(left, None) is None:
+            raise KeyboardInterrupt  # which nothing here answers, as SIGKILL
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pathlib.Path, "rename", killed)
+        folder.move_aside(run)
+    assert folder.restart_has_begun(run)
+    folder.move_aside(run)
+    assert not folder.restart_has_begun(run)
+    (aside,) = run.iterdir()
+    assert {name: (aside / name).read_text() for name in contents} == contents
+    # a run that was begun meanwhile by code that does not know of the move
+    aside.rename(run / "before-1.partial")
+    (run / "run.json").write_text("new")
+    with pytest.raises(UserError, match="run.json"):
+        folder.move_aside(run)
+    assert (run / "run.json").read_text() == "new"
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"telemetry": {"wandb": "project"}}, "wandb"),
+        ({"telemetry": {"tensorboard": True}}, "tensorboardX"),
+        # 1.6 TB
+        ({"model": {"vocab_size": 2**31 - 1}}, "optimizer's state"),
+        # a name of which nothing could be saved
+        ({}, "UTF-8"),
+    ],
+)
+def test_what_a_run_cannot_do_is_refused_before_anything_is_written(
+    lab, tmp_path, monkeypatch, changes, named, dry
+):
+    for package in ("wandb", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    workdir = tmp_path / ("run\udcff" if not changes else "run")
+    with pytest.raises(UserError, match=named):
+        (rehearse if dry else train)(lab.with_(**changes), workdir)
+    assert not workdir.exists()
+
+
+def test_a_step_that_runs_out_of_memory_says_what_it_was_asked_for(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        loop,
+        "make_train_step",
+        lambda *_: lambda state, batch: jnp.zeros(2**45).block_until_ready(),
+    )
+    with pytest.raises(UserError) as error:
+        train(lab.with_(train={"gradient_accumulation": 4}), tmp_path / "run")
+    for text in (str(2**47), "batch_size = 8", "accumulation = 4", "remat = 'none'", "plan"):
+        assert text in str(error.value)

@@ -10,11 +10,11 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.files import Given, apply_overrides, load_config_file
 from qwen3next_jax.model.block import partial_ablations
+from qwen3next_jax.runs import unread
 from qwen3next_jax.runs.folder import write_run
 from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_settings
 from qwen3next_jax.sweeps.points import load_sweep
-from qwen3next_jax.training import unread
 
 ROOT = Path(__file__).parents[1]
 TINY, MQAR, STAGES = (f"configs/{name}.py" for name in ("tiny", "mqar", "stages"))

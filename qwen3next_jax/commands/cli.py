@@ -2,12 +2,14 @@
 cache.
 """
 
+import contextlib
 import copy
 import ctypes
 import functools
 import os
 import pathlib
 import re
+import select
 import shutil
 import signal
 import socket
@@ -21,25 +23,34 @@ from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 
-from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    did_you_mean,
+    escaped,
+    out_of_memory,
+    require_path,
+)
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict, registry
 from qwen3next_jax.config.describe import settings
 from qwen3next_jax.config.files import (
     Given,
     apply_overrides,
-    fill_from_tokenizer,
     load_config_file,
     setting,
 )
 from qwen3next_jax.processes.launch import Launch, find_launch
+from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+
+_STDOUT = 1
 
 
 def run(command: types.ModuleType, arguments: str = "") -> None:
     """Parses flags, runs `command.main()`, exits with its code. A `UserError` becomes one line on
     standard error and its exit code.
 
-    A command that takes `arguments` besides its flags (their name, such as "WORKDIR") gets them:
-    `main([…])`. `--help` shows the command's docstring.
+    A command that takes `arguments` besides its flags, which are paths (their name, such as
+    "WORKDIR"), gets them: `main([…])`. `--help` shows the command's docstring.
     """
     main = command.main
     flags.DEFINE_list(
@@ -57,18 +68,44 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
         for package in flags.FLAGS.trust:
             registry.trust(package)
         try:
+            for path in argv[1:]:
+                require_path(path, path)
             return main(list(argv[1:])) if arguments else main()
         except UserError as error:
             return _report(str(error), error.exit_code)
         except KeyboardInterrupt:
             _report("interrupted")
             return ExitCode.INTERRUPTED
+        except RuntimeError as error:
+            if not (asked := out_of_memory(error)):
+                raise
+            return _report(
+                f"out of memory ({asked}): ask for fewer rows or tokens at a time, or give it more "
+                "devices; qwen3next plan says what a training step takes"
+            )
 
     keep_freed_memory()
     _Interrupts().start()
     # JAX tells at INFO which accelerators this machine does not have
     logging.set_verbosity(logging.WARNING)
-    app.run(guarded, flags_parser=functools.partial(_parse, command.__doc__ or ""))
+    try:
+        app.run(guarded, flags_parser=functools.partial(_parse, command.__doc__ or ""))
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        sys.exit(128 + signal.SIGPIPE)
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        if _reader_has_gone():  # else Python tells of the rest, which nobody can read, as an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads standard output any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Interrupts(threading.Thread):
@@ -99,7 +136,7 @@ class _Interrupts(threading.Thread):
 
 
 def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {escaped(message)}", file=sys.stderr)
     return code
 
 
@@ -273,6 +310,7 @@ def local_folder(flag: str, value: str) -> pathlib.Path:
             f"--{flag}={value}: expected a local folder, or one of a file system that is mounted; "
             "only data.path may be remote"
         )
+    require_path(f"--{flag}={value}", value)
     return pathlib.Path(value)
 
 
@@ -377,6 +415,7 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
     """
     from etils import epath
 
+    require_path(f"--{flag}={path}", path)
     folder = epath.Path(path)
     if not (folder / "run.json").exists() and not (folder / "config.json").exists():
         reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
@@ -394,6 +433,7 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
 
 def check_writable(flag: str, path: str) -> None:
     """Refuses a file for results whose folder is not there, before they are computed."""
+    require_path(f"--{flag}={path}", path)
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
         reason = (
             "a folder: expected the name of a file"

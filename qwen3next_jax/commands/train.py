@@ -30,7 +30,7 @@ def main() -> int:
     config, launch = get_config(), get_launch()
     workdir = get_workdir(config.name)
     if get_max_restarts() and not _dry_run.value:
-        return supervisor.supervise(workdir, get_max_restarts())
+        return supervisor.supervise(workdir, get_max_restarts(), restart=_restart.value)
     from qwen3next_jax.runs import unread
 
     given = None if _allow_unread.value else cli.given_settings()

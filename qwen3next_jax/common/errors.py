@@ -5,8 +5,12 @@ what, where, what was expected, what to do), and the exit codes.
 import contextlib
 import difflib
 import enum
+import os
 import sys
 from collections.abc import Iterable, Iterator
+
+# of Linux, in bytes
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255
 
 
 class ExitCode(enum.IntEnum):
@@ -71,15 +75,38 @@ def reason(error: Exception) -> str:
     """What an error of the system or of a library says, in one line and without the path that is
     named beside it.
     """
-    return getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    return getattr(error, "strerror", None) or short_text(str(error))
 
 
-def warn(message: str, word: str = "warning") -> None:
-    """One line on standard error. Where that is a file on a full disk, the run goes on all the
-    same.
+def short_text(text: str) -> str:
+    """The beginning of a text of many lines, in one."""
+    return " ".join(text.split())[:200]
+
+
+def require_path(where: str, path: str | os.PathLike) -> None:
+    """Raises a UserError, which begins with `where`, unless a file or folder may have this path.
+    Orbax, JSON and reports write names as UTF-8, so that a name that is not UTF-8 is refused too.
     """
-    with contextlib.suppress(OSError):
-        print(f"{word}: {printable(message)}", file=sys.stderr, flush=True)
+    text = os.fspath(path)
+    where = where if len(where) <= 200 else where[:197] + "…"
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: the path is not UTF-8: give one whose name is") from None
+    require("\0" not in text, f"{where}: a path cannot hold the character NUL")
+    if "://" in text:
+        return
+    require(
+        len(encoded) <= _LONGEST_PATH,
+        f"{where}: a path of {len(encoded):,} bytes: expected at most {_LONGEST_PATH:,}",
+    )
+    # a pattern may be longer than the names that it matches
+    names = [name for name in encoded.split(b"/") if not set(name) & set(b"*?[")]
+    longest = max(map(len, names), default=0)
+    require(
+        longest <= _LONGEST_NAME,
+        f"{where}: a name of {longest:,} bytes: expected at most {_LONGEST_NAME} between two '/'",
+    )
 
 
 def printable(text: str) -> str:
@@ -89,6 +116,25 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def escaped(text: str) -> str:
+    """Lines for a terminal: `printable`, but line ends stay."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def out_of_memory(error: RuntimeError) -> str:
+    """What XLA says of the memory that it did not get; "" where `error` is about something else."""
+    _, found, said = str(error).partition("RESOURCE_EXHAUSTED: ")
+    return short_text(said) if found else ""
+
+
+def warn(message: str, word: str = "warning") -> None:
+    """One line on standard error. Where that is a file on a full disk, the run goes on all the
+    same.
+    """
+    with contextlib.suppress(OSError):
+        print(f"{word}: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def short(value: object) -> str:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qwen3next_jax.common.errors import UserError, did_you_mean, short
+from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, short
 from qwen3next_jax.config import Config, default_config
 
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -33,6 +33,7 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
     Raises:
       UserError: there is no such file or function, or whatever the file does wrong.
     """
+    require_path(f"{flag}{path}", path)
     if not path.is_file():
         reason = (
             "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
@@ -138,25 +139,6 @@ def setting(name: str) -> Any:
     if isinstance(settings, Mapping):
         raise UserError(f"--config.{name}: a group of settings: name one of {', '.join(settings)}")
     return settings
-
-
-def fill_from_tokenizer(values: dict[str, Any]) -> None:
-    """Where the nested dict `values` leaves `model.vocab_size` at 0 and trains on text, sets it,
-    and the end token, to those of `data.tokenizer` (where that is not given, of what
-    `train.init_from` brings).
-
-    Raises:
-      UserError: the tokenizer cannot be used.
-    """
-    model, data = values.get("model", {}), values.get("data", {})
-    if model.get("vocab_size") == 0 and data.get("source", "text") == "text":
-        # which take their time to load
-        from qwen3next_jax.data.tokens import load_tokenizer
-        from qwen3next_jax.runs.preflight import tokenizer_of_model
-
-        init_from = values.get("train", {}).get("init_from", "")
-        tokenizer = load_tokenizer(data.get("tokenizer") or tokenizer_of_model(init_from))
-        model["vocab_size"], model["eos_token_id"] = tokenizer.vocab_size, tokenizer.eos_id
 
 
 def _value(text: str, default: Any, where: str) -> Any:

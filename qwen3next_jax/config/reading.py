@@ -70,6 +70,19 @@ def _checked_scalar(value: Any, hint: type, where: str) -> Any:
         f"{where} = {short(value)} is of type {type(value).__name__}: expected {hint.__name__}",
     )
     require(
+        hint is not str or _is_unicode(value),
+        f"{where} = {short(value)}: expected text that UTF-8 can write",
+    )
+    require(
         hint is not float or math.isfinite(value), f"{where} = {value}: expected a finite number"
     )
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which a name that is not UTF-8 leaves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

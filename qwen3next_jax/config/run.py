@@ -5,7 +5,7 @@ import math
 import re
 from typing import Literal
 
-from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.errors import escaped, require, require_path, short
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
@@ -63,6 +63,14 @@ class DataConfig:
             object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
         check_bounds(self, "data", {"0 … 2^32 - 1": "seed", "between 0 and 1": "heldout_fraction"})
+        paths = {
+            "path": self.globs,
+            "tokenizer": [self.tokenizer],
+            "prepared_dir": [self.prepared_dir],
+        }
+        for name, values in paths.items():
+            for value in values:
+                require_path(f"data.{name} = {value!r}", value)
         require(
             "://" not in self.prepared_dir,
             f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are "
@@ -104,6 +112,13 @@ class Stage:
     schedule: Schedule | None = None
     decay_fraction: float | None = None
     final_fraction: float | None = None
+
+    def __post_init__(self):
+        require(
+            len(self.name) <= 100 and escaped(self.name) == self.name and "\n" not in self.name,
+            f"train.stages: name = {short(self.name)}: expected at most 100 characters that a "
+            "terminal can show",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +175,7 @@ class TrainConfig:
                 is_import_string(name),
                 f"train.hooks: {name!r}: expected 'my_package.module:function'",
             )
+        require_path(f"train.init_from = {self.init_from!r}", self.init_from)
         require(
             self.init_state == "weights" or bool(self.init_from),
             "train.init_state = 'all': expected a run in train.init_from",
@@ -424,9 +440,11 @@ class Config:
 
     def __post_init__(self):
         require(
-            bool(re.fullmatch(r"[^/\x00-\x1f]{1,100}", self.name)) and self.name not in (".", ".."),
-            f"name = {self.name[:120]!r}: expected the name of a folder, without '/': the workdir "
-            "defaults to runs/<name>",
+            bool(re.fullmatch(r"[^/\n]{1,100}", self.name))
+            and escaped(self.name) == self.name
+            and self.name not in (".", ".."),
+            f"name = {self.name[:120]!r}: expected the name of a folder, without '/' and control "
+            "characters: the workdir defaults to runs/<name>",
         )
         length, rate = self.train.sequence_length, self.train.router_bias_rate
         require(

@@ -5,6 +5,7 @@ files can hold (nothing matches, not UTF-8, JSON without the field, …) becomes
 that names the file and the place in it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import glob as local_glob
@@ -22,7 +23,7 @@ import pyarrow.parquet
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, did_you_mean, told, warn
+from qwen3next_jax.common.errors import UserError, did_you_mean, reason, told, warn
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -157,7 +158,7 @@ def documents(source: Source) -> Iterator[Document]:
             if suffix.endswith((".jsonl", ".jsonl.gz"))
             else _read_text
         )
-        with told(f"{file.path}: cannot be read", OSError):
+        with _readable(file.path):
             for record, text, position in read(file, source.text_field, bad):
                 if text:
                     any_text = True
@@ -174,6 +175,21 @@ def documents(source: Source) -> Iterator[Document]:
         raise UserError(
             f"{which} empty{' but for ' + bad.told() if bad.count else ''}: expected text"
         )
+
+
+@contextlib.contextmanager
+def _readable(path: epath.Path) -> Iterator[None]:
+    """A `with` block in which an error of the system, or whatever a remote store's library
+    raises, becomes a UserError.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_remote(os.fspath(path)):
+            raise
+        raise UserError(f"{path}: cannot be read ({reason(error)})") from error
 
 
 def describe(source: Source, file: int, record: int) -> str:
@@ -269,7 +285,8 @@ def _remote_files(path: str) -> list[SourceFile]:
         )
     with (
         told(f"data.path {path!r}: {scheme}:// needs another package", ImportError),
-        told(f"data.path {path!r}: cannot be listed", OSError),
+        # every store's library has its own errors
+        told(f"data.path {path!r}: cannot be listed", Exception),
     ):
         filesystem, pattern = fsspec.core.url_to_fs(path)
         found = filesystem.glob(pattern, detail=True)

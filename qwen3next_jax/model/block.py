@@ -51,7 +51,7 @@ def check_mixers(config: ModelConfig) -> None:
 
 
 # Settings that only some mixers have a use for → the switch that turns that use off. They are
-# refused where a user gives them (`training.unread`), not where a config file's own model has them.
+# refused where a user gives them (`runs.unread`), not where a config file's own model has them.
 GIVEN = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_convolution"}
 
 

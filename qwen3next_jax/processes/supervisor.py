@@ -22,6 +22,7 @@ from absl import flags
 
 from qwen3next_jax.common.child_processes import end_with
 from qwen3next_jax.common.errors import RESTARTED, ExitCode
+from qwen3next_jax.runs.folder import written
 
 # seconds before a restart; doubled while there is no progress
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -39,9 +40,17 @@ def define_flag() -> Callable[[], int]:
     return lambda: holder.value
 
 
-def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] = ()) -> int:
-    """Runs `command` (default: this very one, unsupervised) until it ends for good. → exit code."""
-    own = [] if command else ["--norestart"]  # train.py's --restart is for the first start only
+def supervise(
+    workdir: pathlib.Path, max_restarts: int, command: Sequence[str] = (), restart: bool = False
+) -> int:
+    """Runs `command` (default: this very one, unsupervised) until it ends for good. → exit code.
+
+    `restart`: `command` is told to move the run in `workdir` aside and to train anew. A process
+    that dies before it has done so is followed by one that is told the same; after that the new
+    run goes on.
+    """
+    old_run = written(workdir).items() if restart else ()
+    own: list[str] = []
     command = list(command) or [
         *(sys.executable, "-m", "qwen3next_jax", "train", *sys.argv[1:]),
         "--max-restarts=0",
@@ -64,7 +73,7 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
         sealed, _ = _newest_checkpoint(workdir)
         while True:
             child = None
-            child = subprocess.Popen(command, preexec_fn=with_us, start_new_session=True)
+            child = subprocess.Popen(command + own, preexec_fn=with_us, start_new_session=True)
             if early is not None:  # it came while the run was being started
                 child.send_signal(early)
             code = child.wait()
@@ -84,12 +93,11 @@ def supervise(workdir: pathlib.Path, max_restarts: int, command: Sequence[str] =
                 _say(f"{_how(code)}; gives up: {why}. Last good step: {reached}")
                 return ExitCode.GAVE_UP
             restarts += 1
-            command, own = command + own, []
+            still_old = any(part in written(workdir).items() for part in old_run)
+            own = ["--norestart"] if restart and not still_old else []
+            begins = "anew: the run before is still there" if still_old else f"from step {reached}"
             pause = min(FIRST_PAUSE * 2**fruitless, LONGEST_PAUSE)
-            _say(
-                f"{_how(code)}; restart {restarts} of {max_restarts} in {pause:g} s, from step "
-                f"{reached}"
-            )
+            _say(f"{_how(code)}; restart {restarts} of {max_restarts} in {pause:g} s, {begins}")
             if stop.wait(pause):
                 return ExitCode.INTERRUPTED
     finally:

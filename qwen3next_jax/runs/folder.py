@@ -3,13 +3,15 @@
     WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and
     every allowed change since WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a
     file
-    WORKDIR/before-TIME/   what `--restart` moved out of the way
+    WORKDIR/before-TIME/   what `--restart` moved out of the way; before-TIME.partial/ while it
+    moves it
 
 A folder belongs to a run from its first checkpoint or its first event about a step on. Before
 that whatever its run.json says has trained nothing, and the folder is as good as new. After that
 nothing of it may be missing: what a run wrote is never taken for another's, nor written over.
 """
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -23,7 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, warn
+from qwen3next_jax.common.durable import to_disk
+from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.trees import flat
 from qwen3next_jax.common.version import code_version, git
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
@@ -99,6 +102,7 @@ _RESTART = "start anew with --restart, which keeps what is there in WORKDIR/befo
 # Records from before versions were written down count as version 1 of everything; those of code
 # before the commit named here, which gave a mixer other mathematics, as version 0 of it.
 _CHANGED_UNVERSIONED = {"gdn2": "c4831c447c9daa4279017641b02c9c77a02be147"}
+_PARTIAL = ".partial"  # ends the name of before-TIME until all is in it
 _FORMAT = 2  # of run.json; 1 had no such field, and could stand in a folder without metrics.jsonl
 
 
@@ -453,17 +457,58 @@ def _unversioned(
 
 
 def move_aside(workdir: pathlib.Path) -> None:
-    """Moves all that a run wrote into `workdir`/before-TIME."""
-    written = [workdir / name for name in _WRITTEN if os.path.lexists(workdir / name)]
-    if not written:
+    """Moves all that a run wrote into `workdir`/before-TIME. A process that is killed meanwhile
+    leaves before-TIME.partial, and the next call moves the rest (see `restart_has_begun`).
+
+    Raises:
+      UserError: the folder cannot be written to, or a file would take the place of another one.
+    """
+    partial = _partial_move(workdir)
+    if partial is None and not written(workdir):
         return
-    target = workdir / time.strftime("before-%Y%m%d-%H%M%S")
     try:
-        target.mkdir()
-        for path in written:
-            path.rename(target / path.name)
+        if partial is None:
+            stamp = time.strftime("before-%Y%m%d-%H%M%S")
+            names = (f"{stamp}-{n}" if n else stamp for n in itertools.count())
+            name = next(name for name in names if not os.path.lexists(workdir / name))
+            partial = workdir / (name + _PARTIAL)
+            partial.mkdir()
+            to_disk(workdir)
+        for name in written(workdir):
+            require(
+                not os.path.lexists(partial / name),
+                f"{workdir}: {name} is there, and in {partial.name} as well, where a restart moves "
+                f"it: rename {partial.name}, or give another --workdir",
+            )
+            (workdir / name).rename(partial / name)
+        to_disk(partial)
+        partial.rename(workdir / partial.name.removesuffix(_PARTIAL))
+        to_disk(workdir)
     except OSError as error:
         raise unwritable(workdir, error) from error
+
+
+def restart_has_begun(workdir: pathlib.Path) -> bool:
+    """Whether a process was killed while it moved a run aside. What is left in the folder belongs
+    to that run: the next start moves it as well, whether it is told to restart or not.
+    """
+    return _partial_move(workdir) is not None
+
+
+def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
+    return min(workdir.glob(f"before-*{_PARTIAL}"), default=None)
+
+
+def written(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Name of each file or folder of a run in `workdir` → its device and inode, which stay the
+    same when it is moved.
+    """
+    found = {}
+    for name in _WRITTEN:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            stat = (workdir / name).lstat()
+            found[name] = (stat.st_dev, stat.st_ino)
+    return found
 
 
 def read_config(workdir: pathlib.Path) -> Config:

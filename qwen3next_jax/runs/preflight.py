@@ -6,12 +6,13 @@ together.
 """
 
 import dataclasses
+import importlib
 import pathlib
 import re
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config import Config, DataConfig, ModelConfig
+from qwen3next_jax.common.errors import UserError, require, require_path, told
+from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.synthetic import TaskTokens
@@ -22,6 +23,7 @@ from qwen3next_jax.runs.folder import (
     is_trained,
     read_config,
     read_run,
+    restart_has_begun,
     run_id,
     saved_steps,
     trained_run,
@@ -54,13 +56,21 @@ NOT_STRUCTURE = {
 }
 
 
-def check(config: Config, workdir: pathlib.Path, restart: bool = False) -> None:
-    """Looks at the folder of the run, the source of its data (a tokenizer, the globs of
-    `data.path`) and what `train.init_from` names.
+def check(
+    config: Config, workdir: pathlib.Path, restart: bool = False, records: bool = True
+) -> None:
+    """Looks at the folder of the run, the packages that show it (where this process `records` the
+    run), the source of its data (a tokenizer, the globs of `data.path`) and what
+    `train.init_from` names.
 
     Raises:
       UserError: one of them is not as it should be.
     """
+    # deeper than anything that a run writes, so that no save fails for its path
+    require_path(f"--workdir={workdir}", workdir.absolute() / "checkpoints" / ("0" * 200))
+    if records:
+        _check_packages(config.telemetry)
+    restart = restart or restart_has_begun(workdir)
     if not restart:
         check_settings(workdir, config)
     config = with_tokenizer(config, workdir, restart)
@@ -154,6 +164,17 @@ def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
     if not theirs:
         return f"{what} (it brings no tokenizer to compare with)"
     return f"OTHER TOKENS than it was trained on ({what})"
+
+
+def _check_packages(telemetry: TelemetryConfig) -> None:
+    for wanted, setting, package, extra in (
+        (telemetry.tensorboard, "telemetry.tensorboard = True", "tensorboardX", "tensorboard"),
+        (telemetry.wandb, f"telemetry.wandb = {telemetry.wandb!r}", "wandb", "wandb"),
+    ):
+        if wanted:
+            how = f"pip install 'qwen3next-jax[{extra}]', or leave the setting out"
+            with told(f"{setting} needs the package {package}: {how}", ImportError):
+                importlib.import_module(package)
 
 
 def names_run(init_from: str) -> bool:

@@ -3,36 +3,65 @@
 import pathlib
 from collections.abc import Sequence
 
-from qwen3next_jax.common.errors import require
-from qwen3next_jax.config import EvalConfig, ModelConfig
+from jax.sharding import Mesh
+
+from qwen3next_jax.config import Config, EvalConfig, ModelConfig
+from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
 from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.model.block import check_mixers
+from qwen3next_jax.processes.distributed import is_leader
 from qwen3next_jax.runs import branching, preflight
-from qwen3next_jax.runs.folder import saved_steps
-from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.stages import DataCursor
+from qwen3next_jax.runs.folder import check_versions, saved_steps
+from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.stages import DataCursor, resolve_stages
 from qwen3next_jax.training.state import State
 
 SAMPLE_TEMPERATURE = 0.7
 
 
-def check_start(run: ResolvedRun, workdir: pathlib.Path, restart: bool = False) -> None:
-    """Checks whatever can be checked before data are prepared: what `preflight` looks at, the
-    evaluations and samples, the tensors of `train.init_from`.
+def prepare_start(
+    config: Config, mesh: Mesh, workdir: pathlib.Path, restart: bool = False
+) -> ResolvedRun:
+    """Checks whatever can be checked before data are prepared, and works out the run: what
+    `preflight` looks at, every stage's batches on `mesh`, the versions of a model that was
+    trained before, evaluations and samples, the tensors of `train.init_from`.
 
     Raises:
       UserError: names the first mistake.
     """
-    config = run.config
-    preflight.check(config, workdir, restart)
+    preflight.check(config, workdir, restart, records=is_leader())
+    begins = restart or not saved_steps(workdir)
+    if not begins:
+        check_versions(workdir)
+    elif parent := preflight.find_parent(config, workdir, restart):
+        check_versions(pathlib.Path(parent["path"]))
+    config = preflight.with_tokenizer(config, workdir, restart)
+    run = resolve_run(config, mesh)
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)
     check_evaluations(config.eval, run.model, tokenizer)
     init_from = config.train.init_from
-    begins = restart or not saved_steps(workdir)
     if init_from and begins and not preflight.names_run(init_from):
         from qwen3next_jax.interop.huggingface import check_hf
 
         check_hf(init_from)
+    return run
+
+
+def check_settings_alone(config: Config) -> None:
+    """Checks what depends on the settings and the data's files alone: no folder of a run, no
+    devices.
+
+    Raises:
+      UserError: names the first mistake.
+    """
+    check_mixers(config.model)
+    resolve(OPTIMIZERS, config.optimizer.name, "optimizer.name")
+    source = source_of(config.data)
+    tokenizer = source.tokenizer_of(config.data, config.model.vocab_size)
+    check_evaluations(config.eval, config.model, tokenizer)
+    for stage in resolve_stages(config):
+        source.check(stage.data, stage.sequence_length, config.model.vocab_size)
 
 
 def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -65,5 +94,5 @@ def start_state(
         return run.init_state(), cursor
     from qwen3next_jax.interop.huggingface import load_params
 
-    preflight.check_structure(run.config)
+    preflight.check_structure(run.model, init_from)
     return run.init_state(load_params(init_from, run.abstract_state["params"])), cursor

@@ -2,7 +2,6 @@
 TensorBoard, Weights & Biases, report.html) is given its events. docs/report.md has the schema.
 """
 
-import importlib
 import json
 import math
 import os
@@ -266,8 +265,11 @@ class TensorBoard:
     """Every number of every event as a scalar under WORKDIR/tensorboard, samples as text."""
 
     def __init__(self, workdir: pathlib.Path, first_step: int):
-        writer = _optional("tensorboardX", "telemetry.tensorboard = True", "tensorboard")
-        self._writer = writer.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
+        import tensorboardX  # where it is missing, `preflight` has said so
+
+        self._writer = tensorboardX.SummaryWriter(
+            str(workdir / "tensorboard"), purge_step=first_step + 1
+        )
 
     def __call__(self, event: Event) -> None:
         for name, value in scalars(event).items():
@@ -284,7 +286,8 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, name: str, settings: dict[str, Any], workdir: pathlib.Path):
         """`name` of the run, and its `settings`, for the page of `project`."""
-        wandb = _optional("wandb", f"telemetry.wandb = {project!r}", "wandb")
+        import wandb  # where it is missing, `preflight` has said so
+
         id_file = workdir / "wandb_id"
         if not id_file.exists():
             id_file.write_text(f"{name}-{time.time_ns():x}")
@@ -325,13 +328,3 @@ def scalars(event: Event) -> dict[str, float]:
                 if isinstance(v, (int, float))
             }
     return result
-
-
-def _optional(package: str, setting: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(
-            f"{setting} needs the package {package}, which is not installed: pip install "
-            f"'qwen3next-jax[{extra}]', or leave the setting out"
-        ) from error

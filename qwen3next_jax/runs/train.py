@@ -16,6 +16,7 @@ from qwen3next_jax.common.errors import ExitCode, UserError, reason, warn
 from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
     check_shared,
@@ -33,12 +34,14 @@ from qwen3next_jax.runs.folder import (
     move_aside,
     open_run,
     read_run,
+    restart_has_begun,
     write_run_record,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
+from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
-from qwen3next_jax.runs.start import check_start, start_state
+from qwen3next_jax.runs.start import prepare_start, start_state
 from qwen3next_jax.runs.telemetry import MetricsFile, open_metrics, surroundings
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.guards import NON_FINITE
@@ -50,7 +53,7 @@ from qwen3next_jax.training.loop import (
     make_train_step,
     stop_at_hook_error,
 )
-from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
     ResolvedStage,
     first_cursor,
@@ -84,11 +87,14 @@ def train(
       UserError: a mistake in what the user gave.
     """
     begun = time.time()
+    restart = restart or restart_has_begun(workdir)
     leader = is_leader()  # the process that records and shows the run
 
     # ---- Mesh
-    run = resolve_run(config, make_mesh(config.parallel, devices))
-    run_on_all(lambda: check_start(run, workdir, restart))
+    mesh = make_mesh(config.parallel, devices)
+    run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
+    config = run.config  # with the tokenizer that the run really has
+    run_on_all(lambda: check_state_fits(run.abstract_state))
 
     # ---- Data
     with PreparationProgress() as progress:
@@ -132,6 +138,8 @@ def train(
                 else f"restoring step {first_step}"
             )
             print(f"{workdir}: {what}", flush=True)
+            for line in partial_ablations(run.model):
+                print(line, flush=True)
         if is_new:
             state, cursor = start_state(run, data, parent)
         else:
@@ -192,7 +200,8 @@ def train(
             rewinder = Rewinder(run, data, cursors, parent, checkpoints, metrics)
             while True:
                 try:
-                    step, state, last_metrics = trainer.train(state, first_step)
+                    with reports_out_of_memory(lambda: trainer.stage):
+                        step, state, last_metrics = trainer.train(state, first_step)
                     break
                 except Halted as halt:
                     watchdog.allow(config.train.compile_timeout, "a rewind or a dump", halt.step)

@@ -135,7 +135,7 @@ class Runner:
             waiting = [
                 point
                 for point in self.sweep.points
-                if not is_done(folder(self.workdir, point), point.config)
+                if not self._is_done(point)
             ]
             if done := len(self.sweep.points) - len(waiting):
                 self.tell(f"{done} of {len(self.sweep.points)} points are done already")
@@ -151,7 +151,7 @@ class Runner:
             os.close(lock)
         if self._stopping:
             left = sum(
-                not is_done(folder(self.workdir, point), point.config)
+                not self._is_done(point)
                 for point in self.sweep.points
             )
             self.tell(
@@ -160,6 +160,10 @@ class Runner:
             )
             return ExitCode.INTERRUPTED
         return 1 if self.failed else 0
+
+    def _is_done(self, point: Point) -> bool:
+        config = point.config
+        return is_done(folder(self.workdir, point), config.train.steps, config.eval.suites)
 
     def _lock(self) -> int:
         """A lock that the points inherit, so that it holds as long as any of them runs, even
@@ -209,7 +213,7 @@ class Runner:
             del self.running[name]
             seconds = time.monotonic() - begun
             where = folder(self.workdir, point)
-            if code == 0 and is_done(where, point.config):
+            if code == 0 and self._is_done(point):
                 self.tell(f"{name}: done in {seconds:,.0f} s")
             elif self._stopping:
                 self.tell(f"{name}: stopped")

@@ -31,6 +31,13 @@ MISTAKES = [
     ("model.num_attention_heads", 5, "num_attention_heads"),
     ("optimizer.schedule", "cosin", "did you mean 'cosine'"),
     ("train.sequence_length", 10**9, "train.sequence_length"),
+    ("train.init_from", "a" * 5000, "train.init_from"),
+    ("data.path", "texts/*.txt," + "a/" * 2500, "data.path"),
+    ("data.tokenizer", "a" * 256, "data.tokenizer"),
+    ("data.prepared_dir", "a\0b", "data.prepared_dir"),
+    ("train.stages", [{"steps": 44, "name": "\x1b[31m"}], "train.stages"),
+    ("train.stages", [{"steps": 44, "name": "\udcff"}], "train.stages"),
+    ("eval.sample_prompt", "\ud800", "eval.sample_prompt"),
 ]
 # setting, value: of a run that is there
 OTHER_RUNS = [

@@ -1,19 +1,25 @@
-"""Rows 1, 2, 3, 14, 25, 26: processes killed, told to end, stopped, and stalled."""
+"""Rows 1, 2, 3, 14, 25 … 29: processes killed, told to end, stopped, and stalled."""
 
 import dataclasses
+import json
 import os
 import pathlib
+import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 
+from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode
-from qwen3next_jax.config import Config, Stage
+from qwen3next_jax.config import Config, Stage, to_dict
 from qwen3next_jax.runs import manifest
 from tests.faults.lab import (
     EVERY,
     Lab,
+    Patience,
     Trial,
     attempt,
     events,
@@ -133,8 +139,53 @@ def kill_at_boundaries(lab: Lab, seed: int) -> list[Trial]:
 
 
 def _staged_killed_along(lab: Lab, moment, kills: int) -> list[Trial]:
-    config = staged_branch(lab)
-    reference = lab.reference("staged", config)
+    return _branch_killed_along(lab, "staged", staged_branch(lab), moment, kills)
+
+
+def kill_whole_state_branch(lab: Lab, seed: int, kills: int = 6) -> list[Trial]:
+    """SIGKILLs along a run that begins with the whole state of another one: while it reads that
+    state, saves its own copy, trains, saves. The other run stays as it is, byte for byte.
+    """
+    rng = np.random.default_rng(seed)
+    config = whole_state_branch(lab)
+    before = digests_of(pathlib.Path(config.train.init_from))
+    early = iter((("pid ", rng.uniform(0, 3)), (f"save {BEGUN_WITH}\n", rng.uniform(0, 0.1))))
+
+    def moment(saves, newest):
+        if when := next(early, None):
+            return when
+        if newest == saves[-2]:  # behind it the run would be over before the kill
+            return "pid ", rng.uniform(0, 1)
+        following = min(step for step in saves[1:] if step > newest)
+        return f"save {following}\n", rng.uniform(0, 0.3)
+
+    trials = _branch_killed_along(lab, "whole-state", config, moment, kills)
+    same = digests_of(pathlib.Path(config.train.init_from)) == before
+    return [
+        dataclasses.replace(t, recovered=t.recovered and same, bitwise=t.bitwise and same)
+        for t in trials
+    ]
+
+
+def whole_state_branch(lab: Lab) -> Config:
+    """What goes on with the whole state after 8 steps of another run, at another learning rate."""
+    parent = lab.reference("parent", lab.with_(train={"steps": BEGUN_WITH}))
+    return lab.with_(
+        train={"init_from": str(parent), "init_state": "all"}, optimizer={"learning_rate": 1e-3}
+    )
+
+
+def digests_of(folder: pathlib.Path) -> dict[str, str]:
+    """Path → digest of every file in `folder`, but for the locks that processes leave."""
+    return {
+        path.relative_to(folder).as_posix(): digests.of_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def _branch_killed_along(lab: Lab, name: str, config: Config, moment, kills: int) -> list[Trial]:
+    reference = lab.reference(name, config)
     saves = [e["step"] for e in events(reference, "checkpoint")]
     workdir = lab.new_folder() / "run"
     trials, begins = [], None  # begins: with which step the next start has to go on
@@ -161,6 +212,150 @@ def _staged_killed_along(lab: Lab, moment, kills: int) -> list[Trial]:
     left = [p.name for p in (workdir / "checkpoints").iterdir() if not p.name.isdigit()]
     same = lab.same(workdir, reference)
     return [dataclasses.replace(trial, recovered=not left, bitwise=same) for trial in trials]
+
+
+# Notes its process id, then becomes the process that trains.
+SUPERVISED = """
+import pathlib, sys
+from qwen3next_jax import supervisor
+supervisor.FIRST_PAUSE, supervisor.LONGEST_PAUSE, supervisor.FRUITLESS = 0.2, 0.2, 100
+workdir, pids, spec = sys.argv[1:]
+command = ["/bin/sh", "-c", 'echo $$ >> "$0"; exec "$@"', pids]
+command += [sys.executable, "-m", "tests.faults.worker", spec]
+sys.exit(supervisor.supervise(pathlib.Path(workdir), 100, command, restart=True))
+"""
+
+
+def kill_supervised_restart(lab: Lab, seed: int, kills: int = 5) -> list[Trial]:
+    """SIGKILLs of the processes that `--restart --max-restarts` starts over another run: while one
+    imports, before it moves that run, while it moves it, before its first checkpoint, later. The
+    supervisor ends with the new run, and the other one is moved as it was, byte for byte.
+    """
+    rng = np.random.default_rng(seed)
+    moments = [
+        ("", rng.uniform(0, 3)),
+        ("pid ", rng.uniform(0, 0.5)),
+        ("move\n" * int(rng.integers(1, 6)), rng.uniform(0, APART / 4)),
+        (f"step {int(rng.integers(1, EVERY))}\n", rng.uniform(0, APART)),
+        (f"save {EVERY}\n", rng.uniform(0, 0.5)),
+    ]
+    chosen = sorted(rng.choice(len(moments), kills, replace=False))
+    config = lab.with_(train={"steps": BEGUN_WITH, "seed": 7})
+    workdir = lab.new_folder() / "run"
+    shutil.copytree(lab.reference("replaced", config), workdir)
+    (workdir / "done").unlink()
+    before = digests_of(workdir)
+    progress, pids, said = (workdir.parent / name for name in ("progress", "pids", "said"))
+    spec = {
+        "config": to_dict(lab.config),
+        "workdir": str(workdir),
+        "log": str(lab.log_file(workdir)),
+        "pace": APART / 4,
+        "progress": str(progress),
+        "restart": True,
+    }
+    trials = []
+    with said.open("w") as file:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISED, str(workdir), str(pids), json.dumps(spec)],
+            stderr=file,
+        )
+    try:
+        for n, (text, seconds) in enumerate(moments[i] for i in chosen):
+            patience = Patience(60, f"start {n} did not come")
+            while not pids.exists() or pids.read_text().count("\n") <= n:
+                patience.wait(0.01)
+            if text:
+                wait_for(progress, text)
+            time.sleep(seconds)
+            os.kill(int(pids.read_text().split()[n]), signal.SIGKILL)
+            progress.write_text("")  # for the next start
+            trials.append(Trial(told=True, note=f"{text or 'import'} {seconds:.2f}"))
+        patience = Patience(240, "the supervisor did not end")
+        while supervisor.poll() is None:
+            patience.wait(0.05)
+    finally:
+        supervisor.poll() is None and supervisor.kill()
+    aside = list(workdir.glob("before-*"))
+    recovered = supervisor.returncode == 0 and len(aside) == 1 and digests_of(aside[0]) == before
+    told = said.read_text().count("SIGKILL") == len(trials)
+    same = recovered and lab.same(workdir, lab.reference())
+    return [dataclasses.replace(t, told=told, recovered=recovered, bitwise=same) for t in trials]
+
+
+def kill_while_moving(lab: Lab, seed: int) -> list[Trial]:
+    """Row 27 in short: a SIGKILL while `--restart` moves a run; the next start is not told to
+    restart, and moves the rest.
+    """
+    moves = "move\n" * int(np.random.default_rng(seed).integers(1, 6))
+    workdir, progress = lab.new_folder() / "run", lab.new_folder() / "progress"
+    shutil.copytree(lab.reference(), workdir)
+    (workdir / "done").unlink()
+    before = digests_of(workdir)
+    process = lab.start(workdir, restart=True, pace=APART, progress=str(progress))
+    wait_for(progress, moves, process)
+    kill(process)
+    told = len(list(workdir.glob("before-*.partial"))) == 1
+    code = lab.run(workdir)
+    (aside,) = workdir.glob("before-*")
+    recovered = code == 0 and digests_of(aside) == before
+    same = recovered and lab.same(workdir, lab.reference())
+    return [Trial(told=told, recovered=recovered, bitwise=same, note=moves)]
+
+
+def kill_exports(lab: Lab, seed: int, kills: int = 4) -> list[Trial]:
+    """SIGKILLs of an export: each leaves nothing under its name, and the run as it was; the same
+    command then writes what an undisturbed export writes.
+    """
+    rng = np.random.default_rng(seed)
+    workdir = lab.reference()
+    undisturbed = lab.folder / "exported"
+    if not undisturbed.exists():
+        assert wait(_start_export(lab, workdir, undisturbed), 120) == 0
+    before, wanted = digests_of(workdir), digests_of(undisturbed)
+    out, trials = lab.new_folder() / "exported", []
+    partial = out.parent / f".{out.name}.partial"
+    for _ in range(kills):
+        process = _start_export(lab, workdir, out, pace=0.02)
+        files = len(list(partial.glob("*.safetensors"))) + int(rng.integers(0, 4))
+        patience = Patience(120, "the export wrote nothing")
+        while process.is_alive() and len(list(partial.glob("*.safetensors"))) < files:
+            patience.wait()
+        time.sleep(rng.uniform(0, 0.06 if files else 2.0))
+        if not process.is_alive():
+            break  # it reached its end before: no kill
+        kill(process)
+        whole = not out.exists() or digests_of(out) == wanted
+        found = len(list(partial.glob("*.safetensors")))
+        trials.append(
+            Trial(told=whole, recovered=digests_of(workdir) == before, note=f"{found} files")
+        )
+    if not out.exists():
+        assert wait(_start_export(lab, workdir, out), 120) == 0
+    same = digests_of(out) == wanted and digests_of(workdir) == before and not partial.exists()
+    return [dataclasses.replace(trial, bitwise=same) for trial in trials]
+
+
+def _start_export(lab: Lab, workdir: pathlib.Path, out: pathlib.Path, pace: float = 0.0):
+    return lab.start_plain(export, out, workdir=str(workdir), pace=pace)
+
+
+def export(out: str, config: dict, workdir: str, pace: float) -> None:
+    """The command, in a process of its own, into files of 20 kB: one every `pace` seconds."""
+    from absl import flags
+
+    from qwen3next_jax.commands import export
+    from qwen3next_jax.interop import writing
+
+    write = writing.Unfinished.write
+
+    def slow(self, name, blocks):
+        time.sleep(pace)
+        write(self, name, blocks)
+
+    writing.MAX_SHARD_BYTES, writing.Unfinished.write = 20_000, slow
+    flags.FLAGS(["export", f"--workdir={workdir}", f"--out={out}"])
+    raise SystemExit(export.main())
 
 
 def _phase(workdir: pathlib.Path) -> str:

@@ -204,6 +204,18 @@ ROWS = (
         "SIGKILL where a stage ends and the next one begins",
         _times(kills.kill_at_boundaries, 4),
     ),
+    Row(
+        27,
+        "SIGKILL of what `--restart --max-restarts` starts, before, while and after the run before "
+        "is moved",
+        _times(kills.kill_supervised_restart, 4),
+    ),
+    Row(
+        28,
+        "SIGKILL of a branch with the whole state, from before it has a checkpoint of its own",
+        _times(kills.kill_whole_state_branch, 3),
+    ),
+    Row(29, "SIGKILL of an export", _times(kills.kill_exports, 4)),
 )
 
 

@@ -21,8 +21,8 @@ def main(spec: dict) -> None:
 
     spec: config (dict), workdir, log; and optionally pace (seconds a batch), progress (a file
     that gets lines "pid N", and "step N" or "save N" as each begins), poison ({batch index:
-    mark}), stall (batch index that never comes), devices, launch (flags), restart, cwd (where
-    the process starts).
+    mark}), stall (batch index that never comes), devices, launch (flags), restart (progress then
+    gets "move" before each file or folder is moved), cwd (where the process starts).
     """
     output = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -73,6 +73,8 @@ def _prepare_faults(spec: dict) -> None:
     )
     if progress is not None:
         os.write(progress, f"pid {os.getpid()}\n".encode())
+    if spec.get("restart") and progress is not None:
+        _tell_moves(progress, spec.get("pace", 0))
     marks = {int(index): mark for index, mark in spec.get("poison", {}).items()}
     batches, save = TrainData.batches, Checkpoints.save
 
@@ -97,6 +99,26 @@ def _prepare_faults(spec: dict) -> None:
         Checkpoints.save = told
     if marks:
         poison_loss()
+
+
+def _tell_moves(progress: int, pace: float) -> None:
+    from qwen3next_jax.runs import loop
+
+    rename, move_aside = pathlib.Path.rename, loop.move_aside
+
+    def told_rename(path, target):
+        os.write(progress, b"move\n")
+        time.sleep(pace)
+        return rename(path, target)
+
+    def told_move(workdir):
+        pathlib.Path.rename = told_rename
+        try:
+            move_aside(workdir)
+        finally:
+            pathlib.Path.rename = rename
+
+    loop.move_aside = told_move
 
 
 def _marked(segment_ids, mark):
@@ -125,4 +147,5 @@ def poison_loss() -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    restart = {"restart": False} if "--norestart" in sys.argv else {}
+    main(json.loads(sys.argv[1]) | restart)

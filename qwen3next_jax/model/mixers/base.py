@@ -22,8 +22,9 @@ class Mixer(nnx.Module):
     `splits`.
 
     settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`,
-      `yarn_factor`, `decay_init`, `linear_conv_kernel_dim`), of `MixerConfig` ("mixer.window") and of `BlockConfig`
-      ("block.rope_scaling"), which are refused where no layer reads them. meaning: settings of
+      `yarn_factor`, `decay_init`, `linear_conv_kernel_dim`), of `MixerConfig` ("mixer.window") and
+      of `BlockConfig` ("block.rope_scaling"), which are refused where no layer reads them.
+      meaning: settings of
       `config.further.kin.REACH` that give its parameters their meaning: weights trained under one
       value are never read under another. version: counts up when the same weights mean something
       else than before, that is when its mathematics changes (not how it is computed, nor with
