@@ -231,12 +231,16 @@ def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
     assert differs(of_prefix) == [True] * 12 and differs(of_rest) == [False] * 5 + [True] * 7
 
     np.testing.assert_array_equal(
-        mask_prefix_targets(config, batch)["target_mask"][0], np.r_[np.arange(8) >= 5, np.arange(12) >= 5]
+        mask_prefix_targets(config, batch)["target_mask"][0],
+        np.r_[np.arange(8) >= 5, np.arange(12) >= 5],
     )
     marked = mask_prefix_targets(config, batch | {"target_mask": np.arange(20)[None] % 2 == 0})[
         "target_mask"
     ][0]
-    assert np.flatnonzero(marked).tolist() == [6, 14, 16, 18] and mask_prefix_targets(BASE, batch) is batch
+    assert (
+        np.flatnonzero(marked).tolist() == [6, 14, 16, 18]
+        and mask_prefix_targets(BASE, batch) is batch
+    )
 
 
 def test_what_a_mask_cannot_do():

@@ -24,8 +24,8 @@ from qwen3next_jax.runs.display import PreparationProgress
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.runs.preflight import tokenizer_of_model
-from qwen3next_jax.training.stages import part_at
-from qwen3next_jax.training.step import abstract_model
+from qwen3next_jax.training.stages import resolve_stages, stage_at
+from qwen3next_jax.training.state import abstract_model
 
 
 def evaluate(
@@ -68,11 +68,12 @@ def evaluate(
         data = dataclasses.replace(config.data, tokenizer=tokenizer_of_model(str(path)))
         config = dataclasses.replace(config, data=data)
     if is_run:
-        config = part_at(config, step).config  # of the stage that was trained last
+        # The rows of the stage that was trained last.
+        config = stage_at(resolve_stages(config), step).alone(config)
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
     if other := described.differs(model.config):  # the run's parameters, read in another way
-        graphdef, _ = abstract_model(config)
+        graphdef, _ = abstract_model(described)
     subject = evaluation.Subject(
         described,
         graphdef,

@@ -34,9 +34,7 @@ DOES_NOT_FIT = 1  # exit code
 def main() -> int:
     named = cli.read_mesh(_mesh.value)
     config = _config()
-    stage = max(
-        resolve_stages(config), key=lambda stage: (stage.sequence_length, stage.batch_size)
-    )
+    stage = max(resolve_stages(config), key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
         print(f"planning for stage {stage.name}, the one of the longest rows")
     config = stage.alone(config)

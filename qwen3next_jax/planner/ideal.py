@@ -48,9 +48,7 @@ class Ideal(NamedTuple):
     bound: dict[str, float]
 
 
-def ideal(
-    m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh
-) -> Ideal:
+def ideal(m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh) -> Ideal:
     """The bounds of a step of the model `m` with the batches of `train`."""
     chip = topology.chip
     tokens = train.batch_size * train.sequence_length / mesh.size * mesh.shape[TENSOR]

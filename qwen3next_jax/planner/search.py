@@ -188,9 +188,7 @@ def _kept(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
         "block": 2 * m.hidden_size + attention,
         "offload": 2 * m.hidden_size,
     }[remat]
-    weights = (
-        2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
-    )
+    weights = 2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
     return per_token * m.num_hidden_layers * _micro_batch_tokens(train, mesh) + weights
 
 

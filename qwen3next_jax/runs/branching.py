@@ -27,9 +27,7 @@ from qwen3next_jax.training.stages import (
 from qwen3next_jax.training.state import State, abstract_train_state
 
 
-def start_state(
-    run: ResolvedRun, data: Sequence[Data], parent: Parent
-) -> tuple[State, DataCursor]:
+def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple[State, DataCursor]:
     """(the state before the first step of a run that begins with `parent`, read onto the mesh of
     the run; the cursor of that step).
 
@@ -101,7 +99,5 @@ def _cursors(
     parent's; its state counts `data_offset`.
     """
     before = theirs[stage_number(theirs, step)]
-    rows = next(
-        rows for stage, rows in zip(stages, data, strict=True) if step < stage.last_step
-    )
+    rows = next(rows for stage, rows in zip(stages, data, strict=True) if step < stage.last_step)
     return before, before.advance(step, rows, data_offset)

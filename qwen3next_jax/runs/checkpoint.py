@@ -216,7 +216,9 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_leader():
             return []
-        size = manifest.write_manifest(self.directory / str(step), step, run_id(self.directory.parent))
+        size = manifest.write_manifest(
+            self.directory / str(step), step, run_id(self.directory.parent)
+        )
         saved = (
             "checkpoint",
             step,

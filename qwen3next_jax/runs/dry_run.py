@@ -111,9 +111,7 @@ def _print_stages(run: ResolvedRun, taken: int) -> None:
         )
     if run.config.train.stages:
         tokens = tokens_seen(run.stages, run.steps) - tokens_seen(run.stages, taken)
-        print(
-            f"Together: {tokens:,} tokens, {total:.4g} FLOPs in {run.steps - taken:,} steps"
-        )
+        print(f"Together: {tokens:,} tokens, {total:.4g} FLOPs in {run.steps - taken:,} steps")
 
 
 def _describe_beginning(run: ResolvedRun, parent: preflight.Parent | None) -> str:

@@ -554,7 +554,9 @@ def run_id(workdir: pathlib.Path) -> str | None:
         return None
 
 
-def write_run_record(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool) -> None:
+def write_run_record(
+    workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool
+) -> None:
     """Writes down what the run is, before its first step: `description` as run.json (if it is
     not empty), and a copy of a tokenizer that came from a file, with which the run can be used
     wherever it or the file goes. `new`: one that is there is of a start that came to nothing.

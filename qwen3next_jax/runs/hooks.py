@@ -2,15 +2,11 @@
 them. A hook is one class here, and knows none of the others.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote
@@ -126,9 +122,7 @@ class MetricsHook(Hook):
 
     def __call__(self, info: StepInfo) -> None:
         metrics = jax.device_get(info.metrics)
-        record = {
-            name: float(value) for name, value in metrics.items() if name not in NOT_LOGGED
-        }
+        record = {name: float(value) for name, value in metrics.items() if name not in NOT_LOGGED}
         load = metrics.get("expert_load")
         if load is not None:
             record["busiest_expert"] = float(np.max(load))
@@ -159,7 +153,9 @@ class DiagnosticsHook(Hook):
                 info.metrics.get("expert_load"),
             )
         )
-        self._metrics.write("diagnostics", info.step, **summarise(measured, grad_norms, expert_load))
+        self._metrics.write(
+            "diagnostics", info.step, **summarise(measured, grad_norms, expert_load)
+        )
 
 
 class EvaluationHook:
@@ -170,7 +166,9 @@ class EvaluationHook:
       heldout_loss: the newest held-out loss; 0 before the first.
     """
 
-    def __init__(self, trainer: Trainer, metrics: MetricsFile, config: EvalConfig, tokenizer: Tokenizer):
+    def __init__(
+        self, trainer: Trainer, metrics: MetricsFile, config: EvalConfig, tokenizer: Tokenizer
+    ):
         from qwen3next_jax.evals import evaluation
 
         self._metrics = metrics

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from qwen3next_jax.common.errors import ExitCode, UserError, reason, warn
+from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.tokens import Tokenizer
@@ -133,9 +133,7 @@ def train(
         is_new = not first_step
         if leader:  # either can take minutes, and the display needs the state
             what = (
-                branching.describe(run, data, parent)
-                if is_new
-                else f"restoring step {first_step}"
+                branching.describe(run, data, parent) if is_new else f"restoring step {first_step}"
             )
             print(f"{workdir}: {what}", flush=True)
             for line in partial_ablations(run.model):
@@ -177,9 +175,7 @@ def train(
                 display.say(
                     "\n".join(f"changed since the run before: {change}" for change in changes)
                 )
-            trainer = Trainer(
-                run, data, cursors, make_step, _hook_error_policy(run, metrics)
-            )
+            trainer = Trainer(run, data, cursors, make_step, _hook_error_policy(run, metrics))
             saving = hooks.CheckpointHook(checkpoints, metrics)
             evaluation = _add_hooks(
                 trainer,

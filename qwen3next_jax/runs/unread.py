@@ -17,7 +17,7 @@ from qwen3next_jax.config.files import Given, names_in
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.training.stages import SETTINGS, ResolvedStage, resolve_stages
+from qwen3next_jax.training.stages import SETTINGS, resolve_stages
 
 # Setting → (whether a run of this configuration reads it, why it does not).
 _READ: dict[str, tuple[Callable[[Config], bool], str]] = {

@@ -96,16 +96,12 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
     )
 
 
-def _measured(
-    events: list[dict[str, Any]], steps: int, suites: Sequence[str]
-) -> dict[str, Value]:
+def _measured(events: list[dict[str, Any]], steps: int, suites: Sequence[str]) -> dict[str, Value]:
     """The figures of the last step but for mere counts, {} unless all its evaluations are there
     and the run has not diverged.
     """
     last = {
-        name: event
-        for event in events
-        if event["step"] == steps and (name := evaluation(event))
+        name: event for event in events if event["step"] == steps and (name := evaluation(event))
     }
     if {"heldout", *suites} - last.keys():
         return {}

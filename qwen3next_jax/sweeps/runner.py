@@ -132,11 +132,7 @@ class Runner:
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            waiting = [
-                point
-                for point in self.sweep.points
-                if not self._is_done(point)
-            ]
+            waiting = [point for point in self.sweep.points if not self._is_done(point)]
             if done := len(self.sweep.points) - len(waiting):
                 self.tell(f"{done} of {len(self.sweep.points)} points are done already")
             while (waiting and not self._stopping) or self.running:
@@ -150,10 +146,7 @@ class Runner:
             self.after(self.failed)
             os.close(lock)
         if self._stopping:
-            left = sum(
-                not self._is_done(point)
-                for point in self.sweep.points
-            )
+            left = sum(not self._is_done(point) for point in self.sweep.points)
             self.tell(
                 f"Interrupted with {left} of {len(self.sweep.points)} points to go. The same "
                 "command goes on from there."

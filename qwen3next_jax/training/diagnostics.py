@@ -93,9 +93,7 @@ def make_diagnostics_step(
     """
 
     def step(params, batch):
-        tokens, segment_ids = (
-            batch[name][::micro_batches] for name in ("tokens", "segment_ids")
-        )
+        tokens, segment_ids = (batch[name][::micro_batches] for name in ("tokens", "segment_ids"))
         features = nnx.merge(graphdef, params).features(
             tokens, segment_ids, diagnose=True, mesh=mesh
         )

@@ -70,9 +70,7 @@ def make_train_step(
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
-    optimizer = make_optimizer(
-        stage.optimizer, declared(run.model), schedule, run.compute_mesh
-    )
+    optimizer = make_optimizer(stage.optimizer, declared(run.model), schedule, run.compute_mesh)
     guard_config = run.config.guards
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -355,9 +353,7 @@ class Trainer:
             if due:
                 jax.block_until_ready(metrics)
                 self._end_step(step, metrics, state)
-                info = StepInfo(
-                    step, self.stage, state, batch, metrics, ends_stage, self._stopping
-                )
+                info = StepInfo(step, self.stage, state, batch, metrics, ends_stage, self._stopping)
                 self.clock.pause()
                 for registered in due:
                     self._call(registered, registered.hook, step, info)

@@ -54,9 +54,7 @@ def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.
     micro-batches is the batch's.
     """
     stacked = _per_layer(features, counts, "load")
-    return jax.lax.stop_gradient(
-        stacked * (config.num_experts / config.num_experts_per_tok)
-    )
+    return jax.lax.stop_gradient(stacked * (config.num_experts / config.num_experts_per_tok))
 
 
 def total_loss(

@@ -1,9 +1,9 @@
 """The train state: a plain dict of arrays, from which a run continues bit for bit.
 
-    params      nested dict of float32 arrays, as `nnx.to_pure_dict` names them
-    opt_state   the optimizer's state (optax)
-    step        int32, steps taken so far
-    guards      what the guards remember (see `guards`)
+params      nested dict of float32 arrays, as `nnx.to_pure_dict` names them
+opt_state   the optimizer's state (optax)
+step        int32, steps taken so far
+guards      what the guards remember (see `guards`)
 """
 
 import jax
@@ -71,18 +71,14 @@ def init_state(
         params = jax.jit(random_params, out_shardings=state_shardings["params"])()
     else:
         params = jax.device_put(params, state_shardings["params"])
-    init = jax.jit(
-        _optimizer(model, optimizer).init, out_shardings=state_shardings["opt_state"]
-    )
+    init = jax.jit(_optimizer(model, optimizer).init, out_shardings=state_shardings["opt_state"])
     counters = _counters(guards)
     return {"params": params, "opt_state": init(params)} | jax.device_put(
         counters, {name: state_shardings[name] for name in counters}
     )
 
 
-def _optimizer(
-    model: ModelConfig, optimizer: OptimizerConfig
-) -> optax.GradientTransformation:
+def _optimizer(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
     """The optimizer as far as its first state goes: that depends on no learning rate."""
     return make_optimizer(optimizer, declared(model), optax.constant_schedule(0.0))
 
