@@ -223,7 +223,7 @@ def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_na
         match=rf"disagree on {name}: process 0 on host0 has {digests[name]}, process 1 on host1 "
         r"another;",
     ):
-        distributed._judge("start", 1.0)
+        distributed._check_reports("start", 1.0)
 
 
 CHIP = "on a GPU of compute capability 8.0: expected 9.0 (H100, H200)"

@@ -202,7 +202,7 @@ def run_on_all(
     _client().key_value_set(
         f"{key}/{me}", json.dumps(outcome | {"about": about or {}, "host": socket.gethostname()})
     )
-    broadcast_from_process_0(lambda: _judge(key, timeout))
+    broadcast_from_process_0(lambda: _check_reports(key, timeout))
     return result
 
 
@@ -328,7 +328,7 @@ def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[
     return result, {keep: result} if keep else {}
 
 
-def _judge(key: str, timeout: float) -> None:
+def _check_reports(key: str, timeout: float) -> None:
     """Process 0 reads what the others say of themselves, and raises where something is wrong."""
     first: dict[str, Any] = {}
     for process in range(jax.process_count()):

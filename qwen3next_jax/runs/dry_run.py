@@ -3,6 +3,8 @@ Nothing is written.
 """
 
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -25,15 +27,22 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import tokens_seen
 
 
-def dry_run(config: Config, workdir: pathlib.Path, restart: bool = False) -> ExitCode:
-    """Prints parameters, memory, data, tokens, FLOPs and where the run would start.
+def dry_run(
+    config: Config,
+    workdir: pathlib.Path,
+    restart: bool = False,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> ExitCode:
+    """Prints parameters, memory, data, tokens, FLOPs and where the run would start. `devices`:
+    those of the run; None for all that JAX finds.
 
     Raises:
       UserError: a mistake that `train` would meet. Two are not looked for: in the text behind
         the first document of each glob, and in the values of the tensors of `train.init_from`.
     """
     restart = restart or restart_has_begun(workdir)
-    mesh = make_mesh(config.parallel)
+    mesh = make_mesh(config.parallel, devices)
     run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
     data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size))
     if not is_leader():
