@@ -31,7 +31,7 @@ from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
-from qwen3next_jax.runs import branching, checkpoint, dry_run, manifest, preflight
+from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
 from qwen3next_jax.runs import folder as run_folder
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run

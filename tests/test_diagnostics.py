@@ -55,7 +55,7 @@ BATCH = {
 def measured():
     graphdef, _ = abstract_model(CONFIG.model)
     params = resolved(CONFIG).init_state()["params"]
-    step = make_diagnostics_step(CONFIG.model, graphdef)
+    step = make_diagnostics_step(CONFIG.model, graphdef, CONFIG.train.gradient_accumulation)
     return graphdef, params, step, jax.device_get(step(params, BATCH))
 
 
@@ -148,7 +148,7 @@ def test_a_mesh_measures_the_same(measured):
         params,
         resolved(config, mesh).state_shardings["params"],
     )
-    again = make_diagnostics_step(config.model, graphdef, mesh=mesh)(
+    again = make_diagnostics_step(config.model, graphdef, config.train.gradient_accumulation, mesh)(
         placed, jax.device_put(BATCH, batch_sharding(mesh))
     )
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(again))

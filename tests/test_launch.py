@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.ops import kernel_trial
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import (
@@ -204,7 +204,7 @@ def test_mistakes_are_named(environment, flags, message):
 def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_name(
     monkeypatch, name
 ):
-    digests = distributed._code_digests() | distributed._settings(Config())
+    digests = distributed._code_digests() | distributed._settings(to_dict(Config()))
     assert name in digests
     said = [
         {"host": f"host{i}", "about": about}

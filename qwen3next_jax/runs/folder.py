@@ -56,8 +56,8 @@ MAY_CHANGE = {
         "to no less than are taken"
     ),
     "config.train.log_every": "what is written down",
-    "config.train.hooks": "what is done besides the steps",
-    "config.train.on_hook_error": "what is done besides the steps",
+    "config.train.hooks": "what a run does besides its steps",
+    "config.train.on_hook_error": "what it does when that fails",
     "config.train.remat": "memory against time; the same gradients up to rounding",
     "config.train.step_timeout": "the watchdog",
     "config.train.compile_timeout": "the watchdog",
