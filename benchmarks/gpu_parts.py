@@ -39,7 +39,8 @@ from qwen3next_jax.ops import pallas_gpu_ragged as products
 from qwen3next_jax.ops.attention import pallas_gpu as attention_gpu
 from qwen3next_jax.ops.delta_rule import pallas_gpu_trial
 from qwen3next_jax.sharding.mesh import one_device
-from qwen3next_jax.training.step import init_state, make_train_step
+from qwen3next_jax.training.loop import make_train_step
+from qwen3next_jax.training.resolve import resolve_run
 
 PEAK = 989.4e12  # bfloat16 products of an H100 or H200 (SXM), by its data sheet
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, likewise
@@ -411,10 +412,9 @@ def train(args, note, what, config):
     shape = config.train.batch_size, config.train.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
     batch = {"tokens": jnp.asarray(tokens), "segment_ids": jnp.ones(shape, jnp.int32)}
-    state = init_state(config, one_device())
-    step, compile_seconds = compiled(
-        what, make_train_step(config, one_device()).lower, state, batch
-    )
+    run = resolve_run(config, one_device())
+    state = run.init_state()
+    step, compile_seconds = compiled(what, make_train_step(run, *run.stages).lower, state, batch)
     seconds = []
     for _ in range(args.rounds + 2):
         begun = time.perf_counter()

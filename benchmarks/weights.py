@@ -218,8 +218,7 @@ def part_whole(title: str, folder: str, port: int, process: int, processes: int)
     from qwen3next_jax.config import ParallelConfig
     from qwen3next_jax.processes import distributed
     from qwen3next_jax.processes.launch import Launch
-    from qwen3next_jax.sharding.mesh import make_mesh
-    from qwen3next_jax.training.step import compute_mesh
+    from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 
     folder = pathlib.Path(folder)
     distributed.start(Launch("flags", f"127.0.0.1:{port}", processes, process), ParallelConfig())

@@ -2,6 +2,8 @@
 [--config.train.steps=…] [--max-restarts=N] [--dry-run]`.
 """
 
+import functools
+
 from absl import flags
 
 from qwen3next_jax.commands import cli
@@ -30,7 +32,10 @@ def main() -> int:
     config, launch = get_config(), get_launch()
     workdir = get_workdir(config.name)
     if get_max_restarts() and not _dry_run.value:
-        return supervisor.supervise(workdir, get_max_restarts(), restart=_restart.value)
+        from qwen3next_jax.runs.folder import written
+
+        find_run = functools.partial(written, workdir) if _restart.value else None
+        return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs import unread
 
     given = None if _allow_unread.value else cli.given_settings()

@@ -2,7 +2,6 @@
 them. A hook is one class here, and knows none of the others.
 """
 
-
 import jax
 import numpy as np
 from flax import nnx

@@ -220,7 +220,7 @@ def device_counts(lab: Lab, _: int) -> list[Trial]:
 
 SUPERVISED = """
 import json, pathlib, sys
-from qwen3next_jax import supervisor
+from qwen3next_jax.processes import supervisor
 sys.exit(supervisor.supervise(pathlib.Path(sys.argv[1]), 6, [sys.executable, "-m", "tests.faults.worker", sys.argv[2]]))
 """  # noqa: E501
 
