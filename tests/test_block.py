@@ -15,9 +15,10 @@ from mixer_references import errors
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.config.further.block import MLPS, PLACEMENTS, BlockConfig
+from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.config.further.mixers import MixerConfig
+from qwen3next_jax.config.registry import MLPS, PLACEMENTS
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared

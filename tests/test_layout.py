@@ -24,7 +24,8 @@ ARROWS = {
     "inference": "model data sharding ops config common",
     "reporting": "common",
     "evals": "inference reporting model data sharding config common",
-    "runs": "training evals inference interop processes reporting model data sharding config common",
+    "runs": "training evals inference interop processes reporting model data sharding config "
+    "common",
     "planner": "training model ops sharding config common",
     "sweeps": "runs evals reporting data config common",
     "commands": None,

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.model import Qwen3Next, language_model
+from qwen3next_jax.model import Qwen3Next, layer_stack
 from qwen3next_jax.model.layers import Context
 
 TINY = ModelConfig(
@@ -190,7 +190,7 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
 
     states = jax.jit(run)(params)
     with monkeypatch.context() as patched:
-        patched.setattr(language_model, "tpu", lambda: "v6e")
+        patched.setattr(layer_stack, "tpu", lambda: "v6e")
         assert "unroll=2" in str(jax.make_jaxpr(lambda params: run(params))(params))
     model, x = nnx.merge(graphdef, params), states[0]
     context = Context(jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12)))

@@ -25,7 +25,7 @@ import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from qwen3next_jax.model.language_model import UNROLLED
+from qwen3next_jax.model.layer_stack import UNROLLED
 from qwen3next_jax.planner import planning, process, topology
 from qwen3next_jax.planner.process import make_plan_apart
 from qwen3next_jax.planner.search import RECOMPUTED, candidates

@@ -79,13 +79,13 @@ def test_the_last_signal_of_a_parent_that_dies_slowly_is_no_second_one(monkeypat
 
 
 COMPILING = """
-import hashlib, pathlib, signal, threading
+import hashlib, pathlib, signal, sys, threading
 from qwen3next_jax.commands import cli
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs start without
 def main(arguments):
     threading.Timer(0.3, pathlib.Path(arguments[0]).touch).start()  # when this thread is in the line below
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # as XLA's compiler: Python's handler waits until it is back
-cli.run(main, "FILE")
+cli.run(sys.modules["__main__"], "FILE")
 """  # noqa: E501
 
 

@@ -46,7 +46,7 @@ def get_config():
         shared_expert_intermediate_size=16)
     config.train.update(steps=16, batch_size=4, sequence_length=32, log_every=1)
     config.checkpoint.every = 10
-    config.eval.update(every=8, rows=8, sample_tokens=0, suite_rows=3, suite_pairs=(2,))
+    config.eval.update(every=8, rows=8, sample_tokens=0)
     return config
 """
 
@@ -364,6 +364,7 @@ def test_four_processes_train_as_one(corpus, tmp_path, mesh, expected):
     """
     one, four, note = tmp_path / "one", tmp_path / "four", tmp_path / "shares"
     mesh = (*mesh, "--config.eval.sample_tokens=4", "--config.eval.suites=('mqar',)")
+    mesh = (*mesh, "--config.eval.suite_rows=3", "--config.eval.suite_pairs=(2,)")
     Processes(*alone(), arguments(corpus, one, *mesh)).succeed()
     ended = Processes(*with_signal_to_one(by_flags(4), 5), arguments(corpus, four, *mesh)).wait()
     assert [code for code, _, _ in ended] == [130] * 4, ended

@@ -114,7 +114,7 @@ def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):
         "data.path": ",".join(long),
         "data.weights": list(np.linspace(0.1, 1, 40)),
         "eval.sample_prompt": ' it\'s\t\\ $HOME `x` "é" *.py ',
-        "train.stages": ({"name": "a b'\n", "steps": 3, "learning_rate": 1e-5}, {"steps": 497}),
+        "train.stages": ({"name": "a b'", "steps": 3, "learning_rate": 1e-5}, {"steps": 497}),
         "model.mtp_depth": 0,
         "model.norm_topk_prob": False,
     }

@@ -1,4 +1,8 @@
-"""The settings of a run besides its architecture, and `Config`, which holds them all."""
+"""The settings of a run, group by group, and `Config`, which holds all groups.
+
+The architecture is in `config/model.py`. The comment beside a field is the setting's meaning;
+`qwen3next train --help` prints it.
+"""
 
 import dataclasses
 import math
@@ -11,19 +15,22 @@ from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
 
 MESH_AXES = ("data", "expert", "context", "tensor")
-# Kept for the backward: "none" everything, in bfloat16 what took work; "block" each block's input;
-# "dots" also what its projections gave; "offload" each block's input, in host memory. The rest is
-# computed again.
+# What the forward pass saves for the backward pass, which computes the rest again. "none": nothing
+# is computed again (in bfloat16, only cheap elementwise results are). "block": the input of each
+# block. "dots": also the results of its projections. "offload": the input of each block, in the
+# host's memory.
 Remat = Literal["none", "block", "dots", "offload"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticConfig:
-    """Of the tasks that `data.source` may name (see `data/synthetic.py`)."""
+    """Settings of the synthetic tasks (`data/synthetic.py`)."""
 
-    pairs: int = 8  # key-value pairs of a row of mqar
-    gap_power: float = 0.01  # mqar: a query's distance d has probability ∝ d^(gap_power - 1)
+    # mqar: number of key-value pairs in a row
+    pairs: int = 8
+    # mqar: the distance d of a query from its pair has probability ∝ d^(gap_power - 1)
+    gap_power: float = 0.01
 
     def __post_init__(self):
         check_bounds(
@@ -33,32 +40,36 @@ class SyntheticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What is trained on, and how it becomes rows of `train.sequence_length` tokens."""
+    """What the run trains on, and how it becomes rows of `train.sequence_length` tokens."""
 
-    # the files of `path`, or a name of `config.registry`, such as a task made from the seed
+    # "text" reads the files of data.path; other sources, such as "mqar", are tasks that are made
+    # from data.seed (config/registry.py)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
-    # comma-separated globs (local or gs://) of .txt/.md/.py/…, .jsonl, .parquet, or folders; "":
-    # Python's standard library
+    # comma-separated globs, local or gs://, of text files (.txt, .md, .py, …), .jsonl and .parquet
+    # files, or of folders of these; "" reads the source of Python's standard library
     path: str = ""
-    # share of rows drawn from each glob of `path`, 0 for none; () = in proportion to their size
+    # share of the rows that comes from each glob of data.path; (): in proportion to their sizes
     weights: tuple[float, ...] = ()
-    # field of .jsonl records and column of .parquet files that holds the text
+    # the field of .jsonl records, and the column of .parquet files, that holds the text
     text_field: str = "text"
-    # documents that are not UTF-8: left out, or U+FFFD for each such byte
+    # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
+    # wrong byte by U+FFFD
     on_bad_text: Literal["stop", "skip", "replace"] = "stop"
-    # "bytes", or the path of a Hugging Face tokenizer.json; "": that of the model in
-    # train.init_from, else bytes
+    # "bytes", or the path of a Hugging Face tokenizer.json; "": the tokenizer of the model in
+    # train.init_from, or bytes if there is none
     tokenizer: str = ""
-    # share of documents (by hash of their text) kept for evaluation
+    # share of the documents that is held out for evaluation; a hash of the text decides
     heldout_fraction: float = 0.02
-    # where the tokenized, packed rows are kept, by fingerprint
+    # folder for the tokenized and packed rows; each data set has a subfolder named by its
+    # fingerprint
     prepared_dir: str = "runs/prepared"
+    # decides the order of the rows, and the rows of synthetic tasks
     seed: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
-        # Run.json files from before "" say "bytes", the default then, of tasks, which read none.
+        # Older run.json files say "bytes", which was the default, even for tasks without tokenizer.
         if self.source != "text" and self.tokenizer == "bytes":
             object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
@@ -94,20 +105,21 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """So many steps, and settings of train, data and optimizer for them; None: as the run has it
-    (`training.stages`).
+    """One stage of a run: a number of steps, and settings of train, data and optimizer that hold
+    during them. None leaves a setting as the run has it.
     """
 
     steps: int = 0
-    name: str = ""  # in records and reports; "": its number
+    # name in records and reports; "": the number of the stage
+    name: str = ""
     batch_size: int | None = None
     gradient_accumulation: int | None = None
     sequence_length: int | None = None
     remat: Remat | None = None
     weights: tuple[float, ...] | None = None
-    # A stage that sets one of these has a learning-rate schedule of its own, over its steps and
-    # without warm-up. One that sets none goes on with the schedule of the stage before, which then
-    # runs over the steps of both.
+    # A stage that sets one of the four below gets a learning-rate schedule of its own, over its own
+    # steps and without warm-up. A stage that sets none continues the schedule of the stage before,
+    # which then runs over the steps of both.
     learning_rate: float | None = None
     schedule: Schedule | None = None
     decay_fraction: float | None = None
@@ -123,38 +135,49 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
+    """How long the run trains, on batches of what shape, from which weights, on which loss."""
+
+    # optimizer steps of the whole run
     steps: int = 1000
-    # such as main phase, longer rows, anneal; their steps come to `steps`
+    # stages of the run, such as a main phase, longer rows and an anneal; their steps must sum to
+    # train.steps
     stages: tuple[Stage, ...] = ()
-    # rows per step, over all devices and micro-batches
+    # rows of a step, over all devices and micro-batches
     batch_size: int = 16
+    # tokens of a row
     sequence_length: int = 2048
-    # micro-batches per step
+    # number of micro-batches that a step is split into
     gradient_accumulation: int = 1
-    # initial weights
+    # decides the initial weights
     seed: int = 0
-    # a Hugging Face directory or a run (RUN, RUN@STEP) whose weights this one starts from; "":
-    # random
+    # where the initial weights come from: a Hugging Face directory, or a run (RUN for its newest
+    # checkpoint, RUN@STEP for another); "": random
     init_from: str = ""
-    # all: of a run also optimizer state, step and place in the data
+    # what to take from a run in train.init_from: its weights, or also its optimizer state, step
+    # and place in the data
     init_state: Literal["weights", "all"] = "weights"
+    # rematerialisation: how much the backward pass computes again to save memory (model/remat.py)
     remat: Remat = "none"
-    # perfect balance gives a loss of 1 before this weight
+    # weight of the experts' load-balancing loss, which is 1 when the load is balanced perfectly
     balance_loss_weight: float = 0.001
-    # on the mean over depths
+    # weight of the multi-token prediction loss, a mean over its depths
     mtp_loss_weight: float = 0.1
+    # weight of the router z-loss
     router_z_loss_weight: float = 0.0
-    # of model.moe.router_bias, by which a step moves it
+    # how far one step moves the bias of model.moe.router_bias
     router_bias_rate: float = 0.001
+    # steps between two lines of metrics
     log_every: int = 10
-    # functions of your own, 'my_package.module:function': each is called with the run's trainer,
-    # before the first step, to add hooks
+    # functions of your own, 'my_package.module:function': each is called with the run's Trainer
+    # before the first step, and may add hooks
     hooks: tuple[str, ...] = ()
-    # when a hook fails that the run can do without: evaluation, samples, diagnostics, your own
+    # what happens when a hook fails without which the run can train: an evaluation, a sample,
+    # the diagnostics, one of your own
     on_hook_error: Literal["stop", "continue"] = "stop"
-    # seconds; a run in which no step ends for so long dumps its stacks and exits; 0: never
+    # seconds after which a step that does not end makes the run write its stack traces and exit;
+    # 0: never
     step_timeout: float = 1800.0
-    # seconds for what may compile: the first step and evaluations
+    # the same for the first step and for evaluations, which may have to compile
     compile_timeout: float = 7200.0
 
     def __post_init__(self):
@@ -189,14 +212,16 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """Of Muon alone; it shares everything else with AdamW, which updates what is no matrix."""
+    """Settings that only Muon has. It shares the others with AdamW, which updates all parameters
+    that are no matrices.
+    """
 
     momentum: float = 0.95
-    # Newton–Schulz iterations
+    # number of Newton–Schulz iterations
     steps: int = 5
-    # that they are taken in
+    # dtype of the Newton–Schulz iterations
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # orthogonalises each head's rows or columns alone, not a projection's of all heads together
+    # whether each head's part of a projection is orthogonalised by itself
     per_head: bool = False
 
     def __post_init__(self):
@@ -207,28 +232,31 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer (decoupled weight decay, clipping) and its learning rate: warm-up, then the
-    schedule.
+    """The optimizer, with decoupled weight decay and gradient clipping, and its learning rate: a
+    warm-up, then the schedule.
     """
 
-    # a line of config/registry.py; a group of that name, below, has settings that are its alone
+    # a name of OPTIMIZERS in config/registry.py; settings that only one optimizer has are a group
+    # of its name
     name: str = "adamw"
     muon: MuonConfig = MuonConfig()
+    # the highest learning rate, reached at the end of the warm-up
     learning_rate: float = 4e-4
     schedule: Schedule = "cosine"
-    # at most train.steps of them
+    # steps over which the learning rate rises from 0; at most train.steps count
     warmup_steps: int = 100
-    # last share of the steps over which warmup_stable_decay falls
+    # warmup_stable_decay: the last share of the steps, during which the learning rate falls
     decay_fraction: float = 0.2
-    # of learning_rate, reached at the last step unless it is constant
+    # the learning rate at the last step as a share of the highest, for all schedules but "constant"
     final_fraction: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    # as the released model trained; A_log and dt_bias never decay
+    # whether weight decay acts on norm weights, as in the released model's training; it never acts
+    # on A_log and dt_bias
     decay_norm_weights: bool = True
-    # global gradient norm; 0: no clipping
+    # largest global norm of the gradients; 0: no clipping
     clip_norm: float = 1.0
 
     def __post_init__(self):
@@ -254,17 +282,18 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """Of the compiled step. A non-finite loss or gradient is never applied; the rest is about
-    sudden jumps upwards.
+    """What the train step does about bad updates. It never applies an update whose loss or gradient
+    is not finite; these settings are about spikes, sudden jumps upwards.
     """
 
-    # rewind: last checkpoint, without the data since
+    # "continue" applies the update, "skip" does not, "rewind" returns to the last checkpoint and
+    # passes over the data since, "stop" ends the run
     on_spike: Literal["continue", "skip", "rewind", "stop"] = "continue"
-    # robust z-score of loss or gradient norm over the window from which it is a spike
+    # robust z-score, over the window, above which a loss or gradient norm is a spike
     spike_z: float = 10.0
-    # steps; nothing counts as a spike before as many were seen
+    # number of steps that the z-score looks back; there are no spikes before so many steps
     window: int = 128
-    # skipped updates in a row after which the run stops
+    # number of skipped updates in a row that ends the run
     max_skips: int = 10
 
     def __post_init__(self):
@@ -277,12 +306,17 @@ class GuardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 500  # steps; the last step is always saved
-    keep_last: int = 3  # newest whole checkpoints that are kept
-    keep_every: int = 0  # steps; those at multiples of it are kept, too; 0: none
+    """When the run saves its state, and which checkpoints it keeps."""
+
+    # steps between two checkpoints; the last step is always saved
+    every: int = 500
+    # how many of the newest whole checkpoints to keep
+    keep_last: int = 3
+    # also keep the checkpoints at multiples of so many steps; 0: none
+    keep_every: int = 0
 
     def __post_init__(self):
-        # If one alone were kept, the older would be gone before the newer is sealed.
+        # With keep_last = 1 the older checkpoint would be deleted before the newer is complete.
         check_bounds(
             self,
             "checkpoint",
@@ -292,20 +326,23 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    # steps between held-out evaluations; the last step is always evaluated
+    """What the run evaluates, and when."""
+
+    # steps between two evaluations; the last step is always evaluated
     every: int = 250
-    # held-out rows per evaluation during training; eval.py uses all
+    # held-out rows of an evaluation during training; eval.py uses all rows
     rows: int = 64
+    # text that the sample of an evaluation continues
     sample_prompt: str = "def "
-    # generated at every evaluation; 0: none
+    # tokens of the sample; 0: no sample
     sample_tokens: int = 96
-    # further evaluations at the same steps: names of `config.registry`
+    # more evaluations at the same steps: names of EVALUATIONS in config/registry.py
     suites: tuple[str, ...] = ()
-    # rows of each
+    # rows of each suite
     suite_rows: int = 64
-    # tokens per row of induction, copy and niah
+    # row lengths, in tokens, of the suites induction, copy and niah
     suite_lengths: tuple[int, ...] = (256,)
-    # of mqar
+    # numbers of key-value pairs of the suite mqar
     suite_pairs: tuple[int, ...] = (4, 8, 16)
 
     def __post_init__(self):
@@ -327,12 +364,16 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; -1 (at most once): as many as are left over."""
+    """How many devices each axis of the mesh has; -1, once at most: all that are left."""
 
-    data: int = -1  # rows of a batch; parameters and optimizer state are split over it, too
-    expert: int = 1  # rows, and experts
-    context: int = 1  # tokens of a row
-    tensor: int = 1  # heads, and widths of MLPs
+    # splits the rows of a batch, and the storage of parameters and optimizer state (FSDP)
+    data: int = -1
+    # splits the rows of a batch, and the experts
+    expert: int = 1
+    # splits the tokens of a row
+    context: int = 1
+    # splits heads, and the widths of MLPs
+    tensor: int = 1
 
     def __post_init__(self):
         for axis in MESH_AXES:
@@ -347,7 +388,11 @@ class MeshConfig:
         )
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Devices along each axis of a mesh of `devices`, -1 worked out."""
+        """{axis: number of devices} of a mesh of `devices` devices in all.
+
+        Raises:
+          UserError: the sizes do not multiply to `devices`.
+        """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         given = math.prod(size for size in sizes.values() if size != -1)
         text = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
@@ -362,14 +407,15 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """How the run is spread over its devices."""
+    """How the run is spread over devices and processes."""
 
     mesh: MeshConfig = MeshConfig()
-    # seconds for all processes of the run to find each other
+    # seconds that the processes of the run wait for each other at the start
     start_timeout: float = 300.0
-    # seconds after which a silent process counts as dead, and the others end
+    # seconds after which a silent process counts as dead and the others end
     heartbeat_timeout: float = 100.0
-    # of XLA, "NAME=VALUE,…", in place of those that sharding/compiler_options.py has for the chip
+    # options of the XLA compiler, "NAME=VALUE,…"; they replace those that
+    # sharding/compiler_options.py gives for the chip
     compiler_options: str = ""
 
     def __post_init__(self):
@@ -378,15 +424,15 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TelemetryConfig:
-    """metrics.jsonl, the live display and report.html are always there; docs/report.md explains
-    them.
+    """What the run records besides metrics.jsonl, the live display and report.html, which every run
+    has (docs/report.md).
     """
 
-    # steps between measurements of every layer (one forward pass each); 0: never
+    # steps between two measurements of every layer, each of which costs a forward pass; 0: never
     diagnostics_every: int = 100
-    # scalars and samples for TensorBoard in WORKDIR/tensorboard
+    # whether to write scalars and samples for TensorBoard into WORKDIR/tensorboard
     tensorboard: bool = False
-    # Weights & Biases project; "": none
+    # project on Weights & Biases that gets the metrics; "": none
     wandb: str = ""
 
     def __post_init__(self):
@@ -397,9 +443,9 @@ class TelemetryConfig:
 class ProfileConfig:
     """Traces for xprof / TensorBoard's profiler, written to WORKDIR/profile."""
 
-    # "10:13" traces steps 10, 11 and 12; "": none
+    # the steps to trace: "10:13" traces steps 10, 11 and 12; "": none
     steps: str = ""
-    # at the end of those steps also writes what holds the device's memory, for pprof
+    # whether to write, after these steps, what holds the device's memory (for pprof)
     memory: bool = False
 
     def __post_init__(self):
@@ -417,7 +463,7 @@ class ProfileConfig:
 
     @property
     def range(self) -> range:
-        """The steps that are traced."""
+        """The steps to trace."""
         first, _, end = (self.steps or "0:0").partition(":")
         return range(int(first), int(end))
 
@@ -426,7 +472,8 @@ class ProfileConfig:
 class Config:
     """A whole run."""
 
-    name: str = "default"  # the workdir defaults to runs/<name>
+    # name of the run; its folder is runs/<name> unless --workdir gives another
+    name: str = "default"
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

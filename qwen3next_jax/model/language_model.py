@@ -24,12 +24,12 @@ from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import check_mixers, mixer_class
 from qwen3next_jax.model.hf_entries import Entry, one, vector
+from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
-from qwen3next_jax.ops.tpu import tpu
 from qwen3next_jax.sharding.rules import (
     CONTEXT,
     TENSOR,
@@ -42,8 +42,6 @@ from qwen3next_jax.sharding.rules import (
     shards,
     storage_spec,
 )
-
-UNROLLED = 4  # periods at most that a TPU takes without a loop
 
 
 class Features(NamedTuple):
@@ -172,7 +170,10 @@ class Qwen3Next(nnx.Module):
             and self.config.block.mlp == "swiglu"
         )
         remat = "kept" if remat == "none" and named and embedded.dtype.itemsize < 4 else remat
-        x, per_layer, _ = self._run_layers(embedded, context, None, remat, capture)
+        x = self.positions(embedded, context.positions)
+        x, per_layer, _ = run_layers(
+            self.layers, self.config, x, context, remat=remat, capture=capture
+        )
         hidden = constrain(self._final(x), mesh, "batch", "time", None)
         mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(hidden, embedded, context, remat)
 
@@ -215,9 +216,8 @@ class Qwen3Next(nnx.Module):
         B, T, …], after every token, for `inference.cache.kept`; without `segment_ids`.
         """
         context = Context(positions, segment_ids, mesh=mesh, time=None, each=each)
-        x, _, cache = self._run_layers(
-            self.embed(tokens, mesh, time=None), context, cache, "none", False
-        )
+        x = self.positions(self.embed(tokens, mesh, time=None), positions)
+        x, _, cache = run_layers(self.layers, self.config, x, context, cache)
         return self._final(x), cache
 
     def init_cache(self, batch: int, length: int) -> list:
@@ -324,90 +324,6 @@ class Qwen3Next(nnx.Module):
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config)
-
-    def _run_layers(self, x, context: Context, cache: list | None, remat: str, capture: bool):
-        """→ (x, per layer its auxiliary outputs, cache). Slots are carried from layer to layer,
-        each writing its own in place.
-        """
-        x = self.positions(x, context.positions)
-
-        def apply(block_params, x, block_cache, graphdef, layer):
-            block_params = gather(block_params, context.mesh, self.config.dtype)
-            x, aux, block_cache = nnx.merge(graphdef, block_params)(
-                x, context._replace(layer=layer), block_cache
-            )
-            return constrain(x, context.mesh, "batch", context.time, None), aux, block_cache
-
-        def run(carry, graphdefs, inputs, looped=False):
-            (x, slots), (params, states, layer), auxes = carry, inputs, []
-            for i, (graphdef, block_params) in enumerate(zip(graphdefs, params)):
-                kept = states if slots[i] is None else slots
-                block = rematerialized(
-                    functools.partial(apply, block_cache=kept[i], graphdef=graphdef, layer=layer),
-                    remat,
-                    looped,
-                )
-                x, aux, kept[i] = block(block_params, x)
-                if not capture:
-                    aux.pop("router_logits", None)
-                auxes.append(aux | ({"x": x} if capture else {}))
-            return (x, slots), (auxes, states)
-
-        graphdefs, params = zip(*(nnx.split(block) for block in self.layers))
-        in_place = [
-            mixer_class(self.config.mixers[layers[0]]).in_place for layers in self.config.stacks
-        ]
-        slots, states = (
-            [
-                own if has == wanted else None
-                for has, own in zip(in_place, cache or [None] * len(in_place))
-            ]
-            for wanted in (True, False)
-        )
-        repeats, single = (
-            len(self.config.stacks[-1]),
-            sum(len(layers) == 1 for layers in self.config.stacks),
-        )
-        first = jax.tree.map(lambda leaf: leaf[0], (list(params[:single]), states[:single]))
-        (x, slots[:single]), (per_layer, first) = run(
-            (x, slots[:single]), graphdefs[:single], (*first, 0)
-        )
-        states[:single] = jax.tree.map(lambda leaf: leaf[None], first)
-        if single < len(params):
-            params, layers = list(params[single:]), None if cache is None else jnp.arange(repeats)
-            keep = lambda p: layers is not None and context.mesh is None and p.declared.experts > 1
-            by_param = functools.partial(
-                jax.tree.map, is_leaf=lambda leaf: hasattr(leaf, "declared")
-            )
-            # nothing that is kept goes into a stack and back
-            unrolled = cache is None and repeats <= UNROLLED and tpu() is not None
-
-            # decoding keeps experts whole: cut out, all of a layer's would be copied for the few in
-            # use
-            def period(carry, inputs):
-                own, *rest = inputs
-                return run(
-                    carry,
-                    graphdefs[single:],
-                    (by_param(lambda p, own: p if keep(p) else own, params, own), *rest),
-                    not unrolled,
-                )
-
-            inputs = (
-                by_param(lambda p: p.replace(layers) if keep(p) else p, params),
-                states[single:],
-                layers,
-            )
-            carry, (auxes, states[single:]) = jax.lax.scan(
-                period, (x, slots[single:]), inputs, unroll=repeats if unrolled else 1
-            )
-            x, slots[single:] = carry
-            per_layer += [
-                jax.tree.map(lambda leaf, i=i: leaf[i], aux)
-                for i in range(repeats)
-                for aux in auxes
-            ]
-        return x, per_layer, [slot or state for slot, state in zip(slots, states)]
 
     def _run_mtp(self, hidden, embedded, context: Context, remat: str):
         """→ (per depth the normed states, router statistics summed over depths, [diagnostics of

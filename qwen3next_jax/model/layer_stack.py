@@ -1,0 +1,165 @@
+"""Runs the decoder layers, one after another, with as little tracing as the pattern allows.
+
+`ModelConfig.stacks` lists the blocks to trace. The first ones stand for one layer each. The others
+are one period of the pattern (3 recurrent layers and 1 attention layer in the released model); the
+parameters of all its repeats are stacked, and the period is the body of one `lax.scan`.
+
+Caches are of two kinds (`Mixer.in_place`). A mixer of the one kind gets the caches of all layers
+of its stack and writes into its own: these pass through the scan as its carry. A mixer of the other
+kind gets its own layer's cache: these are the scan's inputs and outputs.
+
+Letters: B batch, T time, D model.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.sharding.rules import constrain, gather
+
+UNROLLED = 4  # a TPU runs so many periods, or fewer, without a loop
+
+Cache = Any  # of one block: a dict of arrays, stacked over its layers
+
+
+def run_layers(
+    blocks: Sequence[nnx.Module],
+    config: ModelConfig,
+    x_BTD: jax.Array,
+    context: Context,
+    cache: Sequence[Cache] | None = None,
+    *,
+    remat: str = "none",
+    capture: bool = False,
+) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
+    """Applies all layers.
+
+    Args:
+      blocks: one for each of `config.stacks`, with the parameters of its layers stacked.
+      cache: one for each block; None in training.
+      remat: what the backward pass computes again (`model.remat`).
+      capture: whether the auxiliary outputs also hold each layer's output "x" and
+        "router_logits".
+
+    Returns:
+      x [B, T, D], the auxiliary outputs of every layer in order, the cache after these tokens.
+    """
+    graphdefs, params = zip(*(nnx.split(block) for block in blocks))
+    caches = list(cache) if cache else [None] * len(blocks)
+    in_place = [mixer_class(config.mixers[layers[0]]).in_place for layers in config.stacks]
+    run = functools.partial(
+        _run_blocks, config=config, context=context, remat=remat, capture=capture
+    )
+
+    # the layers before the period: their stacks hold one layer
+    single = sum(len(layers) == 1 for layers in config.stacks)
+    first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
+    own = [c if whole else first_of(c) for c, whole in zip(caches, in_place[:single])]
+    x_BTD, per_layer, own = run(graphdefs[:single], first_of(list(params[:single])), x_BTD, own, 0)
+    stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
+    caches[:single] = [c if whole else stacked_again(c) for c, whole in zip(own, in_place)]
+    if single == len(blocks):
+        return x_BTD, per_layer, caches
+
+    # the period, repeated
+    repeats = len(config.stacks[-1])
+    # without a loop, saved results need not be stacked and cut out again
+    unrolled = cache is None and repeats <= UNROLLED and tpu() is not None
+    decoding = cache is not None and context.mesh is None
+    periodic_params, scanned_params = list(params[single:]), list(params[single:])
+    numbers = None if cache is None else jnp.arange(repeats)
+    if decoding:
+        scanned_params = _experts_replaced(scanned_params, lambda p: p.replace(numbers))
+    in_place = in_place[single:]
+    slots = [c if whole else None for c, whole in zip(caches[single:], in_place)]
+    states = [None if whole else c for c, whole in zip(caches[single:], in_place)]
+
+    def period(carry, inputs):
+        x_BTD, slots = carry
+        own_params, states, number = inputs
+        if decoding:
+            own_params = _experts_from(periodic_params, own_params)
+        caches = [slot if whole else state for slot, state, whole in zip(slots, states, in_place)]
+        x_BTD, auxes, caches = run(
+            graphdefs[single:], own_params, x_BTD, caches, number, looped=not unrolled
+        )
+        slots = [c if whole else None for c, whole in zip(caches, in_place)]
+        states = [None if whole else c for c, whole in zip(caches, in_place)]
+        return (x_BTD, slots), (auxes, states)
+
+    (x_BTD, slots), (auxes, states) = jax.lax.scan(
+        period,
+        (x_BTD, slots),
+        (scanned_params, states, numbers),
+        unroll=repeats if unrolled else 1,
+    )
+    caches[single:] = [s if whole else state for s, state, whole in zip(slots, states, in_place)]
+    for repeat in range(repeats):
+        for aux in auxes:
+            per_layer.append(jax.tree.map(lambda leaf, i=repeat: leaf[i], aux))
+    return x_BTD, per_layer, caches
+
+
+def _run_blocks(
+    graphdefs: Sequence[nnx.GraphDef],
+    params: Sequence[nnx.State],
+    x_BTD: jax.Array,
+    caches: Sequence[Cache],
+    number: jax.Array | int | None,
+    *,
+    config: ModelConfig,
+    context: Context,
+    remat: str,
+    capture: bool,
+    looped: bool = False,
+) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
+    """Applies one layer of each block. `number`: which one of the stacked layers it is."""
+
+    def apply(block_params, x_BTD, block_cache, graphdef):
+        block = nnx.merge(graphdef, gather(block_params, context.mesh, config.dtype))
+        x_BTD, aux, block_cache = block(x_BTD, context._replace(layer=number), block_cache)
+        return constrain(x_BTD, context.mesh, "batch", context.time, None), aux, block_cache
+
+    auxes = []
+    after = []
+    for graphdef, block_params, block_cache in zip(graphdefs, params, caches):
+        block = functools.partial(apply, block_cache=block_cache, graphdef=graphdef)
+        x_BTD, aux, block_cache = rematerialized(block, remat, looped)(block_params, x_BTD)
+        if capture:
+            aux["x"] = x_BTD
+        else:
+            aux.pop("router_logits", None)
+        auxes.append(aux)
+        after.append(block_cache)
+    return x_BTD, auxes, after
+
+
+# Decoding on one device uses few of a layer's experts. A scan would copy all experts of the layer
+# out of the stack; so the body gets the whole stack, and the number of its layer.
+
+
+def _is_parameter(leaf: Any) -> bool:
+    return hasattr(leaf, "declared")
+
+
+def _experts_replaced(params: list[nnx.State], replace) -> list[nnx.State]:
+    """`params` with `replace(p)` in place of the parameters of experts."""
+    return jax.tree.map(
+        lambda p: replace(p) if p.declared.experts > 1 else p, params, is_leaf=_is_parameter
+    )
+
+
+def _experts_from(whole: list[nnx.State], params: list[nnx.State]) -> list[nnx.State]:
+    """`params`, but the parameters of experts are those of `whole`."""
+    return jax.tree.map(
+        lambda p, own: p if p.declared.experts > 1 else own, whole, params, is_leaf=_is_parameter
+    )
