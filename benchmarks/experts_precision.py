@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen3next_jax.kernels.tpu import routed_experts as kernels
 from qwen3next_jax.model.moe import _sorted_experts
-from qwen3next_jax.ops.routed_experts import pallas_tpu
-from qwen3next_jax.ops.routed_experts import tiling as routed_experts
+from qwen3next_jax.ops.routed_experts import layout as routed_experts
 
 NAMES = ("y", "dx", "dweight", "dgate_up", "ddown")
 
@@ -110,15 +110,15 @@ def interpreted():
         token, order = jax.lax.sort(
             (choice // shape[1], jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1
         )
-        return pallas_tpu.sum_rows(rows[order], token, shape[0], interpret=True)
+        return kernels.sum_rows(rows[order], token, shape[0], interpret=True)
 
     return mock.patch.multiple(
         routed_experts,
         sum_by_token=sums,
-        _mlp=lambda p, *a: pallas_tpu.mlp(
+        _mlp=lambda p, *a: kernels.mlp(
             a[0], p.weight_P, *a[1:], p.expert_T, p.used, interpret=True
         ),
-        _mlp_gradients=lambda p, *a: pallas_tpu.mlp_gradients(
+        _mlp_gradients=lambda p, *a: kernels.mlp_gradients(
             a[0], p.weight_P, *a[1:3], p.expert_T, p.used, *a[3:], interpret=True
         ),
     )

@@ -121,7 +121,7 @@ def operators(config, place):
     from qwen3next_jax.model.block import mixer_class
     from qwen3next_jax.model.layers import Context, document_positions
     from qwen3next_jax.model.parameters import Make
-    from qwen3next_jax.ops.pallas_gated_norm import gated_norm
+    from qwen3next_jax.ops.gated_norm import gated_norm
 
     m, b, t = config.model, config.train.batch_size, config.train.sequence_length
 
@@ -209,7 +209,7 @@ def operators(config, place):
 
 def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces: int):
     """{pass: (bytes a token that the kernels copy, all heads; products of 64 x 64 x 64 a chunk
-    and value head)}, by hand from ops/delta_rule/pallas_gpu*.py, residuals saved. A copy that
+    and value head)}, by hand from kernels/gpu/delta_rule*.py, residuals saved. A copy that
     another block made before may come out of the L2 cache.
     """
     keys, values, share = key // 64, value // 64, value_heads // key_heads
@@ -266,11 +266,11 @@ def show_kernels(options, place):
     import jax
     import jax.numpy as jnp
 
-    from qwen3next_jax.ops import pallas_gpu_causal_conv1d as convolution
-    from qwen3next_jax.ops import pallas_gpu_gated_norm as norm
-    from qwen3next_jax.ops import pallas_gpu_ragged as products
-    from qwen3next_jax.ops.attention import pallas_gpu as attention
-    from qwen3next_jax.ops.delta_rule import pallas_gpu
+    from qwen3next_jax.kernels.gpu import attention
+    from qwen3next_jax.kernels.gpu import causal_conv1d as convolution
+    from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
+    from qwen3next_jax.kernels.gpu import gated_norm as norm
+    from qwen3next_jax.kernels.gpu import grouped_matmul as products
     from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
 
     t, g, h, k, v = (
@@ -417,7 +417,8 @@ def compile_all(options):
 
     jax.config.update("jax_platforms", "cpu")
     from qwen3next_jax.config import Config, MeshConfig, from_dict
-    from qwen3next_jax.ops import kernel_trial
+    from qwen3next_jax.kernels import self_test
+    from qwen3next_jax.ops.compile_target import compiling_for
     from qwen3next_jax.planner.planning import abstract_batch
     from qwen3next_jax.planner.topology import describe
     from qwen3next_jax.sharding.mesh import make_mesh
@@ -434,10 +435,9 @@ def compile_all(options):
     )
     mesh = make_mesh(config.parallel, topology.devices)
     if options.with_kernels:
-        jax.default_backend = lambda: "gpu"  # what operators ask
-        kernel_trial.hopper_refusal = lambda: ""
-        kernel_trial.takes = lambda trial, refusal="": (
-            kernel_trial.say(f"{trial.name}: {refusal or 'kernels'}") or not refusal
+        self_test.unsupported_chip = lambda: ""
+        self_test.is_enabled = lambda test, unsupported="": (
+            self_test.say(f"{test.name}: {unsupported or 'kernels'}") or not unsupported
         )
     if options.kernels:
         return show_kernels(options, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
@@ -446,16 +446,15 @@ def compile_all(options):
             config, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         ).items():
             if options.only in name:
-                show(
-                    name,
-                    jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)),
-                    options.top,
-                )
+                with compiling_for("gpu"):
+                    traced = jax.jit(function).trace(*shapes)
+                show(name, traced.lower(lowering_platforms=("cuda",)), options.top)
         return
     run = resolve_run(config, mesh)
     (stage,) = run.stages
     step = make_train_step(run, stage)
-    traced = step.trace(run.abstract_state, abstract_batch(run, stage))
+    with compiling_for("gpu"):
+        traced = step.trace(run.abstract_state, abstract_batch(run, stage))
     show(
         f"step of {options.config}, remat {config.train.remat}, on {options.gpus} x H100",
         traced.lower(lowering_platforms=("cuda",)),

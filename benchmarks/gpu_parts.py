@@ -25,19 +25,16 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu
 
 from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu import attention as attention_gpu
+from qwen3next_jax.kernels.gpu import causal_conv1d as convolution_gpu
+from qwen3next_jax.kernels.gpu import delta_rule_self_test
+from qwen3next_jax.kernels.gpu import gated_norm as gated_norm_gpu
+from qwen3next_jax.kernels.gpu import grouped_matmul as products
+from qwen3next_jax.kernels.gpu import tokamax as tokamax_release
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.model.mixers.gated_deltanet import GatedDeltaNet
-from qwen3next_jax.ops import (
-    attention,
-    gated_delta_rule,
-    grouped_matmul,
-    kernel_trial,
-    pallas_gpu_causal_conv1d,
-    pallas_gpu_gated_norm,
-)
-from qwen3next_jax.ops import pallas_gpu_ragged as products
-from qwen3next_jax.ops.attention import pallas_gpu as attention_gpu
-from qwen3next_jax.ops.delta_rule import pallas_gpu_trial
+from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
@@ -205,7 +202,7 @@ def against_xla(worst, bar: float, *arguments) -> dict:
 
 def kinds_of_call(key: int, value: int, interpret: bool) -> dict:
     trial = functools.partial(
-        against_xla, pallas_gpu_trial.worst, pallas_gpu_trial.APART, key, value
+        against_xla, delta_rule_self_test.max_error, delta_rule_self_test.TOLERANCE, key, value
     )
     heads = f"delta rule, K {key} V {value}"
     return {
@@ -217,7 +214,7 @@ def kinds_of_call(key: int, value: int, interpret: bool) -> dict:
 def correctness(args, note):
     i, width = args.interpret, 64 if args.interpret else 128
     trial = functools.partial(
-        against_xla, pallas_gpu_trial.worst, pallas_gpu_trial.APART, width, width
+        against_xla, delta_rule_self_test.max_error, delta_rule_self_test.TOLERANCE, width, width
     )
     further = (
         {}
@@ -229,15 +226,15 @@ def correctness(args, note):
     )
     convolution = functools.partial(
         against_xla,
-        pallas_gpu_causal_conv1d.worst,
-        pallas_gpu_causal_conv1d.APART,
+        convolution_gpu.max_error,
+        convolution_gpu.TOLERANCE,
         "silu",
         "bfloat16",
         4,
         i,
     )
     norm = functools.partial(
-        against_xla, pallas_gpu_gated_norm.worst, pallas_gpu_gated_norm.APART, 1e-6, 128, i
+        against_xla, gated_norm_gpu.max_error, gated_norm_gpu.TOLERANCE, 1e-6, 128, i
     )
     check(
         args,
@@ -404,7 +401,7 @@ def training(args, note, kernels: bool = True):
     with attempt(note, what):
         config = configured(args)
         if not kernels:
-            kernel_trial.takes = lambda *_, **__: False
+            self_test.is_enabled = lambda *_, **__: False
         train(args, note, what, config)
 
 
@@ -471,7 +468,7 @@ def layer_of(args, note, config):
             )
         return 0.1 * jax.random.normal(jax.random.key(0), x.shape, x.dtype)
 
-    takes, flattens = kernel_trial.takes, GatedDeltaNet.flattens
+    is_enabled, fused = self_test.is_enabled, GatedDeltaNet.uses_fused_layout
     cases = [("recurrent layer", form) for form in ("kernels", "kernels, arrays by head", "XLA")]
     cases += [
         (what, form)
@@ -479,8 +476,10 @@ def layer_of(args, note, config):
         for form in ("kernels", "XLA")
     ]
     for what, form in cases[:1] if args.interpret else cases:
-        kernel_trial.takes = (lambda *_, **__: False) if form == "XLA" else takes
-        GatedDeltaNet.flattens = (lambda self: False) if form.endswith("by head") else flattens
+        self_test.is_enabled = (lambda *_, **__: False) if form == "XLA" else is_enabled
+        GatedDeltaNet.uses_fused_layout = (
+            (lambda self: False) if form.endswith("by head") else fused
+        )
         jax.clear_caches()  # they may know a part as it was traced in another form
         function, *shapes = gpu_compile.operators(config, None)[what]
         timed(
@@ -494,22 +493,22 @@ def layer_of(args, note, config):
 
 def tokamax(args, note):
     """Interpreted, the product of rows alone: the others use what the interpreter lacks."""
-    if why := products.tokamax_refusal():
+    if why := tokamax_release.unsupported():
         return note("tokamax", f"not tried {why}", skipped=why)
 
     def gradients(x, w, sizes, dy):
         _, pullback = jax.vjp(lambda w: grouped_matmul(x, w, sizes), w)
         return products.matmul(dy, w.swapaxes(1, 2), sizes), *pullback(dy)
 
-    tried = {"tokamax products": (products.worst, products.APART)}
+    tried = {"tokamax products": (products.max_error, products.TOLERANCE)}
     for width in attention_gpu.WIDTHS:
         tried[f"tokamax attention, heads of {width}"] = (
-            functools.partial(attention_gpu.worst, width),
-            attention_gpu.APART,
+            functools.partial(attention_gpu.max_error, width),
+            attention_gpu.TOLERANCE,
         )
     if args.interpret:
-        of_rows = lambda: products.worst((products.matmul, gradients))
-        tried = {"tokamax product of rows": (of_rows, products.APART)}
+        of_rows = lambda: products.max_error((products.matmul, gradients))
+        tried = {"tokamax product of rows": (of_rows, products.TOLERANCE)}
     right = {}
     with mosaic_gpu.force_gpu_interpret_mode() if args.interpret else contextlib.nullcontext():
         for what, (worst, most) in tried.items():

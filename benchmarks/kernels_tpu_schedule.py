@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qwen3next_jax.ops import attention, causal_conv1d, pallas_heads
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops import attention, attention_heads, causal_conv1d
+from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import is_kernel, stated_bytes, visited
 from qwen3next_jax.planner.topology import describe
@@ -55,18 +55,18 @@ def main():
 
     def both_ways(x, kernel, q, k, v, flat, ids):
         def run(x, kernel, q, k, v, flat):
-            turns = pallas_heads.over_lanes(
+            rotation = attention_heads.rotation_by_lane(
                 *jnp.ones((2, 1, arguments.tokens, arguments.rotary // 2))
             )
-            placed = pallas_heads.place(
-                flat, jnp.ones(arguments.width), *turns, arguments.rotary // 2, 1e-6
+            rotated = attention_heads.norm_and_rotate(
+                flat, jnp.ones(arguments.width), *rotation, arguments.rotary // 2, 1e-6
             )
             o = attention(q, k, v, segment_ids=ids)
             return (
                 causal_conv1d(x, kernel, activation="silu", segment_ids=ids)[0],
                 o,
-                placed,
-                pallas_heads.gate(placed, flat),
+                rotated,
+                attention_heads.gate_heads(rotated, flat),
             )
 
         outputs, pullback = jax.vjp(run, x, kernel, q, k, v, flat)
@@ -79,7 +79,7 @@ def main():
         of(n, arguments.width) for n in (arguments.heads, arguments.key_heads, arguments.key_heads)
     ]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        cores = tpu().num_cores
+        cores = compile_target().tpu.num_cores
         compiled = (
             jax.jit(both_ways)
             .lower(

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops import causal_conv1d, pallas_causal_conv1d, pallas_gpu_causal_conv1d
+from qwen3next_jax.kernels.gpu import causal_conv1d as gpu_kernels
+from qwen3next_jax.kernels.tpu import causal_conv1d as tpu_kernels
+from qwen3next_jax.ops import causal_conv1d
+from qwen3next_jax.ops.implementations import Form
 
 # its name in the package is that of the function
 module = sys.modules["qwen3next_jax.ops.causal_conv1d"]
@@ -128,18 +131,15 @@ def test_the_kernels_interpreted_match_the_products(width, activation, time, doc
     with jax.enable_x64(True):
         want = both_ways(jnp.float64)
 
-    def interpreted(name, activation, x, kernel):
-        assert pallas_causal_conv1d.takes(x, kernel)
-        return {
-            "cpu": functools.partial(
-                getattr(pallas_causal_conv1d, name), activation, interpret=True
-            )
-        }
-
-    blocks = dict.fromkeys(("_FORWARD", "_BACKWARD"), (16, 128))
+    assert not tpu_kernels.supports(jnp.zeros(x.shape, jnp.float32), kernel, activation)
+    functions = {
+        name: functools.partial(getattr(tpu_kernels, name), interpret=True)
+        for name in ("forward", "backward")
+    }
+    blocks = dict.fromkeys(("FORWARD_BLOCK", "BACKWARD_BLOCK"), (16, 128))
     with (
-        mock.patch.multiple(pallas_causal_conv1d, **blocks),
-        mock.patch.object(module, "kernels", interpreted),
+        mock.patch.multiple(tpu_kernels, **blocks),
+        mock.patch.object(module, "FORMS", (Form("interpreted", ("cpu",), functions),)),
     ):
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):
@@ -155,12 +155,12 @@ def test_kernels_for_hopper_interpreted(activation, dtype, width):
     errors.
     """
     with mock.patch.object(
-        pallas_gpu_causal_conv1d,
+        gpu_kernels,
         "INTERPRETER",
         plgpu.InterpretGPUParams(detect_races=True, on_race="raise"),
     ):
-        name, apart = pallas_gpu_causal_conv1d.worst(activation, dtype, width, interpret=True)
-    assert apart < 1e-3, name
+        name, error = gpu_kernels.max_error(activation, dtype, width, interpret=True)
+    assert error < 1e-3, name
 
 
 def test_two_halves_chained_by_the_state_are_the_whole():

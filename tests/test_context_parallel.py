@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.ops import attention, causal_conv1d, gated_delta_rule
-from qwen3next_jax.ops.delta_rule import chunked
+from qwen3next_jax.ops.delta_rule import chunked, dispatch
 
 BAR = 1e-5  # relative L2 error in float32: a sum in another order
 B = 3
@@ -210,7 +210,9 @@ def test_delta_rule_in_pieces(monkeypatch):
     """With the chunks' inverses known, of which every piece takes its own."""
     want = delta_rule_on_one_device(True, implementation="chunked")
     # a chunk a piece
-    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=1, together=1))
+    limits = chunked.BlockLimits(single_chunk=1, elements=1)
+    forms = dispatch.chunked_form(("cpu",), limits), *dispatch.FORMS[1:]
+    monkeypatch.setattr(dispatch, "FORMS", forms)
     f, by_time, whole = delta_rule_case(160)
     assert_equal(results(f, by_time, whole, 2, jnp.asarray(layout(160))), want)
 

@@ -43,9 +43,9 @@ def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     """For a narrow model v6e computes the logits anew instead of storing them."""
     if chip:
         described = types.SimpleNamespace(
-            mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14
+            tpu=types.SimpleNamespace(mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14)
         )
-        monkeypatch.setattr("qwen3next_jax.ops.cross_entropy.tpu", lambda: described)
+        monkeypatch.setattr("qwen3next_jax.ops.cross_entropy.compile_target", lambda: described)
     x, w, targets, weights = problem()
     (loss, nll, logsumexp, logits), gradients = oracle(x, w, targets, weights, seed=3.0)
 

@@ -17,8 +17,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from qwen3next_jax.kernels.tpu import chip, head_pairs
+from qwen3next_jax.kernels.tpu import delta_rule_tiling as tiling
 from qwen3next_jax.ops import gated_delta_rule
-from qwen3next_jax.ops.delta_rule import chunked, tiling, twins
+from qwen3next_jax.ops.compile_target import compiling_for
+from qwen3next_jax.ops.delta_rule import chunked, dispatch
 
 FORMS = ("chunked", "associative", "pallas_tpu")
 CHUNK = 64
@@ -195,7 +198,9 @@ def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 7)
     two = 2 * inputs["v"][:, :CHUNK].size
     # two pieces of two, the last padded
-    monkeypatch.setattr(chunked, "CPU_PIECES", chunked.Pieces(alone=two * CHUNK, together=two))
+    limits = chunked.BlockLimits(single_chunk=two * CHUNK, elements=two)
+    forms = dispatch.chunked_form(("cpu",), limits), *dispatch.FORMS[1:]
+    monkeypatch.setattr(dispatch, "FORMS", forms)
     # a document that starts with a piece, and one that goes on
     ids = np.array([[1] * 60 + [2] * 68 + [3] * 7, [2] * 130 + [0] * 5])
     check(inputs, cotangents, "chunked", dtype, *BARS[dtype], segment_ids=ids, **settings)
@@ -221,11 +226,11 @@ def grid_and_block(inputs):
 
 
 def test_kernel_with_many_heads(monkeypatch):
-    """Four twins in one step, of which the substitutions go in threes here; four value heads a
+    """Four head pairs in one step, of which the substitutions go in threes here; four value heads a
     key head.
     """
-    monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (128 * 2**20, 1))
-    monkeypatch.setattr(twins, "TOGETHER", 3)
+    monkeypatch.setattr(chip, "vmem_bytes", lambda: 128 * 2**20)
+    monkeypatch.setattr(head_pairs, "TOGETHER", 3)
     inputs, cotangents = problem(time=CHUNK, groups=2, heads=8)
     assert grid_and_block(inputs) == ((1, 1, 1), 8)
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32])
@@ -242,7 +247,7 @@ def test_kernel_with_two_blocks_reads_nothing_unwritten_and_races_nowhere(monkey
     monkeypatch.setattr(
         tiling.Problem, "call", lambda self, *arguments: call(self, *arguments[:-1], interpreter)
     )
-    monkeypatch.setattr(tiling, "_vmem_and_cores", lambda: (5 * 2**20, 1))
+    monkeypatch.setattr(chip, "vmem_bytes", lambda: 5 * 2**20)
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 2, groups=2, heads=4)
     assert grid_and_block(inputs) == ((2, 2, 3), 2)
     ids = np.array([[1] * 20 + [3] + [4] * 44 + [6] * 60 + [0] * 5, [2] * 64 + [5] * 66])
@@ -440,15 +445,16 @@ def test_the_default_is_the_xla_form_where_no_block_fits(shape):
     assert run(None) == arguments
     with pytest.raises(
         NotImplementedError,
-        match="needs more than 15938355 bytes of VMEM .* use implementation='chunked'",
+        match="implementation='pallas_tpu' .* 15938355 bytes of VMEM .* use 'chunked'",
     ):
         run("pallas_tpu")
 
 
 def test_the_default_takes_the_kernel_on_a_tpu_where_a_block_fits():
-    traced = lambda *shape: str(
-        jax.make_jaxpr(lambda a: gated_delta_rule(**a)[0])(abstract(*shape))
-    )
+    def traced(*shape):
+        with compiling_for("tpu"):
+            return str(jax.make_jaxpr(lambda a: gated_delta_rule(**a)[0])(abstract(*shape)))
+
     assert "gated_delta_rule_forward" in traced(1, 2, 128)
     assert "gated_delta_rule_forward" not in traced(1, 16, 128)
 

@@ -31,8 +31,11 @@ from test_delta_rule import (
     problem,
 )
 
-from qwen3next_jax.ops import gated_delta_rule, kernel_trial
-from qwen3next_jax.ops.delta_rule import chunked, pallas_gpu, pallas_gpu_trial
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
+from qwen3next_jax.kernels.gpu import delta_rule_self_test
+from qwen3next_jax.ops import gated_delta_rule
+from qwen3next_jax.ops.delta_rule import chunked
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,7 +118,7 @@ def test_rows_of_a_batch_the_future_repetition_and_x64(monkeypatch):
         to = lambda n, x: jnp.asarray(x, jnp.bfloat16 if n in "qkv" else jnp.float32)
         arrays = {n: to(n, x) for n, x in inputs.items()}
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(pallas_gpu.kernel_trial, "hopper_refusal", lambda: "")
+        monkeypatch.setattr(self_test, "unsupported_chip", lambda: "")
         # Lowered for a GPU alone: the interpreter has no loop inside a branch with 64-bit numbers
         # on.
         lowered = (
@@ -202,7 +205,7 @@ def test_what_has_no_kernel_is_refused(change, message):
 
 @pytest.mark.parametrize("chip", ["8.0", "10.0"])
 def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
-    kernel_trial.say.cache_clear()
+    self_test.say.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
         jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)]
@@ -222,12 +225,12 @@ def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
 def plant(monkeypatch, spoiled=None, error=None):
     """The XLA form in the kernels' place, one of its gradients a tenth too large."""
 
-    def forward(*arguments, interpret, pieces, **settings):
+    def forward(*arguments, pieces, interpret=False, **settings):
         if error is not None:
             raise error
         return chunked.forward(*arguments, parallel=False, **settings)
 
-    def backward(*arguments, interpret, pieces, **settings):
+    def backward(*arguments, pieces, interpret=False, **settings):
         gradients = chunked.backward(*arguments, parallel=False, **settings)
         return tuple(x * 1.1 if i == spoiled else x for i, x in enumerate(gradients))
 
@@ -239,14 +242,14 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
     """In the middle of a trace, as a training step asks."""
 
     def verdict(folder):
-        found, trial = [], pallas_gpu_trial.trial(64, 64, True, True, split=False)
+        found, test = [], delta_rule_self_test.test(64, 64, True, True, split=False)
         jax.eval_shape(
             lambda x: (
-                found.append(kernel_trial.verdict(jax.devices()[0], trial, tmp_path / folder)) or x
+                found.append(self_test.outcome(jax.devices()[0], test, tmp_path / folder)) or x
             ),
             0,
         )
-        kernel_trial._known.clear()
+        self_test._agreed_outcomes.clear()
         return found[0]
 
     plant(monkeypatch)
@@ -290,9 +293,9 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
 
 def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
     """Two forward, three backward, of one shape and dtype with the XLA form's results."""
-    kernel_trial.say.cache_clear()
+    self_test.say.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(pallas_gpu, "refusal", lambda q, k, v: "")
+    monkeypatch.setattr(pallas_gpu, "supports", lambda *_, **__: "")
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))
     numbers, ids = (
         jax.ShapeDtypeStruct((1, 64, 3), jnp.float32),
@@ -300,7 +303,7 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
     )
 
     def kernels(verdict, transformed, **named):
-        monkeypatch.setattr(kernel_trial, "verdict", lambda *_: verdict)
+        monkeypatch.setattr(self_test, "outcome", lambda *_: verdict)
 
         def f(q, v, g, ids):
             o, _ = gated_delta_rule(q, q, v, g=g, beta=-g, segment_ids=ids, **named)

@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen3next_jax.ops import expert_mlp, grouped_matmul, kernel_trial, pallas_gpu_ragged
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu import grouped_matmul as gpu_kernels
+from qwen3next_jax.kernels.gpu import tokamax
+from qwen3next_jax.ops import expert_mlp, grouped_matmul
+from qwen3next_jax.ops.compile_target import compiling_for
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
 EPSILON = {jnp.float32: 2.0**-24, jnp.bfloat16: 2.0**-9}
@@ -135,9 +139,9 @@ def test_each_row_is_computed_once(platform):
     def lowered(implementation):
         shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32), (32, 32, 32))]
         f = jax.jit(lambda *a: grouped_matmul(*a, implementation=implementation))
-        return f.trace(*shapes, jax.ShapeDtypeStruct((32,), jnp.int32)).lower(
-            lowering_platforms=(platform,)
-        )
+        with compiling_for(platform):
+            traced = f.trace(*shapes, jax.ShapeDtypeStruct((32,), jnp.int32))
+        return traced.lower(lowering_platforms=(platform,))
 
     useful = 2 * 4096 * 32 * 32
     # blocks of 128 rows (CPU) or 64, one more for each group
@@ -147,7 +151,7 @@ def test_each_row_is_computed_once(platform):
     assert platform == "cuda" or lowered("ragged_dot").cost_analysis()["flops"] > 16 * useful
 
 
-def test_the_trial_refuses_wrong_kernels_and_a_gpu_takes_right_ones(monkeypatch, capsys):
+def test_the_self_test_refuses_wrong_kernels_and_a_gpu_takes_right_ones(monkeypatch, capsys):
     """XLA's products stand in for the kernels: as they are, and with groups that begin a row too
     early.
     """
@@ -158,9 +162,9 @@ def test_the_trial_refuses_wrong_kernels_and_a_gpu_takes_right_ones(monkeypatch,
             dy
         )
 
-    name, apart = pallas_gpu_ragged.worst(products(0))
-    assert apart <= pallas_gpu_ragged.APART / 2, (name, apart)
-    assert pallas_gpu_ragged.worst(products(1))[1] > 2 * pallas_gpu_ragged.APART
+    name, error = gpu_kernels.max_error(products(0))
+    assert error <= gpu_kernels.TOLERANCE / 2, (name, error)
+    assert gpu_kernels.max_error(products(1))[1] > 2 * gpu_kernels.TOLERANCE
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 64), (4, 64, 128))]
     lowered = lambda: (
@@ -170,15 +174,15 @@ def test_the_trial_refuses_wrong_kernels_and_a_gpu_takes_right_ones(monkeypatch,
         .as_text()
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(pallas_gpu_ragged, "matmul", lambda x, w, sizes: jnp.cbrt(x @ w[0]))
-    monkeypatch.setattr(pallas_gpu_ragged, "tokamax_refusal", lambda: "without it")
+    monkeypatch.setattr(gpu_kernels, "matmul", lambda x, w, sizes: jnp.cbrt(x @ w[0]))
+    monkeypatch.setattr(tokamax, "unsupported", lambda: "without it")
     assert (
         "cbrt" not in lowered()
         and "grouped products: XLA's form, no kernel: the call without it"
         in capsys.readouterr().err
     )
-    monkeypatch.setattr(pallas_gpu_ragged, "tokamax_refusal", lambda: "")
-    monkeypatch.setattr(kernel_trial, "verdict", lambda *_: "")
+    monkeypatch.setattr(tokamax, "unsupported", lambda: "")
+    monkeypatch.setattr(self_test, "outcome", lambda *_: "")
     assert (
         "cbrt" in lowered() and "which never ran a whole step: a file " in capsys.readouterr().err
     )

@@ -10,7 +10,7 @@ import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, to_dict
-from qwen3next_jax.ops import kernel_trial
+from qwen3next_jax.kernels import self_test
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import (
     GKE,
@@ -246,7 +246,7 @@ def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, to
             blocking_key_value_get=lambda key, _: said.get(key, other),
         ),
     )
-    monkeypatch.setattr(kernel_trial, "_known", {})
+    monkeypatch.setattr(self_test, "_agreed_outcomes", {})
     devices = [types.SimpleNamespace(compute_capability=chip)]
     for name, value in (
         ("process_count", 2),
@@ -254,7 +254,7 @@ def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, to
         ("local_devices", devices),
     ):
         monkeypatch.setattr(jax, name, lambda value=value: value)
-    assert (kernel_trial.hopper_refusal(), list(said.values())) == (refused, [told])
+    assert (self_test.unsupported_chip(), list(said.values())) == (refused, [told])
 
 
 def test_a_jax_without_the_key_value_store_is_told_before_anyone_waits(monkeypatch):

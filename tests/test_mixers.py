@@ -32,20 +32,19 @@ from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import check_hf_form
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu import gated_norm as gpu_gated_norm
+from qwen3next_jax.kernels.tpu import attention_heads as tpu_attention_heads
+from qwen3next_jax.kernels.tpu import gated_norm as tpu_gated_norm
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import GIVEN, mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import (
-    fft_convolution,
-    gated_delta_rule,
-    kernel_trial,
-    pallas_gated_norm,
-    pallas_gpu_gated_norm,
-    pallas_heads,
-)
+from qwen3next_jax.ops import attention_heads, fft_convolution, gated_delta_rule, gated_norm
+from qwen3next_jax.ops.compile_target import compiling_for
+from qwen3next_jax.ops.implementations import Form
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather, storage_spec
 from tests.in_process import resolved, step_of
@@ -507,25 +506,31 @@ def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).trace(params, x)
 
     graph, params = nnx.split(layer(BASE))
-    run = lambda mesh: gradient(BASE, mesh, graph, params, X, SEGMENTS).lower().compile()(params, X)
-    one = run(None)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def run(mesh, platform):
+        with compiling_for(platform):
+            traced = gradient(BASE, mesh, graph, params, X, SEGMENTS)
+        return traced.lower().compile()(params, X)
+
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), one, run(mesh)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
+        run(None, "cpu"),
+        run(mesh, "gpu"),
     )
 
     monkeypatch.setattr(
-        kernel_trial, "takes", lambda trial, refusal="": trial.name == "norm and gate"
+        self_test, "is_enabled", lambda test, unsupported="": test.name == "norm and gate"
     )
     wide = dataclasses.replace(BASE, linear_value_head_dim=64, dtype="bfloat16")
     x = jax.ShapeDtypeStruct((1, 128, 16), jnp.bfloat16)
-    traced = gradient(
-        wide,
-        mesh,
-        *nnx.split(nnx.eval_shape(lambda: layer(wide))),
-        x,
-        jnp.ones((1, 128), jnp.int32),
-    )
+    with compiling_for("gpu"):
+        traced = gradient(
+            wide,
+            mesh,
+            *nnx.split(nnx.eval_shape(lambda: layer(wide))),
+            x,
+            jnp.ones((1, 128), jnp.int32),
+        )
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
@@ -537,7 +542,7 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
     @jax.jit(static_argnums=0)
     def both_ways(dtype):
         y, pullback = jax.vjp(
-            lambda *a: pallas_gated_norm.gated_norm(*a, 1e-6),
+            lambda *a: gated_norm.gated_norm(*a, 1e-6),
             *(jnp.asarray(a, dtype) for a in (o, gate, weight)),
         )
         return y, *pullback(jnp.asarray(dy, dtype))
@@ -545,12 +550,13 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
     with jax.enable_x64(True):
         want = both_ways(jnp.float64)
 
-    def interpreted(name, eps, o, weight):
-        return {"cpu": functools.partial(getattr(pallas_gated_norm, name), eps, interpret=True)}
-
+    functions = {
+        name: functools.partial(getattr(tpu_gated_norm, name), interpret=True)
+        for name in ("forward", "backward")
+    }
     with (
-        mock.patch.object(pallas_gated_norm, "kernels", interpreted),
-        mock.patch.object(pallas_gated_norm, "_BLOCK", (16, 128)),
+        mock.patch.object(gated_norm, "FORMS", (Form("interpreted", ("cpu",), functions),)),
+        mock.patch.object(tpu_gated_norm, "BLOCK", (16, 128)),
     ):
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):
@@ -560,12 +566,12 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
 def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
     """Two heads and two blocks of tokens; races are errors."""
     with mock.patch.object(
-        pallas_gpu_gated_norm,
+        gpu_gated_norm,
         "INTERPRETER",
         plgpu.InterpretGPUParams(detect_races=True, on_race="raise"),
     ):
-        name, apart = pallas_gpu_gated_norm.worst(1e-6, 128, interpret=True)
-    assert apart < 1e-3, name
+        name, error = gpu_gated_norm.max_error(1e-6, 128, interpret=True)
+    assert error < 1e-3, name
 
 
 @pytest.mark.parametrize("width, half", [(128, 64), (256, 32)])
@@ -579,27 +585,30 @@ def test_the_kernels_between_attention_and_its_projections_interpreted_match_the
         for shape in (*[(2, time, heads * width)] * 3, *[(2, heads, time, width)] * 2)
     )
     weight, angles = rng.normal(size=width), 3 * rng.normal(size=(2, time, half))
-    cos, sin = pallas_heads.over_lanes(np.cos(angles), np.sin(angles))
+    cos, sin = attention_heads.rotation_by_lane(np.cos(angles), np.sin(angles))
 
     def products():
-        y, place = jax.vjp(
-            lambda x, weight: pallas_heads.whole_place(1e-6, half, x, weight, cos, sin), x, weight
-        )
-        z, opened = jax.vjp(pallas_heads.whole_gate, o, gate)
-        return y, *place(dy), z, *opened(dz)
+        def rotate(x, weight):
+            return attention_heads.norm_and_rotate(x, weight, cos, sin, half, 1e-6)
+
+        y, rotated = jax.vjp(rotate, x, weight)
+        z, gated = jax.vjp(attention_heads.gate_heads, o, gate)
+        return y, *rotated(dy), z, *gated(dz)
 
     def kernels(x, weight, cos, sin, dy, o, gate, dz):
         whole = {"interpret": True}
         return (
-            pallas_heads.place_forward(1e-6, half, x, weight, cos, sin, **whole),
-            *pallas_heads.place_backward(1e-6, half, x, weight, cos, sin, dy, **whole),
-            pallas_heads.gate_forward(o, gate, **whole),
-            *pallas_heads.gate_backward(o, gate, dz, **whole),
+            tpu_attention_heads.norm_and_rotate(1e-6, half, x, weight, cos, sin, **whole),
+            *tpu_attention_heads.norm_and_rotate_gradients(
+                1e-6, half, x, weight, cos, sin, dy, **whole
+            ),
+            tpu_attention_heads.gate(o, gate, **whole),
+            *tpu_attention_heads.gate_gradients(o, gate, dz, **whole),
         )
 
     with jax.enable_x64(True):
         want = jax.jit(products)()
-    with mock.patch.object(pallas_heads, "_BLOCK", (32, 2 * width)):
+    with mock.patch.object(tpu_attention_heads, "BLOCK", (32, 2 * width)):
         got = jax.jit(kernels)(
             *(jnp.asarray(a, jnp.float32) for a in (x, weight, cos, sin, dy, o, gate, dz))
         )
@@ -626,11 +635,13 @@ def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projecti
     both_ways = lambda: jax.jit(jax.grad(loss, has_aux=True))(params)
     want = both_ways()
     with (
-        mock.patch.object(pallas_heads, "takes", return_value=True),
-        mock.patch.object(pallas_heads, "place", wraps=pallas_heads.place) as placed,
+        mock.patch.object(attention_heads, "has_kernels", return_value=True),
+        mock.patch.object(
+            attention_heads, "norm_and_rotate", wraps=attention_heads.norm_and_rotate
+        ) as rotated,
     ):
         got = both_ways()
-    assert placed.call_count == 2
+    assert rotated.call_count == 2
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-6)
 

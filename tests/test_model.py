@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.model import Qwen3Next, layer_stack
+from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
+from qwen3next_jax.ops.compile_target import compiling_for
 
 TINY = ModelConfig(
     vocab_size=61,
@@ -189,8 +190,7 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
         return nnx.merge(graphdef, params)(tokens, output_hidden_states=True).hidden_states
 
     states = jax.jit(run)(params)
-    with monkeypatch.context() as patched:
-        patched.setattr(layer_stack, "tpu", lambda: "v6e")
+    with compiling_for("tpu"):
         assert "unroll=2" in str(jax.make_jaxpr(lambda params: run(params))(params))
     model, x = nnx.merge(graphdef, params), states[0]
     context = Context(jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12)))

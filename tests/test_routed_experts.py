@@ -18,7 +18,7 @@ from benchmarks.experts_precision import (
     inputs,
     interpreted,
 )
-from qwen3next_jax.ops.routed_experts import tiling as routed_experts
+from qwen3next_jax.ops.routed_experts import layout as routed_experts
 
 TOKENS, EXPERTS = 96, 4
 RNG = np.random.default_rng(0)

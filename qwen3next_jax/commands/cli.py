@@ -73,6 +73,12 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
             return main(list(argv[1:])) if arguments else main()
         except UserError as error:
             return _report(str(error), error.exit_code)
+        except NotImplementedError as error:
+            from qwen3next_jax.ops.implementations import Unsupported  # which imports JAX
+
+            if not isinstance(error, Unsupported):
+                raise
+            return _report(str(error))
         except KeyboardInterrupt:
             _report("interrupted")
             return ExitCode.INTERRUPTED

@@ -18,7 +18,7 @@ from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.row_groups import apart, joined, row_groups
-from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.rules import constrain
 
 
@@ -164,7 +164,7 @@ class Block(nnx.Module):
             x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1
         ):
             mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
-            xs_BTD.append(kept(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
+            xs_BTD.append(save_for_backward(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
             contexts.append(own)
         inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
         y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)

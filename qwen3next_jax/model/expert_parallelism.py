@@ -27,15 +27,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.ops.compile_target import compile_target
+from qwen3next_jax.ops.preferences import row_major
+from qwen3next_jax.ops.ragged_exchange import exchange
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
-from qwen3next_jax.ops.tpu import tpu
 
 GATHERED_SHARDS = 8
-# rows of the choices of this shard's tokens in one chunk; where a TPU is compiled for, a part of
-# its memory if more:
+# rows of the choices of this shard's tokens in one chunk; where the device's memory is known, a
+# part of it if that is more:
 CHUNK_BYTES = 2**29
 CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
 OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's
@@ -45,13 +46,13 @@ HALF_ROWS = 512
 ROOM = 1.125
 
 
-def whole_experts(
-    x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, on_cpu: Callable | None = None
-):
-    """`split_experts` where this device holds all experts, without a mesh axis. on_cpu: the form
-    for a CPU, of the same arguments.
+def whole_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable | None = None):
+    """`split_experts` where this device holds all experts, without a mesh axis.
+
+    Args:
+      form: what computes a chunk, of the same arguments; None for `routed_experts`.
     """
-    options = _Options(_Whole, _chunk(x_RD, expert_RA), on_cpu=on_cpu)
+    options = _Options(_Whole, _chunk(x_RD, expert_RA), form=form)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
@@ -86,7 +87,7 @@ def split_experts(
         # All at once: gathered outside of `_experts`, so that remat can keep it. A second gather
         # would begin a layer's gradients, with nothing beside it.
         x_ND, weight_NA, expert_NA = (
-            kept(gather(a, axis), "gathered rows")
+            save_for_backward(gather(a, axis), "gathered rows")
             for gather, a in ((_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA))
         )
         here = _Options(_Whole, x_ND.shape[0], room=_room(expert_RA.size))
@@ -107,11 +108,11 @@ def halves_of_all(tokens: int, width: int, choices: int, experts: int, dtype) ->
 
 
 class _Options(NamedTuple):
-    form: type
+    exchange: type
     chunk: int
     axis: str = ""
     axes: tuple[str, ...] = ()
-    on_cpu: Callable | None = None
+    form: Callable | None = None
     room: int | None = None  # of a chunk, where it is not all choices
 
 
@@ -119,8 +120,8 @@ def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
     """Tokens of a chunk: the largest divisor of all whose rows have room, one of its `parts`
     after another.
     """
-    (tokens, choices), chip = expert_RA.shape, tpu()
-    room = max(CHUNK_BYTES, chip.hbm_capacity_bytes * chip.num_cores // CHUNK_PART if chip else 0)
+    tokens, choices = expert_RA.shape
+    room = max(CHUNK_BYTES, (compile_target().memory_bytes or 0) // CHUNK_PART)
     most = max(parts * room // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
     return next(
         tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most
@@ -135,7 +136,7 @@ def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
 def _experts(options, x_RD, weight_RA, expert_RA, gate_up, down):
     def chunk(_, inputs):
         x, weight, expert = inputs
-        return None, options.form(options, expert, gate_up.shape[0]).forward(
+        return None, options.exchange(options, expert, gate_up.shape[0]).forward(
             x, weight, gate_up, down
         )
 
@@ -151,7 +152,7 @@ def _experts_backward(options, inputs, dy_RD):
 
     def chunk(totals, inputs):
         x, weight, expert, dy = inputs
-        dx, dweight, *dw = options.form(options, expert, gate_up.shape[0]).backward(
+        dx, dweight, *dw = options.exchange(options, expert, gate_up.shape[0]).backward(
             x, weight, gate_up, down, dy
         )
         return _add(totals, dw) if totals else dw, (dx, dweight.astype(weight.dtype))
@@ -194,41 +195,24 @@ def _room(balanced: int) -> int:
 
 class _Whole:
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.expert, self.on_cpu, self.room = (
-            expert_RA,
-            options.on_cpu,
-            options.room or expert_RA.size,
-        )
+        self.expert = expert_RA
+        self.form = options.form
+        self.room = options.room or expert_RA.size
 
     def forward(self, x, weight, gate_up, down):
-        return self._run(routed_experts, self.on_cpu, x, weight, self.expert, gate_up, down)
+        if self.form:
+            return self.form(x, weight, self.expert, gate_up, down)
+        return routed_experts(x, weight, self.expert, gate_up, down, room=self.room)
 
     def backward(self, x, weight, gate_up, down, dy):
-        def gradients(x, weight, expert, gate_up, down, dy):
-            _, pullback = jax.vjp(
-                lambda x, weight, *w: self.on_cpu(x, weight, expert, *w), x, weight, gate_up, down
+        if not self.form:
+            return routed_experts_gradients(
+                x, weight, self.expert, gate_up, down, dy, room=self.room
             )
-            dx, dweight, *dw = pullback(dy)
-            return dx, dweight.astype(jnp.promote_types(jnp.float32, dweight.dtype)), *dw
-
-        return self._run(
-            routed_experts_gradients,
-            self.on_cpu and gradients,
-            x,
-            weight,
-            self.expert,
-            gate_up,
-            down,
-            dy,
-        )
-
-    def _run(self, by_token, on_cpu, *arguments):
-        by_token = functools.partial(by_token, room=self.room)
-        return (
-            jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=by_token)
-            if on_cpu
-            else by_token(*arguments)
-        )
+        form = lambda x, weight, *w: self.form(x, weight, self.expert, *w)
+        _, pullback = jax.vjp(form, x, weight, gate_up, down)
+        dx, dweight, *dw = pullback(dy)
+        return dx, dweight.astype(jnp.promote_types(jnp.float32, dweight.dtype)), *dw
 
 
 # ---- all tokens to all shards
@@ -296,11 +280,11 @@ class _Gathered:
 
 
 def _gather(x, axis):
-    return jax.lax.all_gather(_row_major(x), axis, tiled=True)
+    return jax.lax.all_gather(row_major(x), axis, tiled=True)
 
 
 def _sum(part, axis):
-    return _row_major(jax.lax.psum_scatter(part, axis, tiled=True))
+    return row_major(jax.lax.psum_scatter(part, axis, tiled=True))
 
 
 _gather_rows, _sum_rows = (jax.custom_vjp(f, nondiff_argnums=(1,)) for f in (_gather, _sum))
@@ -308,13 +292,6 @@ _gather_rows.defvjp(lambda x, axis: (_gather(x, axis), None), lambda axis, _, dx
 _sum_rows.defvjp(
     lambda part, axis: (_sum(part, axis), None), lambda axis, _, dy: (_gather(dy, axis),)
 )
-
-
-def _row_major(x):
-    """`x` in the layout of the kernels. A TPU's compiler would exchange rows in that of what
-    comes before or after, and copy all of them, many times what one device has.
-    """
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if tpu() else x
 
 
 # ---- every choice to its shard
@@ -439,47 +416,3 @@ class _Exchanged:
 
     def _collect(self, rows_QD):
         return sum_by_token(rows_QD, self.order_Q, self.shape)
-
-
-def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
-    """`output` with the rows written into it that the shards of `axis` send each other.
-
-    Args:
-      rows: [Q, …], what this shard may send. output: [P, …].
-      read_SS, rows_SS, land_SS: [S, S] int32, known to all: sender s sends receiver d its rows
-      from read[s, d] on, so many, to
-        d's output from land[s, d] on.
-    """
-
-    def ragged(rows, output, read_SS, rows_SS, land_SS):
-        shard = jax.lax.axis_index(axis)
-        return jax.lax.ragged_all_to_all(
-            rows,
-            output,
-            read_SS[shard],
-            rows_SS[shard],
-            land_SS[shard],
-            rows_SS[:, shard],
-            axis_name=axis,
-        )
-
-    def gathered(rows, output, read_SS, rows_SS, land_SS):
-        shard = jax.lax.axis_index(axis)
-        place_P1 = jnp.arange(output.shape[0])[:, None]
-        into_PS = place_P1 - land_SS[:, shard]
-        from_PS = (into_PS >= 0) & (into_PS < rows_SS[:, shard])
-        index_PS = jnp.arange(rows_SS.shape[0]) * rows.shape[0] + read_SS[:, shard] + into_PS
-        taken = jax.lax.all_gather(rows, axis, tiled=True)[
-            jnp.sum(jnp.where(from_PS, index_PS, 0), axis=1)
-        ]
-        arrived_P = jnp.any(from_PS, axis=1)
-        return jnp.where(arrived_P.reshape(-1, *(1,) * (rows.ndim - 1)), taken, output)
-
-    # XLA's CPU backend has no ragged_all_to_all.
-    return jax.lax.platform_dependent(
-        rows,
-        output,
-        *(a.astype(jnp.int32) for a in (read_SS, rows_SS, land_SS)),
-        cpu=gathered,
-        default=ragged,
-    )

@@ -23,10 +23,10 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.remat import rematerialized
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.preferences import unroll_short_loops
 from qwen3next_jax.sharding.rules import constrain, gather
 
-UNROLLED = 4  # a TPU runs so many periods, or fewer, without a loop
+UNROLLED = 4  # so many periods, or fewer, run without a loop where loops cost copies
 
 Cache = Any  # of one block: a dict of arrays, stacked over its layers
 
@@ -73,7 +73,7 @@ def run_layers(
     # the period, repeated
     repeats = len(config.stacks[-1])
     # without a loop, saved results need not be stacked and cut out again
-    unrolled = cache is None and repeats <= UNROLLED and tpu() is not None
+    unrolled = cache is None and repeats <= UNROLLED and unroll_short_loops()
     decoding = cache is not None and context.mesh is None
     periodic_params, scanned_params = list(params[single:]), list(params[single:])
     numbers = None if cache is None else jnp.arange(repeats)

@@ -22,8 +22,12 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.row_groups import joined
 from qwen3next_jax.ops import expert_mlp
-from qwen3next_jax.ops.blocks import kept
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.ops.preferences import (
+    experts_in_caches,
+    experts_in_tiles,
+    float32_precision,
+)
 from qwen3next_jax.ops.used_experts import few_tokens, used_experts
 from qwen3next_jax.sharding.rules import (
     EXPERTS,
@@ -203,17 +207,17 @@ def _routed(
     """One device's tokens, in groups → (of each the routed experts' sum, router statistics of
     all devices, router logits of each).
     """
-    # either form runs anywhere
-    dtype, by_token = xs_BTD[0].dtype, shards(mesh, EXPERTS) > 1 or bool(tpu())
+    dtype = xs_BTD[0].dtype
+    in_tiles = shards(mesh, EXPERTS) > 1 or experts_in_tiles()
     few = few_tokens(
         sum(x.shape[0] * x.shape[1] for x in xs_BTD),
         config.num_experts_per_tok,
         config.num_experts,
         layer,
     )
-    if layer and (by_token or not few):
+    if layer and (in_tiles or not few):
         gate_up_ED2I, down_EID, layer = gate_up_ED2I[layer], down_EID[layer], ()
-    if by_token:  # flat before it is gathered: a TPU would copy the whole to another layout
+    if in_tiles:  # flat before it is gathered: a TPU would copy the whole to another layout
         gate_up_ED2I = gate_up_ED2I.reshape(*gate_up_ED2I.shape[:2], -1)
     if mesh is not None:
         router_DE, gate_up_ED2I, down_EID = (
@@ -227,15 +231,12 @@ def _routed(
             (xs_BTD[0], gate_up_ED2I, down_EID)
         )
         xs_BTD = [first_BTD, *xs_BTD[1:]]
-    # Float32 throughout: a bfloat16 router flips choices near ties. Three of a TPU's six bfloat16
-    # passes are 2e-6 off for a bfloat16 x.
-    precision = (
-        jax.lax.Precision.HIGH if tpu() and dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    )
+    # Float32 throughout: a bfloat16 router flips choices near ties.
+    precision = float32_precision(dtype)
 
     def route(x_BTD, counted_BT):
         x_RD = x_BTD.reshape(-1, config.hidden_size)
-        logits_RE = kept(
+        logits_RE = save_for_backward(
             keeping_inputs(
                 lambda x, w: jnp.dot(
                     x.astype(jnp.float32), w.astype(jnp.float32), precision=precision
@@ -254,23 +255,20 @@ def _routed(
 
     rows, statistics, logits = zip(*map(route, xs_BTD, counted))
     statistics = jax.tree.map(lambda first, *more: sum(more, first), *statistics)
-    # keeps its inputs alone
-    many = (
-        _sorted_experts
-        if dtype.itemsize >= 4
-        else functools.partial(whole_experts, on_cpu=_sorted_experts)
-    )
-    run = (
-        whole_experts
-        if by_token
-        else functools.partial(_few_tokens_of_a_stack, *layer)
-        if layer
-        else _few_tokens
-        if few
-        else many
-    )
     if shards(mesh, EXPERTS) > 1:
         run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
+    elif in_tiles:
+        run = whole_experts
+    elif layer:
+        run = functools.partial(_few_tokens_of_a_stack, *layer)
+    elif few:
+        run = _used_experts if experts_in_caches() else _sorted_experts
+    elif dtype.itemsize >= 4:
+        run = _sorted_experts
+    else:  # saves its inputs alone for the backward pass
+        run = functools.partial(
+            whole_experts, form=_sorted_experts if experts_in_caches() else None
+        )
     y_RD = run(*map(jnp.concatenate, zip(*rows)), gate_up_ED2I, down_EID)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard held a part of every expert's width
@@ -305,7 +303,7 @@ def choose(
 
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
-    gate_up = kept(jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype)))
+    gate_up = save_for_backward(jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype)))
     hidden = keeping_inputs(
         lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
     )
@@ -327,24 +325,11 @@ def _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
     return jnp.einsum("rad,ra->rd", y_RAD, weight_RA)
 
 
-def _few_tokens(*inputs):
-    return jax.lax.platform_dependent(*inputs, cpu=_used_experts, default=_sorted_experts)
-
-
-def _few_tokens_of_a_stack(layer, *inputs):
-    """Of decoding alone, without a gradient: the experts of all layers of a stack, and which
-    layer's.
-    """
-
-    def sort(x, weight, expert, gate_up, down, layer):
-        return _sorted_experts(x, weight, expert, gate_up[layer], down[layer])
-
-    return jax.lax.platform_dependent(
-        *inputs,
-        layer,
-        cpu=lambda *inputs: used_experts(*inputs[:-1], layer=inputs[-1:]),
-        default=sort,
-    )
+def _few_tokens_of_a_stack(layer, x, weight, expert, gate_up, down):
+    """For decoding, without a gradient: with the experts of one layer of a stack."""
+    if experts_in_caches():
+        return used_experts(x, weight, expert, gate_up, down, layer=(layer,))
+    return _sorted_experts(x, weight, expert, gate_up[layer], down[layer])
 
 
 _used_experts = jax.custom_vjp(lambda *inputs: used_experts(*inputs))

@@ -20,7 +20,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, rms_norm
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.rules import constrain
 
 
@@ -66,7 +66,7 @@ class MultiTokenPrediction(nnx.Module):
             ),
             axis=-1,
         )
-        x_BTD = kept(
+        x_BTD = save_for_backward(
             constrain(
                 pair @ self.fc[...].astype(hidden_BTD.dtype),
                 context.mesh,

@@ -1,8 +1,8 @@
 """What the backward pass keeps of the forward pass, by the name of `train.remat`.
 
 none      everything it needs
-kept      what products and operators made (`ops.blocks.kept`): "none" in bfloat16, where all
-          mixers name what they keep
+kept      what products and operators made (`ops.blocks.save_for_backward`): "none" in bfloat16,
+          where all mixers name what they keep
 block     each block's input, and what costs most for its bytes: attention's results, the
           router's choices; the rest is computed again
 dots      also results of projections and dense MLPs, the router's logits, and rows that experts
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from qwen3next_jax.ops.blocks import KEPT
+from qwen3next_jax.ops.blocks import SAVED
 
 _INPUT = "block_input"
 
@@ -43,7 +43,7 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
     small, rows = both(these("attention"), top_k), these("gathered rows")
     kept, dots = (
         both(both(small, rows), more)
-        for more in (these(KEPT), policies.dots_with_no_batch_dims_saveable)
+        for more in (these(SAVED), policies.dots_with_no_batch_dims_saveable)
     )
     offloaded = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -1,29 +1,29 @@
-"""An axis cut into blocks, so that what is made of it lives for one block at a time; and what
-lives until the backward pass.
+"""Splits an axis into chunks, so that intermediate arrays live for one chunk at a time, and names
+the arrays that are saved for the backward pass.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-KEPT = "kept"
+SAVED = "kept"  # as `train.remat` calls the policy that saves them
 
 
 def wide(x):
-    """The dtype in which sums over x are kept: float32, or its own if that is wider."""
+    """The dtype in which sums over x are accumulated: float32, or its own if that is wider."""
     return jnp.promote_types(jnp.float32, x.dtype)
 
 
-def kept(tree, name: str = KEPT):
-    """Arrays that took an operator to make: named, so that the backward pass may keep them and
-    compute cheaper things again.
+def save_for_backward(tree, name: str = SAVED):
+    """Gives arrays that are expensive to compute a name, by which a policy of `jax.checkpoint` can
+    save them for the backward pass, which then recomputes only what is cheap.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
 
-def cut(tree, axis: int, size: int, mode: str = "constant"):
-    """`axis` of every array padded to whole blocks of `size` (with zeros, or with the last
-    entry: "edge"), the blocks in front.
+def to_chunks(tree, axis: int, size: int, mode: str = "constant"):
+    """Splits `axis` of every array into chunks of `size`: [..., T, ...] → [chunks, ..., size, ...].
+    The last chunk is filled up with zeros, or with the last entry (mode "edge").
     """
 
     def one(x):
@@ -36,8 +36,8 @@ def cut(tree, axis: int, size: int, mode: str = "constant"):
     return jax.tree.map(one, tree)
 
 
-def joined(tree, axis: int, length: int):
-    """The inverse of `cut`, of an axis of `length`."""
+def from_chunks(tree, axis: int, length: int):
+    """The inverse of `to_chunks` for an axis that had `length` entries."""
 
     def one(x):
         x = jnp.moveaxis(x, 0, axis)
@@ -49,7 +49,7 @@ def joined(tree, axis: int, length: int):
 
 
 def scan(step, carry, blocks):
-    """`jax.lax.scan` over blocks, which is no loop where there is one."""
+    """`jax.lax.scan` over chunks; without a loop where there is one chunk."""
     if jax.tree.leaves(blocks)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, blocks)
     carry, result = step(carry, jax.tree.map(lambda x: x[0], blocks))

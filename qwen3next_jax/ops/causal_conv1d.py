@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.ops.pallas_causal_conv1d import kernels
+from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
 def causal_conv1d(
@@ -71,7 +71,8 @@ def causal_conv1d(
             None if segment_ids is None else _halo(segment_ids, ids_before, width - 1, axis_name)
         )
     ids = None if segment_ids is None else jnp.concatenate([ids_before, segment_ids], axis=1)
-    y_BTD = _convolve(activation, before, x_BTD, kernel_WD, ids)
+    chosen = choose("causal_conv1d", None, FORMS, x=x_BTD, kernel=kernel_WD, activation=activation)
+    y_BTD = _convolve(chosen, activation, before, x_BTD, kernel_WD, ids)
     extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
     if ids is None:
         length_B = jnp.full((batch,), time)
@@ -139,40 +140,40 @@ def _before_activation(extended, kernel, same):
     return sum(_terms(_shifted(extended, kernel.shape[0]), kernel, same))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolve(activation, before, x, kernel, ids):
-    def products(before, x, kernel, ids):
-        wide = jnp.promote_types(jnp.float32, x.dtype)
-        same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
-        z = _before_activation(
-            jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same
-        )
-        return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
-
-    return jax.lax.platform_dependent(
-        before, x, kernel, ids, **{"default": products} | kernels("forward", activation, x, kernel)
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _convolve(chosen: Chosen, activation, before, x, kernel, ids):
+    return chosen.function("forward")(activation, before, x, kernel, ids)
 
 
-def _convolve_backward(activation, residuals, dy):
-    def products(on_cpu, before, x, kernel, ids, dy):
-        dextended, dkernel = _gradients(
-            activation, on_cpu, jnp.concatenate([before, x], axis=1), kernel, ids, dy
-        )
-        return dextended[:, : before.shape[1]], dextended[:, before.shape[1] :], dkernel
-
-    platforms = {name: functools.partial(products, name == "cpu") for name in ("cpu", "default")}
-    return *jax.lax.platform_dependent(
-        *residuals, dy, **platforms | kernels("backward", activation, *residuals[1:3])
-    ), None
+def _convolve_backward(chosen: Chosen, activation, residuals, dy):
+    return *chosen.function("backward")(activation, *residuals, dy), None
 
 
 _convolve.defvjp(
-    lambda activation, *inputs: (_convolve(activation, *inputs), inputs), _convolve_backward
+    lambda chosen, activation, *inputs: (_convolve(chosen, activation, *inputs), inputs),
+    _convolve_backward,
 )
 
 
-def _gradients(activation, on_cpu, extended, kernel, ids, dy):
+# ---- in XLA alone
+
+
+def _in_xla(activation, before, x, kernel, ids):
+    wide = jnp.promote_types(jnp.float32, x.dtype)
+    same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
+    z = _before_activation(
+        jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same
+    )
+    return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
+
+
+def _in_xla_backward(activation, before, x, kernel, ids, dy, *, row_by_row: bool):
+    extended = jnp.concatenate([before, x], axis=1)
+    dextended, dkernel = _gradients(activation, row_by_row, extended, kernel, ids, dy)
+    return dextended[:, : before.shape[1]], dextended[:, before.shape[1] :], dkernel
+
+
+def _gradients(activation, row_by_row, extended, kernel, ids, dy):
     width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
     x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
     same = None if ids is None else _same_document(ids, width, wide)
@@ -189,7 +190,7 @@ def _gradients(activation, on_cpu, extended, kernel, ids, dy):
     dz = padded[:, width - 1 : width - 1 + time]
     terms_of = lambda x, dz, same: _terms(_shifted(x, width), [dz] * width, same)
     terms = terms_of(x, dz, same)
-    if on_cpu:  # row by row, all taps in one pass: their sums stay in the caches
+    if row_by_row:  # all taps in one pass: their sums stay in a CPU's caches
         x = jax.lax.optimization_barrier(x)
         rows = x[:, None], dz[:, None], None if same is None else same.swapaxes(0, 1)[:, :, None]
         add = lambda sums, row: ([*map(jnp.add, sums, terms_of(*row))], None)
@@ -200,3 +201,11 @@ def _gradients(activation, on_cpu, extended, kernel, ids, dy):
         same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
     dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))
     return dx.astype(extended.dtype), dkernel.astype(kernel.dtype)
+
+
+def _form(platforms, row_by_row: bool) -> Form:
+    backward = functools.partial(_in_xla_backward, row_by_row=row_by_row)
+    return Form("xla", platforms, dict(forward=_in_xla, backward=backward))
+
+
+FORMS = _form(("cpu",), row_by_row=True), _form(("gpu", "tpu"), row_by_row=False)

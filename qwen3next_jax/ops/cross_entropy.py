@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.compile_target import compile_target
 
 # Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks
 # of 256 to 512 rows are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192).
@@ -61,13 +61,12 @@ def linear_cross_entropy(
     _check(x, w, targets, weights, chunk)
     rows, vocabulary = x.shape[0], w.shape[1]
     if chunk is None:
-        chip = tpu()
-        gpu = jax.default_backend() == "gpu"
-        elements = _GPU_CHUNK_ELEMENTS if gpu else _CHUNK_ELEMENTS
-        if chip:
-            elements = chip.hbm_capacity_bytes * chip.num_cores // (4 * _MEMORY_PART)
+        target = compile_target()
+        elements = _GPU_CHUNK_ELEMENTS if target.platform == "gpu" else _CHUNK_ELEMENTS
+        if target.memory_bytes:
+            elements = target.memory_bytes // (4 * _MEMORY_PART)
         chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
-        if chip or gpu:
+        if target.platform != "cpu":
             # all of one size, or the last would be mostly padding
             chunk = -(-rows // -(-rows // chunk))
     return _operator(min(chunk, rows), x, w, targets, weights)
@@ -119,9 +118,9 @@ def _walk(chunk, x, w, targets, weights, *, gradients):
         return (loss, dw_DV + dw_chunk_DV if gradients else None), (figures, dx_CD)
 
     zero = (jnp.zeros((), wide), jnp.zeros(w.shape, wide) if gradients else None)
-    chunks = blocks.cut((x, targets.astype(jnp.int32), weights.astype(wide)), 0, chunk)
+    chunks = blocks.to_chunks((x, targets.astype(jnp.int32), weights.astype(wide)), 0, chunk)
     (loss, dw), by_chunk = blocks.scan(step, zero, chunks)
-    figures, dx = blocks.joined(by_chunk, 0, x.shape[0])
+    figures, dx = blocks.from_chunks(by_chunk, 0, x.shape[0])
     return loss, figures, (dx, dw)
 
 
@@ -132,7 +131,7 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
             jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide
         )
 
-    logits_CV, chip = product(), tpu()
+    logits_CV, chip = product(), compile_target().tpu
     # Two more products, each of whose reductions fuse with it, may be less than writing the logits
     # and reading them three times.
     anew = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.compile_target import compile_target
+from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
 
@@ -62,7 +64,7 @@ def grouped_matmul(
       ValueError: shapes, dtypes or the implementation's name do not fit.
     """
     _check(group_sizes, implementation, x=(x, "RD"), w=(w, "EDF"))
-    return _matmul(implementation, x, w, group_sizes.astype(jnp.int32))
+    return _matmul(_choose(implementation, x, w), x, w, group_sizes.astype(jnp.int32))
 
 
 def expert_mlp(
@@ -94,13 +96,9 @@ def expert_mlp(
         gate_up=(gate_up, ("E", "D", 2, "I")),
         down=(down, "EID"),
     )
-    return _mlp(
-        implementation,
-        x,
-        gate_up.reshape(*gate_up.shape[:2], -1),
-        down,
-        group_sizes.astype(jnp.int32),
-    )
+    gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
+    chosen = _choose(implementation, x, gate_up, down)
+    return _mlp(chosen, x, gate_up, down, group_sizes.astype(jnp.int32))
 
 
 def _check(group_sizes, implementation, **arrays):
@@ -109,64 +107,59 @@ def _check(group_sizes, implementation, **arrays):
     checks.integers(group_sizes=group_sizes)
 
 
-# ---- one custom gradient outside, the choice of platform inside forward and inside backward
-# ----------------------
+# ---- one custom gradient around every implementation
 
 
-def _choose(implementation, blocked, ragged, *args):
-    """`ragged` gets the products of XLA, or of a kernel, as (product, its gradients)."""
-    in_xla = functools.partial(ragged, _ragged, _ragged_gradients)
-    if implementation == "ragged_dot":
-        return in_xla(*args)
-    cpu, elsewhere = (functools.partial(blocked, tiles) for tiles in (_CPU, _GPU))
-    further = {"tpu": in_xla} if implementation is None else {}
-    if implementation is None and jax.default_backend() == "gpu":
-        from qwen3next_jax.ops import pallas_gpu_ragged  # a second to import
-
-        further |= pallas_gpu_ragged.platforms(ragged, *args)
-    return jax.lax.platform_dependent(*args, cpu=cpu, default=elsewhere, **further)
+def _choose(implementation, x, *weights) -> Chosen:
+    return choose("grouped_matmul", implementation, FORMS, x=x, weights=weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(implementation, x, w, group_sizes):
-    return _choose(
-        implementation, _blocked, lambda product, _, *args: product(*args), x, w, group_sizes
-    )
+def _matmul(chosen: Chosen, x, w, group_sizes):
+    return chosen.function("matmul")(x, w, group_sizes)
 
 
-def _matmul_backward(implementation, residuals, dy):
-    return *_choose(
-        implementation,
-        _blocked_gradients,
-        lambda _, gradients, *args: gradients(*args),
-        *residuals,
-        dy,
-    ), None
+def _matmul_backward(chosen: Chosen, residuals, dy):
+    return *chosen.function("gradients")(*residuals, dy), None
 
 
-_matmul.defvjp(
-    lambda implementation, *inputs: (_matmul(implementation, *inputs), inputs), _matmul_backward
-)
+_matmul.defvjp(lambda chosen, *inputs: (_matmul(chosen, *inputs), inputs), _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(implementation, *inputs):
-    return _mlp_forward(implementation, *inputs)[0]
+def _mlp(chosen: Chosen, *inputs):
+    return _mlp_forward(chosen, *inputs)[0]
 
 
-def _mlp_forward(implementation, *inputs):
-    y, hidden = _choose(implementation, _blocked_mlp, _ragged_mlp, *inputs)
+def _mlp_forward(chosen: Chosen, *inputs):
+    if chosen.name == "blocked":
+        y, hidden = chosen.function("mlp")(*inputs)
+    else:
+        y, hidden = _mlp_of_products(chosen.function("matmul"), *inputs)
     return y, (*inputs, hidden)
 
 
-def _mlp_backward(implementation, residuals, dy):
-    return (
-        *_choose(implementation, _blocked_mlp_gradients, _ragged_mlp_gradients, *residuals, dy),
-        None,
-    )
+def _mlp_backward(chosen: Chosen, residuals, dy):
+    if chosen.name == "blocked":
+        gradients = chosen.function("mlp_gradients")(*residuals, dy)
+    else:
+        gradients = _mlp_gradients_of_products(chosen.function("gradients"), *residuals, dy)
+    return *gradients, None
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _mlp_of_products(matmul, x, gate_up, down, group_sizes):
+    hidden = matmul(x, gate_up, group_sizes)
+    return matmul(_swiglu(hidden), down, group_sizes), hidden
+
+
+def _mlp_gradients_of_products(gradients, x, gate_up, down, group_sizes, hidden, dy):
+    activation, pullback = jax.vjp(_swiglu, hidden)
+    da, ddown = gradients(activation, down, group_sizes, dy)
+    dx, dgate_up = gradients(x, gate_up, group_sizes, *pullback(da))
+    return dx, dgate_up, ddown
 
 
 def _swiglu(hidden):
@@ -186,18 +179,6 @@ def _ragged(x, w, group_sizes):
 def _ragged_gradients(x, w, group_sizes, dy):
     _, pullback = jax.vjp(lambda x, w: _ragged(x, w, group_sizes), x, w)
     return pullback(dy)
-
-
-def _ragged_mlp(product, _, x, gate_up, down, group_sizes):
-    hidden = product(x, gate_up, group_sizes)
-    return product(_swiglu(hidden), down, group_sizes), hidden
-
-
-def _ragged_mlp_gradients(_, gradients, x, gate_up, down, group_sizes, hidden, dy):
-    activation, pullback = jax.vjp(_swiglu, hidden)
-    da, ddown = gradients(activation, down, group_sizes, dy)
-    dx, dgate_up = gradients(x, gate_up, group_sizes, *pullback(da))
-    return dx, dgate_up, ddown
 
 
 # ---- blocked
@@ -335,10 +316,11 @@ def _dot_transposed(y_KCF, w_KDF):
 
 def _product(x_KCD, y_KCF):
     """xᵀ y of each block in the dtype of accumulation."""
-    # Without the barrier XLA would fold the transpose into the matmul, which takes half as long
-    # again on CPU.
-    copied = lambda x: jax.lax.optimization_barrier(x.swapaxes(1, 2))
-    x_KDC = jax.lax.platform_dependent(x_KCD, cpu=copied, default=lambda x: x.swapaxes(1, 2))
+    x_KDC = x_KCD.swapaxes(1, 2)
+    if compile_target().platform == "cpu":
+        # Without the barrier XLA would fold the transpose into the matmul, which then takes half as
+        # long again.
+        x_KDC = jax.lax.optimization_barrier(x_KDC)
     return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=wide(x_KCD))
 
 
@@ -381,3 +363,23 @@ def _blocked_mlp_gradients(tiles, x, gate_up, down, group_sizes, hidden, dy):
         step,
     )
     return dx, dgate_up, ddown
+
+
+# ---- the table of implementations
+
+
+def _blocks_of(tiles: Tiles):
+    functions = dict(
+        matmul=_blocked,
+        gradients=_blocked_gradients,
+        mlp=_blocked_mlp,
+        mlp_gradients=_blocked_mlp_gradients,
+    )
+    return {name: functools.partial(f, tiles) for name, f in functions.items()}
+
+
+FORMS = (
+    Form("blocked", ("cpu",), _blocks_of(_CPU)),
+    Form("blocked", ("gpu",), _blocks_of(_GPU)),
+    Form("ragged_dot", ("tpu",), dict(matmul=_ragged, gradients=_ragged_gradients)),
+)

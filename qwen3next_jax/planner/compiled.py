@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from qwen3next_jax.ops.attention.splash import block_size
+from qwen3next_jax.ops.implementations import kernels
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
 from qwen3next_jax.planner.schedule import Schedule
 
@@ -246,9 +246,9 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
     if stated:
         return float(stated.group(1))
-    splash = re.match(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
-    # the scope around the call (ops/attention/splash.py)
-    mask = re.search(r"/splash_(causal|full)/", instruction.op_name)
+    splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
+    # the scope around the call (kernels/tpu/splash_attention.py)
+    mask = re.search(r"\bsplash_(causal|full)\b", instruction.op_name)
     if splash and mask:
         arrays = [s for name in instruction.operands for s in computation[name].shapes]
         queries, keys = [
@@ -301,12 +301,12 @@ def gpu_flops(program: Program) -> float:
         if instruction.opcode == "custom-call" and "matmul" in target and contracted:
             flops = 2.0 * instruction.shapes[0].elements * dims[0][int(contracted[1])]
         # [R, D] by [E, D, F]
-        elif instruction.opcode == "custom-call" and "/ragged_dot_sm90/" in instruction.op_name:
+        elif instruction.opcode == "custom-call" and "ragged_dot_sm90" in instruction.op_name:
             flops = 2.0 * instruction.shapes[0].elements * dims[0][1]
         # .., .., [D, R], [R, F]
         elif (
             instruction.opcode == "custom-call"
-            and "/ragged_contracting_dim_dot_sm90/" in instruction.op_name
+            and "ragged_contracting_dim_dot_sm90" in instruction.op_name
         ):
             flops = 2.0 * math.prod(dims[2]) * dims[3][1]
         total += times * flops
@@ -322,10 +322,7 @@ def visited(computation: Computation, instruction: Instruction) -> float:
     """Share of a kernel's grid whose bodies run: of causal attention the blocks on the diagonal
     and below it.
     """
-    if (
-        not re.match(r"splash_m[hq]a_", instruction.name)
-        or "/splash_causal/" not in instruction.op_name
-    ):
+    if "splash_m" not in instruction.name or "splash_causal" not in instruction.op_name:
         return 1.0
     q = next(
         s
@@ -333,6 +330,7 @@ def visited(computation: Computation, instruction: Instruction) -> float:
         for s in computation[name].shapes
         if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1
     )
+    block_size = kernels("attention")["splash"].load().block_size
     blocks = -(-q.dims[-2] // block_size(*q.dims[-2:], 2 if q.dtype == "bf16" else 4))
     return (blocks + 1) / (2 * blocks)
 
@@ -378,7 +376,7 @@ class DeltaRuleCall(NamedTuple):
 
 def delta_rule_call(computation: Computation, instruction: Instruction) -> DeltaRuleCall | None:
     """None for every other instruction."""
-    kernel = re.match(r"gated_delta_rule_(forward|map|backward)", instruction.name)
+    kernel = re.search(r"gated_delta_rule_(forward|map|backward)", instruction.name)
     if instruction.opcode != "custom-call" or not kernel:
         return None
     # Operands start with q, k, v [B, T, heads · width] and the summed decay [B, chunks, blocks, …].

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128  # of a tile
 # numbers of tiles that divide this were cut; multiples of 37 and 1187 were not
@@ -27,7 +27,8 @@ def _backward(axis, dim, _, dy):
     """
     other = dy.ndim - 1 - (dim == dy.ndim - 1)
     wide = full = dy.shape[other]
-    while tpu() and full % LANES == 0 and _SMOOTH % (full // LANES):
+    tpu = compile_target().platform == "tpu"
+    while tpu and full % LANES == 0 and _SMOOTH % (full // LANES):
         full += LANES
     fill = [(0, (full - wide) * (i == other)) for i in range(dy.ndim)]
     part = jax.lax.psum_scatter(jnp.pad(dy, fill), axis, scatter_dimension=dim, tiled=True)

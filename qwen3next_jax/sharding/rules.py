@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import did_you_mean
 from qwen3next_jax.common.trees import path_string
-from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.gathering import all_gather
 
 # what is split over which mesh axes; rows: of a batch
@@ -167,7 +167,9 @@ def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
             storage_spec(declared, leaf.shape, mesh), use_spec(declared, leaf.shape, mesh)
         )
         return variable.replace(
-            kept(_gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype))
+            save_for_backward(
+                _gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype)
+            )
         )
 
     return jax.tree.map(one, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
@@ -183,7 +185,7 @@ def gather_local(
     for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
         for axis in reversed(axes):
             x = all_gather(x, axis, dim)
-    return kept(x)
+    return save_for_backward(x)
 
 
 def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:

@@ -149,5 +149,7 @@ def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_
         p = jax.nn.softmax(jnp.where(seen[..., None, None], s_BCSMR, -1e30), axis=2)
         return None, jnp.einsum("bcsmr,bsmk->bcmrk", p.astype(q.dtype), v_BSMK).reshape(q.shape)
 
-    _, o = blocks.scan(attend, None, blocks.cut((q_BTNK, at_BT, ids_BT), 1, min(QUERIES, time)))
-    return blocks.joined(o, 1, time)
+    _, o = blocks.scan(
+        attend, None, blocks.to_chunks((q_BTNK, at_BT, ids_BT), 1, min(QUERIES, time))
+    )
+    return blocks.from_chunks(o, 1, time)

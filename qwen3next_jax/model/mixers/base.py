@@ -34,7 +34,7 @@ class Mixer(nnx.Module):
       has to be restored. in_place: of slots: the mixer gets the caches of all layers that are
       stacked with it, [layers, B, …], and writes into `context.layer`'s, as to cut it out and put
       it back is a copy for every token. names_kept: its products and operators name what the
-      backward pass needs of them (`ops.blocks.kept`). Not inherited.
+      backward pass needs of them (`ops.blocks.save_for_backward`). Not inherited.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()

@@ -17,8 +17,8 @@ from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, angles, keeping_inputs, rms_norm, rotate, token_mean
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import attention, pallas_heads
-from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.ops import attention, attention_heads
+from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.cached_attention import cached_attention
 from qwen3next_jax.ops.cached_attention import write as write_in_place
 from qwen3next_jax.sharding.rules import CONTEXT, TENSOR, activation_spec, constrain, local, shards
@@ -70,10 +70,10 @@ class GatedAttention(Mixer):
         keys and values written).
         """
         c, dtype = self.config, x_BTD.dtype
-        if cache is None and self.flattens(x_BTD, context):
-            return *self._flat(x_BTD, context), None
+        if cache is None and self.uses_fused_layout(x_BTD, context):
+            return *self._fused(x_BTD, context), None
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
-        query_gate_BTNK2 = kept(
+        query_gate_BTNK2 = save_for_backward(
             constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
         )
         q_BTNK, gate_BTNK = (
@@ -81,8 +81,12 @@ class GatedAttention(Mixer):
             if c.attention_output_gate
             else (query_gate_BTNK2, None)
         )
-        k_BTMK = kept(jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype)))
-        v_BTMK = kept(jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype)))
+        k_BTMK = save_for_backward(
+            jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
+        )
+        v_BTMK = save_for_backward(
+            jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
+        )
         if c.qk_norm:
             q_BTNK = self.normed(q_BTNK, self.q_norm[...])
             k_BTMK = self.normed(k_BTMK, self.k_norm[...])
@@ -94,9 +98,9 @@ class GatedAttention(Mixer):
             diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
 
-    def flattens(self, x_BTD: jax.Array, context: Context) -> bool:
-        """Whether heads are side by side between projections and the kernels of
-        `ops.pallas_heads`: those of a TPU, for what it takes.
+    def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
+        """Whether heads lie side by side between the projections and the kernels of
+        `ops.attention_heads`, where these have kernels.
         """
         c, time = (
             self.config,
@@ -107,10 +111,10 @@ class GatedAttention(Mixer):
             type(self) is GatedAttention
             and normed
             and c.attention_output_gate
-            and pallas_heads.takes(time, c.head_dim, c.rotary_dim, x_BTD.dtype)
+            and attention_heads.has_kernels(time, c.head_dim, c.rotary_dim, x_BTD.dtype)
         )
 
-    def _flat(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+    def _fused(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         """`__call__` without a cache, with nothing but kernels from projection to projection.
         The scores' scale is in the queries' norm.
         """
@@ -120,7 +124,7 @@ class GatedAttention(Mixer):
         names = "heads", "heads", *(None if shared else "heads",) * 2
         through = lambda part: x_BTD @ part.astype(x_BTD.dtype).reshape(part.shape[0], -1)
         q, gate, k, v = (
-            kept(constrain(through(part), context.mesh, "batch", context.time, name))
+            save_for_backward(constrain(through(part), context.mesh, "batch", context.time, name))
             for part, name in zip(parts, names)
         )
         norms = self.q_norm[...], self.k_norm[...]
@@ -130,17 +134,17 @@ class GatedAttention(Mixer):
             if shared:
                 k, v = (_own_head(in_heads(x), in_heads(q), n // m)[:, :, 0] for x in (k, v))
             weights = (norm.astype(jnp.float32) + c.zero_centered_norm for norm in norms)
-            turns = pallas_heads.over_lanes(cos, sin)
+            rotation = attention_heads.rotation_by_lane(cos, sin)
             q, k = (
-                pallas_heads.place(
-                    x, weight * scale, *turns, c.rotary_dim // 2, c.rms_norm_eps
+                attention_heads.norm_and_rotate(
+                    x, weight * scale, *rotation, c.rotary_dim // 2, c.rms_norm_eps
                 ).swapaxes(1, 2)
                 for x, weight, scale in zip((q, k), weights, (c.head_dim**-0.5, 1.0))
             )
             o = attention(
                 q, k, in_heads(v), segment_ids=segment_ids, axis_name=context.time_axis, scale=1.0
             )
-            return pallas_heads.gate(o.swapaxes(1, 2), gate)
+            return attention_heads.gate_heads(o.swapaxes(1, 2), gate)
 
         split, tokens = (
             activation_spec("batch", context.time, "heads"),

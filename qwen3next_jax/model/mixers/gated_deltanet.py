@@ -70,7 +70,7 @@ class GatedDeltaNet(Recurrent):
         )
         k, v = c.linear_key_head_dim, r * c.linear_value_head_dim
         slab_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
-        if context.time and self.flattens():  # no cache
+        if context.time and self.uses_fused_layout():  # no cache
             # One product for each: their arrays then go to the kernels as they are, where parts of
             # one would be copied.
             parts = (

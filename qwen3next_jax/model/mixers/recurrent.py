@@ -19,9 +19,9 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, 
 from qwen3next_jax.model.mixers.base import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import causal_conv1d, channel_delta_rule, gated_delta_rule, linear_scan
-from qwen3next_jax.ops.blocks import kept
-from qwen3next_jax.ops.pallas_gated_norm import gated_norm
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.ops.gated_norm import gated_norm
+from qwen3next_jax.ops.preferences import heads_side_by_side
 from qwen3next_jax.sharding.rules import activation_spec, constrain, local
 
 # of cached decoding, taken one by one: a chunk would be mostly padding, and four times the work for
@@ -34,8 +34,8 @@ class Inputs(NamedTuple):
 
     mixed: [B, T, G, 2K + RV], query, key and values of each key head; or flat, all heads'
     queries, keys and values: [B, T, GK],
-      [B, T, GK], [B, T, HV], where the mixer `flattens`. gate: [B, T, G, RV] or flat, of the
-      output, or None. g, beta: float32 log decay ≤ 0, [B, T, H] or of every key channel [B, T,
+      [B, T, GK], [B, T, HV], where the mixer `uses_fused_layout`. gate: [B, T, G, RV] or flat, of
+      the output, or None. g, beta: float32 log decay ≤ 0, [B, T, H] or of every key channel [B, T,
       H, K] (None: nothing is forgotten), and write strength [B, T, H] (None: 1), or with an axis
       more where the mixer's `recurrence` reads several numbers of a head.
     """
@@ -185,13 +185,15 @@ class Recurrent(Mixer):
         tokens).
         """
         c, dtype = self.config, x_BTD.dtype
-        mixed_BTGC, gate_BTGRV, g_BTH, beta_BTH = inputs = kept(self.inputs(x_BTD, context))
+        mixed_BTGC, gate_BTGRV, g_BTH, beta_BTH = inputs = save_for_backward(
+            self.inputs(x_BTD, context)
+        )
         shape = (*x_BTD.shape[:2], c.linear_num_value_heads)
         g_BTH = jnp.zeros(shape, jnp.float32) if g_BTH is None else g_BTH
         beta_BTH = jnp.ones(shape, jnp.float32) if beta_BTH is None else beta_BTH
         flat = isinstance(mixed_BTGC, list)
         if flat:
-            o_BTC, state = self._flat_recurrence(inputs._replace(g=g_BTH, beta=beta_BTH), context)
+            o_BTC, state = self._fused_recurrence(inputs._replace(g=g_BTH, beta=beta_BTH), context)
             y_BTD, conv_state, states = (
                 o_BTC @ self.out_proj[...].astype(dtype).reshape(o_BTC.shape[2], -1),
                 None,
@@ -222,19 +224,16 @@ class Recurrent(Mixer):
                 diagnostics["half_life"] = -math.log(2) / jnp.minimum(of_head(g_BTH), -1e-12)
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
-    def flattens(self) -> bool:
-        """Whether what passes between its kernels is flat: on GPUs, and where a TPU is compiled
-        for and each head has whole lanes.
-        """
+    def uses_fused_layout(self) -> bool:
+        """Whether heads lie side by side in the arrays between convolution, recurrence and norm."""
         c = self.config
-        lanes = c.linear_key_head_dim % 128 == c.linear_value_head_dim % 128 == 0
         return (
             c.short_convolution
             and c.linear_output_gate
-            and (bool(tpu()) and lanes or jax.default_backend() == "gpu")
+            and heads_side_by_side(c.linear_key_head_dim, c.linear_value_head_dim)
         )
 
-    def _flat_recurrence(self, inputs: Inputs, context: Context) -> tuple[jax.Array, jax.Array]:
+    def _fused_recurrence(self, inputs: Inputs, context: Context) -> tuple[jax.Array, jax.Array]:
         """Convolution, delta rule, norm and gate with heads side by side in the last axis → ([B,
         T, H·V], final state).
         """

@@ -10,7 +10,7 @@ import jax
 
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.attention import dispatch, ring
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.implementations import choose
 
 IMPLEMENTATIONS = ("xla", "splash", "tokamax")
 
@@ -51,19 +51,12 @@ def attention(
       NotImplementedError: the named implementation cannot run this problem.
     """
     _check(q, k, v, segment_ids, implementation)
-    if implementation == "tokamax":
-        from qwen3next_jax.ops.attention import pallas_gpu  # a second to import
-
-        # two blocks of a shard
-        if why := pallas_gpu.refusal(
-            *(x[:, : x.shape[1] // (1 if axis_name is None else 2)] for x in (q, k, v))
-        ):
-            raise NotImplementedError(f"implementation='tokamax' {why}; use 'xla'")
     if axis_name is not None:
         _check_split(axis_name, q)
-    options = dispatch.Options(
-        implementation, q.shape[-1] ** -0.5 if scale is None else float(scale)
+    chosen = choose(
+        "attention", implementation, dispatch.FORMS, q=q, k=k, v=v, split=axis_name is not None
     )
+    options = dispatch.Options(chosen, q.shape[-1] ** -0.5 if scale is None else float(scale))
     if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
         return ring.attention(options, axis_name, q, k, v, segment_ids)
     return _operator(options, q, k, v, segment_ids, segment_ids)
@@ -89,8 +82,7 @@ def _check_split(axis_name, q):
         )
 
 
-# ---- one custom gradient outside, the choice of platform inside forward and inside backward
-# ----------------------
+# ---- one custom gradient around every implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -100,10 +92,10 @@ def _operator(options, *inputs):
 
 def _operator_forward(options, *inputs):
     o, logsumexp_BNT = dispatch.forward(options, *inputs)
-    # splash's, of heads and tokens: what is kept is not turned, and back
-    order = (0, 2, 1, 3) if tpu() else (0, 1, 2, 3)
-    o, logsumexp_BNT = blocks.kept((o.transpose(order), logsumexp_BNT), "attention")
-    return (o := o.transpose(order)), (inputs, o, logsumexp_BNT)
+    axes = options.saved_axes  # two are exchanged, or none: the order is its own inverse
+    o, logsumexp_BNT = blocks.save_for_backward((o.transpose(axes), logsumexp_BNT), "attention")
+    o = o.transpose(axes)
+    return o, (inputs, o, logsumexp_BNT)
 
 
 def _operator_backward(options, residuals, do):

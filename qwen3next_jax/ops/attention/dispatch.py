@@ -1,49 +1,52 @@
-"""One pass of attention, forward or backward, by the implementation asked for or the platform's.
+"""One pass of attention, forward or backward, by the implementation that was chosen.
 
-The custom gradients of `api` and `ring` are made of these two. Letters as in `xla`.
+The custom gradients of `api` and `ring` are made of these passes.
 """
 
 import functools
 from typing import NamedTuple
 
-import jax
+from qwen3next_jax.ops.attention import xla
+from qwen3next_jax.ops.implementations import Chosen, Form
 
-from qwen3next_jax.ops.attention import splash, xla
+
+def _blockwise(block: int):
+    return dict(
+        forward=functools.partial(xla.forward, block=block),
+        backward=functools.partial(xla.backward, block=block),
+    )
+
+
+FORMS = (
+    Form("xla", ("cpu",), _blockwise(xla.CPU_BLOCK)),
+    Form("xla", ("gpu", "tpu"), _blockwise(xla.GPU_BLOCK)),
+)
 
 
 class Options(NamedTuple):
-    implementation: str | None
+    chosen: Chosen
     scale: float
     causal: bool = True  # False: every query sees all keys of its segment
+
+    @property
+    def saved_axes(self) -> tuple[int, ...]:
+        """The order in which the output's axes [B, T, N, D] are saved for the backward pass: as
+        the kernels lay them out, so that saving copies nothing.
+        """
+        return self.chosen.constant("SAVED_AXES", (0, 1, 2, 3))
 
 
 def forward(options: Options, *inputs):
     """(o [B, T, N, D], logsumexp of each row's scores [B, N, T] in float32) from q, k, v,
     segment_ids, kv_segment_ids.
     """
-    return _choose(options, inputs, "forward", *inputs)
+    run = options.chosen.function("forward")
+    return run(*inputs, scale=options.scale, causal=options.causal)
 
 
 def backward(options: Options, inputs, o, logsumexp_BNT, do):
     """(dq, dk, dv). With the o and logsumexp of a softmax over more keys than these: their part
     of its gradients.
     """
-    return _choose(options, inputs, "backward", *inputs, o, logsumexp_BNT, do)
-
-
-def _choose(options, inputs, name, *args):
-    form = lambda module, **more: functools.partial(
-        getattr(module, name), scale=options.scale, causal=options.causal, **more
-    )
-    if options.implementation == "splash":
-        return jax.lax.platform_dependent(
-            *args, cpu=form(splash, interpret=True), default=form(splash, interpret=False)
-        )
-    platforms = dict(cpu=form(xla, block=xla.CPU_BLOCK), default=form(xla, block=xla.GPU_BLOCK))
-    if options.implementation is None and inputs[0].shape[1] >= splash.LANES:
-        platforms["tpu"] = form(splash, interpret=False)
-    if options.implementation == "tokamax":
-        from qwen3next_jax.ops.attention import pallas_gpu
-
-        platforms["cuda"] = form(pallas_gpu)
-    return jax.lax.platform_dependent(*args, **platforms)
+    run = options.chosen.function("backward")
+    return run(*inputs, o, logsumexp_BNT, do, scale=options.scale, causal=options.causal)

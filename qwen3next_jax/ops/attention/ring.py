@@ -86,10 +86,10 @@ def _ring(options, axis_name, q, k, v, segment_ids):
 
 def _ring_forward(options, axis_name, q, k, v, segment_ids):
     o, logsumexp = dispatch.forward(options, q, k, v, segment_ids, segment_ids)
-    result = _blocks(o.astype(logsumexp.dtype), 1), _blocks(logsumexp, 2)
+    result = _split_blocks(o.astype(logsumexp.dtype), 1), _split_blocks(logsumexp, 2)
     mine, visiting = (
-        tuple(_blocks(x, 1) for x in (q, segment_ids)),
-        tuple(_blocks(x, 1) for x in (k, v, segment_ids)),
+        tuple(_split_blocks(x, 1) for x in (q, segment_ids)),
+        tuple(_split_blocks(x, 1) for x in (k, v, segment_ids)),
     )
 
     def pair(queries, keys, done):
@@ -108,7 +108,9 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
         return (), result
 
     _, (o, logsumexp) = _around(axis_name, visiting, (), result, step)
-    o, logsumexp = blocks.kept((_joined(o, 1).astype(q.dtype), _joined(logsumexp, 2)), "attention")
+    o, logsumexp = blocks.save_for_backward(
+        (_merge_blocks(o, 1).astype(q.dtype), _merge_blocks(logsumexp, 2)), "attention"
+    )
     return o, (q, k, v, segment_ids, o, logsumexp)
 
 
@@ -118,9 +120,9 @@ def _ring_backward(options, axis_name, residuals, do):
         x.astype(logsumexp.dtype)
         for x in dispatch.backward(options, (q, k, v, segment_ids, segment_ids), o, logsumexp, do)
     )
-    mine = *(_blocks(x, 1) for x in (q, segment_ids, o, do)), _blocks(logsumexp, 2)
-    visiting = tuple(_blocks(x, 1) for x in (k, v, segment_ids))
-    dkv = tuple(_blocks(x, 1) for x in dkv)
+    mine = *(_split_blocks(x, 1) for x in (q, segment_ids, o, do)), _split_blocks(logsumexp, 2)
+    visiting = tuple(_split_blocks(x, 1) for x in (k, v, segment_ids))
+    dkv = tuple(_split_blocks(x, 1) for x in dkv)
 
     def pair(queries, keys, done):
         (q, ids, o, do, logsumexp), (k, v, kv_ids) = queries, keys
@@ -140,8 +142,8 @@ def _ring_backward(options, axis_name, residuals, do):
             dq, dkv_visiting = _put(dq, query, new[0]), _put(dkv_visiting, key, new[1:])
         return dkv_visiting, dq
 
-    dkv, dq = _around(axis_name, visiting, dkv, _blocks(dq, 1), step)
-    dq, dk, dv = (_joined(x, 1).astype(like.dtype) for x, like in zip((dq, *dkv), (q, k, v)))
+    dkv, dq = _around(axis_name, visiting, dkv, _split_blocks(dq, 1), step)
+    dq, dk, dv = (_merge_blocks(x, 1).astype(like.dtype) for x, like in zip((dq, *dkv), (q, k, v)))
     return dq, dk, dv, None
 
 
@@ -204,11 +206,11 @@ def _combined(done, new):
 # -----------------------------------------------------------------
 
 
-def _blocks(x, axis: int):
+def _split_blocks(x, axis: int):
     return None if x is None else jnp.stack(jnp.split(x, 2, axis=axis))
 
 
-def _joined(x, axis: int):
+def _merge_blocks(x, axis: int):
     return jnp.concatenate([x[0], x[1]], axis=axis)
 
 

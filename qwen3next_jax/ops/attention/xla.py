@@ -27,8 +27,8 @@ def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
     return (
         size_q,
         size_k,
-        *blocks.cut((positions, segment_ids), 1, size_q),
-        blocks.cut(kv_segment_ids, 1, size_k),
+        *blocks.to_chunks((positions, segment_ids), 1, size_q),
+        blocks.to_chunks(kv_segment_ids, 1, size_k),
     )
 
 
@@ -36,14 +36,14 @@ def _query_blocks(q_BTND, groups, size):
     """[B, T, N, D] → [n, B, M, L, D]."""
     b, t, n, d = q_BTND.shape
     q_BMHTD = q_BTND.reshape(b, t, groups, n // groups, d).transpose(0, 2, 3, 1, 4)
-    x = blocks.cut(q_BMHTD, 3, size)
+    x = blocks.to_chunks(q_BMHTD, 3, size)
     return x.reshape(*x.shape[:3], -1, d)
 
 
 def _from_query_blocks(x, t, n):
     """[n, B, M, L, D] → [B, T, N, D]."""
     count, b, m, rows, d = x.shape
-    x_BMHTD = blocks.joined(x.reshape(count, b, m, n // m, -1, d), 3, t)
+    x_BMHTD = blocks.from_chunks(x.reshape(count, b, m, n // m, -1, d), 3, t)
     return x_BMHTD.transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
 
 
@@ -97,7 +97,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
         block, causal, q, k, segment_ids, kv_segment_ids
     )
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
-    k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
+    k_blocks, v_blocks = blocks.to_chunks((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
     wide = blocks.wide(q)
 
     def query_block(carry, inputs):
@@ -146,7 +146,7 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
         block, causal, q, k, segment_ids, kv_segment_ids
     )
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
-    k_blocks, v_blocks = blocks.cut((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
+    k_blocks, v_blocks = blocks.to_chunks((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
     wide = blocks.wide(q)
     delta_BTN = jnp.sum(o.astype(wide) * do.astype(wide), axis=-1)
 
@@ -189,5 +189,5 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
     by_query = (_query_blocks(x, m, size_q) for x in (q, do, logsumexp_BTN1, delta_BTN[..., None]))
     zero = jnp.zeros(k_blocks.shape, wide), jnp.zeros(k_blocks.shape, wide)
     carry, dq = blocks.scan(query_block, zero, (*by_query, position, segment))
-    dk, dv = (blocks.joined(x, 2, s).swapaxes(1, 2).astype(k.dtype) for x in carry)
+    dk, dv = (blocks.from_chunks(x, 2, s).swapaxes(1, 2).astype(k.dtype) for x in carry)
     return _from_query_blocks(dq, t, n), dk, dv

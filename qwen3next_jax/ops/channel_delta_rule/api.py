@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.channel_delta_rule import chunked, context, reference, two_sided
 from qwen3next_jax.ops.channel_delta_rule.chunked import Inputs
-from qwen3next_jax.ops.delta_rule.chunked import CPU_PIECES, PIECES
+from qwen3next_jax.ops.delta_rule.chunked import CPU_LIMITS, LIMITS
 from qwen3next_jax.ops.delta_rule.context import last_id_before
 
 IMPLEMENTATIONS = ("recurrent", "chunked")
@@ -240,7 +240,8 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
 
     def bound(limits):
         count = -(
-            -chunks // (1 if numbers * size >= limits.alone else max(1, limits.together // numbers))
+            -chunks
+            // (1 if numbers * size >= limits.single_chunk else max(1, limits.elements // numbers))
         )
         return functools.partial(
             pass_over,
@@ -250,7 +251,7 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
             before=options.before,
         )
 
-    return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_PIECES), default=bound(PIECES))
+    return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_LIMITS), default=bound(LIMITS))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -91,7 +91,7 @@ def both(product, x, y, dots: Products, x_axis: int, y_axis: int):
 
 def _cut(x, size: int):
     """[B, T, H, …] to [N, B, H, C, …]."""
-    return jnp.swapaxes(blocks.cut(x, 1, size), 2, 3)
+    return jnp.swapaxes(blocks.to_chunks(x, 1, size), 2, 3)
 
 
 def _chunks(
@@ -175,12 +175,12 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
         return state, (_joined(o, x.v.shape[1]), states, c.inverse)
 
     time, count = x.v.shape[1], -(-x.v.shape[1] // size)
-    final, (o, *saved) = blocks.scan(one, initial_state, blocks.cut(x, 1, piece * size))
-    return blocks.joined(o, 1, time), final, *blocks.joined(saved, 0, count)
+    final, (o, *saved) = blocks.scan(one, initial_state, blocks.to_chunks(x, 1, piece * size))
+    return blocks.from_chunks(o, 1, time), final, *blocks.from_chunks(saved, 0, count)
 
 
 def _joined(x, time: int):
-    return blocks.joined(jnp.swapaxes(x, 2, 3), 1, time)
+    return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
 def backward(
@@ -215,11 +215,11 @@ def backward(
         return entering, jax.tree.map(lambda array: _joined(array, x.v.shape[1]), gradients)
 
     saved, rows = (
-        blocks.cut((states, inverses), 0, piece),
-        blocks.cut((x, do.astype(dfinal.dtype)), 1, piece * size),
+        blocks.to_chunks((states, inverses), 0, piece),
+        blocks.to_chunks((x, do.astype(dfinal.dtype)), 1, piece * size),
     )
     dinitial, gradients = _reverse_scan(one, dfinal, (rows[0], *saved, rows[1]))
-    dq, dk, *rest = blocks.joined(gradients, 1, x.v.shape[1])
+    dq, dk, *rest = blocks.from_chunks(gradients, 1, x.v.shape[1])
     narrow = lambda dx: dx.reshape(*x.q.shape[:3], -1, x.q.shape[3]).sum(axis=3)
     return narrow(dq), narrow(dk), *rest, dinitial
 

@@ -46,8 +46,8 @@ def forward(x: Inputs, initial_state, *, size: int, before: bool):
         )
         return state_BHKV, jnp.moveaxis(o, 2, 1)
 
-    final, o = blocks.scan(step, initial_state, blocks.cut(x, 1, size))
-    return blocks.joined(o, 1, x.v.shape[1]), final
+    final, o = blocks.scan(step, initial_state, blocks.to_chunks(x, 1, size))
+    return blocks.from_chunks(o, 1, x.v.shape[1]), final
 
 
 def across(run, axis_name: str, x: Inputs, initial_state, before: bool):

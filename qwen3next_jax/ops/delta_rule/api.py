@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
-from qwen3next_jax.ops.blocks import kept
+from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, reference
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu")
@@ -97,17 +97,11 @@ def gated_delta_rule(
         segments = chunk_math.encode_segments(segment_ids, before)
         live = segments[:, :, None] > 0  # a padding row neither decays nor writes
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
-    x, hopper = chunk_math.Inputs(q, k, v, g, beta, segments), False
-    if implementation == "pallas_gpu" or implementation is None and jax.default_backend() == "gpu":
-        from qwen3next_jax.ops.delta_rule import pallas_gpu_trial  # a second to import
-
-        hopper = pallas_gpu_trial.takes(
-            x, normalize_qk, erase, axis_name, named=implementation is not None
-        )
-    options = dispatch.Options(implementation, normalize_qk, erase, hopper)
+    x = chunk_math.Inputs(q, k, v, g, beta, segments)
+    options = dispatch.options(implementation, x, normalize_qk, erase, axis_name)
     if axis_name is not None:
         return context.across(options, axis_name, x, initial_state, before)
-    if implementation == "recurrent":
+    if options.chosen.name == "recurrent":
         return reference.recurrent(
             x, initial_state, normalize_qk=normalize_qk, erase=erase, each=each
         )
@@ -134,22 +128,6 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
-    if implementation == "pallas_tpu" and jax.default_backend() not in ("tpu", "cpu"):
-        raise NotImplementedError(
-            f"implementation='pallas_tpu' on {jax.default_backend()}: expected a TPU, or a CPU to "
-            "interpret it; use 'chunked'"
-        )
-    if implementation == "pallas_tpu" and jnp.float64 in (
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        g.dtype,
-        beta.dtype,
-    ):
-        raise NotImplementedError(
-            "implementation='pallas_tpu' has float64 inputs: expected float32 or bfloat16; use "
-            "'chunked'"
-        )
 
 
 def _check_values(g, segment_ids):
@@ -170,8 +148,7 @@ def _check_values(g, segment_ids):
     checks.values(wrong)
 
 
-# ---- one custom gradient outside, the choice of platform inside forward and inside backward
-# ----------------------
+# ---- one custom gradient around every implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -180,7 +157,9 @@ def _operator(options: dispatch.Options, x: chunk_math.Inputs, initial_state):
 
 
 def _operator_forward(options, x, initial_state):
-    o, final, *saved = kept(dispatch.forward(options, x, initial_state, inverses=None, save=True))
+    o, final, *saved = save_for_backward(
+        dispatch.forward(options, x, initial_state, inverses=None, save=True)
+    )
     return (o, final), (x, initial_state[:0], saved)
 
 

@@ -7,7 +7,7 @@ inputs' dtype) and the chunks' inverses: per head O(T (K + V + C)) plus one stat
 Everything else is recomputed.
 
 The state pass is a `lax.scan` (`chunked`) or a `lax.associative_scan` over the chunks' affine
-maps (`associative`). `forward_in_pieces` and `backward_in_pieces` take a long sequence a few
+maps (`associative`). `forward_in_blocks` and `backward_in_blocks` take a long sequence a few
 chunks at a time, so that what is made inside the chunks stays in a CPU's caches, or is a small
 part of an accelerator's memory.
 
@@ -24,21 +24,22 @@ from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Decay, Documents, Inputs, Products, Scaled
 
 
-class Pieces(typing.NamedTuple):
-    """How many chunks are worked at once: multiply-adds of a product of [B, H, C, C] and [B, H,
-    C, width] from which a chunk is a piece of its own, whose state pass is no loop; and numbers
-    in the [B, H, C, width] arrays of a piece of smaller chunks.
+class BlockLimits(typing.NamedTuple):
+    """How many chunks a block holds.
+
+    single_chunk: multiply-adds of a product of [B, H, C, C] and [B, H, C, width] from which a
+      chunk is a block of its own, whose state pass is no loop.
+    elements: numbers in the [B, H, C, width] arrays of a block of smaller chunks, at most.
     """
 
-    alone: int
-    together: int
+    single_chunk: int
+    elements: int
 
 
-# Pieces of 0.5 MB in float32, of which a core's caches hold a few: a piece has a cost of its own,
-# too.
-CPU_PIECES = Pieces(1 << 21, 1 << 17)
+# Arrays of 0.5 MB in float32: a core's caches hold a few of them. Every block costs something, too.
+CPU_LIMITS = BlockLimits(1 << 21, 1 << 17)
 # 64 MB in float32: thousands of chunks' products at once, while some thirty such arrays live.
-PIECES = Pieces(1 << 30, 1 << 24)
+LIMITS = BlockLimits(1 << 30, 1 << 24)
 
 
 class Chunks(typing.NamedTuple):
@@ -55,16 +56,16 @@ class Chunks(typing.NamedTuple):
     p: jax.Array  # P, [N, B, H, C, C]
 
 
-def _cut(x, size: int, mode: str = "constant"):
+def _to_chunks(x, size: int, mode: str = "constant"):
     """[B, T, heads, ...] to [N, B, heads, C, ...], T padded to a multiple of C."""
-    return jnp.swapaxes(blocks.cut(x, 1, size, mode), 2, 3)
+    return jnp.swapaxes(blocks.to_chunks(x, 1, size, mode), 2, 3)
 
 
 def _scaled(raw, column):
     return Scaled(raw, column, jnp.swapaxes(column, -1, -2))
 
 
-def _to_twins(a_NBHCC):
+def _to_head_pairs(a_NBHCC):
     """The inverses in the shape the TPU kernels keep them in, [N, B, ceil(H / 2), C, 2C]: the
     same numbers read in order.
     """
@@ -75,14 +76,14 @@ def _to_twins(a_NBHCC):
     return a.reshape(count, batch, -1, size, 2 * size)
 
 
-def _from_twins(a, heads: int):
+def _from_head_pairs(a, heads: int):
     count, batch, _, size, _ = a.shape
     return a.reshape(count, batch, -1, size, size)[:, :, :heads]
 
 
-def _join(x, time: int):
-    """The inverse of `_cut`."""
-    return blocks.joined(jnp.swapaxes(x, 2, 3), 1, time)
+def _from_chunks(x, time: int):
+    """The inverse of `_to_chunks`."""
+    return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
 def _chunks(
@@ -96,13 +97,15 @@ def _chunks(
     narrow = operand == jnp.bfloat16  # then q and k stay as they came, and their norms beside them
     scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), normalize_qk)
     q_, k_ = (
-        _scaled(_cut(x, size), _cut(y, size)) if narrow else _cut(x.astype(dtype) * y, size)
+        _scaled(_to_chunks(x, size), _to_chunks(y, size))
+        if narrow
+        else _to_chunks(x.astype(dtype) * y, size)
         for x, y in zip((q, k), scales)
     )
-    v_, g_, beta_ = (_cut(x.astype(dtype), size) for x in (v, g, beta))
+    v_, g_, beta_ = (_to_chunks(x.astype(dtype), size) for x in (v, g, beta))
     documents = None
     if segments is not None:
-        signed = _cut(segments[:, :, None], size, "edge")  # [N, B, 1, C]
+        signed = _to_chunks(segments[:, :, None], size, "edge")  # [N, B, 1, C]
         index = chunk_math.document_index(signed[:, :, 0])[:, :, None]
         documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
         live = signed[..., None] > 0
@@ -114,7 +117,7 @@ def _chunks(
     wide = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), tree)
     kk, qk = wide(dots.nt(k_, k_)), wide(dots.nt(q_, k_))
     beta_ = beta_[..., None]
-    a = None if known_inverse is None else _from_twins(known_inverse, heads)
+    a = None if known_inverse is None else _from_head_pairs(known_inverse, heads)
     if erase and a is None:
         a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact)
     return Chunks(wide(q_), wide(k_), v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
@@ -166,9 +169,9 @@ def forward(
         c, initial_state.astype(exact.operand), dots, exact, parallel
     )
     o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
-    o = _join(o, x.v.shape[1]).astype(x.v.dtype)
+    o = _from_chunks(o, x.v.shape[1]).astype(x.v.dtype)
     return (
-        (o, final, states.astype(x.v.dtype), _to_twins(c.inverse))
+        (o, final, states.astype(x.v.dtype), _to_head_pairs(c.inverse))
         if save
         else (o, final, None, None)
     )
@@ -193,14 +196,14 @@ def affine_map(
     r = chunk_math.output(
         dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots
     )
-    return final[..., :value], final[..., value:], r.astype(x.v.dtype), _to_twins(c.inverse)
+    return final[..., :value], final[..., value:], r.astype(x.v.dtype), _to_head_pairs(c.inverse)
 
 
 def map_gradient(r, do):
     """The gradient of S where o = o0 + r S: r^T dO over all tokens, [B, H, K, V]. r [N, B, H, C,
     K], do [B, T, H, V].
     """
-    return jnp.sum(Products(r.dtype).tn(r, _cut(do.astype(r.dtype), r.shape[3])), axis=0)
+    return jnp.sum(Products(r.dtype).tn(r, _to_chunks(do.astype(r.dtype), r.shape[3])), axis=0)
 
 
 def backward(
@@ -220,7 +223,7 @@ def backward(
     q, k, v, *_, segments = x
     states = states.astype(exact.operand)
     time, dtype = v.shape[1], exact.operand
-    do = _cut(do.astype(dtype), size)
+    do = _to_chunks(do.astype(dtype), size)
     dfinal = dfinal.astype(dtype)
     written, unseen = _written(c, states, dots, exact)
     po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
@@ -262,7 +265,7 @@ def backward(
         dots,
     )
     dq, dk, dv, dbeta, dg = (
-        _join(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :])
+        _from_chunks(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :])
     )
     if segments is not None:
         dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
@@ -270,76 +273,89 @@ def backward(
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
-def forward_in_pieces(x: Inputs, initial_state, inverses, *, limits: Pieces, size: int, **settings):
-    """`forward`, a few chunks at a time."""
-    chunks, time = _chunks_of_a_piece(limits, x, size), x.v.shape[1]
+def forward_in_blocks(
+    x: Inputs, initial_state, inverses, *, limits: BlockLimits, size: int, **settings
+):
+    """`forward`, block by block of chunks."""
+    chunks, time = _chunks_of_a_block(limits, x, size), x.v.shape[1]
     if chunks * size >= time:
         return forward(x, initial_state, inverses, size=size, parallel=False, **settings)
 
-    def piece(state, inputs):
+    def block(state, inputs):
         continues, inverses, x = inputs
         o, state, *saved = forward(
-            x, kept(continues, state), inverses, size=size, parallel=False, **settings
+            x,
+            zero_unless_continued(continues, state),
+            inverses,
+            size=size,
+            parallel=False,
+            **settings,
         )
         return state, (o, *saved)
 
-    pieces, continues = _split_inputs(x, chunks * size)
+    of_blocks, continues = _split_inputs(x, chunks * size)
     wide = initial_state.astype(jnp.promote_types(jnp.float32, x.v.dtype))
     final, (o, *saved) = jax.lax.scan(
-        piece, wide, (continues, blocks.cut(inverses, 0, chunks), pieces)
+        block, wide, (continues, blocks.to_chunks(inverses, 0, chunks), of_blocks)
     )
-    return blocks.joined(o, 1, time), final, *blocks.joined(saved, 0, -(-time // size))
+    return blocks.from_chunks(o, 1, time), final, *blocks.from_chunks(saved, 0, -(-time // size))
 
 
-def backward_in_pieces(
-    x: Inputs, states, inverses, do, dfinal, *, limits: Pieces, size: int, **settings
+def backward_in_blocks(
+    x: Inputs, states, inverses, do, dfinal, *, limits: BlockLimits, size: int, **settings
 ):
-    """`backward`, a few chunks at a time."""
-    chunks, time = _chunks_of_a_piece(limits, x, size), x.v.shape[1]
+    """`backward`, block by block of chunks."""
+    chunks, time = _chunks_of_a_block(limits, x, size), x.v.shape[1]
     if chunks * size >= time:
         return backward(x, states, inverses, do, dfinal, size=size, parallel=False, **settings)
 
-    def piece(dstate, inputs):
+    def block(dstate, inputs):
         continues, *inputs = inputs
         *gradients, dstate = backward(*inputs, dstate, size=size, parallel=False, **settings)
-        return kept(continues, dstate), gradients
+        return zero_unless_continued(continues, dstate), gradients
 
-    pieces, continues = _split_inputs(x, chunks * size)
-    saved, do = blocks.cut((states, inverses), 0, chunks), blocks.cut(do, 1, chunks * size)
+    of_blocks, continues = _split_inputs(x, chunks * size)
+    saved, do = (
+        blocks.to_chunks((states, inverses), 0, chunks),
+        blocks.to_chunks(do, 1, chunks * size),
+    )
     wide = dfinal.astype(jnp.promote_types(jnp.float32, x.v.dtype))
-    dinitial, gradients = jax.lax.scan(piece, wide, (continues, pieces, *saved, do), reverse=True)
-    return *blocks.joined(gradients, 1, time), dinitial
+    dinitial, gradients = jax.lax.scan(
+        block, wide, (continues, of_blocks, *saved, do), reverse=True
+    )
+    return *blocks.from_chunks(gradients, 1, time), dinitial
 
 
-def _chunks_of_a_piece(limits: Pieces, x: Inputs, size: int) -> int:
-    """As many as make pieces of one length; the last may be padded."""
+def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
+    """As many as make blocks of one length; the last may be padded."""
     batch, time, heads, value = x.v.shape
     chunks, numbers = -(-time // size), batch * size * heads * max(x.q.shape[3], value)
     count = -(
-        -chunks // (1 if numbers * size >= limits.alone else max(1, limits.together // numbers))
+        -chunks
+        // (1 if numbers * size >= limits.single_chunk else max(1, limits.elements // numbers))
     )
     return -(-chunks // count)
 
 
 def _split_inputs(x: Inputs, length: int):
-    """(every piece's inputs [pieces, B, length, …], whether its first token goes on with the
-    document before it [pieces, B]).
+    """(every block's inputs [blocks, B, length, …], whether its first token continues the
+    document before it [blocks, B]).
 
     The rows of zeros at the end neither decay nor write nor read.
     """
-    pieces = blocks.cut(x._replace(segments=None), 1, length)
+    of_blocks = blocks.to_chunks(x._replace(segments=None), 1, length)
     if x.segments is None:
-        return pieces, None
-    segments = blocks.cut(x.segments, 1, length, "edge")
+        return of_blocks, None
+    segments = blocks.to_chunks(x.segments, 1, length, "edge")
     ids = jnp.abs(segments)
     continues = jnp.concatenate(
         [jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]]
     )
-    return pieces._replace(segments=segments), continues
+    return of_blocks._replace(segments=segments), continues
 
 
-def kept(continues_B, state_BHKV):
-    """The state, but zero where a row's document does not go on."""
+def zero_unless_continued(continues_B, state_BHKV):
+    """The state [B, H, K, V], zero where a row's next token begins another document."""
     return (
         state_BHKV
         if continues_B is None

@@ -44,7 +44,7 @@ def across(options: dispatch.Options, axis_name: str, x: Inputs, initial_state, 
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     initial_state = jnp.where(shard == 0, initial_state, 0)
     continues = None if x.segments is None else jnp.abs(x.segments[:, 0]) == before
-    run = _recurrent if options.implementation == "recurrent" else _operator
+    run = _recurrent if options.chosen.name == "recurrent" else _operator
     o, final = run(options, axis_name, x, initial_state, continues)
     return o, jax.lax.psum(jnp.where(shard == shards - 1, final, 0), axis_name)
 
@@ -71,8 +71,11 @@ def _entering(axis_name, continues, m_BHKK, u_BHKV):
     """The state entering this shard from the ones before, [B, H, K, V]; zero where this shard
     starts a document.
     """
-    return chunked.kept(
-        continues, composed(axis_name, chunked.kept(continues, m_BHKK), u_BHKV, reverse=False)
+    return chunked.zero_unless_continued(
+        continues,
+        composed(
+            axis_name, chunked.zero_unless_continued(continues, m_BHKK), u_BHKV, reverse=False
+        ),
     )
 
 
@@ -108,7 +111,7 @@ def _operator(options, axis_name, *arguments):
 
 
 def _operator_forward(options, axis_name, *arguments):
-    return blocks.kept(_forward(options, axis_name, True, *arguments))
+    return blocks.save_for_backward(_forward(options, axis_name, True, *arguments))
 
 
 def _forward(options, axis_name, save: bool, x: Inputs, initial_state, continues):
@@ -122,10 +125,10 @@ def _forward(options, axis_name, save: bool, x: Inputs, initial_state, continues
 def _operator_backward(options, axis_name, residuals, cotangents):
     x, initial_state, continues, states, inverses, r, m = residuals
     do, dfinal = cotangents
-    transposed = jnp.swapaxes(chunked.kept(continues, m), -1, -2)
-    du = chunked.kept(continues, chunked.map_gradient(r, do).astype(m.dtype)) + Products(
-        m.dtype
-    ).nn(transposed, dfinal)
+    transposed = jnp.swapaxes(chunked.zero_unless_continued(continues, m), -1, -2)
+    du = chunked.zero_unless_continued(
+        continues, chunked.map_gradient(r, do).astype(m.dtype)
+    ) + Products(m.dtype).nn(transposed, dfinal)
     dleaving = dfinal + composed(axis_name, transposed, du, reverse=True)
     *gradients, dinitial = dispatch.backward(options, x, states, inverses, do, dleaving)
     return x.cast(gradients), dinitial.astype(initial_state.dtype), None

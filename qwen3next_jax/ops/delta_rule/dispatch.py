@@ -1,107 +1,87 @@
-"""One pass of the gated delta rule, forward or backward, by the implementation asked for or the
-platform's.
+"""One pass of the gated delta rule, forward or backward, by the implementation that was chosen.
 
-The custom gradients of `api` and `context` are made of these two.
+The custom gradients of `api` and `context` are made of these passes.
 """
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from qwen3next_jax.ops.delta_rule import chunked, pallas_tpu, tiling
-from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
+from qwen3next_jax.ops.delta_rule import chunked
+from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, chunk_size
+from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    implementation: str | None
+def chunked_form(platforms: tuple[str, ...], limits: chunked.BlockLimits) -> Form:
+    """The state passes from chunk to chunk, block by block of chunks."""
+    functions = dict(
+        forward=functools.partial(chunked.forward_in_blocks, limits=limits),
+        backward=functools.partial(chunked.backward_in_blocks, limits=limits),
+        affine_map=functools.partial(chunked.affine_map, parallel=False),
+    )
+    return Form("chunked", platforms, functions)
+
+
+FORMS = (
+    chunked_form(("cpu",), chunked.CPU_LIMITS),
+    chunked_form(("gpu", "tpu"), chunked.LIMITS),
+    Form(
+        "associative",
+        (),
+        {
+            name: functools.partial(getattr(chunked, name), parallel=True)
+            for name in ("forward", "backward", "affine_map")
+        },
+    ),
+    Form("recurrent", (), {}),  # by autodiff of `reference.recurrent`, in `api` and `context`
+)
+
+
+class Options(NamedTuple):
+    chosen: Chosen
     normalize_qk: bool
     erase: bool
-    hopper: bool = False  # on a GPU, its kernels
+
+    def run(self, name: str, x: Inputs, *arguments, **settings):
+        return self.chosen.function(name)(
+            x,
+            *arguments,
+            size=chunk_size(x),
+            normalize_qk=self.normalize_qk,
+            erase=self.erase,
+            **settings,
+        )
+
+
+def options(
+    implementation: str | None, x: Inputs, normalize_qk: bool, erase: bool, axis_name: str | None
+) -> Options:
+    """With the implementation that runs every pass over `x`.
+
+    Raises:
+      NotImplementedError: the named implementation cannot run it here.
+    """
+    chosen = choose(
+        "gated_delta_rule",
+        implementation,
+        FORMS,
+        x=x,
+        normalize_qk=normalize_qk,
+        erase=erase,
+        split=axis_name is not None,
+    )
+    return Options(chosen, normalize_qk, erase)
 
 
 def forward(options: Options, x: Inputs, initial_state, inverses, *, save: bool):
     """`chunked.forward` or its like."""
-    return _run(
-        options,
-        chunked.forward,
-        chunked.forward_in_pieces,
-        pallas_tpu.forward,
-        x,
-        initial_state,
-        inverses,
-        save=save,
-    )
+    return options.run("forward", x, initial_state, inverses, save=save)
 
 
 def affine_map(options: Options, x: Inputs, initial_state):
     """`chunked.affine_map` or its like."""
-    return _run(options, chunked.affine_map, None, pallas_tpu.affine_map, x, initial_state)
+    return options.run("affine_map", x, initial_state)
 
 
 def backward(options: Options, x: Inputs, states, inverses, do, dfinal):
     """`chunked.backward` or its like."""
-    return _run(
-        options,
-        chunked.backward,
-        chunked.backward_in_pieces,
-        pallas_tpu.backward,
-        x,
-        states,
-        inverses,
-        do,
-        dfinal,
-    )
-
-
-def _run(options: Options, whole, in_pieces, kernel, *arguments, **settings):
-    """Of the XLA forms the one in pieces, where there is one and the state is passed chunk by
-    chunk.
-    """
-    x, parallel = arguments[0], options.implementation == "associative"
-    settings |= dict(size=chunk_size(x), normalize_qk=options.normalize_qk, erase=options.erase)
-    if parallel or in_pieces is None:
-        platforms = {"default": functools.partial(whole, parallel=parallel, **settings)}
-    else:
-        platforms = {
-            "cpu": functools.partial(in_pieces, limits=chunked.CPU_PIECES, **settings),
-            "default": functools.partial(in_pieces, limits=chunked.PIECES, **settings),
-        }
-    if options.hopper:
-        from qwen3next_jax.ops.delta_rule import pallas_gpu
-
-        on_gpu = functools.partial(getattr(pallas_gpu, kernel.__name__), **settings)
-        # the interpreter has effects, with which no branch for another platform can be
-        if options.implementation == "pallas_gpu":
-            return on_gpu(*arguments, interpret=jax.default_backend() == "cpu")
-        platforms["cuda"] = functools.partial(on_gpu, interpret=False)
-    compiled = functools.partial(kernel, interpret=False, **settings)
-    interpreted = functools.partial(kernel, interpret=True, **settings)
-    if options.implementation == "pallas_tpu":
-        return jax.lax.platform_dependent(*arguments, tpu=compiled, cpu=interpreted)
-    if options.implementation is None and _kernel_takes(settings["size"], x):
-        platforms["tpu"] = compiled
-    return jax.lax.platform_dependent(*arguments, **platforms)
-
-
-def _kernel_takes(size: int, x: Inputs) -> bool:
-    """Of shapes, dtypes and the chip alone, so that every pass over a problem decides alike: the
-    kernels' inverses are not XLA's.
-    """
-    return not any(array.dtype == jnp.float64 for array in x if array is not None) and tiling.fits(
-        x.q, x.v, size
-    )
-
-
-def chunk_size(x: Inputs) -> int:
-    """64 tokens; 16 for float32 heads of at most 32 channels, where work within a chunk (8 C d)
-    outweighs the state's (6 d²): a training step of configs/tiny.py took 0.57 s instead of 0.66
-    on 2 CPU cores. The power of two that holds a shorter sequence. One length for every
-    platform, since the residuals' shapes may not depend on the platform. In bfloat16 every chunk
-    rounds the state once more as an operand, so there it stays 64.
-    """
-    narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32
-    longest = 16 if narrow and x.v.dtype == jnp.float32 else 64
-    return min(longest, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
+    return options.run("backward", x, states, inverses, do, dfinal)

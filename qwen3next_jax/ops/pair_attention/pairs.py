@@ -91,5 +91,5 @@ def pair_attention(
         o = jnp.einsum("bmhcs,bsmk->bcmhk", p_BMHCS, v, preferred_element_type=jnp.float32)
         return carry, o.reshape(b, c, n, v.shape[3]).astype(v.dtype)
 
-    _, o = blocks.scan(attend, None, blocks.cut((q, positions, segment_ids), 1, size))
-    return blocks.joined(o, 1, time)
+    _, o = blocks.scan(attend, None, blocks.to_chunks((q, positions, segment_ids), 1, size))
+    return blocks.from_chunks(o, 1, time)

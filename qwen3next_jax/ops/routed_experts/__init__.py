@@ -1,8 +1,6 @@
-"""The routed experts of one device: rows laid out in tiles (`tiling`), TPU kernels on them
-(`pallas_tpu`).
-"""
+"""The routed experts of one device, rows laid out in tiles of one expert each."""
 
-from qwen3next_jax.ops.routed_experts.tiling import (
+from qwen3next_jax.ops.routed_experts.layout import (
     routed_experts,
     routed_experts_gradients,
     sum_by_token,

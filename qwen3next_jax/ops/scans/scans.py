@@ -42,8 +42,8 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
         return h[:, -1], h
 
     def run(state):
-        final, h = blocks.scan(step, state, blocks.cut((a, b), 1, min(CHUNK, b.shape[1])))
-        return final, blocks.joined(h, 1, b.shape[1])
+        final, h = blocks.scan(step, state, blocks.to_chunks((a, b), 1, min(CHUNK, b.shape[1])))
+        return final, blocks.from_chunks(h, 1, b.shape[1])
 
     def before(entering, h):
         return jnp.where(a == -jnp.inf, 0, jnp.concatenate([entering[:, None], h[:, :-1]], axis=1))
@@ -102,9 +102,9 @@ def expanded_scan(
         return (h[:, -1], total + totals[:, -1]), read(h, inputs)
 
     def run(state):
-        chunks = blocks.cut((inputs, new, live), 1, min(CHUNK, time))
+        chunks = blocks.to_chunks((inputs, new, live), 1, min(CHUNK, time))
         (final, total), o = blocks.scan(step, (state, jnp.zeros_like(state)), chunks)
-        return final, total, blocks.joined(o, 1, time)
+        return final, total, blocks.from_chunks(o, 1, time)
 
     if axis_name is None:
         final, _, o = run(initial_state)
@@ -147,7 +147,7 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
         after, o = step(state, x)
         return choose(live, after, state), o
 
-    chunks = blocks.cut(
+    chunks = blocks.to_chunks(
         jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)), 0, min(CHUNK, shape[1])
     )
 
@@ -155,7 +155,9 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
         final, o = blocks.scan(
             jax.checkpoint(lambda state, chunk: jax.lax.scan(one, state, chunk)), state, chunks
         )
-        return final, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), blocks.joined(o, 0, shape[1]))
+        return final, jax.tree.map(
+            lambda x: jnp.moveaxis(x, 0, 1), blocks.from_chunks(o, 0, shape[1])
+        )
 
     if axis_name is None:
         return run(initial_state)[::-1]

@@ -151,8 +151,8 @@ def window_attention(
     end = [(0, 0), (0, -time % size)]
     k_padded, v_padded = (jnp.pad(x, end + [(0, 0), (0, 0)]) for x in (k, v))
     ids_padded = jnp.pad(kv_ids, end, constant_values=-1)
-    _, o = blocks.scan(attend, 0, blocks.cut(by_query, 1, size))
-    return blocks.joined(o, 1, time)
+    _, o = blocks.scan(attend, 0, blocks.to_chunks(by_query, 1, size))
+    return blocks.from_chunks(o, 1, time)
 
 
 def _with_keys_before(k, v, ids, first, before: int, axis_name):

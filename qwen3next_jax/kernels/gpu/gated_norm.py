@@ -12,46 +12,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops import kernel_trial
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import COLUMN, C, channels, tiles, tokens
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import COLUMN, C, channels, tiles, tokens
+from qwen3next_jax.ops.gated_norm import in_xla
 
-APART = 0.02  # relative L2, of two results rounded to bfloat16
+TOLERANCE = 0.02  # relative L2, of two results rounded to bfloat16
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
-def platforms(name: str, eps: float, o, weight) -> dict:
-    """{"cuda": `forward` or `backward`} where the kernels take o [B, T, H · V] and were right
-    when first tried, else nothing.
-    """
+def supports(o, weight, eps: float) -> str:
+    """Why the kernels cannot run o [B, T, H · V] with a weight [V]; "" where they can."""
     width = weight.shape[0]
-    why = kernel_trial.hopper_refusal()
     if o.dtype != jnp.bfloat16 or o.shape[1] % C or width not in (64, 128, 256):
-        why = (
+        return (
             f"has {o.shape[1]} tokens, heads of {width} in {o.dtype}: expected a multiple of {C}, "
             "64, 128 or 256, bfloat16"
         )
-    return (
-        {"cuda": functools.partial(globals()[name], eps)}
-        if kernel_trial.takes(trial(eps, width), why)
-        else {}
-    )
+    return self_test.unsupported_chip()
 
 
-def trial(eps: float, width: int) -> kernel_trial.Trial:
-    return kernel_trial.Trial(
+def is_default(o, weight, eps: float) -> bool:
+    """Where they passed their test; says once what was decided."""
+    return self_test.is_enabled(test(eps, weight.shape[0]), supports(o, weight, eps))
+
+
+def test(eps: float, width: int) -> self_test.SelfTest:
+    return self_test.SelfTest(
         "norm and gate",
-        kernel_trial.AVOID,
+        self_test.AVOID,
         (eps, width),
         (__name__,),
-        functools.partial(worst, eps, width),
-        APART,
+        functools.partial(max_error, eps, width),
+        TOLERANCE,
     )
 
 
-def worst(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
+def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
     """Two blocks of tokens of two heads, against autodiff in XLA."""
-    from qwen3next_jax.ops.pallas_gated_norm import whole  # which imports this
-
     rng = np.random.default_rng(0)
     o, gate, dy = (
         jnp.asarray(rng.normal(size=(1, 2 * C, 2 * width)), jnp.bfloat16) for _ in range(3)
@@ -66,10 +63,10 @@ def worst(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
 
     @jax.jit
     def want():
-        y, pullback = jax.vjp(functools.partial(whole, eps), o, gate, weight)
+        y, pullback = jax.vjp(functools.partial(in_xla, eps), o, gate, weight)
         return y, *pullback(dy)
 
-    return kernel_trial.worst_of(("y", "do", "dgate", "dweight"), got(), want())
+    return self_test.largest_error(("y", "do", "dgate", "dweight"), got(), want())
 
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):

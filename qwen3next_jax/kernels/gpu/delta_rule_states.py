@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     GAMMA,
     K_GAMMA,
     K_RHO,
@@ -16,7 +16,7 @@ from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
     C,
     across,
     channels,
-    halves,
+    high_and_low,
     tokens,
     transposed,
     with_sums,
@@ -217,7 +217,11 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
             after.start(rows_ref[slot, GAMMA, C - 1] * state)
             if p.erase:
                 values = errors()
-            parts = jax.lax.optimization_barrier(halves(values)) if tight else halves(values)
+            parts = (
+                jax.lax.optimization_barrier(high_and_low(values))
+                if tight
+                else high_and_low(values)
+            )
             if not p.maps:
                 for part in parts:
                     outputs.add(part, transposed(p_ref.at[slot]))
@@ -234,7 +238,7 @@ def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *
             if tight:  # o, then of E what its parts hold
                 send_outputs(0)
                 values = sum(part.astype(jnp.float32) for part in parts)
-            for part in halves(across(here, K_RHO) * values):
+            for part in high_and_low(across(here, K_RHO) * values):
                 after.add(part, k.at[slot])
             if not tight:
                 send_outputs(2)
@@ -289,7 +293,7 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
             send()
             dvalues = of_p() if tight else across(here, K_RHO) * of_k(1) + of_p()
             if p.erase:
-                high, low = halves(dvalues)
+                high, low = high_and_low(dvalues)
                 for x, part in ((high, 0), (high, 1), (low, 0)):
                     values.add(x, a.at[slot, part])
             after.start(rows_ref[slot, GAMMA, C - 1] * dstate)
@@ -301,7 +305,7 @@ def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem,
                 dvalues = values(1)
                 after.add((-across(here, K_GAMMA) * dvalues).astype(jnp.bfloat16), k.at[slot])
             if not p.maps:
-                for i, (x, gmem) in enumerate(zip(halves(dvalues), (dv_gmem, dv_low_gmem))):
+                for i, (x, gmem) in enumerate(zip(high_and_low(dvalues), (dv_gmem, dv_low_gmem))):
                     send_transposed(
                         x, dv.at[w, i], gmem.at[b, tokens(n), h, channels(c)], in_flight=2
                     )

@@ -10,28 +10,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.ops import kernel_trial
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu import tokamax
 from qwen3next_jax.ops.attention import xla
-from qwen3next_jax.ops.pallas_gpu_ragged import of_tokamax, tokamax_refusal
 
 WIDTHS = (64, 128, 256)
 ROWS = 128  # of a tile
-APART = 0.03  # relative L2 of two forms that round the weights to bfloat16
+TOLERANCE = 0.03  # relative L2 of two forms that round the weights to bfloat16
 
 
-def refusal(q, k, v) -> str:
-    """Why the kernels do not take these arrays here; empty where they do."""
+def is_default(q, k, v, split: bool) -> bool:
+    """A training step with these kernels stopped on the GPU: they run by name alone."""
+    return False
+
+
+def supports(q, k, v, split: bool) -> str:
+    """Why the kernels cannot run a call, "" where they can. A row that is `split` over a mesh axis
+    comes in halves of a shard.
+    """
+    queries, keys = (x.shape[1] // (2 if split else 1) for x in (q, k))
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         return f"has q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: expected bfloat16"
     if q.shape[3] not in WIDTHS:
         return f"has heads of {q.shape[3]} channels: expected {', '.join(map(str, WIDTHS))}"
-    if q.shape[1] % ROWS or k.shape[1] % ROWS:
-        return f"has {q.shape[1]} queries and {k.shape[1]} keys: expected multiples of {ROWS}"
-    return tokamax_refusal()
+    if queries % ROWS or keys % ROWS:
+        return f"has {queries} queries and {keys} keys: expected multiples of {ROWS}"
+    return tokamax.unsupported()
 
 
-def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal):
-    sm90 = of_tokamax("attention.pallas_mosaic_gpu_kernel_sm90")
+def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
+    """As `xla.forward`, which stands in on a CPU: the interpreter lacks what the kernels use."""
+    if interpret:
+        return xla.forward(
+            q, k, v, segment_ids, kv_segment_ids, scale=scale, causal=causal, block=xla.CPU_BLOCK
+        )
+    sm90 = tokamax.module("attention.pallas_mosaic_gpu_kernel_sm90")
     config = sm90.Config(block_q=64, block_kv=64 if q.shape[3] == 256 else 128, num_stages=2)
     kernel = functools.partial(
         sm90.flash_attention_kernel,
@@ -53,8 +66,18 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal):
     return o, jnp.where(total_BNT > 0, largest_BNT + jnp.log(total_BNT), xla.UNSEEN)
 
 
-def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal):
-    sm90 = of_tokamax("attention.pallas_mosaic_gpu_vjp_kernel_sm90")
+def backward(
+    q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
+):
+    """As `xla.backward`, which stands in on a CPU."""
+    if interpret:
+        return xla.backward(
+            *(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do),
+            scale=scale,
+            causal=causal,
+            block=xla.CPU_BLOCK,
+        )
+    sm90 = tokamax.module("attention.pallas_mosaic_gpu_vjp_kernel_sm90")
     # Two warpgroups that compute have 168 registers each, one has 255: with heads of 256 channels
     # it spills less.
     config = sm90.Config(
@@ -110,9 +133,9 @@ def _seen(segment_ids, kv_segment_ids):
     return search("left"), search("right")
 
 
-def worst(width: int, kernels=None) -> tuple[str, float]:
-    """The result in which the kernels and the XLA form differ most: three documents and padding,
-    two query heads a key head.
+def max_error(width: int, kernels=None) -> tuple[str, float]:
+    """The result in which the kernels and the XLA form differ most, on three documents and
+    padding, with two query heads a key head.
     """
     rng = np.random.default_rng(0)
     array = lambda heads: jnp.asarray(rng.normal(size=(2, 2 * ROWS, heads, width)), jnp.bfloat16)
@@ -126,4 +149,4 @@ def worst(width: int, kernels=None) -> tuple[str, float]:
 
     got = jax.jit(functools.partial(results, *(kernels or (forward, backward))))()
     want = jax.jit(functools.partial(results, xla.forward, xla.backward, block=ROWS))()
-    return kernel_trial.worst_of(("o", "logsumexp", "dq", "dk", "dv"), got, want)
+    return self_test.largest_error(("o", "logsumexp", "dq", "dk", "dv"), got, want)

@@ -1,6 +1,4 @@
-"""May the default take the kernels for Hopper GPUs on this process's GPU? `kernel_trial.py` says
-how that is found out.
-"""
+"""The test that the gated delta rule's kernels for Hopper GPUs must pass on this process's GPU."""
 
 import functools
 
@@ -8,53 +6,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.ops import kernel_trial
-from qwen3next_jax.ops.delta_rule import chunk_math, chunked, pallas_gpu
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu import delta_rule
+from qwen3next_jax.ops.delta_rule import chunk_math, chunked
 
 AVOID = "--config.model.delta_rule=chunked avoids it"
 # of two results of bfloat16 operands, relative L2; both are within 0.5 % (outputs) and 2 %
 # (gradients) of float64's
-APART = 0.03
+TOLERANCE = 0.03
 
 
-def takes(
-    x: chunk_math.Inputs, normalize: bool, erase: bool, axis_name: str | None, named: bool
-) -> bool:
-    """Whether the kernels run this call: named, they do, or this raises NotImplementedError;
-    else where they may, and it says once what it decided and why.
-    """
-    why = pallas_gpu.refusal(x.q, x.k, x.v)
-    if axis_name is not None:
-        why = why or "over a mesh axis: there is no kernel for it"
-    if named:
-        if why:
-            raise NotImplementedError(f"implementation='pallas_gpu' {why}; use 'chunked'")
-        return True
-    if x.q.shape[1] <= pallas_gpu.C // 2:  # the XLA form cuts shorter rows into shorter chunks
-        return False
-    split = pallas_gpu.Problem.of(x, normalize=normalize, erase=erase).pieces > 1
-    return kernel_trial.takes(trial(x.q.shape[3], x.v.shape[3], normalize, erase, split), why)
-
-
-def trial(
+def test(
     key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool = False
-) -> kernel_trial.Trial:
+) -> self_test.SelfTest:
     kind = key, value, normalize, erase, split
     parts = "", "_tiles", "_chunks", "_states", "_gradients"
-    modules = tuple(pallas_gpu.__name__ + part for part in parts)
-    return kernel_trial.Trial(
-        "gated delta rule", AVOID, kind, modules, functools.partial(worst, *kind, interpret), APART
+    modules = tuple(delta_rule.__name__ + part for part in parts)
+    return self_test.SelfTest(
+        "gated delta rule",
+        AVOID,
+        kind,
+        modules,
+        functools.partial(max_error, *kind, interpret),
+        TOLERANCE,
     )
 
 
-def worst(
+def max_error(
     key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool
 ) -> tuple[str, float]:
     """The output or gradient in which the two forms differ most, and its relative L2 difference:
     three chunks, each a piece or all one, two documents and padding, two value heads a key head.
     """
     rng = np.random.default_rng(0)
-    time, heads = 2 * pallas_gpu.C + 6, 2
+    time, heads = 2 * delta_rule.C + 6, 2
     array = lambda *shape, dtype=jnp.bfloat16: jnp.asarray(rng.normal(size=shape), dtype)
     q, k, v, do = (
         array(1, time, 1, key),
@@ -73,15 +58,15 @@ def worst(
     initial, dfinal = (array(1, heads, key, value, dtype=jnp.float32) for _ in range(2))
 
     def results(form, **settings):
-        settings |= dict(size=pallas_gpu.C, normalize_qk=normalize, erase=erase)
+        settings |= dict(size=delta_rule.C, normalize_qk=normalize, erase=erase)
         o, final, *saved = form.forward(x, initial, None, save=True, **settings)
         return o, final, *form.backward(x, *saved, do, dfinal, **settings)
 
     got = jax.jit(
-        functools.partial(results, pallas_gpu, interpret=interpret, pieces=3 if split else 1)
+        functools.partial(results, delta_rule, interpret=interpret, pieces=3 if split else 1)
     )()
     want = jax.jit(functools.partial(results, chunked, parallel=False))()
-    return kernel_trial.worst_of(
+    return self_test.largest_error(
         ("o", "final state", "dq", "dk", "dv", "dg", "dbeta", "gradient of the initial state"),
         got,
         want,

@@ -14,43 +14,38 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.kernels.tpu import chip
+from qwen3next_jax.kernels.tpu.grids import LANES
 
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _TN = (((0,), (0,)), ((), ()))  # xᵀ y
-_LANES = 128
 _SUM_TOKENS, _SUM_ROWS = 128, 256  # of a block and a tile of `sum_rows`
 
 
-def fits(x, gate_up, tile: int, added: bool) -> bool:
-    """Whether the kernels of the grouped SwiGLU take these shapes on the chip compiled for:
-    whole lanes, and an expert's weights, or their gradients (`added`: and what they are added
-    to), in VMEM.
+def supports(x, gate_up, tile: int, added: bool) -> str:
+    """Why the kernels of the grouped SwiGLU cannot run these shapes on the chip, "" where they can:
+    whole lanes, and an expert's weights or their gradients in VMEM.
+
+    Args:
+      x: [P, D]. gate_up: [E, D, F].
+      tile: rows of a tile.
+      added: whether the gradients are added to others, which are then in VMEM, too.
     """
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
-    if (
-        not tpu()
-        or x.dtype not in (jnp.bfloat16, jnp.float32)
-        or d % (_LANES * _cores())
-        or f % (2 * _LANES)
-        or tile % (32 // size)
-    ):
-        return False
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"has rows of {x.dtype}: expected bfloat16 or float32"
+    if d % (LANES * chip.cores()) or f % (2 * LANES) or tile % (32 // size):
+        return (
+            f"has widths {d} and {f} and tiles of {tile} rows: expected multiples of "
+            f"{LANES * chip.cores()}, {2 * LANES} and {32 // size}"
+        )
     # What a step reads and writes is there twice; sums and the values between products, in float32,
     # once.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
-    return (
-        max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // _cores()) + rows
-        < 0.95 * _vmem()
-    )
-
-
-def _vmem() -> int:
-    return tpu().vmem_capacity_bytes if tpu() else 2**24
-
-
-def _cores() -> int:
-    return tpu().num_cores if tpu() else 1
+    of_weights = max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // chip.cores())
+    if of_weights + rows >= chip.vmem_budget():
+        return f"needs {of_weights + rows} bytes of VMEM of {int(chip.vmem_budget())}"
+    return ""
 
 
 def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
@@ -74,7 +69,7 @@ def _call(
     interpret=False,
 ):
     """`twice`: inputs that each core reads. aliases: (input, the output written in its place)."""
-    sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *twice * (_cores() - 1))]
+    sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *twice * (chip.cores() - 1))]
     return pl.pallas_call(
         kernel,
         out_shape=outputs,
@@ -89,7 +84,7 @@ def _call(
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=_vmem()
+            dimension_semantics=semantics, vmem_limit_bytes=chip.vmem_bytes()
         ),
         cost_estimate=pl.CostEstimate(
             flops=int(flops), transcendentals=0, bytes_accessed=sum(sizes)
@@ -148,7 +143,7 @@ def mlp_gradients(
         interpret=interpret,
     )
     # The model's width in as many parts as the chip has cores, which work on one each.
-    cores = _cores()
+    cores = chip.cores()
     part, i, f = spec.d // cores, spec.f // 2, spec.f
     at = lambda t, used: jnp.minimum(t, used[0] - 1)
     row = lambda width: pl.BlockSpec((spec.tile, width), lambda c, t, e, used: (at(t, used), 0))
@@ -263,7 +258,7 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     token_P: ascending; rows of tokens ≥ `tokens` are not counted, but must be finite.
     """
     p, d = rows_PD.shape
-    cores = _cores()
+    cores = chip.cores()
     rows_PD = jnp.pad(rows_PD, ((0, -p % _SUM_ROWS), (0, 0)))
     token_P = jnp.pad(
         token_P.astype(jnp.int32), (0, -p % _SUM_ROWS), constant_values=tokens + _SUM_TOKENS

@@ -4,7 +4,7 @@ products, rows of numbers.
 Every matrix is cut into tiles of 64 x 64, the height of a wgmma: rows of a chunk by channels,
 channels by channels. bfloat16 tiles lie in shared memory, swizzled as wgmma reads them; what is
 summed, decayed or inverted is float32 in registers. Where sums cancel, a float32 operand goes in
-two bfloat16 parts (`halves`).
+two bfloat16 parts (`high_and_low`).
 
 The algebra is that of docs/delta_rule.md, "In terms of E"; i is the row, j the column of a [C,
 C] matrix.
@@ -108,7 +108,7 @@ def transposed(tile):
     return tile.transpose((1, 0))
 
 
-def halves(x):
+def high_and_low(x):
     """A float32 array as two bfloat16 ones: its high part and what that leaves. Rounded by the
     bits, since a conversion of one number at a time is slow.
     """

@@ -16,48 +16,52 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops import kernel_trial, pallas_causal_conv1d
-from qwen3next_jax.ops.pallas_causal_conv1d import ages, gradient_before
+from qwen3next_jax.kernels import causal_conv1d_edges, self_test
+from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_before
 
-APART = 0.02  # relative L2, of two results rounded to bfloat16
+TOLERANCE = 0.02  # relative L2, of two results rounded to bfloat16
 INTERPRETER = plgpu.InterpretGPUParams()
 TOKENS = 32  # of a block; more take shared memory from other blocks, and are slower (docs/gpu.md)
 
 
-def platforms(name: str, activation: str | None, x, kernel) -> dict:
-    """{"cuda": `forward` or `backward`} where the kernels take inputs [B, T, D] and were right
-    when first tried, else nothing.
-    """
-    if x.shape[1] < TOKENS:  # as decoding has
-        return {}
-    why = kernel_trial.hopper_refusal()
+def supports(x, kernel, activation) -> str:
+    """Why the kernels cannot run inputs [B, T, D] with a kernel [W, D]; "" where they can."""
     if (
         x.dtype not in (jnp.bfloat16, jnp.float32)
         or x.shape[1] % TOKENS
         or x.shape[2] % 128
         or not 2 <= kernel.shape[0] <= 8
     ):
-        why = (
+        return (
             f"has {x.shape[1]} tokens of {x.shape[2]} channels in {x.dtype} and a kernel of "
             f"{kernel.shape[0]}: expected multiples of "
             f"{TOKENS} and 128, bfloat16 or float32, 2 to 8"
         )
-    return (
-        {"cuda": functools.partial(globals()[name], activation)}
-        if kernel_trial.takes(trial(activation, x, kernel), why)
-        else {}
-    )
+    return self_test.unsupported_chip()
 
 
-def trial(activation, x, kernel) -> kernel_trial.Trial:
+def is_default(x, kernel, activation) -> bool:
+    """Where they passed their test; says once what was decided. Rows as short as those of decoding
+    are left to XLA.
+    """
+    if x.shape[1] < TOKENS:
+        return False
+    return self_test.is_enabled(test(x, kernel, activation), supports(x, kernel, activation))
+
+
+def test(x, kernel, activation) -> self_test.SelfTest:
     kind = activation, str(x.dtype), kernel.shape[0]
-    modules = __name__, pallas_causal_conv1d.__name__
-    return kernel_trial.Trial(
-        "convolution", kernel_trial.AVOID, kind, modules, functools.partial(worst, *kind), APART
+    return self_test.SelfTest(
+        "convolution",
+        self_test.AVOID,
+        kind,
+        (__name__, causal_conv1d_edges.__name__),
+        functools.partial(max_error, *kind),
+        TOLERANCE,
     )
 
 
-def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
+def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
     """Two rows of two blocks of tokens, with three documents and padding and as one document,
     against autodiff of the sum written out.
     """
@@ -74,7 +78,10 @@ def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[
     )
 
     def plain(ids, before, x, kernel):
-        extended, age = jnp.concatenate([before, x], axis=1).astype(jnp.float32), ages(ids, width)
+        extended, age = (
+            jnp.concatenate([before, x], axis=1).astype(jnp.float32),
+            document_ages(ids, width),
+        )
         z = sum(
             kernel[w]
             * extended[:, w : w + 2 * size]
@@ -96,19 +103,19 @@ def worst(activation, dtype: str, width: int, interpret: bool = False) -> tuple[
         return y, *pullback(dy)
 
     names = "y", "gradient of the inputs before", "dx", "dkernel"
-    found = [kernel_trial.worst_of(names, got(ids), want(ids)) for ids in (documents, None)]
+    found = [self_test.largest_error(names, got(ids), want(ids)) for ids in (documents, None)]
     return max(found, key=lambda item: item[1])
 
 
 def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
-    """y [B, T, D]; the arguments are those of `pallas_causal_conv1d.forward`."""
-    call = _Call(activation, before, x, kernel, ages(ids, kernel.shape[0]))
+    """y [B, T, D]; the arguments are those of `kernels.tpu.causal_conv1d.forward`."""
+    call = _Call(activation, before, x, kernel, document_ages(ids, kernel.shape[0]))
     return call(_forward, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret)[0]
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Gradients of `forward`: of before, x and kernel."""
-    age = ages(ids, kernel.shape[0])
+    age = document_ages(ids, kernel.shape[0])
     call = _Call(activation, before, x, kernel, age)
     sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // TOKENS, *kernel.shape), jnp.float32)
     dx, dkernel = call(

@@ -1,11 +1,11 @@
 """Matrices of two heads side by side, and their products with what belongs to one head.
 
 A [C, C] matrix of 64 tokens fills half of a TPU register's 128 lanes and a sixteenth of the 256
-x 256 matrix unit. So those of heads 2e and 2e + 1 lie side by side in the lanes, a twin [C, 2C],
+x 256 matrix unit. So those of heads 2e and 2e + 1 lie side by side in the lanes, a pair [C, 2C],
 and right operands lie on the diagonal of one matrix: a product then takes both heads at the
 price of one.
 
-E twins, I = 2E heads, C chunk length, R rows, X any width.
+E pairs, I = 2E heads, C chunk length, R rows, X any width.
 """
 
 import dataclasses
@@ -19,66 +19,66 @@ from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products, indices, 
 LANES = 128
 
 
-def halves(shape):
-    """Whether a lane belongs to the first head of its twin."""
+def is_first_head(shape):
+    """Whether a lane belongs to the first head of its pair."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) < shape[-1] // 2
 
 
-def apart(x_I):
+def split_heads(x_I):
     """[I, ...] to the first heads and the second ones, [E, ...] each."""
     x = x_I.reshape(-1, 2, *x_I.shape[1:])
     return x[:, 0], x[:, 1]
 
 
-def together(first_E, second_E):
-    """The reverse of `apart`."""
+def interleave_heads(first_E, second_E):
+    """The reverse of `split_heads`."""
     x = jnp.stack([first_E, second_E], axis=1)
     return x.reshape(-1, *x.shape[2:])
 
 
-def beside(x_IRX):
+def concat_pair(x_IRX):
     """[E, R, 2X]."""
-    return jnp.concatenate(apart(x_IRX), axis=-1)
+    return jnp.concatenate(split_heads(x_IRX), axis=-1)
 
 
-def heads(x_ERX):
-    """The reverse of `beside`."""
+def split_pair(x_ERX):
+    """The reverse of `concat_pair`."""
     width = x_ERX.shape[-1] // 2
-    return together(x_ERX[..., :width], x_ERX[..., width:])
+    return interleave_heads(x_ERX[..., :width], x_ERX[..., width:])
 
 
-def diagonal(x_IRX):
+def block_diagonal(x_IRX):
     """[E, 2R, 2X]: the first head's in the upper left, the second one's in the lower right,
     zeros elsewhere.
     """
-    first, second = apart(x_IRX)
+    first, second = split_heads(x_IRX)
     zero = jnp.zeros_like(first)
     return jnp.concatenate(
         [jnp.concatenate([first, zero], axis=-1), jnp.concatenate([zero, second], axis=-1)], axis=-2
     )
 
 
-def on_diagonal(x_ERX):
-    """The reverse of `diagonal`; what lies elsewhere is dropped."""
+def diagonal_blocks(x_ERX):
+    """The reverse of `block_diagonal`; what lies elsewhere is dropped."""
     rows, width = x_ERX.shape[-2] // 2, x_ERX.shape[-1] // 2
-    return together(x_ERX[:, :rows, :width], x_ERX[:, rows:, width:])
+    return interleave_heads(x_ERX[:, :rows, :width], x_ERX[:, rows:, width:])
 
 
-def columns(rows_RC):
+def over_lanes(rows_RC):
     """[R, C] to [R, C, LANES], every lane of a row of the result holding that row's number."""
     x, shape = rows_RC.T, (rows_RC.shape[1], LANES)
     return jnp.stack([jnp.broadcast_to(x[:, i : i + 1], shape) for i in range(rows_RC.shape[0])])
 
 
-def spread(rows_EC):
-    """`columns` of the two heads of every row [E, 2C]: [I, C, LANES]."""
-    x = columns(rows_EC)
+def pairs_over_lanes(rows_EC):
+    """`over_lanes` of the two heads of every row [E, 2C]: [I, C, LANES]."""
+    x = over_lanes(rows_EC)
     return x.reshape(-1, x.shape[1] // 2, LANES)
 
 
-def spread_by_product(rows_EC):
-    """`spread` by a product with ones and zeros, in which three bfloat16 parts carry a float32
-    exactly: work for the matrix unit where the cross-lane unit has more than enough.
+def pairs_over_lanes_by_product(rows_EC):
+    """`pairs_over_lanes` by a product with ones and zeros, in which three bfloat16 parts carry a
+    float32 exactly: work for the matrix unit where the cross-lane unit has more than enough.
     """
     count, size = rows_EC.shape[0], rows_EC.shape[1] // 2
     parts, rest = [], rows_EC
@@ -92,7 +92,7 @@ def spread_by_product(rows_EC):
     return jnp.stack(x).reshape(-1, size, LANES)
 
 
-def twin_columns(rows_EC):
+def pair_columns(rows_EC):
     """[E, C, 2C]: the numbers of rows [E, 2C] in columns, each head's over its half of the
     lanes.
     """
@@ -101,26 +101,26 @@ def twin_columns(rows_EC):
     both = jnp.concatenate(
         [rows_EC[:, :size], rows_EC[:, size:], jnp.zeros((width - 2 * count, size), rows_EC.dtype)]
     )
-    first = halves((size, lanes))
+    first = is_first_head((size, lanes))
     lane = lambda e: jnp.pad(jnp.where(first, e, count + e), ((0, 0), (0, width - lanes)))
     return jnp.stack(
         [jnp.take_along_axis(both.T, lane(e), axis=1)[:, :lanes] for e in range(count)]
     )
 
 
-def fit(spread_ICX, width: int):
+def tile_lanes(spread_ICX, width: int):
     """What is spread over LANES, for a multiple of them."""
     return jnp.concatenate([spread_ICX] * (width // LANES), axis=-1)
 
 
 def row_sums(*xs_ICX):
-    """[E, 2C] each: the sums of every row, the two heads of a twin in one row."""
+    """[E, 2C] each: the sums of every row, the two heads of a pair in one row."""
     size = xs_ICX[0].shape[1]
     # [2C, 1]
     sums = [
         x
         for x_ICX in xs_ICX
-        for x in jnp.concatenate(apart(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)
+        for x in jnp.concatenate(split_heads(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)
     ]
     width = -(-len(sums) // LANES) * LANES
     lane = indices(2 * size, width)[1]
@@ -131,7 +131,7 @@ def row_sums(*xs_ICX):
 
 
 @dataclasses.dataclass(frozen=True)
-class TwinProducts:
+class PairProducts:
     """Products with operands in `operand` and float32 accumulation.
 
     bfloat16 operands that must keep their value go in two parts, high and low, of which `parts`
@@ -149,17 +149,17 @@ class TwinProducts:
         return Products(self.operand)
 
     def nn(self, x_parts, y_parts):
-        """[I, R, X]: twins [E, R, 2C] times what each head holds [I, C, X]."""
-        x, y = stacked(x_parts, [diagonal(y) for y in y_parts], -1, -2)
-        return heads(self.plain.nn(x, y))
+        """[I, R, X]: pairs [E, R, 2C] times what each head holds [I, C, X]."""
+        x, y = stacked(x_parts, [block_diagonal(y) for y in y_parts], -1, -2)
+        return split_pair(self.plain.nn(x, y))
 
     def tn(self, x_parts, y_parts):
-        """[I, C, X]: twins [E, R, 2C] transposed times what each head holds [I, R, X]."""
-        x, y = stacked(x_parts, [beside(y) for y in y_parts], -2, -2)
-        return on_diagonal(self.plain.tn(x, y))
+        """[I, C, X]: pairs [E, R, 2C] transposed times what each head holds [I, R, X]."""
+        x, y = stacked(x_parts, [concat_pair(y) for y in y_parts], -2, -2)
+        return diagonal_blocks(self.plain.tn(x, y))
 
-    def twins(self, x_parts, y_parts):
-        """[E, R, 2C]: twins [E, R, 2C] times twins [E, C, 2C].
+    def pairs(self, x_parts, y_parts):
+        """[E, R, 2C]: pairs [E, R, 2C] times pairs [E, C, 2C].
 
         Parts of y go beside each other, parts of x below each other: a quarter of the loads of
         stationary operands that a stack along the contraction takes, and there is little else in
@@ -167,7 +167,7 @@ class TwinProducts:
         """
         y = []
         for part in y_parts:
-            first, zero = halves(part.shape), jnp.zeros_like(part)
+            first, zero = is_first_head(part.shape), jnp.zeros_like(part)
             y.append(
                 jnp.concatenate(
                     [jnp.where(first, part, zero), jnp.where(first, zero, part)], axis=-2
@@ -181,8 +181,10 @@ class TwinProducts:
 
     def nt(self, xs, y_parts):
         """[E, R, 2C] each: x y^T of every head for parts of x [I, R, X] and y [I, C, X]."""
-        x = jnp.concatenate([beside(part) for x_parts in xs for part in x_parts], axis=-2)
-        product = self.plain.nt(x, jnp.concatenate([diagonal(part) for part in y_parts], axis=-2))
+        x = jnp.concatenate([concat_pair(part) for x_parts in xs for part in x_parts], axis=-2)
+        product = self.plain.nt(
+            x, jnp.concatenate([block_diagonal(part) for part in y_parts], axis=-2)
+        )
         found = []
         for x_parts in xs:
             rows = sum(part.shape[-2] for part in x_parts)
@@ -230,11 +232,11 @@ def _quarters(product, x_parts, y_parts):
 # ---- the inverse of I + L (`inverse.py` says why this way)
 # ---------------------------------------------------------------
 
-# rows of a block; twins whose chains of eliminations hide each other's latency
+# rows of a block; pairs whose chains of eliminations hide each other's latency
 DIAGONAL, TOGETHER = 16, 8
 
 
-def twin_inverse(m_ECC, products):
+def pair_inverse(m_ECC, products):
     """(I + L)^{-1}, L the strictly lower part of m, for two heads side by side.
 
     16-row diagonal blocks by substitution on the vector unit, then merges of which only the rows
@@ -249,8 +251,8 @@ def twin_inverse(m_ECC, products):
         lower = jnp.concatenate(blocks[1::2], axis=1)
         # Every second block's rows of X L X. Only the quarter left of the block's diagonal is part
         # of the result; it takes nothing of m above the diagonal.
-        change = products.twins(
-            products.parts(products.twins(products.parts(lower), parts)), products.parts(x)
+        change = products.pairs(
+            products.parts(products.pairs(products.parts(lower), parts)), products.parts(x)
         )
         row, column = indices(size // 2, 2 * size)
         lower = lower - jnp.where(column % size // m == 2 * (row // m), change, 0)
@@ -261,7 +263,7 @@ def twin_inverse(m_ECC, products):
 
 
 def _diagonal_inverse(m_ECC):
-    """The inverses of the 16-row diagonal blocks, in place. The blocks of a twin, packed, fill
+    """The inverses of the 16-row diagonal blocks, in place. The blocks of a pair, packed, fill
     two registers.
     """
     size = m_ECC.shape[1]

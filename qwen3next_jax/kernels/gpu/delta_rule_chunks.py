@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops.delta_rule import chunk_math
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     BETA,
     BETA_J,
     DOCUMENT,
@@ -29,7 +28,7 @@ from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
     across,
     channels,
     down,
-    halves,
+    high_and_low,
     indices,
     products,
     put,
@@ -38,6 +37,7 @@ from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import (
     transposed,
     with_sums,
 )
+from qwen3next_jax.ops.delta_rule import chunk_math
 
 LOG2_E = 1.4426950408889634
 # columns of the smallest product, which are those that an operand of 32 swizzled bytes has
@@ -109,31 +109,34 @@ def unit_lower_inverse(p, l, l_refs, x_refs, blocks_refs):
 
     diagonal = on_diagonal(l)
     beside = choose(None, l[:, columns(0)], None, l[:, columns(2)])
-    put(l_refs, *halves(-jnp.concatenate([diagonal, beside, l[:, : C // 2]], axis=1)))
+    put(l_refs, *high_and_low(-jnp.concatenate([diagonal, beside, l[:, : C // 2]], axis=1)))
     first, second, half = l_refs.at[:, :, columns(0)], l_refs.at[:, :, columns(1)], slice(C // 2, C)
     x = jnp.where(i == j, 1.0, jnp.where(i ^ j == 1, -diagonal, 0.0))
     for m in (2, 4, 8):
-        pair = halves(x)
+        pair = high_and_low(x)
         t = half_products(p, spread(pair), first, lambda: put(blocks_refs, *pair))
         # the quarter: above the diagonal it is zero anyway
         t = jnp.where((i ^ j) // m == 1, t, 0.0)
-        x = x + half_products(p, spread(halves(t)), blocks_refs)
-    pair = halves(x)
+        x = x + half_products(p, spread(high_and_low(t)), blocks_refs)
+    pair = high_and_low(x)
     t = half_products(p, spread(pair), second, lambda: put(blocks_refs, *pair))
-    below = half_products(p, spread(halves(t), up=1), blocks_refs.at[:, : C - NARROW])
+    below = half_products(p, spread(high_and_low(t), up=1), blocks_refs.at[:, : C - NARROW])
     left = jnp.concatenate([choose(x, below), choose(None, x)], axis=1)
-    right = halves(
+    right = high_and_low(
         jnp.concatenate([choose(None, None, x, below), choose(None, None, None, x)], axis=1)
     )
     left_refs, right_refs = (x_refs.at[:, :, n] for n in (slice(C // 2), half))
 
     def both():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # P beta, which x_refs has had until now
-        put(left_refs, *halves(left))
+        put(left_refs, *high_and_low(left))
         put(right_refs, *right)
 
     t = half_products(p, right, l_refs.at[:, half, half], both)
-    put(left_refs, *halves(left + half_products(p, halves(t), left_refs.at[:, : C // 2])))
+    put(
+        left_refs,
+        *high_and_low(left + half_products(p, high_and_low(t), left_refs.at[:, : C // 2])),
+    )
 
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):

@@ -15,30 +15,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_before
+from qwen3next_jax.kernels.tpu import grids
+from qwen3next_jax.kernels.tpu.grids import LANES
 
-_LANES = 128
-# rows and channels of a block, at most: what spills least of a column
-_FORWARD, _BACKWARD = (256, 1024), (128, 2048)
-_EDGE = 16  # rows of a neighbour: a tile of bfloat16
-
-
-def kernels(name: str, activation: str | None, x, kernel) -> dict:
-    """{"tpu": `forward` or `backward`} of that activation where it takes inputs [B, T, D] on the
-    chip compiled for, on a GPU that of `pallas_gpu_causal_conv1d.py` where it may; else nothing.
-    """
-    if jax.default_backend() == "gpu":
-        from qwen3next_jax.ops import pallas_gpu_causal_conv1d  # which imports this
-
-        return pallas_gpu_causal_conv1d.platforms(name, activation, x, kernel)
-    fits = tpu() and x.dtype in (jnp.bfloat16, jnp.float32) and takes(x, kernel)
-    return {"tpu": functools.partial(globals()[name], activation)} if fits else {}
+# rows and channels of a block, at most: these spill the fewest registers of a column
+FORWARD_BLOCK = 256, 1024
+BACKWARD_BLOCK = 128, 2048
+EDGE = grids.TILE_ROWS  # rows of a neighbour
 
 
-def takes(x, kernel) -> bool:
-    return (
-        x.shape[2] % _LANES == 0 and x.shape[1] % _EDGE == 0 and 2 <= kernel.shape[0] <= _EDGE // 2
-    )
+def supports(x, kernel, activation) -> str:
+    """Why the kernels cannot run inputs [B, T, D] with a kernel [W, D]; "" where they can."""
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"has inputs of {x.dtype}: expected bfloat16 or float32"
+    if x.shape[2] % LANES or x.shape[1] % EDGE or not 2 <= kernel.shape[0] <= EDGE // 2:
+        return (
+            f"has {x.shape[1]} tokens of {x.shape[2]} channels and a kernel of {kernel.shape[0]}: "
+            f"expected multiples of {EDGE} and {LANES}, 2 to {EDGE // 2}"
+        )
+    return ""
 
 
 def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
@@ -48,7 +44,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
       before: [B, W - 1, D], the inputs before the first. x: [B, T, D]. kernel: [W, D].
       ids: [B, W - 1 + T] documents of all inputs, 0 for padding at the end; None: they are one.
     """
-    call = _Call(x, kernel, ages(ids, kernel.shape[0]), interpret)
+    call = _Call(x, kernel, document_ages(ids, kernel.shape[0]), interpret)
     return call(
         functools.partial(_forward, activation),
         call.rows_before(before, x),
@@ -61,7 +57,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Gradients of `forward`: of before, x and kernel."""
-    age, (width, d) = ages(ids, kernel.shape[0]), kernel.shape
+    age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
     call = _Call(x, kernel, age, interpret, backwards=True)
     dx, dkernel = call(
         functools.partial(_backward, activation),
@@ -80,100 +76,48 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     )
 
 
-def gradient_before(activation, before, x, kernel, age, dy):
-    """Of the inputs before the first."""
-    width = kernel.shape[0]
-
-    def first(before):  # they meet these outputs only
-        extended = jnp.concatenate([before, x[:, : width - 1]], axis=1).astype(jnp.float32)
-        z = sum(
-            kernel[w].astype(jnp.float32)
-            * extended[:, w : w + width - 1]
-            * (1.0 if age is None else (age[:, : width - 1, None] >= width - 1 - w))
-            for w in range(width)
-        )
-        return (jax.nn.silu(z) if activation == "silu" else z).astype(dy.dtype)
-
-    return jax.vjp(first, before)[1](dy[:, : width - 1])[0]
-
-
-def ages(ids, width: int):
-    """[B, T] how many of the W - 1 inputs before a token are of its document, -1 where it is
-    padding; None without documents.
-    """
-    if ids is None:
-        return None
-    here = ids[:, width - 1 :]
-    same = sum((ids[:, w : w + here.shape[1]] == here).astype(jnp.int32) for w in range(width - 1))
-    return jnp.where(here > 0, same, -1)
-
-
-def block_sizes(time: int, channels: int, most: tuple[int, int]) -> tuple[int, int]:
-    """Rows and channels of a block: the largest that divide both; time of whole tiles, channels
-    of whole lanes.
-    """
-    return (
-        next(n for n in (256, 128, 64, 32, 16) if n <= most[0] and time % n == 0),
-        next(n for n in range(most[1], 0, -_LANES) if channels % n == 0),
-    )
-
-
 class _Call:
     def __init__(self, x, kernel, age, interpret, backwards=False):
         self.batch, time, d = x.shape
-        self.rows, self.channels = block_sizes(time, d, _BACKWARD if backwards else _FORWARD)
+        self.rows, self.channels = grids.block_sizes(
+            time, d, BACKWARD_BLOCK if backwards else FORWARD_BLOCK
+        )
         self.blocks, self.size = time // self.rows, x.dtype.itemsize
         self.kernel, self.age, self.interpret = kernel.astype(jnp.float32), age, interpret
         at = (lambda t: self.blocks - 1 - t) if backwards else (lambda t: t)
-        tiles = self.rows // _EDGE
+        tiles = self.rows // EDGE
         self.block = pl.BlockSpec((1, self.rows, self.channels), lambda c, b, t: (b, at(t), c))
         self.age_block = pl.BlockSpec((1, self.rows, 1), lambda c, b, t: (b, at(t), 0))
         self.edges = (
-            pl.BlockSpec((1, _EDGE, self.channels), lambda c, b, t: (b, 0, c)),
+            pl.BlockSpec((1, EDGE, self.channels), lambda c, b, t: (b, 0, c)),
             pl.BlockSpec(
-                (1, _EDGE, self.channels), lambda c, b, t: (b, jnp.maximum(at(t) * tiles - 1, 0), c)
+                (1, EDGE, self.channels), lambda c, b, t: (b, jnp.maximum(at(t) * tiles - 1, 0), c)
             ),
             self.block,
         )
 
     def rows_before(self, before, x):
-        return jnp.pad(before.astype(x.dtype), ((0, 0), (_EDGE - before.shape[1], 0), (0, 0))), x, x
+        return jnp.pad(before.astype(x.dtype), ((0, 0), (EDGE - before.shape[1], 0), (0, 0))), x, x
 
     def __call__(self, body, inputs, in_specs, out_specs, outputs, scratch=(), *, copied):
         width, d = self.kernel.shape
-        inputs, in_specs = (
-            [self.kernel, *inputs],
-            [pl.BlockSpec((width, self.channels), lambda c, b, t: (0, c)), *in_specs],
-        )
+        inputs = [self.kernel, *inputs]
+        in_specs = [pl.BlockSpec((width, self.channels), lambda c, b, t: (0, c)), *in_specs]
         if self.age is not None:
             inputs.insert(1, self.age[..., None])
             in_specs.insert(1, self.age_block)
-        return pl.pallas_call(
+        return grids.call(
             functools.partial(body, self.age is not None),
-            grid=(d // self.channels, self.batch, self.blocks),
-            in_specs=in_specs,
-            out_specs=out_specs,
-            out_shape=outputs,
-            scratch_shapes=scratch,
-            interpret=self.interpret,
+            inputs,
+            in_specs,
+            outputs,
+            out_specs,
+            (d // self.channels, self.batch, self.blocks),
             name=f"causal_conv1d{body.func.__name__}",
-            cost_estimate=pl.CostEstimate(
-                flops=0, transcendentals=0, bytes_accessed=copied * self.size
-            ),
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary", "arbitrary")
-            ),
-        )(*inputs)
-
-
-def columns(channels: int, body) -> None:
-    """`body`(lanes) for every column of lanes."""
-
-    def step(i, _):
-        body(pl.ds(pl.multiple_of(i * _LANES, _LANES), _LANES))
-        return 0
-
-    jax.lax.fori_loop(0, channels // _LANES, step, 0)
+            bytes_accessed=copied * self.size,
+            interpret=self.interpret,
+            scratch=scratch,
+        )
 
 
 def _taps(first, before, tail, x, width: int, lanes):
@@ -181,14 +125,14 @@ def _taps(first, before, tail, x, width: int, lanes):
     edge = jnp.where(first, before[0, :, lanes], tail[0, :, lanes]).astype(jnp.float32)
     x = x[0, :, lanes].astype(jnp.float32)
     extended = jnp.concatenate([edge, x])
-    return [x] + [extended[_EDGE - back : _EDGE - back + x.shape[0]] for back in range(1, width)]
+    return [x] + [extended[EDGE - back : EDGE - back + x.shape[0]] for back in range(1, width)]
 
 
 def _over_lanes(age):
     """[R, 1] → [R, lanes], once for all columns: a comparison first would be spread over the
     lanes anew for each tap of each column.
     """
-    return jnp.broadcast_to(age, (age.shape[0], _LANES))
+    return jnp.broadcast_to(age, (age.shape[0], LANES))
 
 
 def _own(age, x, back: int):
@@ -213,7 +157,7 @@ def _forward(activation, aged, kernel, *refs):
         )
         y[0, :, lanes] = (z * jax.nn.sigmoid(z) if activation == "silu" else z).astype(y.dtype)
 
-    columns(y.shape[2], column)
+    grids.for_each_column(y.shape[2], column)
 
 
 def _backward(activation, aged, kernel, *refs):
@@ -225,7 +169,7 @@ def _backward(activation, aged, kernel, *refs):
     def _():
         later[...] = jnp.zeros_like(later)
 
-    @pl.when((t == 0) & (pl.program_id(1) == 0))
+    @pl.when(grids.first_step())
     def _():
         dkernel[...] = jnp.zeros_like(dkernel)
 
@@ -240,7 +184,7 @@ def _backward(activation, aged, kernel, *refs):
         for back, tap in enumerate(taps):
             own, place = _own(age, dz, back), width - 1 - back
             dkernel[8 * place : 8 * place + 8, lanes] += jnp.sum(
-                (own * tap).reshape(rows // 8, 8, _LANES), axis=0
+                (own * tap).reshape(rows // 8, 8, LANES), axis=0
             )
             if back:  # input s meets output s + back
                 following = jnp.concatenate([own, later[back - 1, :, lanes]])
@@ -249,4 +193,4 @@ def _backward(activation, aged, kernel, *refs):
             total += kernel[place, lanes][None] * own
         dx[0, :, lanes] = total.astype(dx.dtype)
 
-    columns(dx.shape[2], column)
+    grids.for_each_column(dx.shape[2], column)

@@ -10,10 +10,10 @@ and k meet matrices as rows and columns of two heads at once, or are multiplied 
 before they are spread over lanes.
 
 Matrix products take operands in the inputs' dtype and accumulate in float32; where sums cancel,
-bfloat16 operands go in two parts (`twins.TwinProducts`).
+bfloat16 operands go in two parts (`head_pairs.PairProducts`).
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width; J key
-heads, I value heads and E = I / 2 twins of one grid step (`twins.py`).
+heads, I value heads and E = I / 2 pairs of one grid step (`head_pairs.py`).
 """
 
 import jax
@@ -21,9 +21,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.ops.delta_rule import chunk_math, twins
-from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
-from qwen3next_jax.ops.delta_rule.tiling import Problem
+from qwen3next_jax.kernels.tpu import head_pairs
+from qwen3next_jax.kernels.tpu.delta_rule_tiling import Problem
+from qwen3next_jax.ops.delta_rule import chunk_math
+from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, chunk_size
+
+
+def supports(x: Inputs, normalize_qk: bool, erase: bool, split: bool) -> str:
+    """Why the kernels cannot run a call on the chip, "" where they can.
+
+    It depends on shapes, dtypes and the chip alone, so that all passes over a problem run the same
+    implementation: the kernels save other inverses than XLA's forms.
+    """
+    if any(array is not None and array.dtype == jnp.float64 for array in x):
+        return "has float64 inputs: expected float32 or bfloat16"
+    try:
+        Problem(x.q, x.v, chunk_size(x))
+    except NotImplementedError as error:
+        return str(error)
+    return ""
 
 
 def forward(
@@ -35,14 +51,14 @@ def forward(
     normalize_qk: bool,
     erase: bool,
     save: bool,
-    interpret: bool,
+    interpret: bool = False,
 ):
     """As `chunked.forward`; without `save` the last two results are None and never exist."""
     p, v = Problem(x.q, x.v, size), x.v
     inputs = p.inputs(*x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     if inverses is not None:
-        inputs["inverses"] = p.pad_twins(inverses)
+        inputs["inverses"] = p.pad_pairs(inverses)
     shapes = dict(
         o=p.flat(p.value_heads, p.value, v.dtype),
         final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
@@ -54,12 +70,12 @@ def forward(
     out = p.call(_forward_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
     o = p.unflatten(out["o"], v.shape)
     states = p.cut_state(out["states"]) if save else None
-    known = p.cut_twins(out["inverses"]) if "inverses" in out else inverses
+    known = p.cut_pairs(out["inverses"]) if "inverses" in out else inverses
     return o, p.cut_state(out["final"]), states, known if save else None
 
 
 def affine_map(
-    x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, interpret: bool
+    x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, interpret: bool = False
 ):
     """As `chunked.affine_map`."""
     p = Problem(x.q, x.v, size)
@@ -78,7 +94,7 @@ def affine_map(
         out["m"][:, : p.heads_in, : p.key_in, : p.key_in],
         out["reads"][:, :, : p.heads_in, :, : p.key_in],
     )
-    return p.cut_state(out["final"]), m, reads, p.cut_twins(out["inverses"]) if erase else None
+    return p.cut_state(out["final"]), m, reads, p.cut_pairs(out["inverses"]) if erase else None
 
 
 def backward(
@@ -91,7 +107,7 @@ def backward(
     size: int,
     normalize_qk: bool,
     erase: bool,
-    interpret: bool,
+    interpret: bool = False,
 ):
     """As `chunked.backward`."""
     q, k, v, *_ = x
@@ -100,7 +116,7 @@ def backward(
     inputs |= dict(do=p.flatten(do.astype(v.dtype), p.value_heads), states=p.pad_state(states))
     inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
     if erase:
-        inputs["inverses"] = p.pad_twins(inverses)
+        inputs["inverses"] = p.pad_pairs(inverses)
     rows = jax.ShapeDtypeStruct(
         (p.batch, p.chunks, p.value_heads // p.block, p.block // 2, 2 * size), jnp.float32
     )
@@ -132,14 +148,16 @@ class _Block:
 
     def __init__(self, p: Problem, refs, normalize: bool):
         self.p, self.refs, size = p, refs, p.size
-        self.dots = twins.TwinProducts(p.operand)
+        self.dots = head_pairs.PairProducts(p.operand)
         total, beta = refs["total"][0, 0, 0], refs["beta"][0, 0, 0]  # [E, 2C]
         row, column = chunk_math.indices(size, 2 * size)
         self.lower, self.strict, on_diagonal = (
             f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal)
         )
         last = jnp.where(
-            twins.halves((1, 2 * size)), total[:, size - 1 : size], total[:, 2 * size - 1 :]
+            head_pairs.is_first_head((1, 2 * size)),
+            total[:, size - 1 : size],
+            total[:, 2 * size - 1 :],
         )
         gamma, rho, carry, mask, live = total, last - total, last, self.lower, None
         if "documents" in refs:
@@ -151,12 +169,16 @@ class _Block:
             rho = jnp.where(index == index[:, -1:], rho, -jnp.inf)
             carry = jnp.where(index[:, -1:] == 0, carry, -jnp.inf)
         self.beta, carry = beta[:, None], jnp.exp(carry)[:, None]  # [E, 1, 2C]
-        self.carry = twins.together(carry[..., :1], carry[..., size : size + 1])  # [I, 1, 1]
-        self.pair = jnp.exp(jnp.where(mask, twins.twin_columns(total) - total[:, None], -jnp.inf))
+        self.carry = head_pairs.interleave_heads(
+            carry[..., :1], carry[..., size : size + 1]
+        )  # [I, 1, 1]
+        self.pair = jnp.exp(
+            jnp.where(mask, head_pairs.pair_columns(total) - total[:, None], -jnp.inf)
+        )
 
         # One product of the rows as they came holds K K^T, Q K^T and, on diagonals, the squared
         # norms.
-        self.shared = p.share % 2 == 0  # the heads of a twin have the same keys
+        self.shared = p.share % 2 == 0  # the heads of a pair have the same keys
         self.k, self.q = (self.load(name, p.key).astype(p.operand) for name in "kq")
         self.both = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
         if self.shared:
@@ -165,9 +187,9 @@ class _Block:
             )
         else:
             right = jnp.concatenate(
-                [twins.diagonal(self.repeated(x)) for x in (self.k, self.q)], axis=1
+                [head_pairs.block_diagonal(self.repeated(x)) for x in (self.k, self.q)], axis=1
             )
-            pairs = self.dots.plain.nt(twins.beside(self.repeated(self.both)), right)
+            pairs = self.dots.plain.nt(head_pairs.concat_pair(self.repeated(self.both)), right)
         k_row = q_row = jnp.ones((pairs.shape[0], 2 * size), jnp.float32)  # [J or E, 2C]
         if normalize:
             squares = pairs[:, :size, : 2 * size], pairs[:, size:, 2 * size :]
@@ -179,12 +201,14 @@ class _Block:
         if live is not None:
             q_row = jnp.where(live, q_row, 0)
         if self.shared:
-            self.norms = tuple(twins.columns(x[:, :size]) for x in (k_row, q_row))
+            self.norms = tuple(head_pairs.over_lanes(x[:, :size]) for x in (k_row, q_row))
             scale = jnp.concatenate([x[..., : 2 * size] for x in self.norms], axis=1)
         else:
             first = lambda x: x.reshape(-1, p.share, *x.shape[1:])[:, 0]
-            self.norms = tuple(first(twins.spread(x)) for x in (k_row, q_row))  # [J, C, LANES]
-            scale = jnp.concatenate([twins.twin_columns(x) for x in (k_row, q_row)], axis=1)
+            self.norms = tuple(
+                first(head_pairs.pairs_over_lanes(x)) for x in (k_row, q_row)
+            )  # [J, C, LANES]
+            scale = jnp.concatenate([head_pairs.pair_columns(x) for x in (k_row, q_row)], axis=1)
         scale = scale * k_row[:, None]
         each = lambda x: jnp.repeat(x, p.share // 2, axis=0) if self.shared and p.share > 2 else x
         # [E, C, 2C], no norms in them
@@ -255,7 +279,7 @@ class _Block:
         return [x[..., :key] for x in found], last[..., key:]
 
     def times_keys(self, x_ERC):
-        """[J, R, K] the sum over value heads of twins times the keys."""
+        """[J, R, K] the sum over value heads of pairs times the keys."""
         if not self.shared:
             return self.summed(self.dots.nn((x_ERC,), (self.repeated(self.k),)))
         each = x_ERC.reshape(-1, self.p.share // 2, *x_ERC.shape[1:])
@@ -263,7 +287,7 @@ class _Block:
         return self.dots.plain.nn(x, jnp.concatenate([self.k] * self.p.share, axis=1))
 
     def transposed_times(self, x_ERC, rows_JRK):
-        """[J, C, K] the sum over value heads of twins transposed times the key heads' rows."""
+        """[J, C, K] the sum over value heads of pairs transposed times the key heads' rows."""
         if not self.shared:
             return self.summed(self.dots.tn((x_ERC,), (self.repeated(rows_JRK),)))
         each = x_ERC.reshape(-1, self.p.share // 2, *x_ERC.shape[1:])
@@ -281,7 +305,7 @@ class _Block:
 
 def _spread(rows_EC, width: int):
     """[I, C, width]; at the place of its use, since what waits there is spilled."""
-    return twins.fit(twins.spread(rows_EC), width)
+    return head_pairs.tile_lanes(head_pairs.pairs_over_lanes(rows_EC), width)
 
 
 def _start(p: Problem, ref, initial_ref):
@@ -294,7 +318,7 @@ def _start(p: Problem, ref, initial_ref):
 
 
 def _inverse(c: _Block):
-    return twins.twin_inverse(c.kk * c.kk_scale * c.pair * c.beta, c.dots)
+    return head_pairs.pair_inverse(c.kk * c.kk_scale * c.pair * c.beta, c.dots)
 
 
 def _next_state(c: _Block, state, errors):
@@ -370,7 +394,7 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
     read, kd = c.read(c.both, state), c.read(c.k, dstate)
     ks, qs = read[:, :size], read[:, size:]
     k_gamma, k_rho = _spread(c.k_gamma, value), _spread(c.k_rho, value)
-    q_gamma = twins.fit(twins.spread_by_product(c.q_gamma), value)
+    q_gamma = head_pairs.tile_lanes(head_pairs.pairs_over_lanes_by_product(c.q_gamma), value)
     errors = dots.nn(dots.parts(a), dots.parts(values - k_gamma * ks)) if erase else values
     p_CC = (c.qk * q_pair * c.beta).astype(p.operand)
     dv = dots.tn((p_CC,), (do,)) + k_rho * kd  # beta dV'
@@ -421,24 +445,24 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
             dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x
         )
         dk, dq = (
-            for_norm(dx, x.astype(jnp.float32), twins.fit(s, p.key))
+            for_norm(dx, x.astype(jnp.float32), head_pairs.tile_lanes(s, p.key))
             for dx, x, s in zip((dk, dq), (c.k, c.q), scales)
         )
     c.store("dq", dq)
     c.store("dk", dk)
 
     # decay and beta, as rows [E, 2C]
-    beta, (enter, written) = c.beta[:, 0], twins.row_sums(enter, written)
+    beta, (enter, written) = c.beta[:, 0], head_pairs.row_sums(enter, written)
     written = c.rho_row * written
     refs["dbeta"][0, 0, 0] = jnp.sum(pairs, axis=1) + written
     kept = jnp.sum(
         jnp.sum(dstate * state.astype(jnp.float32), axis=1, keepdims=True), axis=2, keepdims=True
     )
-    first, second = twins.apart(c.carry * kept)
-    kept = jnp.where(twins.halves((1, 1, 2 * size)), first, second)[:, 0]
+    first, second = head_pairs.split_heads(c.carry * kept)
+    kept = jnp.where(head_pairs.is_first_head((1, 1, 2 * size)), first, second)[:, 0]
     dg = (
         jnp.sum(jnp.where(c.lower, before, 0), axis=1)
-        + twins.sums(enter, jnp.greater_equal)
-        + twins.sums(beta * written, jnp.less)
+        + head_pairs.sums(enter, jnp.greater_equal)
+        + head_pairs.sums(beta * written, jnp.less)
     )
     refs["dg"][0, 0, 0] = dg + kept

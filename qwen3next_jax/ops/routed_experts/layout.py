@@ -18,8 +18,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import wide
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
-from qwen3next_jax.ops.routed_experts import pallas_tpu
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.implementations import Form, choose
 
 _LARGEST_TILE = 256
 _LOOP_ROWS = 512
@@ -117,24 +116,19 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
         it no two are alike. shape: (N, A).
     """
 
-    def product(rows, choice):
-        choice, order = jax.lax.sort(
-            (choice, jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=False
-        )
-        return pallas_tpu.sum_rows(_rows(rows, order), choice // shape[1], shape[0])
+    chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
+    return chosen.function("sum_by_token")(rows, choice, shape)
 
-    def gathered(rows, choice):  # not a scatter, which a GPU would add up in any order
-        place_Q = (
-            jnp.full(shape[0] * shape[1], rows.shape[0])
-            .at[choice]
-            .set(jnp.arange(rows.shape[0]), mode="drop", unique_indices=True)
-        )
-        rows_NAD = rows.at[place_Q.reshape(shape)].get(mode="fill", fill_value=0)
-        return jnp.sum(rows_NAD, axis=1, dtype=wide(rows)).astype(rows.dtype)
 
-    if not tpu():
-        return gathered(rows, choice)
-    return jax.lax.platform_dependent(rows, choice.astype(jnp.int32), tpu=product, default=gathered)
+def _sum_by_token(rows, choice, shape: tuple[int, int]):
+    """By a gather, not a scatter, which a GPU would add up in any order."""
+    place_Q = (
+        jnp.full(shape[0] * shape[1], rows.shape[0])
+        .at[choice]
+        .set(jnp.arange(rows.shape[0]), mode="drop", unique_indices=True)
+    )
+    rows_NAD = rows.at[place_Q.reshape(shape)].get(mode="fill", fill_value=0)
+    return jnp.sum(rows_NAD, axis=1, dtype=wide(rows)).astype(rows.dtype)
 
 
 # ---- the layout
@@ -260,34 +254,37 @@ def _weighted_swiglu(hidden, weight):
     return jax.nn.silu(gate) * up * weight[:, None]
 
 
+def _product_gradients(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, dy_PD, *before):
+    _, pullback = jax.vjp(lambda *a: _products(*a, sizes_E), x_PD, weight_P, gate_up_EDF, down_EID)
+    dx_PD, dweight_P, *dw = pullback(dy_PD)
+    return dx_PD, dweight_P, *(map(jnp.add, dw, before) if before else dw)
+
+
 def _mlp(plan: _Plan, *arguments):
-    return _choose(plan, _products, pallas_tpu.mlp, *arguments)
+    return _run(plan, "mlp", *arguments)
 
 
 def _mlp_gradients(plan: _Plan, *arguments):
-    def by_products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, dy_PD, *before):
-        _, pullback = jax.vjp(
-            lambda *a: _products(*a, sizes_E), x_PD, weight_P, gate_up_EDF, down_EID
-        )
-        dx_PD, dweight_P, *dw = pullback(dy_PD)
-        return dx_PD, dweight_P, *(map(jnp.add, dw, before) if before else dw)
-
-    return _choose(plan, by_products, pallas_tpu.mlp_gradients, *arguments)
+    return _run(plan, "mlp_gradients", *arguments)
 
 
-def _choose(plan: _Plan, products, kernel, x_PD, gate_up_EDF, down_EID, *gradients):
-    arguments = x_PD, plan.weight_P, gate_up_EDF, down_EID, plan.sizes_E, *gradients
-    if not pallas_tpu.fits(
-        x_PD, gate_up_EDF, x_PD.shape[0] // plan.expert_T.shape[0], added=len(gradients) > 1
-    ):
-        return products(*arguments)
-    return jax.lax.platform_dependent(
-        *arguments,
-        plan.expert_T,
-        plan.used,
-        default=lambda *a: products(*a[:-2]),
-        tpu=lambda *a: kernel(*a[:4], *a[-2:], *a[5:-2]),
+def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *gradients):
+    chosen = choose(
+        "routed_experts",
+        None,
+        FORMS,
+        x=x_PD,
+        gate_up=gate_up_EDF,
+        tile=x_PD.shape[0] // plan.expert_T.shape[0],
+        added=len(gradients) > 1,
     )
+    # kernels go by the expert of each tile, products by the rows of each expert
+    groups = (plan.expert_T, plan.used) if chosen.is_kernel else (plan.sizes_E,)
+    return chosen.function(name)(x_PD, plan.weight_P, gate_up_EDF, down_EID, *groups, *gradients)
+
+
+FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(mlp=_products, mlp_gradients=_product_gradients)),)
+SUM_FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(sum_by_token=_sum_by_token)),)
 
 
 # ---- what it does not hold

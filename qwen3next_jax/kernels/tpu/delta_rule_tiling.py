@@ -1,7 +1,7 @@
 """How one call of the TPU kernels is cut: heads and tokens of a grid step, layouts of the
 arrays, blocks of the grid.
 
-Value heads go in twos (`twins.py`); an odd number of them is filled up with zeros.
+Value heads go in twos (`head_pairs.py`); an odd number of them is filled up with zeros.
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.ops.delta_rule import chunk_math, twins
-
-LANES = twins.LANES
-SMALLEST_VMEM = 16 * 2**20  # of the supported chips (v4); assumed where the chip is not known
+from qwen3next_jax.kernels.tpu import chip, head_pairs
+from qwen3next_jax.kernels.tpu.grids import LANES
+from qwen3next_jax.ops.delta_rule import chunk_math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +75,10 @@ class Tiling:
         fitting = [x for x in (cls(n, **sizes) for n in blocks) if x.vmem_bytes <= vmem]
         if not fitting:
             raise NotImplementedError(
-                f"head widths {sizes['key']} and {sizes['value']} with {share} value heads a key "
-                "head: one block of the TPU kernel "
-                f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of {SMALLEST_VMEM} "
-                "where none is known); use implementation='chunked'"
+                f"has head widths {sizes['key']} and {sizes['value']} with {share} value heads a "
+                "key head: one block of the TPU kernel "
+                f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of "
+                f"{chip.SMALLEST_VMEM} where none is known)"
             )
         return max(fitting, key=lambda x: (min(value_heads // x.block, cores), x.block))
 
@@ -90,24 +89,6 @@ def _pad(x, *axes_and_sizes):
     for axis, size in zip(axes_and_sizes[::2], axes_and_sizes[1::2]):
         pads[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, pads)
-
-
-def _vmem_and_cores() -> tuple[int, int]:
-    try:
-        info = pltpu.get_tpu_info()
-    # traced on a machine without a TPU and outside a described chip's abstract mesh
-    except ValueError:
-        return SMALLEST_VMEM, 1
-    return info.vmem_capacity_bytes, info.num_cores
-
-
-def fits(q, v, size: int) -> bool:
-    """Whether the kernels can take heads of these shapes on the chip compiled for."""
-    try:
-        Problem(q, v, size)
-    except NotImplementedError:
-        return False
-    return True
 
 
 class Problem:
@@ -124,11 +105,11 @@ class Problem:
             self.key_heads, self.value_heads = self.key_heads + 1, self.value_heads + self.share
         self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
         self.size, self.chunks = size, -(-self.time // size)
-        vmem, cores = _vmem_and_cores()
+        cores = chip.cores()
         cores = 1 if self.batch % cores == 0 else cores  # rows of the batch go to the cores first
         tiling = Tiling.choose(
             self.value_heads,
-            vmem=int(0.95 * vmem),
+            vmem=int(chip.vmem_budget()),
             cores=cores,
             share=self.share,
             size=size,
@@ -144,7 +125,8 @@ class Problem:
             (self.chunks, self.batch, self.value_heads // 2, size, 2 * size), jnp.float32
         )
         self.compiler_params = pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=chip.vmem_bytes(),
         )
 
     def call(
@@ -197,14 +179,14 @@ class Problem:
     def cut_state(self, x):
         return x[..., : self.heads_in, : self.key_in, : self.value_in]
 
-    def pad_twins(self, x):
+    def pad_pairs(self, x):
         return _pad(x, 2, self.value_heads // 2)
 
-    def cut_twins(self, x):
+    def cut_pairs(self, x):
         return x[:, :, : (self.heads_in + 1) // 2]
 
     def rows(self, x):
-        """[B, T, H] to [B, N, blocks, twins of a block, 2C]: two heads a row."""
+        """[B, T, H] to [B, N, blocks, pairs of a block, 2C]: two heads a row."""
         x = _pad(x, 1, self.chunks * self.size, 2, self.value_heads)
         x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.size, -1), 2, 3)
         return x.reshape(self.batch, self.chunks, -1, self.block // 2, 2 * self.size)
@@ -221,7 +203,7 @@ class Problem:
             q=self.flatten(q, self.key_heads),
             k=self.flatten(k, self.key_heads),
             v=self.flatten(v, self.value_heads),
-            total=twins.sums(self.rows(g.astype(jnp.float32)), jnp.less_equal),
+            total=head_pairs.sums(self.rows(g.astype(jnp.float32)), jnp.less_equal),
             beta=self.rows(beta.astype(jnp.float32)),
         )
         if segments is not None:

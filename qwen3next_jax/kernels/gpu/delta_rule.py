@@ -11,16 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qwen3next_jax.ops import kernel_trial
-from qwen3next_jax.ops.delta_rule import (
-    associative,
-    chunk_math,
-    pallas_gpu_chunks,
-    pallas_gpu_gradients,
-    pallas_gpu_states,
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.kernels.gpu import (
+    delta_rule_chunks,
+    delta_rule_gradients,
+    delta_rule_states,
 )
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, rows, tiles
+from qwen3next_jax.ops.delta_rule import associative, chunk_math
 from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
-from qwen3next_jax.ops.delta_rule.pallas_gpu_tiles import C, rows, tiles
 
 WIDTHS = (64, 128, 256)
 # of an H100 or H200; a block of a pass of the state takes one, by its shared memory
@@ -124,7 +123,7 @@ class Problem:
         )
 
     def rows(self, x: Inputs):
-        """[B, H, N, 8, C] numbers by token, in the order of `pallas_gpu_tiles.TOTAL` …"""
+        """[B, H, N, 8, C] numbers by token, in the order of `delta_rule_tiles.TOTAL` …"""
         by_chunk = lambda x_BTH: jnp.moveaxis(
             self.pad(x_BTH).reshape(self.batch, self.chunks, C, -1), 3, 1
         ).astype(jnp.float32)
@@ -178,7 +177,7 @@ class Problem:
         """The same for a pass of the state: a block for every 128 channels of every value head,
         or 64. `scratch`: for what it gives.
         """
-        maps_forward = self.maps and body is pallas_gpu_states.forward_kernel
+        maps_forward = self.maps and body is delta_rule_states.forward_kernel
         copies = self.warpgroups + 5 + self.erase - 2 * maps_forward
         barriers = [
             plgpu.Barrier(num_arrivals=n, num_barriers=self.stages)
@@ -214,7 +213,7 @@ class Problem:
                 p.pieces * p.batch, p.value_heads, p.columns * C, p.key, dtype=jnp.float32
             )
         )
-        maps = p.over_chunks(pallas_gpu_states.forward_kernel, "maps", outputs, tiles(1), inputs)[
+        maps = p.over_chunks(delta_rule_states.forward_kernel, "maps", outputs, tiles(1), inputs)[
             "maps"
         ]
         return jnp.split(flipped(p.piecewise(maps)), [values * C], axis=-1)
@@ -254,13 +253,13 @@ class Problem:
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         )
         keys = plgpu.RefUnion(tiles(self.key_tiles), product)
-        narrow = functools.partial(tiles, 2, columns=pallas_gpu_chunks.NARROW)
+        narrow = functools.partial(tiles, 2, columns=delta_rule_chunks.NARROW)
         scratch = [
             keys,
             keys,
             narrow(),
             narrow(),
-            narrow(width=pallas_gpu_chunks.NARROW),
+            narrow(width=delta_rule_chunks.NARROW),
             rows(2, 8),
             rows(6),
             plgpu.Barrier(num_arrivals=2 * self.key_tiles),
@@ -268,7 +267,7 @@ class Problem:
         ]
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
         return self.call(
-            pallas_gpu_chunks.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token]
+            delta_rule_chunks.chunk_kernel, "chunks", grid, outputs, scratch, [q, k, by_token]
         )
 
 
@@ -291,8 +290,11 @@ def from_residual(x, heads: int):
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16).reshape(chunks, batch, heads, 2, C, C)
 
 
-def refusal(q, k, v) -> str:
-    """Why the kernels do not take these arrays here; empty where they do."""
+def supports(x: Inputs, normalize_qk: bool, erase: bool, split: bool) -> str:
+    """Why the kernels cannot run a call here, "" where they can. `split`: over a mesh axis."""
+    q, k, v = x.q, x.k, x.v
+    if split:
+        return "over a mesh axis: there is no kernel for it"
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         return f"has q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: expected bfloat16"
     if q.shape[3] not in WIDTHS or v.shape[3] not in WIDTHS:
@@ -300,7 +302,20 @@ def refusal(q, k, v) -> str:
             f"has heads of {q.shape[3]} and {v.shape[3]} channels: expected "
             f"{', '.join(map(str, WIDTHS))}"
         )
-    return kernel_trial.hopper_refusal()
+    return self_test.unsupported_chip()
+
+
+def is_default(x: Inputs, normalize_qk: bool, erase: bool, split: bool) -> bool:
+    """Where the kernels passed their test; says once what was decided."""
+    from qwen3next_jax.kernels.gpu import delta_rule_self_test  # which imports this module
+
+    if x.q.shape[1] <= C // 2:  # the XLA form cuts shorter rows into shorter chunks
+        return False
+    pieces = Problem.of(x, normalize=normalize_qk, erase=erase).pieces
+    test = delta_rule_self_test.test(
+        x.q.shape[3], x.v.shape[3], normalize_qk, erase, split=pieces > 1
+    )
+    return self_test.is_enabled(test, supports(x, normalize_qk, erase, split))
 
 
 def forward(
@@ -312,7 +327,7 @@ def forward(
     normalize_qk: bool,
     erase: bool,
     save: bool,
-    interpret: bool,
+    interpret: bool = False,
     pieces: int | None = None,
 ):
     """As `chunked.forward`, in chunks of 64 for any `size`. The inverses are those of I + M
@@ -340,7 +355,7 @@ def forward(
     if save:
         outputs["states"] = p.shaped(p.chunks, *p.state_shape)
     out = p.over_chunks(
-        pallas_gpu_states.forward_kernel,
+        delta_rule_states.forward_kernel,
         "forward",
         outputs,
         tiles(p.warpgroups),
@@ -364,7 +379,7 @@ def backward(
     size: int,
     normalize_qk: bool,
     erase: bool,
-    interpret: bool,
+    interpret: bool = False,
     pieces: int | None = None,
 ):
     """As `chunked.backward`; `pieces` as in `forward`."""
@@ -382,7 +397,7 @@ def backward(
         _, m = p.maps_of_pieces(0, [q, k, v, *numbers])
         of_map = dataclasses.replace(p, map_tiles=(p.value_tiles, 0))
         d = of_map.over_chunks(
-            pallas_gpu_states.backward_kernel,
+            delta_rule_states.backward_kernel,
             "map_backward",
             dfirst,
             tiles(1),
@@ -397,7 +412,7 @@ def backward(
     )
     inputs = [q, k, do, *numbers, flipped(dlast)]
     out = p.over_chunks(
-        pallas_gpu_states.backward_kernel, "backward", outputs, tiles(p.warpgroups, 2), inputs
+        delta_rule_states.backward_kernel, "backward", outputs, tiles(p.warpgroups, 2), inputs
     )
     dinitial = flipped(p.piecewise(out["dinitial"])[0])
 
@@ -422,13 +437,13 @@ def backward(
     ]
     grid = dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch)
     found = p.call(
-        pallas_gpu_gradients.gradient_kernel,
+        delta_rule_gradients.gradient_kernel,
         "gradients",
         grid,
         outputs,
-        pallas_gpu_gradients.scratch(p),
+        delta_rule_gradients.scratch(p),
         inputs,
-        **pallas_gpu_gradients.threads(p),
+        **delta_rule_gradients.threads(p),
     )
     dq, dk = (p.to_key_heads(found[name])[:, :time] for name in ("dq", "dk"))
     dg, dbeta = (p.by_token(found["sums"][:, :, :, i])[:, :time] for i in range(2))

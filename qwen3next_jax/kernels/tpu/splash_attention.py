@@ -10,11 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import wide
-from qwen3next_jax.ops.tpu import tpu
+from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128
+SAVED_AXES = (0, 2, 1, 3)  # heads before tokens, as the kernels write their output
 BLOCK, LONG_BLOCK = 512, 1024
 WIDEST = 512  # bytes of a head, for the long one
+
+
+def supports(q, k, v, split: bool) -> str:
+    """They run any shapes, padded to whole blocks."""
+    return ""
+
+
+def is_default(q, k, v, split: bool) -> bool:
+    """Rows of fewer tokens than lanes would be mostly padding. A row that is `split` over a mesh
+    axis comes in halves of a shard.
+    """
+    return q.shape[1] // (2 if split else 1) >= LANES
 
 
 def block_size(length: int, width: int, itemsize: int) -> int:
@@ -87,7 +100,7 @@ def _named(causal: bool):
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
 
-def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
+def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
     t, n = q.shape[1:3]
     kernel = _kernel(q, n, _length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
@@ -135,9 +148,9 @@ def _backward_of_a_row(kernel):
 
 
 def backward(
-    q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret
+    q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    (t, n), chip = q.shape[1:3], tpu()
+    (t, n), chip = q.shape[1:3], compile_target().tpu
     # The backward kernels run on one core of a chip, but for dimensions that vmap gives them, which
     # its cores share out: part of the heads.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])

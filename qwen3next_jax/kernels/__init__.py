@@ -1,0 +1,38 @@
+"""Kernels of the operators in `qwen3next_jax.ops`, for TPUs and for Hopper GPUs: a plugin, which
+can be deleted; the operators' forms in XLA then run everywhere.
+
+`KERNELS` is all that `ops.implementations` reads of it, and each module is imported only where a
+program of its platform, or one that names it, is traced.
+"""
+
+# operator: {name of the implementation: (platform, module)}, the preferred one first
+KERNELS = {
+    "gated_delta_rule": {
+        "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.delta_rule"),
+        "pallas_gpu": ("gpu", "qwen3next_jax.kernels.gpu.delta_rule"),
+    },
+    "attention": {
+        "splash": ("tpu", "qwen3next_jax.kernels.tpu.splash_attention"),
+        "tokamax": ("gpu", "qwen3next_jax.kernels.gpu.attention"),
+    },
+    "attention_heads": {
+        "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.attention_heads"),
+    },
+    "causal_conv1d": {
+        "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.causal_conv1d"),
+        "pallas_gpu": ("gpu", "qwen3next_jax.kernels.gpu.causal_conv1d"),
+    },
+    "gated_norm": {
+        "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.gated_norm"),
+        "pallas_gpu": ("gpu", "qwen3next_jax.kernels.gpu.gated_norm"),
+    },
+    "grouped_matmul": {
+        "tokamax": ("gpu", "qwen3next_jax.kernels.gpu.grouped_matmul"),
+    },
+    "routed_experts": {
+        "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.routed_experts"),
+    },
+    "sum_by_token": {
+        "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.sum_by_token"),
+    },
+}

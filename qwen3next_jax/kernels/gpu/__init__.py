@@ -1,0 +1,1 @@
+"""Mosaic kernels for Hopper GPUs (sm_90a), and those of tokamax."""

@@ -1,0 +1,30 @@
+"""May tokamax's kernels for Hopper GPUs run here? (docs/gpu.md)"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+
+import jax
+
+from qwen3next_jax.kernels import self_test
+
+# Its kernels have no public name that depends on no device, so no other release is accepted.
+RELEASE = "0.0.17"
+
+
+def module(name: str):
+    return importlib.import_module(f"tokamax._src.ops.{name}")
+
+
+def unsupported() -> str:
+    """Why tokamax's kernels cannot run in this process; "" where they can."""
+    if importlib.util.find_spec("tokamax") is None:
+        return f"without tokamax, which is not installed: expected {RELEASE} (uv run --extra gpu)"
+    if (found := importlib.metadata.version("tokamax")) != RELEASE:
+        return f"with tokamax {found}: expected {RELEASE}"
+    if jax.__version_info__ < (0, 12):
+        return (
+            f"with jax {jax.__version__}, where -accumulator * x gives zeros on an H100: expected "
+            "0.12"
+        )
+    return self_test.unsupported_chip()

@@ -1,0 +1,1 @@
+"""Mosaic kernels for TPUs, and splash attention, which comes with JAX."""

@@ -1,0 +1,98 @@
+"""TPU kernels of the RMS norm of each head times a SiLU gate: one pass over memory each way.
+
+B batch, T time in blocks of R rows, C = H · V channels of H heads, in blocks of whole heads.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from qwen3next_jax.kernels.tpu import grids
+from qwen3next_jax.kernels.tpu.grids import LANES
+
+BLOCK = 256, 1024  # rows and channels, at most
+
+
+def supports(o, weight, eps: float) -> str:
+    """Why the kernels cannot run o [B, T, H · V] with a weight [V]; "" where they can."""
+    width = weight.shape[0]
+    if o.dtype not in (jnp.bfloat16, jnp.float32) or width != LANES or o.shape[1] % grids.TILE_ROWS:
+        return (
+            f"has {o.shape[1]} tokens, heads of {width} in {o.dtype}: expected a multiple of "
+            f"{grids.TILE_ROWS}, {LANES}, bfloat16 or float32"
+        )
+    return ""
+
+
+def forward(eps, o, gate, weight, *, interpret: bool = False):
+    return _call(
+        functools.partial(_forward_kernel, eps), o, (o, gate), weight, (o.dtype,), interpret
+    )[0]
+
+
+def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
+    """Gradients of o, gate and weight."""
+    body = functools.partial(_backward_kernel, eps)
+    do, dgate, dweight = _call(
+        body, o, (o, gate, dy), weight, (o.dtype, gate.dtype), interpret, sums=True
+    )
+    return do, dgate, jnp.sum(dweight, axis=0).astype(weight.dtype)
+
+
+def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
+    batch, time, d = like.shape
+    rows, channels = grids.block_sizes(time, d, BLOCK)
+    block = pl.BlockSpec((1, rows, channels), lambda c, b, t: (b, t, c))
+    outputs = [jax.ShapeDtypeStruct(like.shape, dtype) for dtype in dtypes]
+    out_specs = [block] * len(dtypes)
+    if sums:  # of each block of channels
+        outputs.append(jax.ShapeDtypeStruct((8 * (d // channels), LANES), jnp.float32))
+        out_specs.append(pl.BlockSpec((8, LANES), lambda c, b, t: (c, 0)))
+    return grids.call(
+        body,
+        (weight.astype(jnp.float32)[None], *inputs),
+        [pl.BlockSpec((1, LANES), lambda c, b, t: (0, 0))] + [block] * len(inputs),
+        outputs,
+        out_specs,
+        (d // channels, batch, time // rows),
+        name="gated_norm" + body.func.__name__.removesuffix("_kernel"),
+        bytes_accessed=(len(inputs) + len(dtypes)) * like.size * like.dtype.itemsize,
+        interpret=interpret,
+    )
+
+
+def _parts(eps, o, gate, lanes):
+    """(1 / rms, o / rms, silu(gate), its derivative) of one head, float32."""
+    o, gate = o[0, :, lanes].astype(jnp.float32), gate[0, :, lanes].astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
+    open_ = jax.nn.sigmoid(gate)
+    return scale, o * scale, gate * open_, open_ * (1 + gate * (1 - open_))
+
+
+def _forward_kernel(eps, weight, o, gate, y):
+    def head(lanes):
+        _, normed, open_, _ = _parts(eps, o, gate, lanes)
+        y[0, :, lanes] = (normed * weight[...] * open_).astype(y.dtype)
+
+    grids.for_each_column(y.shape[2], head)
+
+
+def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
+    @pl.when(grids.first_step())
+    def _():
+        dweight[...] = jnp.zeros_like(dweight)
+
+    def head(lanes):
+        scale, normed, open_, slope = _parts(eps, o, gate, lanes)
+        d = dy[0, :, lanes].astype(jnp.float32)
+        dgate[0, :, lanes] = (d * normed * weight[...] * slope).astype(dgate.dtype)
+        d = d * open_
+        dweight[...] += jnp.sum((d * normed).reshape(-1, 8, LANES), axis=0)
+        d = d * weight[...]
+        do[0, :, lanes] = (
+            scale * (d - normed * jnp.mean(d * normed, axis=-1, keepdims=True))
+        ).astype(do.dtype)
+
+    grids.for_each_column(do.shape[2], head)

@@ -1,0 +1,21 @@
+"""Sums of rows by token, as products of the sorted rows with their tokens."""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.kernels.tpu.routed_experts import sum_rows
+
+
+def supports(rows, shape: tuple[int, int]) -> str:
+    """They run any shapes."""
+    return ""
+
+
+def sum_by_token(rows, choice, shape: tuple[int, int], *, interpret: bool = False):
+    """As `ops.routed_experts.sum_by_token`."""
+    choice = choice.astype(jnp.int32)
+    choice, order = jax.lax.sort(
+        (choice, jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=False
+    )
+    rows = rows.at[order].get(mode="promise_in_bounds")
+    return sum_rows(rows, choice // shape[1], shape[0], interpret=interpret)

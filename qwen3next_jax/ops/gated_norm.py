@@ -1,0 +1,55 @@
+"""RMS norm of each head times a SiLU gate.
+
+B batch, T time, C = H · V channels of H heads.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops.implementations import Chosen, Form, choose
+
+
+def gated_norm(o, gate, weight, eps: float):
+    """o / rms(o of its head) · weight · silu(gate) in o's dtype, computed in float32.
+
+    On a TPU and a Hopper GPU it is one pass over memory each way.
+
+    Args:
+      o, gate: [B, T, H · V]. weight: [V].
+    """
+    chosen = choose("gated_norm", None, FORMS, o=o, weight=weight, eps=eps)
+    return _operator(chosen, eps, o, gate, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _operator(chosen: Chosen, eps, o, gate, weight):
+    return chosen.function("forward")(eps, o, gate, weight)
+
+
+def _operator_backward(chosen: Chosen, eps, inputs, dy):
+    return chosen.function("backward")(eps, *inputs, dy)
+
+
+_operator.defvjp(
+    lambda chosen, eps, *inputs: (_operator(chosen, eps, *inputs), inputs), _operator_backward
+)
+
+
+def in_xla(eps, o, gate, weight):
+    wide = jnp.promote_types(jnp.float32, o.dtype)
+    heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
+    normed = (
+        heads
+        * jax.lax.rsqrt(jnp.mean(jnp.square(heads), axis=-1, keepdims=True) + eps)
+        * weight.astype(wide)
+    )
+    return (normed.reshape(o.shape) * jax.nn.silu(gate.astype(wide))).astype(o.dtype)
+
+
+def _in_xla_backward(eps, o, gate, weight, dy):
+    return jax.vjp(functools.partial(in_xla, eps), o, gate, weight)[1](dy)
+
+
+FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(forward=in_xla, backward=_in_xla_backward)),)

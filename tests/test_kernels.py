@@ -1,0 +1,168 @@
+"""Kernels are a plugin: one way to choose an implementation, by what is compiled for; the library
+without the folder; nothing of another platform in a CPU's program.
+"""
+
+import importlib
+import pathlib
+import shutil
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen3next_jax import kernels as plugin
+from qwen3next_jax.ops import attention, gated_delta_rule, implementations
+from qwen3next_jax.ops.compile_target import CompileTarget, compile_target, compiling_for
+from qwen3next_jax.ops.implementations import Form, choose
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEP = """
+import sys
+import jax
+from configs import tiny
+from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.planner.planning import abstract_batch
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.training.step import abstract_train_state, make_train_step
+
+config = from_dict(Config, tiny.get_config().to_dict())
+mesh = make_mesh(config.parallel, jax.devices()[:1])
+arguments = abstract_train_state(config, mesh), abstract_batch(config, mesh)
+traced = make_train_step(config, mesh).trace(*arguments)
+print(str(traced.jaxpr).count("pallas_call"))
+kernels = "qwen3next_jax.kernels", "jax.experimental.pallas"
+print(*(name for name in sys.modules if name.startswith(kernels)))
+"""
+WITHOUT = """
+import jax, jax.numpy as jnp
+from qwen3next_jax.ops import attention, gated_delta_rule
+from qwen3next_jax.ops.compile_target import compiling_for
+
+q, g = jnp.ones((1, 256, 1, 128)), -jnp.ones((1, 256, 1))
+with compiling_for("tpu"):
+    for f in (lambda q: gated_delta_rule(q, q, q, g=g, beta=-g), lambda q: attention(q, q, q)):
+        print(str(jax.make_jaxpr(f)(q)).count("pallas_call"))
+for run in (lambda: attention(q, q, q, implementation="splash"),
+            lambda: gated_delta_rule(q, q, q, g=g, beta=-g, implementation="pallas_gpu")):
+    try:
+        run()
+    except NotImplementedError as error:
+        print(error)
+"""
+
+
+def lines_of(program: str, folder: pathlib.Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def test_a_step_on_a_cpu_traces_and_imports_no_kernel():
+    assert lines_of(STEP, ROOT) == ["0", ""]
+
+
+def test_without_the_folder_xlas_forms_run_and_a_named_kernel_is_refused_in_one_line(tmp_path):
+    ignored = shutil.ignore_patterns("kernels", "__pycache__")
+    shutil.copytree(ROOT / "qwen3next_jax", tmp_path / "qwen3next_jax", ignore=ignored)
+    delta_rule, scores, *refused = lines_of(WITHOUT, tmp_path)
+    assert (delta_rule, scores) == ("0", "0") and len(refused) == 2
+    for line, name in zip(refused, ("splash", "pallas_gpu"), strict=True):
+        assert f"implementation='{name}'" in line and "qwen3next_jax/kernels" in line
+        assert "missing" in line
+
+
+def test_every_listed_module_can_be_imported_and_says_what_it_supports():
+    for operator, listed in plugin.KERNELS.items():
+        for platform, module in listed.values():
+            assert platform in ("tpu", "gpu"), operator
+            assert callable(importlib.import_module(module).supports), module
+
+
+FORMS = Form("xla", ("cpu",), {}), Form("xla", ("gpu", "tpu"), {}), Form("other", (), {})
+
+
+@pytest.fixture
+def two_kernels(monkeypatch):
+    """A TPU kernel for even sizes, preferred, and one for all sizes."""
+    monkeypatch.setitem(
+        plugin.KERNELS, "test", {"even": ("tpu", "even_kernel"), "all": ("tpu", "all_kernel")}
+    )
+    even = types.SimpleNamespace(supports=lambda size: "has an odd size" if size % 2 else "")
+    monkeypatch.setitem(sys.modules, "even_kernel", even)
+    monkeypatch.setitem(sys.modules, "all_kernel", types.SimpleNamespace(supports=lambda size: ""))
+    implementations.kernels.cache_clear()
+    yield
+    implementations.kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "platform, named, size, expected",
+    [
+        ("tpu", None, 4, ("even", False)),
+        ("tpu", None, 3, ("all", False)),
+        ("gpu", None, 4, ("xla", False)),
+        ("cpu", None, 4, ("xla", False)),
+        ("tpu", "xla", 4, ("xla", False)),
+        ("tpu", "other", 4, ("other", False)),
+        ("cpu", "even", 4, ("even", True)),
+        ("tpu", "even", 3, "implementation='even' has an odd size; use 'xla'"),
+        ("gpu", "even", 4, "implementation='even' on gpu: .* use 'xla'"),
+    ],
+)
+def test_the_choice(two_kernels, platform, named, size, expected):
+    with compiling_for(platform):
+        if isinstance(expected, str):
+            with pytest.raises(NotImplementedError, match=expected):
+                choose("test", named, FORMS, size=size)
+            return
+        chosen = choose("test", named, FORMS, size=size)
+        assert (chosen.name, chosen.interpret) == expected
+        assert chosen == choose("test", named, FORMS, size=size) and hash(chosen)
+        if chosen.name == "xla":
+            assert platform in chosen.implementation.platforms
+
+
+def test_a_listed_module_that_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(plugin.KERNELS, "test", {"broken": ("tpu", "qwen3next_jax.kernels.none")})
+    implementations.kernels.cache_clear()
+    with compiling_for("tpu"), pytest.raises(ImportError, match=r"qwen3next_jax\.kernels\.none"):
+        choose("test", None, FORMS, size=4)
+    implementations.kernels.cache_clear()
+
+
+def test_the_platform_is_the_one_that_is_compiled_for(monkeypatch):
+    """Explicitly, else the described mesh's, else the default device's, else this process'."""
+    assert compile_target() == CompileTarget("cpu", described=False)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert compile_target() == CompileTarget("gpu", described=False)
+    with jax.default_device(jax.devices()[0]):
+        assert compile_target().platform == "cpu"
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert compile_target() == CompileTarget("cpu", described=True)
+        with compiling_for("tpu"):
+            assert compile_target() == CompileTarget("tpu", described=True)
+
+
+def test_a_function_that_jax_has_traced_is_traced_anew_for_another_platform():
+    q, g = jnp.ones((1, 128, 1, 64)), -jnp.ones((1, 128, 1))
+    delta_rule = jax.jit(lambda q: gated_delta_rule(q, q, q, g=g, beta=-g)[0])
+    scores = jax.jit(lambda q: attention(q, q, q))
+
+    def kernels():
+        return [str(f.trace(q).jaxpr).count("pallas_call[") for f in (delta_rule, scores)]
+
+    assert kernels() == [0, 0]
+    with compiling_for("tpu"):
+        assert kernels() == [1, 1]
+    assert kernels() == [0, 0]
