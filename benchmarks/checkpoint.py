@@ -22,7 +22,8 @@ from qwen3next_jax.config import CheckpointConfig, Config, from_dict
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding.mesh import one_device
-from qwen3next_jax.training.step import init_state, make_train_step
+from qwen3next_jax.training.loop import make_train_step
+from qwen3next_jax.training.resolve import resolve_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -88,8 +89,9 @@ def cost_of_a_save(steps: int, repeats: int) -> None:
     from configs import tiny
 
     config = from_dict(Config, tiny.get_config().to_dict())
-    mesh = one_device()
-    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    run = resolve_run(config, one_device())
+    state = run.init_state()
+    step = make_train_step(run, *run.stages)
     rng = np.random.default_rng(0)
     shape = (config.train.batch_size, config.train.sequence_length)
     batch = {

@@ -422,7 +422,8 @@ def compile_all(options):
     from qwen3next_jax.planner.planning import abstract_batch
     from qwen3next_jax.planner.topology import describe
     from qwen3next_jax.sharding.mesh import make_mesh
-    from qwen3next_jax.training.step import abstract_train_state, make_train_step
+    from qwen3next_jax.training.loop import make_train_step
+    from qwen3next_jax.training.resolve import resolve_run
 
     topology = describe(f"h100:1x{options.gpus}")
     config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
@@ -449,9 +450,11 @@ def compile_all(options):
                     traced = jax.jit(function).trace(*shapes)
                 show(name, traced.lower(lowering_platforms=("cuda",)), options.top)
         return
-    step = make_train_step(config, mesh)
+    run = resolve_run(config, mesh)
+    (stage,) = run.stages
+    step = make_train_step(run, stage)
     with compiling_for("gpu"):
-        traced = step.trace(abstract_train_state(config, mesh), abstract_batch(config, mesh))
+        traced = step.trace(run.abstract_state, abstract_batch(run, stage))
     show(
         f"step of {options.config}, remat {config.train.remat}, on {options.gpus} x H100",
         traced.lower(lowering_platforms=("cuda",)),

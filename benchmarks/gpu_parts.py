@@ -36,7 +36,8 @@ from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.model.mixers.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul
 from qwen3next_jax.sharding.mesh import one_device
-from qwen3next_jax.training.step import init_state, make_train_step
+from qwen3next_jax.training.loop import make_train_step
+from qwen3next_jax.training.resolve import resolve_run
 
 PEAK = 989.4e12  # bfloat16 products of an H100 or H200 (SXM), by its data sheet
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, likewise
@@ -408,10 +409,9 @@ def train(args, note, what, config):
     shape = config.train.batch_size, config.train.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
     batch = {"tokens": jnp.asarray(tokens), "segment_ids": jnp.ones(shape, jnp.int32)}
-    state = init_state(config, one_device())
-    step, compile_seconds = compiled(
-        what, make_train_step(config, one_device()).lower, state, batch
-    )
+    run = resolve_run(config, one_device())
+    state = run.init_state()
+    step, compile_seconds = compiled(what, make_train_step(run, *run.stages).lower, state, batch)
     seconds = []
     for _ in range(args.rounds + 2):
         begun = time.perf_counter()

@@ -47,7 +47,8 @@ from qwen3next_jax.model.flops import parameter_counts  # noqa: E402
 from qwen3next_jax.model.layers import Context  # noqa: E402
 from qwen3next_jax.model.parameters import Make  # noqa: E402
 from qwen3next_jax.sharding.mesh import make_mesh  # noqa: E402
-from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step  # noqa: E402
+from qwen3next_jax.training.loop import make_train_step  # noqa: E402
+from qwen3next_jax.training.resolve import resolve_run  # noqa: E402
 
 # of sizes that suit configs/tiny.py
 SETTINGS = {"sliding_window": {"window": 64}, "mla": {"latent_rank": 64}}
@@ -64,23 +65,18 @@ class Step:
         model = dataclasses.replace(
             config.model, mixer=mixer, **{"full_mixer" if name == "mla" else "linear_mixer": name}
         )
-        config, mesh = (
-            dataclasses.replace(config, model=model),
-            make_mesh(config.parallel, jax.devices()[:1]),
-        )
-        shape, sharding = (
-            (config.train.batch_size, config.train.sequence_length),
-            batch_sharding(mesh),
-        )
+        config = dataclasses.replace(config, model=model)
+        run = resolve_run(config, make_mesh(config.parallel, jax.devices()[:1]))
+        (stage,) = run.stages
+        shape = (stage.batch_size, stage.sequence_length)
         tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
         self.batch = jax.device_put(
-            {"tokens": tokens, "segment_ids": np.ones(shape, np.int32)}, sharding
+            {"tokens": tokens, "segment_ids": np.ones(shape, np.int32)},
+            run.batch_sharding,
         )
-        self.state, self.step, self.seconds = (
-            init_state(config, mesh),
-            make_train_step(config, mesh),
-            [],
-        )
+        self.state = run.init_state()
+        self.step = make_train_step(run, stage)
+        self.seconds = []
         self.parameters = parameter_counts(model).total
 
     def take(self):

@@ -25,21 +25,26 @@ from rich.console import Console
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.model import declared
 from qwen3next_jax.runs.display import Display
 from qwen3next_jax.runs.incidents import Incidents
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.optimizer import make_optimizer
-from qwen3next_jax.training.stages import parts_of
-from qwen3next_jax.training.step import abstract_model, init_state, make_gradients, make_train_step
+from qwen3next_jax.training.gradients import make_gradients
+from qwen3next_jax.training.loop import make_train_step
+from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 
 WARM_UP, REPEATS = 3, 5
 
 
-def bare_step(config: Config):
+def bare_step(run: ResolvedRun):
     """(params, opt_state), batch → the same after one step, and the loss."""
-    gradients, optimizer = make_gradients(config, one_device()), make_optimizer(config)
+    (stage,) = run.stages
+    gradients = make_gradients(run, stage)
+    schedule = learning_rate_schedule(stage.optimizer, stage.train.steps)
+    optimizer = make_optimizer(stage.optimizer, declared(run.model), schedule)
 
     def step(state, batch):
         grads, parts, _ = gradients(state[0], batch)
@@ -68,20 +73,21 @@ def main() -> None:
         "segment_ids": jnp.ones(shape, jnp.int32),
     }
 
-    bare, real = bare_step(config), make_train_step(config, one_device())
-    state = init_state(config, one_device())
+    run = resolve_run(config, one_device())
+    bare, real = bare_step(run), make_train_step(run, *run.stages)
+    state = run.init_state()
     bare_state = jax.tree.map(jnp.copy, (state["params"], state["opt_state"]))
     with tempfile.TemporaryDirectory() as folder:
         display = Display(
             "overhead",
-            config,
+            run.stages,
             0,
             console=Console(file=io.StringIO(), force_terminal=True, width=120),
         )
         metrics = MetricsFile(pathlib.Path(folder) / "metrics.jsonl", 0, [display])
         incidents, throughput = (
             Incidents(config.guards, metrics),
-            Throughput(config, parts_of(config)[0], 1.0),
+            Throughput(run, *run.stages, 1.0),
         )
         times: dict[str, list[float]] = {"bare": [], "real": [], "look": []}
         with display, metrics:
@@ -120,7 +126,8 @@ def main() -> None:
                 )
                 display._live.refresh()
 
-            diagnose = make_diagnostics_step(config, abstract_model(config)[0])
+            (stage,) = run.stages
+            diagnose = make_diagnostics_step(run.model, run.graphdef, stage.micro_batches)
 
             def diagnostics():
                 measured = jax.device_get(
@@ -130,7 +137,7 @@ def main() -> None:
                         values.get("expert_load"),
                     )
                 )
-                metrics.write("diagnostics", step, **summarise(config, *measured))
+                metrics.write("diagnostics", step, **summarise(*measured))
 
             diagnostics()
             logging, diagnosing = (

@@ -1,7 +1,7 @@
 """What the sharded program costs on one device: a train step with the mesh's constraints and
 `shard_map`s, against one without.
 
-`train.py` on one device runs the program without (`training.step.compute_mesh`); here both are
+`train.py` on one device runs the program without (`sharding.mesh.compute_mesh`); here both are
 compiled and run in turns on the same batch, after giving the same loss.
 
     uv run python benchmarks/sharding_overhead.py [--config=configs/tiny.py] [--steps=60]
@@ -20,7 +20,8 @@ import numpy as np
 from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.sharding.mesh import one_device
-from qwen3next_jax.training import step as step_module
+from qwen3next_jax.training import resolve
+from qwen3next_jax.training.loop import make_train_step
 
 WARM_UP = 3
 
@@ -38,11 +39,11 @@ def main() -> None:
     batch = {"tokens": jnp.asarray(tokens, jnp.int32), "segment_ids": jnp.ones(shape, jnp.int32)}
 
     def compiled():
-        state = step_module.init_state(config, mesh)
-        return step_module.make_train_step(config, mesh).lower(state, batch).compile()
+        run = resolve.resolve_run(config, mesh)
+        return make_train_step(run, *run.stages).lower(run.init_state(), batch).compile()
 
     steps = {"unsharded": compiled()}
-    with mock.patch.object(step_module, "compute_mesh", lambda mesh: mesh):
+    with mock.patch.object(resolve, "compute_mesh", lambda mesh: mesh):
         steps["sharded"] = compiled()
     print(
         {
@@ -50,7 +51,7 @@ def main() -> None:
             for name, step in steps.items()
         }
     )
-    states = {name: step_module.init_state(config, mesh) for name in steps}
+    states = {name: resolve.resolve_run(config, mesh).init_state() for name in steps}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(WARM_UP + arguments.steps):
         losses = {}

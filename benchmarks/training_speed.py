@@ -37,7 +37,8 @@ from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.sharding.mesh import one_device
-from qwen3next_jax.training.step import init_state, make_train_step
+from qwen3next_jax.training.loop import make_train_step
+from qwen3next_jax.training.resolve import resolve_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 WARM_UP = 5  # steps; torch's first ones are up to 2.6 times slower
@@ -80,9 +81,10 @@ def text_batches(config: Config) -> np.ndarray:
 
 class Ours:
     def __init__(self, config: Config, model: Qwen3Next, batches: np.ndarray):
-        mesh = one_device()
-        self.state = init_state(config, mesh, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-        self.train_step, self.steps = make_train_step(config, mesh), 0
+        run = resolve_run(config, one_device())
+        self.state = run.init_state(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        self.train_step = make_train_step(run, *run.stages)
+        self.steps = 0
         self.batches = [
             {"tokens": jnp.asarray(b), "segment_ids": jnp.ones_like(b)} for b in batches
         ]

@@ -104,7 +104,7 @@ def part_make(folder: str) -> None:
     from qwen3next_jax.interop.hf_config import format_hf_config
     from qwen3next_jax.interop.huggingface import stored_dtype
     from qwen3next_jax.interop.layout import parameters
-    from qwen3next_jax.interop.writing import Tensor, PartialExport, files_of, header, write_json
+    from qwen3next_jax.interop.writing import PartialExport, Tensor, files_of, header, write_json
 
     folder, random = pathlib.Path(folder), np.random.default_rng(0)
     values = random.standard_normal(2**25, np.float32) * np.float32(0.02)
@@ -218,8 +218,7 @@ def part_whole(title: str, folder: str, port: int, process: int, processes: int)
     from qwen3next_jax.config import ParallelConfig
     from qwen3next_jax.processes import distributed
     from qwen3next_jax.processes.launch import Launch
-    from qwen3next_jax.sharding.mesh import make_mesh
-    from qwen3next_jax.training.step import compute_mesh
+    from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 
     folder = pathlib.Path(folder)
     distributed.start(Launch("flags", f"127.0.0.1:{port}", processes, process), ParallelConfig())

@@ -28,15 +28,7 @@ jax.devices()  # the flags are read now
 # processes that tests start see one device
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(EIGHT_DEVICES, "")
 
-import dataclasses  # noqa: E402
 import importlib.util  # noqa: E402
-import math  # noqa: E402
-
-import pytest  # noqa: E402
-
-from qwen3next_jax.runs import load, loop  # noqa: E402
-from qwen3next_jax.sharding import mesh  # noqa: E402
-from qwen3next_jax.training import step  # noqa: E402
 
 # Tracing makes millions of small objects that die by themselves; Python's usual looks for cycles
 # among them are a fifth of its time.
@@ -58,56 +50,3 @@ def pytest_terminal_summary(terminalreporter):
     if collect_ignore:
         left_out = ", ".join(collect_ignore)
         terminalreporter.line(f"qwen3next_jax/kernels is missing, which these need: {left_out}")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def as_many_devices_as_asked_for():
-    """A run in this process takes as many of the virtual devices as its mesh names: one, unless
-    the config says more.
-    """
-
-    def make_mesh(config, devices=None):
-        wanted = math.prod(max(getattr(config.mesh, axis), 1) for axis in mesh.MESH_AXES)
-        return mesh.make_mesh(config, jax.devices()[:wanted] if devices is None else devices)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_mesh", make_mesh)
-        patch.setattr(load, "make_mesh", make_mesh)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def steps_of_equal_settings_are_traced_once():
-    """Runs of this process, undisturbed, killed, resumed, branched off, share the jitted step,
-    half of whose cost is tracing.
-    """
-    made, unread = (
-        {},
-        dict(
-            seed=0,
-            log_every=1,
-            init_from="",
-            init_state="weights",
-            step_timeout=0.0,
-            compile_timeout=0.0,
-        ),
-    )
-
-    def make_train_step(config, mesh, begins=0):
-        settings = (
-            config.model,
-            dataclasses.replace(config.train, **unread),
-            config.optimizer,
-            config.guards,
-            config.parallel,
-            mesh,
-            begins,
-            step.total_loss,
-        )
-        if settings not in made:
-            made[settings] = step.make_train_step(config, mesh, begins)
-        return made[settings]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_train_step", make_train_step)
-        yield

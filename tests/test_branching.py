@@ -31,15 +31,14 @@ from qwen3next_jax.config.further.block import BlockConfig
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
-from qwen3next_jax.runs import branching, checkpoint, dry_run, manifest, preflight
+from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
 from qwen3next_jax.runs import folder as run_folder
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
 from qwen3next_jax.runs.load import began_with
-from qwen3next_jax.runs.loop import start_state, train
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.training.stages import open_stages
-from qwen3next_jax.training.step import abstract_train_state, init_state
+from tests.in_process import dry_run, resolved, train
 
 STEPS, BRANCHED = 30, 10
 CONFIG = Config(
@@ -94,7 +93,7 @@ def losses(workdir):
 
 def saved(workdir, step, config=CONFIG):
     with Checkpoints(workdir) as checkpoints:
-        return checkpoints.restore(step, abstract_train_state(config, one_device()))
+        return checkpoints.restore(step, resolved(config).abstract_state)
 
 
 def same(a, b):
@@ -125,14 +124,16 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     assert read_run(tmp_path / "branch")["parent"] == record
 
 
+def opened(run):
+    """The data of its stages."""
+    return open_stages(run.stages, run.model.vocab_size)
+
+
 def begun(config, mesh=None):
-    """→ (its first state, what its first step reads)."""
-    return start_state(
-        config,
-        mesh or one_device(),
-        open_stages(config),
-        preflight.find_parent(config, pathlib.Path("nowhere")),
-    )
+    """→ (its first state, the cursor of its first step)."""
+    run = resolved(config, mesh)
+    parent = preflight.find_parent(config, pathlib.Path("nowhere"))
+    return start_state(run, opened(run), parent)
 
 
 def test_the_weights_alone_begin_another_run_on_other_devices(parent):
@@ -146,7 +147,7 @@ def test_the_weights_alone_begin_another_run_on_other_devices(parent):
     )
     state, _ = begun(config, mesh)
     same(state["params"], saved(parent, STEPS)["params"])
-    fresh = init_state(config, mesh, state["params"])
+    fresh = resolved(config, mesh).init_state(state["params"])
     same({**state, "params": 0}, {**fresh, "params": 0})
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, fresh)
 
@@ -230,11 +231,12 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
         monkeypatch.setattr(manifest, "find_damage", digested)
     with pytest.raises(UserError, match=f"checkpoints/{BRANCHED}: ") as told:
         found = preflight.find_parent(config, tmp_path / "nowhere")
+        run = resolved(config)
         if when == "before it is read":
             happens()
         elif when == "while it is read":
             monkeypatch.setattr(checkpoint, "read_arrays", read)
-        start_state(config, one_device(), open_stages(config), found)
+        start_state(run, opened(run), found)
     assert "\n" not in str(told.value)
 
 
@@ -245,7 +247,8 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
     for init_from, says in ((theirs, True), (f"{theirs}@20", False)):
         config = with_(train={"init_from": str(init_from)})
         found = preflight.find_parent(config, tmp_path)
-        text = branching.describe(config, open_stages(config), found)
+        run = resolved(config)
+        text = branching.describe(run, opened(run), found)
         assert found["step"] == 20 and "step 20" in text and ("step 30" in text) == says
 
 
@@ -349,7 +352,7 @@ def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkey
         ancestor = command == "cat-file" or history.index(commits[0]) <= history.index(commits[1])
         return "" if ancestor else None
 
-    monkeypatch.setattr(run_folder, "_git", git)
+    monkeypatch.setattr(run_folder, "git", git)
     for code, version in ((history[0], 0), (f"{history[0]}+", 0), (history[2], 1), ("0.1.0", 1)):
         write_run(folder, record | {"config": config, "code": code})
         with (
@@ -360,11 +363,10 @@ def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkey
             run_folder.check_versions(folder)
 
 
-def test_a_rehearsed_branch_counts_what_it_has_left(parent, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(dry_run, "make_mesh", lambda _: one_device())
+def test_a_dry_run_of_a_branch_counts_what_it_has_left(parent, tmp_path, capsys):
     for whole, steps in (("all", "20 steps (11 … 30)"), ("weights", "30 steps (1 … 30)")):
         config = with_(train={"init_from": f"{parent}@{BRANCHED}", "init_state": whole})
-        assert dry_run.rehearse(config, tmp_path) == 0
+        assert dry_run(config, tmp_path) == 0
         assert f" in {steps}" in capsys.readouterr().out
 
 

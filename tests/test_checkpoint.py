@@ -19,7 +19,7 @@ from qwen3next_jax.runs import checkpoint as checkpoint_module
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import MAY_CHANGE, RunLock, open_run, read_run, write_run
-from qwen3next_jax.training.stages import Reading
+from qwen3next_jax.training.stages import DataCursor
 
 ROOT = pathlib.Path(__file__).parents[1]
 STATE = {"w": jnp.arange(1000.0)}
@@ -65,14 +65,14 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
 
 def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     _save(tmp_path, [10], keep_last=2)
-    seal = manifest.seal
+    write_manifest = manifest.write_manifest
 
     def full(directory, *named):
         if directory.name == "20":
             raise OSError(28, "No space left on device")
-        return seal(directory, *named)
+        return write_manifest(directory, *named)
 
-    monkeypatch.setattr(checkpoint_module.manifest, "seal", full)
+    monkeypatch.setattr(checkpoint_module.manifest, "write_manifest", full)
     told = _save(tmp_path, [20, 30], keep_last=2)
     assert [(event, step) for event, step, _ in told] == [("save_failed", 20), ("checkpoint", 30)]
     assert (
@@ -119,7 +119,7 @@ def test_every_piece_of_a_file_is_compared(tmp_path, monkeypatch, size):
     monkeypatch.setattr(manifest, "PIECE", 100)
     content = np.random.default_rng(0).bytes(size)
     (tmp_path / "data").write_bytes(content)
-    assert manifest.seal(tmp_path) == size and manifest.find_damage(tmp_path) is None
+    assert manifest.write_manifest(tmp_path) == size and manifest.find_damage(tmp_path) is None
     for at in range(0, size, 33):
         (tmp_path / "data").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         assert "SHA-256 differs" in manifest.find_damage(tmp_path)
@@ -158,7 +158,7 @@ def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
     record, changes = open_run(workdir, config, [data], tokens)
     if record:
-        write_run(workdir, record | {"data": [Reading(data, config.train.batch_size)._asdict()]})
+        write_run(workdir, record | {"data": [DataCursor(data, config.train.batch_size)._asdict()]})
     return [str(change) for change in changes]
 
 

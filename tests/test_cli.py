@@ -12,7 +12,8 @@ import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
-from qwen3next_jax.config.files import apply_overrides, fill_from_tokenizer, load_config_file
+from qwen3next_jax.config.files import apply_overrides, load_config_file
+from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
 
 ROOT = pathlib.Path(__file__).parents[1]

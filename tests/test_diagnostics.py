@@ -12,14 +12,11 @@ from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.sharding.mesh import make_mesh, one_device
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import batch_sharding
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.step import (
-    abstract_model,
-    abstract_train_state,
-    batch_sharding,
-    init_state,
-)
+from qwen3next_jax.training.state import abstract_model
+from tests.in_process import resolved
 
 MODEL = ModelConfig(
     vocab_size=64,
@@ -56,9 +53,9 @@ BATCH = {
 
 @pytest.fixture(scope="module")
 def measured():
-    graphdef, _ = abstract_model(CONFIG)
-    params = init_state(CONFIG, one_device())["params"]
-    step = make_diagnostics_step(CONFIG, graphdef)
+    graphdef, _ = abstract_model(CONFIG.model)
+    params = resolved(CONFIG).init_state()["params"]
+    step = make_diagnostics_step(CONFIG.model, graphdef, CONFIG.train.gradient_accumulation)
     return graphdef, params, step, jax.device_get(step(params, BATCH))
 
 
@@ -118,7 +115,7 @@ def test_norms_are_those_of_each_layer_in_order(measured):
 def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
     _, params, step, result = measured
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
-    record = summarise(CONFIG, result, result["param_norms"], load)
+    record = summarise(result, result["param_norms"], load)
     assert record["dead_experts"] == [1, 0, 3, 0, 0] and record["load_max_violation"] == [
         1,
         0,
@@ -149,9 +146,9 @@ def test_a_mesh_measures_the_same(measured):
     mesh = make_mesh(config.parallel, jax.devices()[:4])
     placed = jax.device_put(
         params,
-        jax.tree.map(lambda leaf: leaf.sharding, abstract_train_state(config, mesh)["params"]),
+        resolved(config, mesh).state_shardings["params"],
     )
-    again = make_diagnostics_step(config, graphdef, mesh)(
+    again = make_diagnostics_step(config.model, graphdef, config.train.gradient_accumulation, mesh)(
         placed, jax.device_put(BATCH, batch_sharding(mesh))
     )
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(again))

@@ -34,10 +34,11 @@ from qwen3next_jax.evals.sinks import sinks
 from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.reporting.figures import named, record
 from qwen3next_jax.reporting.page import write_report
-from qwen3next_jax.sharding.mesh import make_mesh, one_device
+from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 from qwen3next_jax.sweeps.points import Point
 from qwen3next_jax.sweeps.results import main_figures, read_result
-from qwen3next_jax.training.step import abstract_model, compute_mesh, init_state
+from qwen3next_jax.training.state import abstract_model
+from tests.in_process import resolved
 
 BYTES, IDS = ByteTokenizer(), TaskTokens(257)
 TEXT = np.frombuffer(
@@ -328,7 +329,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
 
 def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
     data = open_data(NANO.data, 32, 4, 32)
-    graphdef, _ = abstract_model(NANO)
+    graphdef, _ = abstract_model(NANO.model)
     found, said = [], []
     for axes in ({"data": 1}, {"data": 2, "context": 2, "tensor": 2}):
         mesh = make_mesh(
@@ -338,7 +339,7 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
         subject = evaluation.Subject(
             NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh)
         )
-        params = init_state(NANO, mesh)["params"]
+        params = resolved(NANO, mesh).init_state()["params"]
         # of "sinks" test_diagnostics.py measures the step
         evaluations = evaluation.make(("heldout", "mqar"), subject)
         found.append(
@@ -364,8 +365,8 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
 
 
 def test_scores_are_the_models_log_probabilities():
-    graphdef, _ = abstract_model(NANO)
-    params = init_state(NANO, one_device())["params"]
+    graphdef, _ = abstract_model(NANO.model)
+    params = resolved(NANO).init_state()["params"]
     # the shape of the program above
     tokens = np.random.default_rng(0).integers(0, 32, (3, 64)).astype(np.int32)
     segments = np.repeat([[1, 2]], 32, axis=1).repeat(3, axis=0).astype(np.int32)

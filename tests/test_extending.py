@@ -25,9 +25,10 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS
 from qwen3next_jax.data.pipeline import open_data
+from qwen3next_jax.model import declared
 from qwen3next_jax.runs.load import load_model
-from qwen3next_jax.runs.loop import train
-from qwen3next_jax.training.optimizer import make_optimizer
+from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from tests.in_process import train
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,8 @@ def test_a_new_optimizer_gets_schedule_and_weight_decay_from_the_common_part():
             name="lion", learning_rate=rate, warmup_steps=0, weight_decay=decay, clip_norm=0.0
         ),
     )
-    optimizer = make_optimizer(config)
+    schedule = learning_rate_schedule(config.optimizer, config.train.steps)
+    optimizer = make_optimizer(config.optimizer, declared(config.model), schedule)
     params = {"layers": {0: {"mixer": {"a_log": jnp.ones(3), "out_proj": jnp.ones(3)}}}}
     grads = {
         "layers": {

@@ -3,6 +3,7 @@ about it after.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -26,13 +27,12 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.runs import loop
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.loop import train
-from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards
-from qwen3next_jax.training import step as step_module
+from qwen3next_jax.training.loss import total_loss
+from tests import in_process
+from tests.in_process import resolved, shared_step
 
 MODEL = ModelConfig(
     vocab_size=257,
@@ -76,11 +76,11 @@ def config(tmp_path_factory):
     )
 
 
-LOSS, BATCHES, MARKS = step_module.total_loss, TrainData.batches, {}
+BATCHES, MARKS = TrainData.batches, {}
 
 
 def _spoiled(model, batch, *rest, **named):
-    total, parts = LOSS(model, batch, *rest, **named)
+    total, parts = total_loss(model, batch, *rest, **named)
     mark = jnp.max(batch["segment_ids"])
     factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
     return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
@@ -97,13 +97,19 @@ def _marked(self, start, *share):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Marks batches: `poisoned({index: POISON})`; the loss of a marked batch is spoiled inside
-    the compiled step.
+    """Marks batches: `poisoned({index: POISON})`. `train`, below, spoils the loss of a marked
+    batch inside the compiled step.
     """
     MARKS.clear()
-    monkeypatch.setattr(step_module, "total_loss", _spoiled)
     monkeypatch.setattr(TrainData, "batches", _marked)
     return MARKS.update
+
+
+spoiled_step = functools.partial(shared_step, loss=_spoiled)
+
+
+def train(config, workdir):
+    return in_process.train(config, workdir, make_step=spoiled_step)
 
 
 def _with(config, **changes):
@@ -121,9 +127,7 @@ def _losses(workdir):
 
 def _state(config, workdir, step):
     with Checkpoints(workdir) as checkpoints:
-        return jax.device_get(
-            checkpoints.restore(step, step_module.abstract_train_state(config, one_device()))
-        )
+        return jax.device_get(checkpoints.restore(step, resolved(config).abstract_state))
 
 
 def _same(a, b):
@@ -134,16 +138,10 @@ def test_a_solved_tasks_losses_near_zero_are_no_spikes():
     config = GuardConfig(window=4)
     # four losses and gradient norms of 0
     solved = guards.init_guards(config) | {"entries": jnp.int32(4)}
-    assert (
-        int(guards.judge(config, solved, jnp.float32(0.005), jnp.float32(5e-6))[2]["verdict"]) == 0
-    )
+    assert int(guards.check(config, solved, jnp.float32(0.005), jnp.float32(5e-6))[2]["flags"]) == 0
     for loss, grad_norm in ((0.05, 0.0), (0.0, 5e-5)):
         assert (
-            int(
-                guards.judge(config, solved, jnp.float32(loss), jnp.float32(grad_norm))[2][
-                    "verdict"
-                ]
-            )
+            int(guards.check(config, solved, jnp.float32(loss), jnp.float32(grad_norm))[2]["flags"])
             == guards.SPIKE
         )
 
@@ -153,8 +151,8 @@ def test_a_spike_is_a_jump_upwards_of_a_full_window():
     memory = guards.init_guards(config)
     verdicts = []
     for loss in [5.0, 50.0, 4.9, 5.1, 5.0, 4.8, 5.2, 5.0, 1.0, 5.3, 9.0, float("nan"), 5.0]:
-        skip, memory, metrics = guards.judge(config, memory, jnp.float32(loss), jnp.float32(1.0))
-        verdicts.append((int(metrics["verdict"]), bool(skip)))
+        skip, memory, metrics = guards.check(config, memory, jnp.float32(loss), jnp.float32(1.0))
+        verdicts.append((int(metrics["flags"]), bool(skip)))
     spike, nan, halted = (
         guards.SPIKE | guards.SKIPPED,
         guards.NON_FINITE | guards.SKIPPED | guards.HALTED,
@@ -208,10 +206,11 @@ def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, p
     assert int(_state(config, tmp_path / "run", 16)["guards"]["data_offset"]) == 3
 
     state = jax.tree.map(jnp.asarray, _state(config, tmp_path / "run", 8))
-    run = loop.make_train_step(rewinding, one_device())
+    run = resolved(rewinding)
+    take_step = spoiled_step(run, *run.stages)
     data = TrainData(config.data, 64, 4, 257)
     for step, batch in zip(range(9, 17), data.batches(11)):
-        state, values = run(state, batch)
+        state, values = take_step(state, batch)
         assert float(values["loss"]) == _losses(tmp_path / "run")[step]
 
 
@@ -225,7 +224,7 @@ def test_a_run_that_diverges_too_late_for_the_guards_says_so_at_every_start(
             "diverged by step 16, its last: the last 2 updates were skipped"
             in capsys.readouterr().err
         )
-    assert len(_events(tmp_path, "stop")) == 1 and not is_done(tmp_path, config)
+    assert len(_events(tmp_path, "stop")) == 1 and not is_done(tmp_path, config.train.steps, ())
 
 
 def test_stop_at_a_spike(config, poisoned, tmp_path):

@@ -223,7 +223,7 @@ def test_a_record_with_any_value_gives_a_page(tmp_path_factory, place, key, valu
     with contextlib.suppress(FileNotFoundError):
         (folder / "report.html").unlink()
     result_or_refusal(lambda: write_report([folder] * (1 + several), folder / "report.html"))
-    is_done(folder, SETTINGS)
+    is_done(folder, SETTINGS.train.steps, SETTINGS.eval.suites)
     if (folder / "report.html").exists():
         page = (folder / "report.html").read_text(encoding="utf-8")
         assert "<script>alert" not in page

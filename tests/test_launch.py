@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import (
@@ -204,7 +204,7 @@ def test_mistakes_are_named(environment, flags, message):
 def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_name(
     monkeypatch, name
 ):
-    digests = distributed._code_digests() | distributed._settings(Config())
+    digests = distributed._code_digests() | distributed._settings(to_dict(Config()))
     assert name in digests
     said = [
         {"host": f"host{i}", "about": about}
@@ -223,7 +223,7 @@ def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_na
         match=rf"disagree on {name}: process 0 on host0 has {digests[name]}, process 1 on host1 "
         r"another;",
     ):
-        distributed._judge("start", 1.0)
+        distributed._check_reports("start", 1.0)
 
 
 CHIP = "on a GPU of compute capability 8.0: expected 9.0 (H100, H200)"

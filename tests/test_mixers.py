@@ -46,8 +46,8 @@ from qwen3next_jax.ops import attention_heads, fft_convolution, gated_delta_rule
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import Form
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import gather, storage_spec
-from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
+from qwen3next_jax.sharding.rules import batch_sharding, gather, storage_spec
+from tests.in_process import resolved, step_of
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
 BASE = ModelConfig(
@@ -458,9 +458,9 @@ def test_a_model_of_it_rematerialises_resumes_and_drafts(name):
             train=TrainConfig(steps=4, batch_size=2, sequence_length=T, remat=remat),
             parallel=ParallelConfig(mesh=MeshConfig(data=1)),
         )
-        step, found = make_train_step(config, mesh), []
+        step, found = step_of(config, mesh), []
         for stop in stops:
-            state = init_state(config, mesh)
+            state = resolved(config, mesh).init_state()
             for i in range(3):
                 if i == stop:  # as a checkpoint holds it
                     state = jax.tree.map(lambda x: jax.device_put(np.array(x), x.sharding), state)
@@ -701,7 +701,7 @@ def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
         "tokens": np.asarray(np.random.default_rng(1).integers(0, 64, (4, T)), np.int32),
         "segment_ids": np.ones((4, T), np.int32),
     }
-    state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
+    state, step, losses = resolved(config, mesh).init_state(), step_of(config, mesh), []
     log_decay = np.asarray(state["params"]["layers"][0]["mixer"]["log_decay"])
     for _ in range(3):
         state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))

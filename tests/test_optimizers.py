@@ -12,13 +12,11 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import (
-    Config,
     MeshConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
     ParallelConfig,
-    TrainConfig,
 )
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.block import mixer_class
@@ -75,21 +73,18 @@ def theirs(name, declared, rate):
 
 
 @pytest.mark.parametrize("name, tolerance", [("adamw", 0.0), ("muon", 1e-6)])
-def test_both_are_those_of_optax(name, tolerance, monkeypatch):
+def test_both_are_those_of_optax(name, tolerance):
     declared = {
         "wide": matrix((6, 10), "embed -> mlp"),
         "tall": matrix((12, 5), "embed -> mlp"),
         "norm": Declared("norm", (7,), (), (None,)),
         "embedding": Declared("embedding", (9, 6), (), ("vocab", "embed")),
     }
-    monkeypatch.setattr("qwen3next_jax.training.optimizer.declared", lambda model: declared)
-    config = Config(
-        train=TrainConfig(steps=8),
-        optimizer=dataclasses.replace(MUON, name=name, decay_norm_weights=False),
-    )
+    config = dataclasses.replace(MUON, name=name, decay_norm_weights=False)
+    schedule = learning_rate_schedule(config, 8)
     optimizers = (
-        make_optimizer(config),
-        theirs(name, declared, learning_rate_schedule(config.optimizer, 8)),
+        make_optimizer(config, declared, schedule),
+        theirs(name, declared, schedule),
     )
 
     @jax.jit

@@ -19,16 +19,15 @@ from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model import declared, moe
 from qwen3next_jax.model import expert_parallelism as exchange
-from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.planner.topology import describe
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import gathering
-from qwen3next_jax.sharding.mesh import check_divides, make_mesh
+from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import AXES, local, shardings, storage_spec
-from qwen3next_jax.training.step import abstract_train_state
+from tests.in_process import resolved
 
 RELEASED = Config(train=TrainConfig(batch_size=64, sequence_length=4096))
 SMALL = Config(
@@ -83,7 +82,7 @@ def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
         RELEASED, model=dataclasses.replace(RELEASED.model, layer_types=(), **change)
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(
-        abstract_train_state(config, _mesh(**axes))
+        resolved(config, _mesh(**axes)).abstract_state
     ):
         name, spec = path_string(path), leaf.sharding.spec
         if leaf.size * leaf.dtype.itemsize > 2**20:
@@ -216,7 +215,7 @@ def test_axes_that_do_not_divide(mesh, model, train, message):
         train=dataclasses.replace(SMALL.train, **train),
     )
     with pytest.raises(UserError, match=message):
-        check_divides(config, _mesh(**mesh), *split_sizes(config.model))
+        resolved(config, _mesh(**mesh))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -334,7 +333,7 @@ def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim):
 
 def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
     rng = np.random.default_rng(0)
-    pattern = abstract_train_state(SMALL, _mesh(data=4, tensor=2))
+    pattern = resolved(SMALL, _mesh(data=4, tensor=2)).abstract_state
     expected = jax.tree.map(
         lambda leaf: rng.integers(0, 1000, leaf.shape).astype(leaf.dtype), pattern
     )
@@ -346,7 +345,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
         checkpoints.save(1, state)
     with Checkpoints(tmp_path) as checkpoints:
         for axes in ({"data": 1}, {"tensor": 2}, {"expert": 4, "context": 2}):
-            pattern = abstract_train_state(SMALL, _mesh(**axes))
+            pattern = resolved(SMALL, _mesh(**axes)).abstract_state
             restored = checkpoints.restore(1, pattern)
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), expected)
             for leaf, place in zip(

@@ -30,7 +30,8 @@ from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.row_groups import row_groups
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
+from qwen3next_jax.sharding.rules import batch_sharding
+from tests.in_process import resolved, step_of
 
 # Two periods; two key/value heads, so that tensor = 4 and 8 share them. Parameters of this size
 # keep rounding errors at 1.5e-6 of a gradient; four times larger ones amplify them to 1e-5. The
@@ -100,7 +101,7 @@ def _on(axes: dict[str, int], depth: int):
 @functools.cache
 def _first_params(depth: int):
     """That they are drawn alike on every mesh is seen in test_evals.py."""
-    return jax.device_get(init_state(*_on({}, depth))["params"])
+    return jax.device_get(resolved(*_on({}, depth)).init_state()["params"])
 
 
 def _run(axes: dict[str, int], depth: int, steps: int):
@@ -108,7 +109,8 @@ def _run(axes: dict[str, int], depth: int, steps: int):
     after it the routers' biases).
     """
     config, mesh = _on(axes, depth)
-    state, step = init_state(config, mesh, _first_params(depth)), make_train_step(config, mesh)
+    state = resolved(config, mesh).init_state(_first_params(depth))
+    step = step_of(config, mesh)
     losses, biases = [], []
     for i in range(steps):
         state, metrics = step(state, jax.device_put(_batch(i), batch_sharding(mesh)))

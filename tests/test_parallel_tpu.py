@@ -50,7 +50,8 @@ from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.planner.topology import describe
 from qwen3next_jax.planner.planning import abstract_batch
-from qwen3next_jax.training.step import abstract_train_state, make_train_step
+from qwen3next_jax.training.loop import make_train_step
+from qwen3next_jax.training.resolve import resolve_run
 
 topology, axes = sys.argv[1], dict(pair.split("=") for pair in sys.argv[2].split(","))
 config = Config(
@@ -60,7 +61,9 @@ config = Config(
     train=TrainConfig(batch_size=4, sequence_length=512, remat="offload"),
     parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | {axis: int(size) for axis, size in axes.items()})))
 mesh = make_mesh(config.parallel, describe(topology).devices)
-step = make_train_step(config, mesh).lower(abstract_train_state(config, mesh), abstract_batch(config, mesh)).compile()
+run = resolve_run(config, mesh)
+stage, = run.stages
+step = make_train_step(run, stage).lower(run.abstract_state, abstract_batch(run, stage)).compile()
 print("tpu_custom_call" in step.as_text())
 """  # noqa: E501
 

@@ -20,15 +20,15 @@ DEVICES = 4
 # a signal.
 PROGRAM = """
 import itertools, json, os, runpy, signal, sys
-from qwen3next_jax.processes.distributed import BatchShare
-spread, calls = BatchShare.spread, itertools.count(1)
+from qwen3next_jax.sharding.batch_layout import BatchLayout
+to_global, calls = BatchLayout.to_global, itertools.count(1)
 def noting(share, batch):
     with open(os.environ["SHARES"], "a") as file:
         file.write(json.dumps([share.rows, len(batch["tokens"])]) + "\\n")
     if next(calls) == int(os.environ.get("SIGTERM_AT", 0)):
         os.kill(os.getpid(), signal.SIGTERM)
-    return spread(share, batch)
-BatchShare.spread = noting
+    return to_global(share, batch)
+BatchLayout.to_global = noting
 sys.argv[0] = "train.py"
 runpy.run_path(f"{os.environ['PYTHONPATH']}/train.py", run_name="__main__")
 """

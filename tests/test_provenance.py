@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.runs import folder, loop
-from qwen3next_jax.runs.dry_run import rehearse
-from qwen3next_jax.runs.loop import train
+from qwen3next_jax.runs import folder
 from tests.faults import provenance
 from tests.faults.lab import Lab
+from tests.in_process import dry_run, train
 
 
 class Here(Lab):
@@ -110,17 +109,16 @@ def test_what_a_run_cannot_do_is_refused_before_anything_is_written(
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     workdir = tmp_path / ("run\udcff" if not changes else "run")
     with pytest.raises(UserError, match=named):
-        (rehearse if dry else train)(lab.with_(**changes), workdir)
+        (dry_run if dry else train)(lab.with_(**changes), workdir)
     assert not workdir.exists()
 
 
-def test_a_step_that_runs_out_of_memory_says_what_it_was_asked_for(lab, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        loop,
-        "make_train_step",
-        lambda *_: lambda state, batch: jnp.zeros(2**45).block_until_ready(),
-    )
+def test_a_step_that_runs_out_of_memory_says_what_it_was_asked_for(lab, tmp_path):
+    def too_large(run, stage):
+        return lambda state, batch: jnp.zeros(2**45).block_until_ready()
+
+    config = lab.with_(train={"gradient_accumulation": 4})
     with pytest.raises(UserError) as error:
-        train(lab.with_(train={"gradient_accumulation": 4}), tmp_path / "run")
+        train(config, tmp_path / "run", make_step=too_large)
     for text in (str(2**47), "batch_size = 8", "accumulation = 4", "remat = 'none'", "plan"):
         assert text in str(error.value)

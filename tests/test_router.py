@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, ModelConfig, TrainConfig
+from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.moe import choose
-from qwen3next_jax.training.router_bias import balanced
+from qwen3next_jax.training.router_bias import update_router_bias
 
 MODEL = ModelConfig(
     vocab_size=32,
@@ -94,7 +94,7 @@ def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
 def test_the_bias_follows_the_load_layer_by_layer():
     """Five layers, the first dense, the others stacked in pairs, and the prediction module's."""
     assert MODEL.stacks == ((0,), (1, 3), (2, 4))
-    config, params = Config(model=MODEL, train=TrainConfig(router_bias_rate=0.01)), {}
+    params = {}
     counts = np.random.default_rng(0).multinomial(3_000_001, np.ones(8) / 8, size=5)
     counts[2] = 375_000  # balanced: nothing moves
     load = jnp.asarray(counts / counts.sum(axis=1, keepdims=True) * 8, jnp.float32)
@@ -104,7 +104,7 @@ def test_the_bias_follows_the_load_layer_by_layer():
         for group in groups:
             place = place.setdefault(int(group) if group.isdecimal() else group, {})
         place[name] = jnp.zeros(parameter.stack + parameter.shape)
-    after = balanced(config, params, load)
+    after = update_router_bias(MODEL, params, load, rate=0.01)
     moves = 0.01 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
     for place, rows in (
         (after["layers"][1], [0, 2]),

@@ -13,16 +13,16 @@ from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_di
 from qwen3next_jax.config.further.moe import MoEConfig
 from qwen3next_jax.reporting.events import read_events
 from qwen3next_jax.runs import folder
-from qwen3next_jax.runs.loop import train
 from qwen3next_jax.training.stages import (
-    Reading,
+    DataCursor,
+    after_rewind,
     open_stages,
-    parts_of,
-    read_on,
-    rewound,
-    stage_of,
+    place_cursors,
+    resolve_stages,
+    stage_number,
     tokens_seen,
 )
+from tests.in_process import train
 from tests.test_branching import losses, same, saved, with_
 
 STAGES = (
@@ -82,7 +82,7 @@ def test_stages_are_the_branches_that_they_stand_for(staged, tmp_path):
     assert (
         last["stage"] == "3"
         and last["tokens_seen"]
-        == tokens_seen(STAGED, 30)
+        == tokens_seen(resolve_stages(STAGED), 30)
         == 10 * 4 * 32 + 10 * 2 * 64 + 10 * 4 * 32
     )
     assert last["learning_rate"] == 0
@@ -166,7 +166,7 @@ def test_only_what_comes_may_change(staged, tmp_path, config, message):
 )
 def test_mistakes_in_stages_are_named(stages, message):
     with pytest.raises(UserError, match=message):
-        parts_of(from_dict(Config, {"train": {"steps": 9, "stages": stages}}))
+        resolve_stages(from_dict(Config, {"train": {"steps": 9, "stages": stages}}))
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,10 @@ def texts(tmp_path_factory):
             "".join(f'{{"text": "{name} {i} {"xyz" * (i % 5)}"}}\n' for i in range(200))
         )
     return folder
+
+
+def opened(config):
+    return open_stages(resolve_stages(config), config.model.vocab_size)
 
 
 def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
@@ -203,24 +207,25 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
         ),
     )
     config = dataclasses.replace(with_(model={"vocab_size": 257}), data=data, train=train)
-    rows = open_stages(config)
-    readings = read_on(config, rows, Reading(rows[0].fingerprint, 4))
+    rows = opened(config)
+    stages = resolve_stages(config)
+    cursors = place_cursors(stages, rows, DataCursor(rows[0].fingerprint, 4))
     drawn = []
-    for part, stage, reading in zip(parts_of(config), rows, readings, strict=True):
-        first = reading.batch(part.first + 1, 0)
+    for stage, read, cursor in zip(stages, rows, cursors, strict=True):
+        first = cursor.batch(stage.steps_before + 1, 0)
         drawn.append(
-            [name[0] for step in range(first, first + 6) for name in stage.document_names(step)]
+            [name[0] for step in range(first, first + 6) for name in read.document_names(step)]
         )
         np.testing.assert_array_equal(
-            next(stage.batches(first))["tokens"][0], stage.row(stage._first_of(first))["tokens"]
+            next(read.batches(first))["tokens"][0], read.row(read._first_of(first))["tokens"]
         )
     whole = dataclasses.replace(config, train=dataclasses.replace(train, stages=(), steps=18))
-    (plain,) = open_stages(whole)
+    (plain,) = opened(whole)
     assert sum(drawn[:3], []) == [
         name[0] for step in range(12) for name in plain.document_names(step)
     ] + [plain.names(i)[0] for i in range(48, 66)]
     for i, name in enumerate("abc"):
-        (alone,) = open_stages(
+        (alone,) = opened(
             dataclasses.replace(
                 whole,
                 data=dataclasses.replace(data, weights=tuple(float(j == i) for j in range(3))),
@@ -231,9 +236,11 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
 
 
 def test_what_rewinds_passed_over_stays_passed_over():
-    readings = [Reading("a", 4), Reading("b", 2, step=10), Reading("b", 8, step=20)]
-    assert [stage_of(readings, step) for step in (0, 1, 10, 11, 20, 21)] == [0, 0, 0, 1, 1, 2]
-    assert rewound(readings, 14, 0, 12) == 2 and rewound(readings, 14, 3, 12) == 5
-    assert rewound(readings, 12, 1, 8) == 4  # 2 batches of 4, 2 of 2, and 1 of 2 before: 14 rows
-    assert rewound(readings, 21, 0, 20) == 4  # the state after step 20 counts in batches of 2
-    assert rewound([None, Reading("b", 2, step=10)], 12, 0, 10) == 2
+    cursors = [DataCursor("a", 4), DataCursor("b", 2, step=10), DataCursor("b", 8, step=20)]
+    assert [stage_number(cursors, step) for step in (0, 1, 10, 11, 20, 21)] == [0, 0, 0, 1, 1, 2]
+    assert after_rewind(cursors, 14, 0, 12) == 2 and after_rewind(cursors, 14, 3, 12) == 5
+    assert (
+        after_rewind(cursors, 12, 1, 8) == 4
+    )  # 2 batches of 4, 2 of 2, and 1 of 2 before: 14 rows
+    assert after_rewind(cursors, 21, 0, 20) == 4  # the state after step 20 counts in batches of 2
+    assert after_rewind([None, DataCursor("b", 2, step=10)], 12, 0, 10) == 2

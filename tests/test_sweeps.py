@@ -411,7 +411,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     _wait(lambda: subprocess.run(["flock", "-n", str(workdir / "lock"), "true"]).returncode == 0)
     before = metrics.read_text()
     assert '"checkpoint"' in before and not is_done(
-        metrics.parent, load_sweep(path).points[0].config
+        metrics.parent, load_sweep(path).points[0].config.train.steps, ()
     )
 
     third = subprocess.run(start, capture_output=True, text=True)
@@ -563,7 +563,7 @@ def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
     ):
         with path.open("a") as file:
             file.write(json.dumps(event | last) + "\n")
-        assert is_done(tmp_path, point.config) == done
+        assert is_done(tmp_path, point.config.train.steps, point.config.eval.suites) == done
     assert {name: value.value for name, value in read_result(point, tmp_path).measured.items()} == {
         "heldout loss": 1.0,
         "heldout accuracy": 0.5,

@@ -9,13 +9,14 @@ import pytest
 from rich.console import Console
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, ProfileConfig, TelemetryConfig, TrainConfig
+from qwen3next_jax.config import Config, ProfileConfig, TrainConfig
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.reporting.events import read_events
 from qwen3next_jax.reporting.figures import record
 from qwen3next_jax.runs import display as display_module
 from qwen3next_jax.runs.display import Display
 from qwen3next_jax.runs.telemetry import MetricsFile, TensorBoard, WeightsAndBiases, scalars
+from qwen3next_jax.training.stages import resolve_stages
 
 TRAIN = {
     "event": "train",
@@ -82,14 +83,15 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     assert events[2]["loss"] == "nan" and events[2]["parts"] == ["inf", None]
 
 
-def run_of(steps):
-    return Config(train=TrainConfig(steps=steps, batch_size=8, sequence_length=256))
+def stages_of(steps):
+    train = TrainConfig(steps=steps, batch_size=8, sequence_length=256)
+    return resolve_stages(Config(train=train))
 
 
 def test_other_processes_write_and_show_nothing(tmp_path, capsys):
     with (
         MetricsFile(None, 0, [lambda event: pytest.fail("told")]) as metrics,
-        Display("title", run_of(10), 0, visible=False) as display,
+        Display("title", stages_of(10), 0, visible=False) as display,
     ):
         metrics.start(0, begun=1.0)
         metrics.write("train", 1)
@@ -100,10 +102,10 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
 
 def test_a_long_compilation_is_said_to_be_one_before_xla_complains(monkeypatch, capsys):
     monkeypatch.setattr(display_module, "XLA_BANNER", 10.05)  # said 10 s before
-    with Display("title", run_of(10), 0) as display:
+    with Display("title", stages_of(10), 0) as display:
         time.sleep(0.3)
     assert "nothing is wrong" in capsys.readouterr().out
-    with Display("title", run_of(10), 0) as display:
+    with Display("title", stages_of(10), 0) as display:
         display.step(0)  # the first step has been handed over: it is compiled
         time.sleep(0.3)
     assert "nothing is wrong" not in capsys.readouterr().out
@@ -115,7 +117,7 @@ def _screen(width: int) -> str:
     )
     display = Display(
         "tiny: 2,652,024 parameters on cpu · 681 documents, 11,524,470 tokens · new run",
-        run_of(500),
+        stages_of(500),
         0,
         console=console,
     )
@@ -162,7 +164,7 @@ def test_the_live_display_shows_everything_at_any_width(width):
 
 
 def test_plain_lines_elsewhere(capsys):
-    with Display("title", run_of(500), 0) as display:
+    with Display("title", stages_of(500), 0) as display:
         for event in (
             TRAIN | {"mfu": 0.401},
             HELDOUT,
@@ -238,11 +240,9 @@ def test_weights_and_biases_goes_on_as_the_same_run(tmp_path, monkeypatch):
         "wandb",
         types.SimpleNamespace(init=lambda **options: starts.append(options) or run),
     )
-    config = Config(telemetry=TelemetryConfig(wandb="study"))
+    page = ("study", "watched", {"telemetry": {"wandb": "study"}}, tmp_path)
     for _ in range(2):
-        with MetricsFile(
-            tmp_path / "metrics.jsonl", 0, [WeightsAndBiases(config, tmp_path)]
-        ) as metrics:
+        with MetricsFile(tmp_path / "metrics.jsonl", 0, [WeightsAndBiases(*page)]) as metrics:
             metrics.write("train", 7, loss=1.5)
     assert (
         starts[0] == starts[1]

@@ -36,13 +36,15 @@ from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import declared
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.folder import read_run, seal
+from qwen3next_jax.runs.folder import read_run, write_run_record
 from qwen3next_jax.runs.load import load_model
-from qwen3next_jax.runs.loop import start_state, train
+from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training import stages
+from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.optimizer import learning_rate_schedule
-from qwen3next_jax.training.step import abstract_model, abstract_train_state, make_gradients
+from qwen3next_jax.training.state import abstract_model
+from tests.in_process import resolved, train
 
 ONE_DEVICE = one_device()
 MODEL = ModelConfig(
@@ -133,7 +135,7 @@ def test_a_killed_and_resumed_run_is_bitwise_the_undisturbed_one(config, finishe
 import json, pathlib, time
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.runs.loop import train
+from qwen3next_jax.runs.train import train
 def slowly(*arguments, batches=TrainData.batches):  # else it would be over before it is killed
     for batch in batches(*arguments):
         time.sleep(0.05)
@@ -188,10 +190,12 @@ def test_micro_batches_and_remat_change_no_gradient(config):
         for change in ({}, {"gradient_accumulation": 4, "remat": "block"})
     )
     params = jax.tree.map(
-        lambda s: jnp.asarray(0.2 * rng.normal(size=s.shape), s.dtype), abstract_model(whole)[1]
+        lambda s: jnp.asarray(0.2 * rng.normal(size=s.shape), s.dtype),
+        abstract_model(whole.model)[1],
     )
     (gradient, *one), (summed, *four) = (
-        jax.jit(make_gradients(c, ONE_DEVICE))(params, batch) for c in (whole, parts)
+        jax.jit(make_gradients(run, *run.stages))(params, batch)
+        for run in (resolved(whole), resolved(parts))
     )
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(four), strict=True
@@ -261,7 +265,7 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
     )
     shutil.copytree(finished, tmp_path / "run")
     tokenizer = load_tokenizer(moved.data.tokenizer)
-    seal(
+    write_run_record(
         tmp_path / "run",
         read_run(tmp_path / "run") | {"config": to_dict(moved), "tokenizer": tokenizer.fingerprint},
         tokenizer,
@@ -283,16 +287,14 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
     again = dataclasses.replace(
         config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf"))
     )
-    data = stages.open_stages(again)
-    state, _ = start_state(again, ONE_DEVICE, data)
+    run = resolved(again)
+    data = stages.open_stages(run.stages, MODEL.vocab_size)
+    state, _ = start_state(run, data)
     _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert int(state["step"]) == 0
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
-        start_state(
-            dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32)),
-            ONE_DEVICE,
-            data,
-        )
+        wider = dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32))
+        start_state(resolved(wider), data)
 
 
 def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finished, tmp_path):
@@ -325,7 +327,7 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
     save_hf(model, tmp_path / "hf of swapped", swapped)
     shutil.copytree(finished, tmp_path / "run of swapped")
     record = read_run(tmp_path / "run of swapped") | {"tokenizer": swapped.fingerprint}
-    seal(tmp_path / "run of swapped", record, swapped, new=False)
+    write_run_record(tmp_path / "run of swapped", record, swapped, new=False)
     for parent in ("hf of swapped", "run of swapped"):
         assert taken(begins(tmp_path / parent)) == swapped.fingerprint
         assert taken(begins(tmp_path / parent, str(file))) == swapped.fingerprint
@@ -366,13 +368,13 @@ def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_pa
     rng = np.random.default_rng(0)
     state = jax.tree.map(
         lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype),
-        abstract_train_state(long, ONE_DEVICE),
+        resolved(long).abstract_state,
     )
     state["step"] = jnp.int32(1)
     with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
         checkpoints.save(1, state)
     with Checkpoints(tmp_path) as checkpoints:
-        _same(checkpoints.restore(1, abstract_train_state(long, ONE_DEVICE)), state)
+        _same(checkpoints.restore(1, resolved(long).abstract_state), state)
 
 
 def _damage(folder, how):

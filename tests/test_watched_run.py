@@ -20,7 +20,7 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.reporting.events import read_events
-from qwen3next_jax.runs.loop import train
+from tests.in_process import train
 
 # The program of tests/test_training.py, so that one of the two finds it compiled.
 MODEL = ModelConfig(

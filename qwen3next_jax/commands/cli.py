@@ -36,11 +36,11 @@ from qwen3next_jax.config.describe import settings
 from qwen3next_jax.config.files import (
     Given,
     apply_overrides,
-    fill_from_tokenizer,
     load_config_file,
     setting,
 )
 from qwen3next_jax.processes.launch import Launch, find_launch
+from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
 _STDOUT = 1
 

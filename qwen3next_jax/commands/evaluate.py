@@ -18,14 +18,14 @@ from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
-from qwen3next_jax.processes.distributed import is_leader, leader_first
+from qwen3next_jax.processes.distributed import is_leader, process_0_first
 from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.runs.display import PreparationProgress
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.runs.preflight import tokenizer_of_model
-from qwen3next_jax.training.stages import part_at
-from qwen3next_jax.training.step import abstract_model
+from qwen3next_jax.training.stages import resolve_stages, stage_at
+from qwen3next_jax.training.state import abstract_model
 
 
 def evaluate(
@@ -68,17 +68,18 @@ def evaluate(
         data = dataclasses.replace(config.data, tokenizer=tokenizer_of_model(str(path)))
         config = dataclasses.replace(config, data=data)
     if is_run:
-        config = part_at(config, step).config  # of the stage that was trained last
+        # The rows of the stage that was trained last.
+        config = stage_at(resolve_stages(config), step).alone(config)
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
     if other := described.differs(model.config):  # the run's parameters, read in another way
-        graphdef, _ = abstract_model(config)
+        graphdef, _ = abstract_model(described)
     subject = evaluation.Subject(
         described,
         graphdef,
         tokenizer,
         functools.cache(
-            lambda: leader_first(
+            lambda: process_0_first(
                 lambda: _open(
                     config, path, tokenizer, model.config.vocab_size, max(options.lengths)
                 )

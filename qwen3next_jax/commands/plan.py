@@ -25,7 +25,7 @@ from rich.table import Table
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig
-from qwen3next_jax.training.stages import parts_of
+from qwen3next_jax.training.stages import resolve_stages
 
 COMPILED = 5  # of a search
 DOES_NOT_FIT = 1  # exit code
@@ -33,13 +33,11 @@ DOES_NOT_FIT = 1  # exit code
 
 def main() -> int:
     named = cli.read_mesh(_mesh.value)
-    part = max(
-        parts_of(_config()),
-        key=lambda part: (part.config.train.sequence_length, part.config.train.batch_size),
-    )
-    if part.name:
-        print(f"planning for stage {part.name}, the one of the longest rows")
-    config = part.config
+    config = _config()
+    stage = max(resolve_stages(config), key=lambda stage: (stage.sequence_length, stage.batch_size))
+    if stage.name:
+        print(f"planning for stage {stage.name}, the one of the longest rows")
+    config = stage.alone(config)
     if _mesh.value is not None:
         config = with_mesh(config, named)
     if _rows.value and not _search.value:

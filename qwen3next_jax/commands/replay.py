@@ -29,18 +29,18 @@ def main(arguments: list[str]) -> int:
     import numpy as np
 
     from qwen3next_jax.runs.incidents import read_dump
-    from qwen3next_jax.sharding.mesh import one_device
-    from qwen3next_jax.training.stages import part_at
-    from qwen3next_jax.training.step import make_gradients, make_train_step
+    from qwen3next_jax.training.gradients import make_gradients
+    from qwen3next_jax.training.loop import make_train_step
+    from qwen3next_jax.training.stages import stage_at
 
     dump = read_dump(pathlib.Path(arguments[0]))
     print(f"{arguments[0]}: step {dump.step}, halted because of {dump.reason}")
     for row, names in enumerate(dump.documents):
         print(f"row {row}: {', '.join(names)}")
 
-    part = part_at(dump.config, dump.step)
+    stage = stage_at(dump.run.stages, dump.step)
     gradients = jax.device_get(
-        jax.jit(make_gradients(part.config, one_device()))(dump.state["params"], dump.batch)[0]
+        jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)[0]
     )
     table = Table(
         "parameter",
@@ -65,9 +65,7 @@ def main(arguments: list[str]) -> int:
         )
     Console(highlight=False).print(table)
 
-    _, values = make_train_step(part.config, one_device(), part.schedule_from)(
-        dump.state, dump.batch
-    )
+    _, values = make_train_step(dump.run, stage)(dump.state, dump.batch)
     scalars = {
         name: float(value) for name, value in values.items() if getattr(value, "ndim", None) == 0
     }

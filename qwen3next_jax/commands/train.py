@@ -2,9 +2,12 @@
 [--config.train.steps=…] [--max-restarts=N] [--dry-run]`.
 """
 
+import functools
+
 from absl import flags
 
 from qwen3next_jax.commands import cli
+from qwen3next_jax.config import to_dict
 from qwen3next_jax.processes import supervisor
 
 get_config = cli.define_config_flag()
@@ -29,7 +32,10 @@ def main() -> int:
     config, launch = get_config(), get_launch()
     workdir = get_workdir(config.name)
     if get_max_restarts() and not _dry_run.value:
-        return supervisor.supervise(workdir, get_max_restarts(), restart=_restart.value)
+        from qwen3next_jax.runs.folder import written
+
+        find_run = functools.partial(written, workdir) if _restart.value else None
+        return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs import unread
 
     given = None if _allow_unread.value else cli.given_settings()
@@ -42,12 +48,12 @@ def main() -> int:
     cli.enable_compilation_cache()
     from qwen3next_jax.processes import distributed
 
-    with distributed.joined(launch, config):
+    with distributed.joined(launch, config.parallel, to_dict(config)):
         unread.check(config, given, workdir, _restart.value, unread.by_layers)
         if _dry_run.value:
-            from qwen3next_jax.runs.dry_run import rehearse
+            from qwen3next_jax.runs.dry_run import dry_run
 
-            return rehearse(config, workdir, _restart.value)
-        from qwen3next_jax.runs.loop import train
+            return dry_run(config, workdir, _restart.value)
+        from qwen3next_jax.runs.train import train
 
         return train(config, workdir, _restart.value)

@@ -141,25 +141,6 @@ def setting(name: str) -> Any:
     return settings
 
 
-def fill_from_tokenizer(values: dict[str, Any]) -> None:
-    """Where the nested dict `values` leaves `model.vocab_size` at 0 and trains on text, sets it,
-    and the end token, to those of `data.tokenizer` (where that is not given, of what
-    `train.init_from` brings).
-
-    Raises:
-      UserError: the tokenizer cannot be used.
-    """
-    model, data = values.get("model", {}), values.get("data", {})
-    if model.get("vocab_size") == 0 and data.get("source", "text") == "text":
-        # which take their time to load
-        from qwen3next_jax.data.tokens import load_tokenizer
-        from qwen3next_jax.runs.preflight import tokenizer_of_model
-
-        init_from = values.get("train", {}).get("init_from", "")
-        tokenizer = load_tokenizer(data.get("tokenizer") or tokenizer_of_model(init_from))
-        model["vocab_size"], model["eos_token_id"] = tokenizer.vocab_size, tokenizer.eos_id
-
-
 def _value(text: str, default: Any, where: str) -> Any:
     if isinstance(default, bool):
         if text.lower() not in _TRUTH:

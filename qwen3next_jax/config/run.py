@@ -12,7 +12,7 @@ from typing import Literal
 from qwen3next_jax.common.errors import escaped, require, require_path, short
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
-from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name
+from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
 
 MESH_AXES = ("data", "expert", "context", "tensor")
 # What the forward pass saves for the backward pass, which computes the rest again. "none": nothing
@@ -168,6 +168,12 @@ class TrainConfig:
     router_bias_rate: float = 0.001
     # steps between two lines of metrics
     log_every: int = 10
+    # functions of your own, 'my_package.module:function': each is called with the run's Trainer
+    # before the first step, and may add hooks
+    hooks: tuple[str, ...] = ()
+    # what happens when a hook fails without which the run can train: an evaluation, a sample,
+    # the diagnostics, one of your own
+    on_hook_error: Literal["stop", "continue"] = "stop"
     # seconds after which a step that does not end makes the run write its stack traces and exit;
     # 0: never
     step_timeout: float = 1800.0
@@ -186,6 +192,12 @@ class TrainConfig:
                 "router_bias_rate step_timeout compile_timeout",
             },
         )
+        object.__setattr__(self, "hooks", tuple(self.hooks))
+        for name in self.hooks:
+            require(
+                is_import_string(name),
+                f"train.hooks: {name!r}: expected 'my_package.module:function'",
+            )
         require_path(f"train.init_from = {self.init_from!r}", self.init_from)
         require(
             self.init_state == "weights" or bool(self.init_from),

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.processes.distributed import BatchShare
-from qwen3next_jax.sharding.rules import CONTEXT, ROWS, activation_spec, shards
+from qwen3next_jax.sharding.batch_layout import BatchLayout
+from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, shards
 
 # tokens [B, T], segment_ids [B, T] or None → (nll [B, T-1] in nats, guess [B, T-1]) of tokens 1 …
 # T-1, each given those before it in its document.
@@ -79,13 +79,13 @@ def place(batch: dict[str, np.ndarray], mesh: Mesh | None) -> dict[str, jax.Arra
     # attention's half blocks.
     more = -rows % shards(mesh, *ROWS), -length % (16 * context if context > 1 else 1)
     batch = {name: np.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
-    share = _share(mesh, rows + more[0])
-    return share.spread({name: x[share.rows] for name, x in batch.items()})
+    layout = _layout(mesh, rows + more[0])
+    return layout.to_global({name: x[layout.rows] for name, x in batch.items()})
 
 
 @functools.lru_cache(maxsize=64)
-def _share(mesh: Mesh, rows: int) -> BatchShare:
-    return BatchShare(NamedSharding(mesh, activation_spec("batch", "time")), rows)
+def _layout(mesh: Mesh, rows: int) -> BatchLayout:
+    return BatchLayout(batch_sharding(mesh), rows)
 
 
 def everywhere(mesh: Mesh | None) -> NamedSharding | None:

@@ -13,11 +13,8 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.evals.evaluation import Evaluation, Subject
 from qwen3next_jax.evals.scoring import everywhere, place
+from qwen3next_jax.model.layers import SINK_HEAD
 from qwen3next_jax.reporting.figures import Figure
-
-# a head above this attention probability on the first token counts as a sink (2504.02732,
-# 2505.06708)
-SINK_HEAD = 0.3
 
 
 class Sinks(Evaluation):

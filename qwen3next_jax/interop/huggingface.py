@@ -37,7 +37,7 @@ from qwen3next_jax.interop.weights import Weights, name_some
 from qwen3next_jax.interop.writing import PartialExport, Tensor, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.processes.distributed import is_leader, leader_says, together
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
 
 _ROWS_COMPARED = 1024  # of two tables, at a time
@@ -187,7 +187,7 @@ def load_params(path: str | os.PathLike, like: Any) -> Any:
             weights.check_unchanged()
         return arrays
 
-    arrays = together(read) if spans_processes else read()
+    arrays = run_on_all(read) if spans_processes else read()
     return jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], like)
 
 
@@ -342,7 +342,7 @@ def save_hf(
                 collections.deque(blocks, maxlen=0)
             raise
 
-    on_first_process = leader_says if spans_processes else lambda work: work()
+    on_first_process = broadcast_from_process_0 if spans_processes else lambda work: work()
     with PartialExport(pathlib.Path(out_dir), files, identity) as export:
         complete = on_first_process(export.begin)
         for name in files:

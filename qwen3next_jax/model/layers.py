@@ -15,6 +15,10 @@ from jax.sharding import Mesh
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.sharding.rules import CONTEXT, shards
 
+# Heads of which more than this share of attention goes to a document's first token count as
+# attention sinks (2504.02732, 2505.06708).
+SINK_HEAD = 0.3
+
 
 class Context(NamedTuple):
     """What the layers of one forward pass have in common.

@@ -25,7 +25,7 @@ from qwen3next_jax.sharding.rules import check_axes
 # vector      decay; AdamW's under Muon, too norm         weight of a norm: decays where
 # `optimizer.decay_norm_weights` says so rate         of decays, and constants: starts from a
 # distribution (or a value) that weight decay would erase, so it never decays balance      of a
-# router: the experts' load moves it (`training.step`), no gradient and no decay does
+# router: the experts' load moves it (`training.router_bias`), no gradient and no decay does
 Kind = Literal[
     "matrix", "embedding", "head", "router", "convolution", "vector", "norm", "rate", "balance"
 ]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import jax
 
-from qwen3next_jax.config import Config, ModelConfig
+from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import BACKWARD_OVER_FORWARD, forward_flops_per_token
 from qwen3next_jax.model.language_model import declared
@@ -48,8 +48,9 @@ class Ideal(NamedTuple):
     bound: dict[str, float]
 
 
-def ideal(config: Config, topology: Topology, mesh: jax.sharding.Mesh) -> Ideal:
-    m, train, chip = config.model, config.train, topology.chip
+def ideal(m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh) -> Ideal:
+    """The bounds of a step of the model `m` with the batches of `train`."""
+    chip = topology.chip
     tokens = train.batch_size * train.sequence_length / mesh.size * mesh.shape[TENSOR]
     passes = train.gradient_accumulation
     parts = {

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
@@ -35,11 +35,12 @@ from qwen3next_jax.planner.compiled import (
 from qwen3next_jax.planner.ideal import Ideal, ideal
 from qwen3next_jax.planner.roofline import RULES, Estimate, estimate
 from qwen3next_jax.planner.topology import Topology
-from qwen3next_jax.runs.folder import code_version
 from qwen3next_jax.sharding.chips import Chip
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import EXPERT, make_mesh
-from qwen3next_jax.training.step import abstract_train_state, batch_sharding, make_train_step
+from qwen3next_jax.training.loop import make_train_step
+from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.stages import ResolvedStage
 
 # Of a GPU's program memory and network are read, which are settled before its code is made.
 ROUGH_CODE = {
@@ -203,11 +204,11 @@ def check_exchange(sizes: dict[str, int], topology: Topology) -> None:
         )
 
 
-def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and places of one batch."""
-    shape = (config.train.batch_size, config.train.sequence_length)
+def abstract_batch(run: ResolvedRun, stage: ResolvedStage) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and sharding of the arrays of one batch."""
+    shape = (stage.batch_size, stage.sequence_length)
     return {
-        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.batch_sharding)
         for name in ("tokens", "segment_ids")
     }
 
@@ -215,7 +216,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 def make_plan(
     config: Config, topology: Topology, optimization_level: str = "", dumped: str | None = None
 ) -> Plan:
-    """Compiles the train step of `config` for `topology`.
+    """Compiles the train step of `config`, a run of one stage, for `topology`.
 
     Args:
       optimization_level: "O1" partitions and plans memory as always, but keeps no arrays in VMEM
@@ -231,14 +232,16 @@ def make_plan(
     """
     mesh = make_mesh(config.parallel, topology.devices)
     check_exchange(dict(mesh.shape), topology)
-    state, batch = abstract_train_state(config, mesh), abstract_batch(config, mesh)
+    run = resolve_run(config, mesh)
+    (stage,) = run.stages
+    state = run.abstract_state
+    batch = abstract_batch(run, stage)
     start = time.perf_counter()
     # kernels ask the described chip for its memory
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         platforms = None if topology.chip.torus else ("cuda",)
-        lowered = (
-            make_train_step(config, mesh).trace(state, batch).lower(lowering_platforms=platforms)
-        )
+        traced = make_train_step(run, stage).trace(state, batch)
+        lowered = traced.lower(lowering_platforms=platforms)
     lowered_at, cpu_then = time.perf_counter(), cpu_seconds()
     options = {"optimization_level": optimization_level} if optimization_level else {}
     try:
@@ -289,7 +292,7 @@ def make_plan(
             rules: estimate(program, mesh, topology.chip, topology.shape, schedules, rules)
             for rules in RULES
         },
-        ideal=ideal(config, topology, mesh),
+        ideal=ideal(config.model, config.train, topology, mesh),
         unknown_kernels=tuple(unknown_kernels(program, schedules)),
     )
 

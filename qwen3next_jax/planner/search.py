@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, TrainConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, halves
@@ -87,17 +87,15 @@ def candidates(
             config,
             train=dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1),
         )
-        for mesh in _meshes(config, len(topology.devices), fixed or {}):
+        meshes = _meshes(config.model, config.train, len(topology.devices), fixed or {})
+        for mesh in meshes:
             tried = []
             for remat, k in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % k == 0:
                     train = dataclasses.replace(config.train, remat=remat, gradient_accumulation=k)
                     parallel = dataclasses.replace(config.parallel, mesh=mesh)
-                    tried.append(
-                        _judge(
-                            dataclasses.replace(config, train=train, parallel=parallel), topology
-                        )
-                    )
+                    one = dataclasses.replace(config, train=train, parallel=parallel)
+                    tried.append(Candidate(one, *_estimate(config.model, train, mesh, topology)))
             found += sorted((c for c in tried if not c.reason), key=lambda c: c.seconds)[:1] + [
                 c for c in tried if c.reason
             ]
@@ -106,18 +104,18 @@ def candidates(
     )
 
 
-def _meshes(config: Config, devices: int, fixed: Mapping[str, int]) -> list[MeshConfig]:
+def _meshes(
+    model: ModelConfig, train: TrainConfig, devices: int, fixed: Mapping[str, int]
+) -> list[MeshConfig]:
     """Those of `devices`. Other axes than the first take powers of two: nothing else divides the
     heads.
     """
     powers = [2**i for i in range(devices.bit_length())]
-    longest = max(
-        -(-config.train.sequence_length // LONG_ROWS), -(-devices // config.train.batch_size)
-    )
+    longest = max(-(-train.sequence_length // LONG_ROWS), -(-devices // train.batch_size))
     most = MeshConfig(
-        expert=max(config.model.num_experts, 1),
+        expert=max(model.num_experts, 1),
         context=2 * longest - 1,
-        tensor=config.model.num_attention_heads,
+        tensor=model.num_attention_heads,
     )
     sizes = [
         [fixed[axis]] if axis in fixed else [n for n in powers if n <= getattr(most, axis)]
@@ -133,41 +131,50 @@ def _meshes(config: Config, devices: int, fixed: Mapping[str, int]) -> list[Mesh
     ]
 
 
-def _judge(config: Config, topology: Topology) -> Candidate:
-    sizes = dataclasses.asdict(config.parallel.mesh)
+def _estimate(
+    model: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
+) -> tuple[float, float, str]:
+    """(bytes, seconds, reason) of a `Candidate`."""
+    sizes = dataclasses.asdict(mesh)
     try:
         check_divides(
-            config, AbstractMesh(tuple(sizes.values()), tuple(sizes)), *split_sizes(config.model)
+            model,
+            train.batch_size // train.gradient_accumulation,
+            train.sequence_length,
+            AbstractMesh(tuple(sizes.values()), tuple(sizes)),
+            *split_sizes(model),
         )
         check_exchange(sizes, topology)
     except UserError as error:
-        return Candidate(config, float("inf"), float("inf"), str(error))
-    size, seconds = estimated_bytes(config), estimated_seconds(config, topology)
+        return float("inf"), float("inf"), str(error)
+    size = estimated_bytes(model, train, mesh)
+    seconds = estimated_seconds(model, train, mesh, topology)
     usable = topology.chip.usable_hbm
     reason = f"about {size / 2**30:.0f} GiB of {usable / 2**30:.0f} GiB" if size > usable else ""
-    return Candidate(config, size, seconds, reason)
+    return size, seconds, reason
 
 
-def estimated_bytes(config: Config) -> float:
+def estimated_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     """State, gradients, saved activations, the gathered embedding and head with their gradients,
     and the largest working set: a period's gathered weights and one layer's tokens.
     """
-    m, train, mesh = config.model, config.train, config.parallel.mesh
-    devices, tokens = _devices(mesh), _micro_batch_tokens(config)
+    devices = _devices(mesh)
+    tokens = _micro_batch_tokens(train, mesh)
     # Float32: parameter, two moments, gradient; a second one where micro-batches add up.
     state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
     # float32, split over `tensor`; bfloat16, whole
     ends = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
-    saved = 0.0 if train.remat == "offload" else _kept(config)
+    saved = 0.0 if train.remat == "offload" else _kept(m, train, mesh)
     weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
     return state + saved + ends + 3 * weights + 2 * layer_bytes(m) * tokens
 
 
-def _kept(config: Config) -> float:
+def _kept(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     """Bytes that the layers keep for the backward pass, wherever they lie."""
-    m, remat, operands = config.model, config.train.remat, layer_bytes(config.model, experts=False)
+    remat = train.remat
+    operands = layer_bytes(m, experts=False)
     # else the experts keep their input alone
-    rows = 2 * m.hidden_size * config.parallel.mesh.expert * _at_once(config)
+    rows = 2 * m.hidden_size * mesh.expert * _at_once(m, train, mesh)
     attention = (
         2
         * m.num_attention_heads
@@ -181,30 +188,31 @@ def _kept(config: Config) -> float:
         "block": 2 * m.hidden_size + attention,
         "offload": 2 * m.hidden_size,
     }[remat]
-    weights = (
-        2 * _gathered(m, config.parallel.mesh)
-        if remat == "none" and _devices(config.parallel.mesh) > 1
-        else 0
-    )
-    return per_token * m.num_hidden_layers * _micro_batch_tokens(config) + weights
+    weights = 2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
+    return per_token * m.num_hidden_layers * _micro_batch_tokens(train, mesh) + weights
 
 
-def _at_once(config: Config) -> bool:
+def _at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
     """Whether the experts gather all rows of a micro-batch at once, and so may keep them."""
-    m, n = config.model, config.parallel.mesh.expert
+    n = mesh.expert
+    tokens = int(_micro_batch_tokens(train, mesh))
     return (
         m.has_experts
         and 1 < n <= GATHERED_SHARDS
-        and halves(int(_micro_batch_tokens(config)), m.num_experts_per_tok, m.num_experts // n) == 1
+        and halves(tokens, m.num_experts_per_tok, m.num_experts // n) == 1
     )
 
 
-def estimated_seconds(config: Config, topology: Topology) -> float:
+def estimated_seconds(
+    m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
+) -> float:
     """Products at realistic rates, what is kept there and back, and the part of the network that
     is not hidden, with one torus dimension an axis.
     """
-    m, train, mesh, chip = config.model, config.train, config.parallel.mesh, topology.chip
-    devices, tokens, k = _devices(mesh), _micro_batch_tokens(config), train.gradient_accumulation
+    chip = topology.chip
+    devices = _devices(mesh)
+    tokens = _micro_batch_tokens(train, mesh)
+    k = train.gradient_accumulation
     parts = _flops(m, train.sequence_length)
     grouped, heads = parts.get("experts", 0.0), parts["head"]
     dense = sum(parts.values()) - grouped
@@ -213,11 +221,11 @@ def estimated_seconds(config: Config, topology: Topology) -> float:
         dense * passes + RECOMPUTED[train.remat] * (dense - heads)
     ) / DENSE + grouped * passes / GROUPED
     compute = products * tokens * k / mesh.tensor / chip.device_flops
-    moved = k * STACKED * _kept(config) / (chip.hbm_bandwidth / chip.devices_per_chip)
+    moved = k * STACKED * _kept(m, train, mesh) / (chip.hbm_bandwidth / chip.devices_per_chip)
     # gathered for each pass, gradients once, in bfloat16
     weights = k * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)
     layers, residual = m.num_hidden_layers, 2 * m.hidden_size * tokens * k
-    exchanges = 5 - (train.remat in ("none", "dots") and _at_once(config))
+    exchanges = 5 - (train.remat in ("none", "dots") and _at_once(m, train, mesh))
     experts = exchanges * layers * residual * (mesh.expert - 1) if m.has_experts else 0
     split = 8 * layers * residual * (mesh.tensor - 1) / mesh.tensor
     network = (
@@ -232,9 +240,8 @@ def _devices(mesh: MeshConfig) -> int:
     return math.prod(dataclasses.astuple(mesh))
 
 
-def _micro_batch_tokens(config: Config) -> float:
+def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
     """Of one device in one micro-batch."""
-    train, mesh = config.train, config.parallel.mesh
     return (
         train.batch_size
         * train.sequence_length

@@ -29,7 +29,7 @@ import numpy as np
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError, reason
 from qwen3next_jax.common.trees import flat
-from qwen3next_jax.config import Config, ParallelConfig, to_dict
+from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
 
 # seconds; for waits on work of unknown length: a dead process ends them earlier, by its heartbeat
@@ -95,17 +95,20 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
 
 
 @contextlib.contextmanager
-def joined(launch: Launch | None, config: Config) -> Iterator[None]:
-    """`start`s, makes sure that all processes have the same configuration and code, and sees to
-    it that this process can leave when what is in the block fails in it alone.
+def joined(
+    launch: Launch | None, parallel: ParallelConfig, settings: dict[str, Any]
+) -> Iterator[None]:
+    """Joins the other processes (`start`), and makes sure that all have the same `settings` and
+    code.
 
-    At its end a process waits for all others, which go on waiting for this one in the middle of
-    a step. So one that fails waits a while only and then leaves with its own exit code; the
-    others are ended by the runtime.
+    A process that fails alone inside the block leaves after a while, with its own exit code; the
+    runtime ends the others. Without that it would wait at its end for all others, which wait for
+    it in the middle of a step.
     """
-    start(launch, config.parallel)
+    start(launch, parallel)
     try:
-        together(lambda: None, _settings(config) | _code_digests(), config.parallel.start_timeout)
+        alike = _settings(settings) | _code_digests()
+        run_on_all(lambda: None, alike, parallel.start_timeout)
         yield
         barrier()  # process 0 may have to seal a checkpoint yet
     except BaseException as error:
@@ -159,7 +162,7 @@ def is_leader() -> bool:
     return jax.process_index() == 0
 
 
-def leader_says(work: Callable[[], Any]) -> Any:
+def broadcast_from_process_0(work: Callable[[], Any]) -> Any:
     """What `work()` returns on process 0 (JSON-ready), on every process; only process 0 calls it.
 
     Raises:
@@ -178,7 +181,7 @@ def leader_says(work: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
-def together(
+def run_on_all(
     work: Callable[[], Any], about: dict[str, str] | None = None, timeout: float = _LONG
 ) -> Any:
     """`work()` on every process at once. → what it returned here.
@@ -199,17 +202,17 @@ def together(
     _client().key_value_set(
         f"{key}/{me}", json.dumps(outcome | {"about": about or {}, "host": socket.gethostname()})
     )
-    leader_says(lambda: _judge(key, timeout))
+    broadcast_from_process_0(lambda: _check_reports(key, timeout))
     return result
 
 
-def leader_first(work: Callable[[], Any]) -> Any:
+def process_0_first(work: Callable[[], Any]) -> Any:
     """`work()` on process 0 and, once that is done, on the others. → what it returned here.
-    Raises as `together` does.
+    Raises as `run_on_all` does.
     """
     done: list[Any] = []
-    leader_says(lambda: done.append(work()))
-    return together(lambda: done[0] if done else work())
+    broadcast_from_process_0(lambda: done.append(work()))
+    return run_on_all(lambda: done[0] if done else work())
 
 
 def barrier(timeout: float = _LONG) -> None:
@@ -240,9 +243,9 @@ def check_shared(folder: pathlib.Path, patience: float) -> None:
                 )
             time.sleep(0.1)
 
-    token = leader_says(lambda: _write(mark, uuid.uuid4().hex))
+    token = broadcast_from_process_0(lambda: _write(mark, uuid.uuid4().hex))
     try:
-        together(seen)
+        run_on_all(seen)
     finally:
         if is_leader():
             mark.unlink()
@@ -276,44 +279,6 @@ class StopVote:
         return self._any(self._votes[stop]) if jax.process_count() > 1 else stop
 
 
-class BatchShare:
-    """The rows of a batch that this process reads, and the arrays over all devices that are made
-    of them.
-
-    Which rows follows from the sharding: processes that hold different columns of the same rows
-    (`context`), or the same values twice (`tensor`), read the same rows.
-
-    Attributes:
-      rows: their indices in the batch, ascending.
-    """
-
-    def __init__(self, sharding: jax.sharding.Sharding, batch_size: int):
-        """`sharding`: of an array [batch_size, …]."""
-        self._sharding, self._batch_size = sharding, batch_size
-        shards = sharding.addressable_devices_indices_map(
-            (batch_size,) + (1 << 20,) * (len(sharding.spec) - 1)
-        )
-        self.rows = sorted(
-            {row for index in shards.values() for row in range(*index[0].indices(batch_size))}
-        )
-
-    def spread(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """`local` [len(rows), …] of every process → the batch [B, …], split over the devices."""
-        place = {row: i for i, row in enumerate(self.rows)}
-
-        def whole(x: np.ndarray) -> jax.Array:
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
-                start, stop, _ = index[0].indices(self._batch_size)
-                # rows of a shard are neighbours here, too
-                return x[(slice(place[start], place[stop - 1] + 1), *index[1:])]
-
-            return jax.make_array_from_callback(
-                (self._batch_size, *x.shape[1:]), self._sharding, shard
-            )
-
-        return {name: whole(x) for name, x in local.items()}
-
-
 def _code_digests() -> dict[str, str]:
     """Name → text of what must be the same wherever the run computes: the package's files
     (digests), and the versions of the libraries that compute, of those that are installed.
@@ -330,13 +295,13 @@ def _code_digests() -> dict[str, str]:
     }
 
 
-def _settings(config: Config) -> dict[str, str]:
-    """Name → text of every setting of a configuration that all processes must have alike: all
-    but where rows are kept.
+def _settings(settings: dict[str, Any]) -> dict[str, str]:
+    """Name → text of every setting that all processes must have alike: all but where rows are
+    kept.
     """
     return {
         name: repr(value)
-        for name, value in flat(to_dict(config), "config.").items()
+        for name, value in flat(settings, "config.").items()
         if name != "config.data.prepared_dir"
     }
 
@@ -363,7 +328,7 @@ def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[
     return result, {keep: result} if keep else {}
 
 
-def _judge(key: str, timeout: float) -> None:
+def _check_reports(key: str, timeout: float) -> None:
     """Process 0 reads what the others say of themselves, and raises where something is wrong."""
     first: dict[str, Any] = {}
     for process in range(jax.process_count()):

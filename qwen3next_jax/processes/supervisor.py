@@ -16,13 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import flags
 
 from qwen3next_jax.common.child_processes import end_with
 from qwen3next_jax.common.errors import RESTARTED, ExitCode
-from qwen3next_jax.runs.folder import written
 
 # seconds before a restart; doubled while there is no progress
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -41,15 +41,20 @@ def define_flag() -> Callable[[], int]:
 
 
 def supervise(
-    workdir: pathlib.Path, max_restarts: int, command: Sequence[str] = (), restart: bool = False
+    workdir: pathlib.Path,
+    max_restarts: int,
+    command: Sequence[str] = (),
+    find_run: Callable[[], Mapping[str, Any]] | None = None,
 ) -> int:
     """Runs `command` (default: this very one, unsupervised) until it ends for good. → exit code.
 
-    `restart`: `command` is told to move the run in `workdir` aside and to train anew. A process
-    that dies before it has done so is followed by one that is told the same; after that the new
-    run goes on.
+    Args:
+      find_run: given where `command` moves the run in `workdir` aside and trains anew: finds the
+        files of the run that is there (name → what identifies the file). A process that dies
+        before it has moved them is followed by one that moves the rest; after that the new run
+        continues.
     """
-    old_run = written(workdir).items() if restart else ()
+    old_run = find_run().items() if find_run else ()
     own: list[str] = []
     command = list(command) or [
         *(sys.executable, "-m", "qwen3next_jax", "train", *sys.argv[1:]),
@@ -93,8 +98,8 @@ def supervise(
                 _say(f"{_how(code)}; gives up: {why}. Last good step: {reached}")
                 return ExitCode.GAVE_UP
             restarts += 1
-            still_old = any(part in written(workdir).items() for part in old_run)
-            own = ["--norestart"] if restart and not still_old else []
+            still_old = bool(find_run) and not old_run.isdisjoint(find_run().items())
+            own = ["--norestart"] if find_run and not still_old else []
             begins = "anew: the run before is still there" if still_old else f"from step {reached}"
             pause = min(FIRST_PAUSE * 2**fruitless, LONGEST_PAUSE)
             _say(f"{_how(code)}; restart {restarts} of {max_restarts} in {pause:g} s, {begins}")

@@ -7,90 +7,97 @@ that the parent took, as the stages of a run do (`stages`); where data, batch si
 guards' window are the same, every bit is that of the parent's own continuation.
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from jax.sharding import Mesh
-
-from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import read_config, read_run
 from qwen3next_jax.runs.preflight import Parent, compare_tokens
-from qwen3next_jax.training.guards import renewed
-from qwen3next_jax.training.stages import Reading, Readings, parts_of, recorded, stage_of
-from qwen3next_jax.training.step import State, abstract_train_state, init_state
+from qwen3next_jax.training import guards
+from qwen3next_jax.training.resolve import ResolvedRun
+from qwen3next_jax.training.stages import (
+    DataCursor,
+    DataCursors,
+    ResolvedStage,
+    recorded_cursors,
+    stage_number,
+)
+from qwen3next_jax.training.state import State, abstract_train_state
 
 
-def start_state(
-    config: Config, mesh: Mesh, data: Sequence[Data], parent: Parent
-) -> tuple[State, Reading]:
-    """(the state before the first step of a run that begins with `parent`, read onto `mesh` as
-    it lies there; what that step reads).
+def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple[State, DataCursor]:
+    """(the state before the first step of a run that begins with `parent`, read onto the mesh of
+    the run; the cursor of that step).
 
     Raises:
       UserError: the checkpoint is damaged, or of another structure.
     """
-    folder, step = pathlib.Path(parent["path"]), parent["step"]
-    # Read before the checkpoint, which is then found to be the one of `parent` and of this run.
-    run, theirs = read_run(folder), read_config(folder)
-    abstract = abstract_train_state(config, mesh)
-    whole = config.train.init_state == "all"
-    wanted = (
-        abstract_train_state(dataclasses.replace(config, guards=theirs.guards), mesh)
-        if whole
-        else abstract
-    )
-    # what the model does not have, such as mtp where it is left out, is not read
+    config = run.config
+    folder = pathlib.Path(parent["path"])
+    step = parent["step"]
+    # Read before the checkpoint, which is then found to be the one of `parent` and of that run.
+    record = read_run(folder)
+    theirs = read_config(folder)
+    takes_all = config.train.init_state == "all"
+    if takes_all:  # the guards' window may be another one here
+        wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)
+    else:
+        wanted = {name: run.abstract_state[name] for name in ("params", "step")}
+    # What the model does not have, such as mtp where it is left out, is not read.
     with Checkpoints(folder) as checkpoints:
-        state = checkpoints.restore(
-            step,
-            {name: wanted[name] for name in (wanted if whole else ("params", "step"))},
-            whole=False,
-            digest=parent["manifest"],
-        )
-    if not whole:
-        return init_state(config, mesh, state["params"]), Reading(
-            data[0].fingerprint, data[0].batch_size
-        )
+        state = checkpoints.restore(step, wanted, whole=False, digest=parent["manifest"])
+    if not takes_all:
+        first = DataCursor(data[0].fingerprint, data[0].batch_size)
+        return run.init_state(state["params"]), first
     offset = int(state["guards"]["data_offset"])
-    before, now = _readings(config, data, step, recorded(run, theirs), offset)
-    same_window = before.like(now) and theirs.guards.window == config.guards.window
-    return state | {"guards": renewed(config.guards, state["guards"], 0, same_window)}, now
+    their_cursors = recorded_cursors(record, theirs.train.batch_size)
+    before, now = _cursors(run.stages, data, step, their_cursors, offset)
+    same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
+    state["guards"] = guards.reset(config.guards, state["guards"], 0, same_window)
+    return state, now
 
 
-def describe(config: Config, data: Sequence[Data], parent: Parent | None) -> str:
+def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> str:
     """How a run begins, in words."""
+    config = run.config
     if not config.train.init_from:
         return "making the first state"
-    run, theirs, beginning = None, None, f"the Hugging Face directory {config.train.init_from}"
+    beginning = f"the Hugging Face directory {config.train.init_from}"
     if parent:
-        folder = pathlib.Path(parent["path"])
-        run, theirs = read_run(folder), read_config(folder)
         older = preflight.passed_over(config.train.init_from, parent)
         beginning = f"{parent['path']} after step {parent['step']}{older}"
-    text = f"beginning with {beginning}, reading {compare_tokens(config)}: its weights"
+    tokens = compare_tokens(config.data, run.model.vocab_size, config.train.init_from)
+    text = f"beginning with {beginning}, reading {tokens}: its weights"
     if config.train.init_state == "weights":
         return f"{text} (step 0, a new optimizer, the data from their first batch)"
-    before, now = _readings(config, data, parent["step"], recorded(run, theirs))
+    folder = pathlib.Path(parent["path"])
+    theirs = read_config(folder)
+    their_cursors = recorded_cursors(read_run(folder), theirs.train.batch_size)
+    before, now = _cursors(run.stages, data, parent["step"], their_cursors)
     rows = (
         "go on behind the rows that it took"
         if now.row or now.starts.keys() & {now.fingerprint, *now.streams}
         else ("begin with their first row, as they are others")
     )
-    same_window = before.like(now) and theirs.guards.window == config.guards.window
+    same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
     return (
         f"{text}, optimizer and step; the data {rows}; the guards' window "
         f"{'goes on' if same_window else 'begins anew'}"
     )
 
 
-def _readings(
-    config: Config, data: Sequence[Data], step: int, readings: Readings, data_offset: int = 0
-) -> tuple[Reading, Reading]:
-    """What the parent, of these `readings`, read until `step`, and what this run reads first."""
-    before = readings[stage_of(readings, step)]
-    now = next(rows for part, rows in zip(parts_of(config), data, strict=True) if step < part.last)
-    return before, before.then(step, now, data_offset)
+def _cursors(
+    stages: Sequence[ResolvedStage],
+    data: Sequence[Data],
+    step: int,
+    theirs: DataCursors,
+    data_offset: int = 0,
+) -> tuple[DataCursor, DataCursor]:
+    """(the cursor of the parent at `step`, the first cursor of this run). `theirs` are the
+    parent's; its state counts `data_offset`.
+    """
+    before = theirs[stage_number(theirs, step)]
+    rows = next(rows for stage, rows in zip(stages, data, strict=True) if step < stage.last_step)
+    return before, before.advance(step, rows, data_offset)

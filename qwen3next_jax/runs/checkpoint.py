@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.errors import ExitCode, UserError, warn
 from qwen3next_jax.config import CheckpointConfig, Config
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.processes.distributed import is_leader, leader_says
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_nothing_lost,
@@ -37,7 +37,7 @@ from qwen3next_jax.runs.folder import (
 )
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.sharding.rules import shardings
-from qwen3next_jax.training.step import State, abstract_model
+from qwen3next_jax.training.state import State, abstract_model
 
 # Orbax reports every directory it touches at the level of a warning.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
@@ -101,7 +101,7 @@ class Checkpoints:
           UserError: the run that trains here has been saved, but nothing whole is left (see
           `check_nothing_lost`).
         """
-        self._found_good = leader_says(self._find_good)
+        self._found_good = broadcast_from_process_0(self._find_good)
         return self._found_good
 
     def _find_good(self) -> int | None:
@@ -131,14 +131,14 @@ class Checkpoints:
             except OSError as error:
                 raise unwritable(self.directory.parent, error) from error
 
-        leader_says(clear)
+        broadcast_from_process_0(clear)
 
     def save(self, step: int, state: State) -> None:
         """Starts to save; waits for the save before to be complete. Its outcome is told by
         `events`.
         """
         self.wait()
-        if leader_says(lambda: step in self.steps()):
+        if broadcast_from_process_0(lambda: step in self.steps()):
             return
         begun = time.perf_counter()
         try:
@@ -216,7 +216,9 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_leader():
             return []
-        size = manifest.seal(self.directory / str(step), step, run_id(self.directory.parent))
+        size = manifest.write_manifest(
+            self.directory / str(step), step, run_id(self.directory.parent)
+        )
         saved = (
             "checkpoint",
             step,
@@ -385,7 +387,7 @@ def load_trained(
                 f"{workdir}: no whole checkpoint; let the run reach its first one "
                 f"(checkpoint.every = {config.checkpoint.every})"
             )
-        graphdef, params = abstract_model(config)
+        graphdef, params = abstract_model(config.model)
         wanted = {"params": params, "step": jax.ShapeDtypeStruct((), np.int32)}
         abstract = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),

@@ -7,11 +7,10 @@ Both are drawn from the events of metrics.jsonl, so that what is shown is what i
 import contextlib
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -19,11 +18,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from qwen3next_jax.config import Config
 from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import mesh_text
-from qwen3next_jax.training.stages import tokens_seen
+from qwen3next_jax.training.resolve import ResolvedRun
+from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
 CELL_WIDTH = 24  # the widest name and value beside each other
 XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure
@@ -61,18 +60,15 @@ class PreparationProgress:
         self._bars.update(self._tasks[source], completed=bytes_read)
 
 
-def title(
-    config: Config,
-    mesh: Mesh,
-    state: Mapping[str, Any],
-    corpus: str,
-    first_step: int,
-    parent: str = "",
-) -> str:
-    """What a run is and where it runs, in a line above all else that is shown. `corpus`: its
-    data, in words; `parent`: the run with whose `first_step` it begins now.
+def title(run: ResolvedRun, corpus: str, first_step: int, parent: str = "") -> str:
+    """The first line of the display: what a run is and where it runs.
+
+    Args:
+      corpus: the data in words.
+      parent: the run from which this one begins now, after its `first_step`; "" for none.
     """
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    mesh = run.mesh
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
     start = (
         f"new run after step {first_step} of {parent}"
         if parent
@@ -82,8 +78,8 @@ def title(
     )
     kind = mesh.devices.flat[0].device_kind
     devices = kind if mesh.size == 1 else f"{mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
-    options = compiler_options(config.parallel, mesh)
-    return f"{config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}" + (
+    options = compiler_options(run.config.parallel, mesh)
+    return f"{run.config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}" + (
         f"\n{options_text(options)}" if options else ""
     )
 
@@ -94,17 +90,15 @@ class Display:
     def __init__(
         self,
         title: str,
-        config: Config,
+        stages: Sequence[ResolvedStage],
         first_step: int,
         visible: bool = True,
         console: Console | None = None,
     ):
-        """`visible` False shows nothing: the processes of a run other than its first."""
-        self._title, self._steps, self._tokens = (
-            title,
-            config.train.steps,
-            tokens_seen(config, config.train.steps),
-        )
+        """`visible` False shows nothing, as in all processes of a run but the first."""
+        self._title = title
+        self._steps = stages[-1].last_step
+        self._tokens = tokens_seen(stages, self._steps)
         self._console = console or Console(highlight=False, quiet=not visible)
         self._train: dict[str, Any] = {}
         self._heldout: list[str] = []
@@ -298,6 +292,7 @@ FAULTS = {
     "damaged": "damaged checkpoint passed over",
     "stop": "stopping",
     "save_failed": "checkpoint not saved",
+    "hook_failed": "hook failed",
 }
 
 

@@ -3,64 +3,89 @@ Nothing is written.
 """
 
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from qwen3next_jax.common.errors import ExitCode
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import Config, DataConfig
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.pipeline import source_of
-from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.processes.distributed import is_leader, together
+from qwen3next_jax.processes.distributed import is_leader, run_on_all
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import restart_has_begun
-from qwen3next_jax.runs.loop import check_start
 from qwen3next_jax.runs.memory import check_state_fits, device_bytes, gigabytes
+from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.runs.telemetry import memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
-from qwen3next_jax.training.stages import parts_of, tokens_seen
-from qwen3next_jax.training.step import abstract_train_state
+from qwen3next_jax.training.resolve import ResolvedRun
+from qwen3next_jax.training.stages import tokens_seen
 
 
-def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> int:
-    """Prints parameters, memory, data, tokens, FLOPs and from where the run would start. Returns
-    the exit code.
+def dry_run(
+    config: Config,
+    workdir: pathlib.Path,
+    restart: bool = False,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> ExitCode:
+    """Prints parameters, memory, data, tokens, FLOPs and where the run would start. `devices`:
+    those of the run; None for all that JAX finds.
 
     Raises:
-      UserError: a mistake that `train` would meet, but for those in the text behind the first
-      document of each glob and in the
-        tensors of `init_from`, which are not read.
+      UserError: a mistake that `train` would meet. Two are not looked for: in the text behind
+        the first document of each glob, and in the values of the tensors of `train.init_from`.
     """
     restart = restart or restart_has_begun(workdir)
-    mesh = make_mesh(config.parallel)
-    state = abstract_train_state(config, mesh)
-    together(lambda: check_start(config, mesh, workdir, restart))
-    config = together(lambda: preflight.with_tokenizer(config, workdir, restart))
-    data = together(lambda: _data(config))
+    mesh = make_mesh(config.parallel, devices)
+    run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
+    data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size))
     if not is_leader():
         return ExitCode.DONE
-    train, kind = config.train, mesh.devices.flat[0].device_kind
+    train = run.config.train
     step = 0 if restart else _newest_step(workdir)
-    parent = preflight.find_parent(config, workdir, restart)
+    parent = preflight.find_parent(run.config, workdir, restart)
     taken = parent["step"] if parent and train.init_state == "all" else step
+    for line in partial_ablations(run.model):
+        print(line)
+    _print_devices(run)
+    print(f"Data: {data}")
+    _print_stages(run, taken)
+    if step:
+        begin = f"after step {step}"
+    elif not train.init_from:
+        begin = f"from random weights (train.seed = {train.seed})"
+    else:
+        begin = _describe_beginning(run, parent)
+    done = "nothing is left to do " if step >= run.steps else ""
+    print(f"Start in {workdir}: {done}{begin}. Nothing has been written")
+    # Last: what a run would take is worth knowing where it does not fit.
+    check_state_fits(run.abstract_state)
+    return ExitCode.DONE
+
+
+def _print_devices(run: ResolvedRun) -> None:
+    """Parameters, devices, the compiler's options and memory."""
+    params, opt_state = run.abstract_state["params"], run.abstract_state["opt_state"]
+    kind = run.mesh.devices.flat[0].device_kind
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(
+        f"{run.config.name}: {parameters:,} parameters on {run.mesh.size} × {kind} "
+        f"({mesh_text(dict(run.mesh.shape))})"
+    )
+    if options := compiler_options(run.config.parallel, run.mesh):
+        print(f"The step's {options_text(options)}")
     sizes = {
-        "parameters": device_bytes(state["params"]),
-        "optimizer state": device_bytes(state["opt_state"]),
-        "gradients": device_bytes(state["params"]),
+        "parameters": device_bytes(params),
+        "optimizer state": device_bytes(opt_state),
+        "gradients": device_bytes(params),
     }
     limit = memory()[1]
-    for line in partial_ablations(config.model):
-        print(line)
-    print(
-        f"{config.name}: {sum(leaf.size for leaf in jax.tree.leaves(state['params'])):,} "
-        f"parameters on {mesh.size} × {kind} ({mesh_text(dict(mesh.shape))})"
-    )
-    if options := compiler_options(config.parallel, mesh):
-        print(f"The step's {options_text(options)}")
     print(
         "Memory of a device: "
         + ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
@@ -69,72 +94,57 @@ def rehearse(config: Config, workdir: pathlib.Path, restart: bool = False) -> in
         + ". Left out: activations, which grow with its tokens in a micro-batch, and what the "
         "program needs besides (qwen3next plan compiles the real step)"
     )
-    print(f"Data: {data}")
+
+
+def _print_stages(run: ResolvedRun, taken: int) -> None:
+    """Tokens and FLOPs of every stage that is not over after `taken` steps."""
     total = 0.0
-    for part in parts_of(config):
-        first = max(part.first, taken)
-        if part.last <= first:
+    for stage in run.stages:
+        first = max(stage.steps_before, taken)
+        steps = stage.last_step - first
+        if steps <= 0:
             continue
-        one, steps, of = (
-            part.config.train,
-            part.last - first,
-            f" of stage {part.name}" if part.name else "",
-        )
-        tokens, flops = (
-            one.batch_size * one.sequence_length,
-            flops_per_token(config.model, one.sequence_length),
-        )
+        of_stage = f" of stage {stage.name}" if stage.name else ""
+        tokens = stage.tokens_per_step
+        tokens_at_once = -(-tokens // (stage.micro_batches * run.mesh.size))
+        flops = flops_per_token(run.model, stage.sequence_length)
         total += flops * tokens * steps
         print(
-            f"Tokens{of}: {one.batch_size} × {one.sequence_length} = {tokens:,} a step, "
-            f"{tokens * steps:,} in {steps:,} steps ({first + 1:,} … {part.last:,}), "
-            f"{-(-tokens // (one.gradient_accumulation * mesh.size)):,} a device and micro-batch"
+            f"Tokens{of_stage}: {stage.batch_size} × {stage.sequence_length} = {tokens:,} a step, "
+            f"{tokens * steps:,} in {steps:,} steps ({first + 1:,} … {stage.last_step:,}), "
+            f"{tokens_at_once:,} a device and micro-batch"
         )
         print(
-            f"FLOPs of the model{of}, forward and backward: {flops:.4g} a token, "
+            f"FLOPs of the model{of_stage}, forward and backward: {flops:.4g} a token, "
             f"{flops * tokens:.4g} a step, {flops * tokens * steps:.4g} in all"
         )
-    if train.stages:
-        print(
-            f"Together: {tokens_seen(config, train.steps) - tokens_seen(config, taken):,} tokens, "
-            f"{total:.4g} FLOPs in {train.steps - taken:,} steps"
-        )
-    if step:
-        begin = f"after step {step}"
-    elif not train.init_from:
-        begin = f"from random weights (train.seed = {train.seed})"
-    else:
+    if run.config.train.stages:
+        tokens = tokens_seen(run.stages, run.steps) - tokens_seen(run.stages, taken)
+        print(f"Together: {tokens:,} tokens, {total:.4g} FLOPs in {run.steps - taken:,} steps")
+
+
+def _describe_beginning(run: ResolvedRun, parent: preflight.Parent | None) -> str:
+    """What a new run begins with, where `train.init_from` names it."""
+    train = run.config.train
+    model = train.init_from
+    if parent:
+        older = preflight.passed_over(train.init_from, parent)
         model = (
-            f"{parent['path']}, step {parent['step']}"
-            f"{preflight.passed_over(train.init_from, parent)}, "
+            f"{parent['path']}, step {parent['step']}{older}, "
             f"train.init_state = {train.init_state!r}"
-            if parent
-            else train.init_from
         )
-        begin = f"from {model}, reading {preflight.compare_tokens(config)}"
-    print(
-        f"Start in {workdir}: {'nothing is left to do ' if step >= train.steps else ''}{begin}. "
-        "Nothing has been written"
-    )
-    check_state_fits(state)  # last: what a run would take is worth knowing where it does not fit
-    return ExitCode.DONE
+    tokens = preflight.compare_tokens(run.config.data, run.model.vocab_size, train.init_from)
+    return f"from {model}, reading {tokens}"
 
 
-def _data(config: Config) -> str:
+def _describe_data(config: DataConfig, vocab_size: int) -> str:
     """What there is to train on."""
-    tokenizer = source_of(config.data).tokenizer_of(config.data, config.model.vocab_size)
-    if config.eval.sample_tokens:
-        check_request(
-            config.model,
-            [tokenizer.encode(config.eval.sample_prompt)],
-            config.eval.sample_tokens,
-            0.7,
-        )
-    if config.data.source != "text":
-        return f"{config.data.source}, made as it is read"
+    if config.source != "text":
+        return f"{config.source}, made as it is read"
+    tokenizer = source_of(config).tokenizer_of(config, vocab_size)
     found = [
-        sources.resolve(glob, config.data.text_field, config.data.on_bad_text)
-        for glob in config.data.globs or ("",)
+        sources.resolve(glob, config.text_field, config.on_bad_text)
+        for glob in config.globs or ("",)
     ]
     for source in found:
         next(sources.documents(source))

@@ -13,27 +13,31 @@ nothing of it may be missing: what a run wrote is never taken for another's, nor
 
 import contextlib
 import fcntl
-import importlib.metadata
 import itertools
 import json
 import os
 import pathlib
 import re
 import shutil
-import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import to_disk
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.version import code_version, git
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.reporting.events import each_event
-from qwen3next_jax.training.stages import SETTINGS, Part, parts_of, recorded
+from qwen3next_jax.training.stages import (
+    SETTINGS,
+    ResolvedStage,
+    recorded_cursors,
+    resolve_stages,
+)
 
 # What may differ when a run goes on, and why; it is logged. Any other difference would make it
 # another run.
@@ -52,6 +56,8 @@ MAY_CHANGE = {
         "to no less than are taken"
     ),
     "config.train.log_every": "what is written down",
+    "config.train.hooks": "what a run does besides its steps",
+    "config.train.on_hook_error": "what it does when that fails",
     "config.train.remat": "memory against time; the same gradients up to rounding",
     "config.train.step_timeout": "the watchdog",
     "config.train.compile_timeout": "the watchdog",
@@ -184,7 +190,7 @@ def open_run(
     from qwen3next_jax.model.block import versions
 
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-    # see `stages.Reading`
+    # see `stages.DataCursor`
     data = [{"fingerprint": fingerprint} for fingerprint in data_fingerprints]
     now = {
         "format": _FORMAT,
@@ -312,10 +318,11 @@ def _checked_changes(
     )
     before = before | {"config": _plain(trained)}
     if "data" in now:  # of the stages that have begun
+        cursors = recorded_cursors(before, trained.train.batch_size)
         pairs = [
             (old.fingerprint, new["fingerprint"])
-            for part, old, new in zip(parts_of(trained), recorded(before, trained), now["data"])
-            if old and part.first < max(step, 1)
+            for stage, old, new in zip(resolve_stages(trained), cursors, now["data"])
+            if old and stage.steps_before < max(step, 1)
         ]
         old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         before, now = before | {"data": old_data}, now | {"data": new_data}
@@ -346,7 +353,8 @@ def _checked_changes(
                 f"{workdir} holds a run with {name} = {change.old!r}, not {change.new!r}: give "
                 "another --workdir, or the old value"
             )
-    _check_stages(workdir, trained, from_dict(Config, now["config"]), step)
+    now_stages = resolve_stages(from_dict(Config, now["config"]))
+    _check_stages(workdir, resolve_stages(trained), now_stages, step)
     return changes
 
 
@@ -360,31 +368,34 @@ def _by_number(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"config": record["config"] | {"train": train | {"stages": stages}}}
 
 
-def _check_stages(workdir: pathlib.Path, trained: Config, now: Config, step: int) -> None:
-    """Raises UserError where a stage that has begun by `step` is another one now."""
-    old, new = parts_of(trained), parts_of(now)
-    for i, part in enumerate(old):
-        if part.first >= max(step, 1):
+def _check_stages(
+    workdir: pathlib.Path, old: Sequence[ResolvedStage], new: Sequence[ResolvedStage], step: int
+) -> None:
+    """Raises UserError where a stage that has begun by `step` is another one now. `old` are the
+    stages of the run as it was trained.
+    """
+    for i, stage in enumerate(old):
+        if stage.steps_before >= max(step, 1):
             return
         where = (
-            f"{workdir}: {f'stage {part.name}' if part.name else 'its only stage'} has taken "
-            f"{min(step, part.last) - part.first} steps"
+            f"{workdir}: {f'stage {stage.name}' if stage.name else 'its only stage'} has taken "
+            f"{min(step, stage.last_step) - stage.steps_before} steps"
         )
         if i == len(new):
             raise UserError(
                 f"{where}, but train.stages ends before it: only what comes after it may change"
             )
-        over = i + 1 < len(old) and part.last < step
-        if new[i].last != part.last if over else i + 1 < len(new) and new[i].last < step:
-            stays = (
-                f"train.stages[{i}].steps = {part.last - part.first} stays"
-                if over
-                else "give it as many at least"
+        over = i + 1 < len(old) and stage.last_step < step
+        ends = new[i].last_step
+        if over and ends != stage.last_step:
+            raise UserError(
+                f"{where}, not {new[i].steps}: train.stages[{i}].steps = {stage.steps} stays"
             )
-            raise UserError(f"{where}, not {new[i].last - new[i].first}: {stays}")
+        if not over and i + 1 < len(new) and ends < step:
+            raise UserError(f"{where}, not {new[i].steps}: give it as many at least")
         for name, was, becomes in zip(
-            ("schedule_from", *itertools.chain(*SETTINGS.values())),
-            _settings(part),
+            ("schedule_start", *itertools.chain(*SETTINGS.values())),
+            _settings(stage),
             _settings(new[i]),
         ):
             if was != becomes and f"config.train.{name}" not in MAY_CHANGE:
@@ -394,11 +405,11 @@ def _check_stages(workdir: pathlib.Path, trained: Config, now: Config, step: int
                 )
 
 
-def _settings(part: Part) -> list[Any]:
+def _settings(stage: ResolvedStage) -> list[Any]:
     return [
-        part.schedule_from,
+        stage.schedule_start,
         *(
-            getattr(getattr(part.config, group), name)
+            getattr(getattr(stage, group), name)
             for group, names in SETTINGS.items()
             for name in names
         ),
@@ -432,7 +443,7 @@ def _unversioned(
     for name in {name for name, _ in model.layer_kinds} & _CHANGED_UNVERSIONED.keys():
         changed = _CHANGED_UNVERSIONED[name]
         known = re.fullmatch("[0-9a-f]{7,40}", code) and None not in (
-            _git("cat-file", "-e", f"{commit}^{{commit}}") for commit in (code, changed)
+            git("cat-file", "-e", f"{commit}^{{commit}}") for commit in (code, changed)
         )
         if not known:
             warn(
@@ -440,7 +451,7 @@ def _unversioned(
                 f"history does not tell whether it is older than {changed[:12]}, where {name} got "
                 "other mathematics: if it is, its weights mean something else here"
             )
-        elif _git("merge-base", "--is-ancestor", changed, code) is None:
+        elif git("merge-base", "--is-ancestor", changed, code) is None:
             older[name] = 0
     return older
 
@@ -543,7 +554,9 @@ def run_id(workdir: pathlib.Path) -> str | None:
         return None
 
 
-def seal(workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool) -> None:
+def write_run_record(
+    workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool
+) -> None:
     """Writes down what the run is, before its first step: `description` as run.json (if it is
     not empty), and a copy of a tokenizer that came from a file, with which the run can be used
     wherever it or the file goes. `new`: one that is there is of a start that came to nothing.
@@ -580,25 +593,6 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
         raise unwritable(workdir, error) from error
 
 
-def code_commit() -> str | None:
-    """The commit of the checkout that the package runs from; None for an installed package."""
-    return _git("rev-parse", "HEAD")
-
-
-def code_version() -> str:
-    """The first digits of that commit ("+": with changes), else the version of the package."""
-    if commit := code_commit():
-        return commit[:12] + (
-            ""
-            if _git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax") == ""
-            else "+"
-        )
-    try:
-        return importlib.metadata.version("qwen3next-jax")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
     """What to raise where the run's folder cannot be written to."""
     return UserError(
@@ -610,22 +604,3 @@ def _plain(config: Config) -> dict[str, Any]:
     plain = json.loads(json.dumps(to_dict(config)))
     plain["model"]["layer_types"] = list(config.model.pattern)  # however the file spells it
     return plain
-
-
-def _git(*command: str) -> str | None:
-    """What git says of the checkout that the package runs from; None where there is none, no
-    git, or none that trusts it.
-    """
-    root = pathlib.Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        return subprocess.run(
-            ["git", "-C", str(root), *command],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

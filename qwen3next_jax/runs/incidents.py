@@ -1,5 +1,5 @@
-"""What the host does about the verdicts of the guards: events, the end of a run that went wrong,
-and its dump.
+"""What the host does about the flags that the guards raise: events, the end of a run that went
+wrong, and its dump.
 
     WORKDIR/dumps/STEP/    dump.json (reason, documents, configuration), batch.npz, state/
     (Orbax), manifest.json
@@ -18,21 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, GuardConfig, from_dict, to_dict
+from qwen3next_jax.config import Config, GuardConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.processes.distributed import is_leader, leader_says
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.checkpoint import Checkpoints, read_arrays, write_arrays
+from qwen3next_jax.runs.checkpoint import read_arrays, write_arrays
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.training.gradients import Batch
 from qwen3next_jax.training.guards import HALTED, NON_FINITE, SKIPPED, SPIKE
-from qwen3next_jax.training.step import Batch, State, abstract_train_state
+from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.state import State
 
 
 class Halted(Exception):
-    """The guards ended the run at `step`; `state` is what that step met (nothing was applied
-    since).
+    """The guards ended the run at `step`. `state` is what that step met: no update was applied
+    since.
     """
 
     def __init__(self, step: int, reason: str, spike: bool, state: State):
@@ -41,49 +43,36 @@ class Halted(Exception):
 
 
 class Incidents:
-    """Looks at every step's verdict once and writes down what was not all right."""
+    """Reads the guards' flags of every step, and writes an event where one is raised."""
 
     def __init__(self, config: GuardConfig, metrics: MetricsFile):
-        self._config, self._metrics = config, metrics
-        self._looked = 0
-
-    def restart(self, step: int) -> None:
-        """Steps after `step` are looked at (again)."""
-        self._looked = step
-
-    def tell(self, checkpoints: Checkpoints) -> None:
-        """Writes down what became of the saves since the last call."""
-        for event, step, values in checkpoints.events():
-            self._metrics.write(event, step, **values)
+        self._config = config
+        self._metrics = metrics
 
     def look(self, step: int, values: dict[str, Any], state: State) -> None:
-        """Reads the verdict in `values`, the metrics of `step`, which must have ended: nothing
-        is waited for.
+        """Reads the flags in `values`, the metrics of `step`, which must have ended.
 
         Raises:
           Halted: the guards ended the run at this step.
         """
-        if step <= self._looked or not values:
+        flags = int(values["flags"])
+        if not flags:
             return
-        self._looked = step
-        verdict = int(values["verdict"])
-        if not verdict:
-            return
-        what = self._describe(verdict, values)
+        what = self._describe(flags, values)
         numbers = {
             name: float(values[name])
             for name in ("total_loss", "grad_norm", "loss_z", "grad_norm_z")
         }
-        if verdict & SPIKE:
+        if flags & SPIKE:
             self._metrics.write(
-                "spike", step, reason=what, skipped=bool(verdict & SKIPPED), **numbers
+                "spike", step, reason=what, skipped=bool(flags & SKIPPED), **numbers
             )
-        if verdict & SKIPPED:
+        if flags & SKIPPED:
             self._metrics.write(
                 "skip", step, reason=what, skipped=int(values["skipped"]), **numbers
             )
-        if verdict & HALTED:
-            spike = bool(verdict & SPIKE and self._config.on_spike in ("rewind", "stop"))
+        if flags & HALTED:
+            spike = bool(flags & SPIKE and self._config.on_spike in ("rewind", "stop"))
             raise Halted(
                 step,
                 what
@@ -93,8 +82,8 @@ class Incidents:
                 state,
             )
 
-    def _describe(self, verdict: int, values: dict[str, Any]) -> str:
-        if verdict & NON_FINITE:
+    def _describe(self, flags: int, values: dict[str, Any]) -> str:
+        if flags & NON_FINITE:
             return (
                 f"loss {float(values['total_loss']):.4g}, gradient norm "
                 f"{float(values['grad_norm']):.4g}: not finite"
@@ -107,21 +96,24 @@ class Incidents:
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """What a step met: everything needed to run it again."""
+    """What a step met: everything that is needed to take it again, on one device.
 
-    config: Config
+    documents: names of the documents in every row of the batch.
+    """
+
+    run: ResolvedRun
     state: State
-    batch: Batch  # numpy
+    batch: Batch
     step: int
     reason: str
-    documents: list[list[str]]  # of every row
+    documents: list[list[str]]
 
 
 def write_dump(
-    workdir: pathlib.Path, config: Config, data: Data, index: int, halt: Halted
+    workdir: pathlib.Path, settings: dict[str, Any], data: Data, index: int, halt: Halted
 ) -> tuple[pathlib.Path, list[list[str]]]:
-    """Saves what the halted step met, with batch `index` of `data`, under WORKDIR/dumps/STEP. →
-    (the folder, the documents of every row).
+    """Saves what the halted step met, with batch `index` of `data` and the run's `settings`,
+    under WORKDIR/dumps/STEP. → (the folder, the documents of every row).
 
     All processes write the state, process 0 the rest.
     """
@@ -136,7 +128,7 @@ def write_dump(
         np.savez(folder / "batch.npz", **next(batches))
         batches.close()
 
-    leader_says(begin)
+    broadcast_from_process_0(begin)
     # The step counter went on while the host looked; everything else stood still.
     state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
     write_arrays(folder / "state", state)
@@ -145,10 +137,10 @@ def write_dump(
             "step": halt.step,
             "reason": halt.reason,
             "documents": documents,
-            "config": to_dict(config),
+            "config": settings,
         }
         (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        manifest.seal(folder)
+        manifest.write_manifest(folder)
     return folder, documents
 
 
@@ -167,11 +159,11 @@ def read_dump(folder: pathlib.Path) -> Dump:
         raise UserError(f"{folder}: damaged: {damage}")
     record = json.loads((folder / "dump.json").read_text())
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
-    config = from_dict(Config, record["config"])
-    state = read_arrays(folder.absolute() / "state", abstract_train_state(config, one_device()))
+    run = resolve_run(from_dict(Config, record["config"]), one_device())
+    state = read_arrays(folder.absolute() / "state", run.abstract_state)
     batch = dict(np.load(folder / "batch.npz"))
     return Dump(
-        config,
+        run,
         state=jax.device_put(jax.device_get(state)),
         batch=batch,
         step=record["step"],

@@ -6,15 +6,15 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from etils import epath
 from jax.sharding import Mesh
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.interop.hf_config import read_hf_config
@@ -27,8 +27,7 @@ from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import load_trained
 from qwen3next_jax.runs.folder import read_config, read_run
 from qwen3next_jax.runs.preflight import is_parent
-from qwen3next_jax.sharding.mesh import check_divides, make_mesh
-from qwen3next_jax.training.step import compute_mesh
+from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
 
 
 class LoadedModel(NamedTuple):
@@ -50,16 +49,18 @@ def load_model(
     step: int | None = None,
     mesh: MeshConfig | None = None,
     dtype: str | None = "float32",
+    devices: Sequence[Any] | None = None,
 ) -> LoadedModel:
     """Loads a run's newest checkpoint (or the one after `step` steps), or the model in a Hugging
     Face directory.
 
     Args:
       mesh: the devices that share it; None: the mesh of the run, and for a Hugging Face
-      directory all devices as `data`. Every process
-        reads what its devices hold; several of them call this together.
+        directory all devices as `data`. Every process reads what its devices hold; several of
+        them call this together.
       dtype: of a Hugging Face directory's parameters, as `load_hf` takes it; None: what its
-      config.json says. A run's are float32.
+        config.json says. A run's are float32.
+      devices: those that the mesh takes; None for all that JAX finds.
 
     Raises:
       UserError: `path` is neither, or what is there is damaged, or the mesh does not fit the
@@ -73,6 +74,7 @@ def load_model(
             config.model,
             mesh,
             config.parallel.mesh,
+            devices,
         )
         model, config, step = load_trained(folder, step, places)
         where = folder / "checkpoints" / str(step)
@@ -95,7 +97,7 @@ def load_model(
             )
         tokenizer = folder / "tokenizer.json"
         config = read_hf_config(folder)
-        places = _mesh(str(path), config, mesh, MeshConfig())
+        places = _mesh(str(path), config, mesh, MeshConfig(), devices)
         # Looked at before they are read: of files that change in between the identity is then no
         # other files'.
         files = sorted(
@@ -140,10 +142,13 @@ def joined(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
     """Joins the other processes of a command that loads the model at `path`; the first of them
     alone prints.
     """
-    with distributed.joined(
-        launch,
-        read_config(pathlib.Path(path)) if (pathlib.Path(path) / "run.json").exists() else Config(),
-    ):
+    folder = pathlib.Path(path)
+    if (folder / "run.json").exists():
+        config = read_config(folder)
+        parallel, settings = config.parallel, to_dict(config)
+    else:
+        parallel, settings = ParallelConfig(), {}
+    with distributed.joined(launch, parallel, settings):
         if distributed.is_leader():
             yield
             return
@@ -156,19 +161,17 @@ def joined(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
 
 
 def _mesh(
-    where: str, model: ModelConfig, given: MeshConfig | None, otherwise: MeshConfig
+    where: str,
+    model: ModelConfig,
+    given: MeshConfig | None,
+    otherwise: MeshConfig,
+    devices: Sequence[Any] | None,
 ) -> Mesh | None:
     try:
-        mesh = make_mesh(ParallelConfig(mesh=given or otherwise))
+        mesh = make_mesh(ParallelConfig(mesh=given or otherwise), devices)
         # Rows and tokens are filled up to what the axes divide; heads and widths are not.
-        train = TrainConfig(
-            batch_size=mesh.shape["data"] * mesh.shape["expert"],
-            sequence_length=1024 * mesh.shape["context"],
-        )
-        model = dataclasses.replace(
-            model, max_position_embeddings=max(model.max_position_embeddings, train.sequence_length)
-        )
-        check_divides(Config(model=model, train=train), mesh, *split_sizes(model))
+        rows = mesh.shape["data"] * mesh.shape["expert"]
+        check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
     except UserError as error:
         raise UserError(
             f"--mesh: {error}"

@@ -22,7 +22,7 @@ NAME = "manifest.json"
 PIECE = 1 << 25  # bytes
 
 
-def seal(directory: pathlib.Path, step: int | None = None, run: str | None = None) -> int:
+def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | None = None) -> int:
     """Writes the manifest of a finished folder, for a checkpoint with its `step` and the id of
     its `run`. → bytes of its files.
     """

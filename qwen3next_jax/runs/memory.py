@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, out_of_memory
-from qwen3next_jax.config import Config
 from qwen3next_jax.runs.telemetry import memory
-from qwen3next_jax.training.step import State
+from qwen3next_jax.training.stages import ResolvedStage
+from qwen3next_jax.training.state import State
 
 
 def device_bytes(state: State) -> int:
@@ -38,16 +38,16 @@ def check_state_fits(state: State) -> None:
 
 
 @contextlib.contextmanager
-def reports_out_of_memory(config: Callable[[], Config]) -> Iterator[None]:
-    """A `with` block in which a step of `config()` that runs out of memory is a UserError that
-    says what it was asked for.
+def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
+    """A `with` block in which a step of `stage()` that runs out of memory becomes a UserError,
+    which says how much memory the step wanted.
     """
     try:
         yield
     except RuntimeError as error:
         if not (asked := out_of_memory(error)):
             raise
-        train = config().train
+        train = stage().train
         raise UserError(
             f"out of memory ({asked}) with train.batch_size = {train.batch_size} rows of "
             f"{train.sequence_length} tokens in train.gradient_accumulation = "

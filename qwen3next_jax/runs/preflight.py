@@ -12,12 +12,11 @@ import re
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, told
-from qwen3next_jax.config import Config, TelemetryConfig
+from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.further.kin import weights_differ
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import load_tokenizer, same_tokens
-from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_settings,
@@ -29,7 +28,7 @@ from qwen3next_jax.runs.folder import (
     saved_steps,
     trained_run,
 )
-from qwen3next_jax.training.stages import parts_of
+from qwen3next_jax.training.stages import resolve_stages
 
 # Of the run that another one begins with, as run.json holds it: path, step, manifest (digest of
 # that checkpoint's), run (its id, where it has one).
@@ -77,10 +76,11 @@ def check(
     config = with_tokenizer(config, workdir, restart)
     # a run that goes on needs it no more
     if config.train.init_from and (restart or not saved_steps(workdir)):
-        check_structure(config, find_parent(config, workdir, restart))
-        compare_tokens(config)
+        init_from = config.train.init_from
+        check_structure(config.model, init_from, find_parent(config, workdir, restart))
+        compare_tokens(config.data, config.model.vocab_size, init_from)
     for data, length in dict.fromkeys(
-        (part.config.data, part.config.train.sequence_length) for part in parts_of(config)
+        (stage.data, stage.sequence_length) for stage in resolve_stages(config)
     ):
         source_of(data).check(data, length, config.model.vocab_size)
 
@@ -134,15 +134,15 @@ def tokenizer_of_model(init_from: str) -> str:
     return "bytes" if saved_bytes else str(file)
 
 
-def compare_tokens(config: Config) -> str:
+def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
     """How the ids of the model in `train.init_from` and those of the data go together, in words.
-    `config`: after `with_tokenizer`.
+    `data`: after `with_tokenizer`.
 
     Raises:
       UserError: both stand for text, and not for the same.
     """
-    init_from, (path, _) = config.train.init_from, _split(config.train.init_from)
-    ours = source_of(config.data).tokenizer_of(config.data, config.model.vocab_size)
+    path, _ = _split(init_from)
+    ours = source_of(data).tokenizer_of(data, vocab_size)
     if (path / "run.json").exists():
         theirs = read_run(path)["tokenizer"]
         of_text = theirs != TaskTokens(read_config(path).model.vocab_size).fingerprint
@@ -152,15 +152,15 @@ def compare_tokens(config: Config) -> str:
         theirs, copy = load_tokenizer(str(file)).fingerprint if file.exists() else "", f" ({file})"
         of_text = bool(theirs)
     if same_tokens(ours.fingerprint, theirs):
-        return f"its tokenizer ({config.data.tokenizer})" if ours.reads_text else "its ids"
+        return f"its tokenizer ({data.tokenizer})" if ours.reads_text else "its ids"
     require(
         not of_text or not ours.reads_text,
         f"train.init_from = {init_from}: it was trained with another tokenizer than "
-        f"data.tokenizer = {config.data.tokenizer!r} (fingerprint {theirs[:12]}, here "
+        f"data.tokenizer = {data.tokenizer!r} (fingerprint {theirs[:12]}, here "
         f"{ours.fingerprint[:12]}), so that its weights know other ids: leave data.tokenizer out, "
         f"or give its own{copy}",
     )
-    what = config.data.tokenizer if ours.reads_text else f"ids of {config.data.source}"
+    what = data.tokenizer if ours.reads_text else f"ids of {data.source}"
     if not theirs:
         return f"{what} (it brings no tokenizer to compare with)"
     return f"OTHER TOKENS than it was trained on ({what})"
@@ -304,31 +304,31 @@ def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
     return pathlib.Path(named[1]), int(named[2])
 
 
-def check_structure(config: Config, parent: Parent | None = None) -> None:
-    """Raises UserError unless the model of `parent`, or the one in the directory
-    `train.init_from`, is that of the configuration.
+def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = None) -> None:
+    """Raises UserError unless the model of `parent`, or the one in the Hugging Face directory
+    `init_from`, has the structure of `model`.
     """
-    found_config = (
-        read_config(pathlib.Path(parent["path"])).model
-        if parent
-        else read_hf_config(config.train.init_from)
-    )
-    for name in weights_differ(config.model, found_config):
+    if parent:
+        found_model = read_config(pathlib.Path(parent["path"])).model
+    else:
+        from qwen3next_jax.interop.hf_config import read_hf_config
+
+        found_model = read_hf_config(init_from)
+    for name in weights_differ(model, found_model):
         if (
             name not in NOT_STRUCTURE
-            and (name != "intermediate_size" or config.model.has_dense_mlps)
-            and (name not in OF_EXPERTS or config.model.has_experts)
+            and (name != "intermediate_size" or model.has_dense_mlps)
+            and (name not in OF_EXPERTS or model.has_experts)
         ):
             wanted, found = (
                 c.mixers if name == "layer_types" else getattr(c, name)
-                for c in (config.model, found_config)
+                for c in (model, found_model)
             )
             raise UserError(
-                f"train.init_from = {config.train.init_from}: its {name} is {found}, model.{name} "
+                f"train.init_from = {init_from}: its {name} is {found}, model.{name} "
                 f"= {wanted}; set the one in the config to the other"
             )
-    if config.model.mtp_depth and not found_config.mtp_depth:
+    if model.mtp_depth and not found_model.mtp_depth:
         raise UserError(
-            f"train.init_from = {config.train.init_from}: it has no mtp.* tensors; set "
-            "model.mtp_depth = 0"
+            f"train.init_from = {init_from}: it has no mtp.* tensors; set model.mtp_depth = 0"
         )

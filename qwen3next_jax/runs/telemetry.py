@@ -14,22 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, warn
-from qwen3next_jax.config import Config, to_dict
+from qwen3next_jax.common.version import code_commit
+from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.reporting.page import write_report
-from qwen3next_jax.runs.folder import code_commit
 from qwen3next_jax.sharding.chips import chip_of
-from qwen3next_jax.training.stages import Part, tokens_seen
+from qwen3next_jax.training.resolve import ResolvedRun
+from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
 
 # Events about the process that ran, not about the curve: they stay true when the steps after a
 # checkpoint are taken again.
-HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "changed")
+HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "changed")
 
 
 class MetricsFile:
@@ -140,38 +142,40 @@ def _finite_or_text(value: Any) -> Any:
 class Throughput:
     """Speed, model FLOP/s and memory of a stage of a run, for its "train" events."""
 
-    def __init__(self, config: Config, part: Part, bits_per_nat: float | None):
+    def __init__(self, run: ResolvedRun, stage: ResolvedStage, bits_per_nat: float | None):
         """`bits_per_nat`: bits per byte for each nat per token, 1 / (ln 2 · bytes per token);
         None where tokens are no text.
         """
-        train = part.config.train
-        self._config, self._stage, self._tokens = (
-            config,
-            part.name,
-            train.batch_size * train.sequence_length,
-        )
-        self._flops_per_token = flops_per_token(config.model, train.sequence_length)
+        self._stages = run.stages
+        self._stage = stage
+        self._flops_per_token = flops_per_token(run.model, stage.sequence_length)
         self._bits_per_nat = bits_per_nat
-        chip = chip_of(jax.devices()[0].device_kind)
-        self._peak = chip.device_flops * jax.device_count() if chip else None
+        chip = chip_of(run.mesh.devices.flat[0].device_kind)
+        self._peak = chip.device_flops * run.mesh.size if chip else None
 
     def measure(
         self, step: int, loss: float, steps: int, seconds: float, waited: float
     ) -> dict[str, Any]:
-        """What a "train" event holds beside the step's own metrics, for the last `steps` steps,
-        which took `seconds` of which `waited` were spent waiting for data. mfu and memory_limit
-        are None where the chip is not known.
+        """What a "train" event holds beside the step's own metrics.
+
+        Args:
+          steps: the last ones, for which speed is measured.
+          seconds: that these took.
+          waited: seconds of them spent waiting for data.
+
+        Returns:
+          mfu and memory_limit are None where the chip is not known.
         """
-        speed = steps * self._tokens / seconds
+        speed = steps * self._stage.tokens_per_step / seconds
         flops = speed * self._flops_per_token
         used, limit = memory()
         bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
-        stage = {"stage": self._stage} if self._stage else {}
+        stage = {"stage": self._stage.name} if self._stage.name else {}
         return (
             stage
             | bits
             | {
-                "tokens_seen": tokens_seen(self._config, step),
+                "tokens_seen": tokens_seen(self._stages, step),
                 "tokens_per_second": speed,
                 "steps": steps,
                 "seconds": seconds,
@@ -229,7 +233,7 @@ class ReportWriter:
 
 
 def open_metrics(
-    config: Config, workdir: pathlib.Path, first_step: int, display: Listener
+    run: ResolvedRun, workdir: pathlib.Path, first_step: int, display: Listener
 ) -> MetricsFile:
     """The run's metrics.jsonl, shown on `display` and wherever `config.telemetry` says. Only the
     first process writes.
@@ -237,19 +241,21 @@ def open_metrics(
     if jax.process_index():
         return MetricsFile(None, first_step)
     listeners: list[Listener] = [display]
+    config = run.config
     if config.telemetry.tensorboard:
         listeners.append(TensorBoard(workdir, first_step))
     if config.telemetry.wandb:
-        listeners.append(WeightsAndBiases(config, workdir))
+        project = config.telemetry.wandb
+        listeners.append(WeightsAndBiases(project, config.name, to_dict(config), workdir))
     return MetricsFile(workdir / "metrics.jsonl", first_step, [*listeners, ReportWriter(workdir)])
 
 
-def surroundings() -> dict[str, Any]:
-    """What a "start" event says of where the run runs."""
+def surroundings(mesh: Mesh) -> dict[str, Any]:
+    """What a "start" event says about where the run runs."""
     return {
         "hosts": jax.process_count(),
-        "devices": jax.device_count(),
-        "device_kind": jax.devices()[0].device_kind,
+        "devices": mesh.size,
+        "device_kind": mesh.devices.flat[0].device_kind,
         "jax": jax.__version__,
         "commit": code_commit(),
     }
@@ -278,19 +284,20 @@ class TensorBoard:
 class WeightsAndBiases:
     """Every number of every event to the W&B project; a resumed run goes on as the same W&B run."""
 
-    def __init__(self, config: Config, workdir: pathlib.Path):
+    def __init__(self, project: str, name: str, settings: dict[str, Any], workdir: pathlib.Path):
+        """`name` of the run, and its `settings`, for the page of `project`."""
         import wandb  # where it is missing, `preflight` has said so
 
         id_file = workdir / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(f"{config.name}-{time.time_ns():x}")
+            id_file.write_text(f"{name}-{time.time_ns():x}")
         self._run = wandb.init(
-            project=config.telemetry.wandb,
-            name=config.name,
+            project=project,
+            name=name,
             id=id_file.read_text(),
             resume="allow",
             dir=str(workdir),
-            config=to_dict(config),
+            config=settings,
         )
         # W&B's own step may not go back, as a resumed run's does
         self._run.define_metric("*", step_metric="step")

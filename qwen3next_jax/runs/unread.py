@@ -12,12 +12,12 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flat
-from qwen3next_jax.config import FULL, LINEAR, Config, to_dict
+from qwen3next_jax.config import FULL, LINEAR, Config, OptimizerConfig, to_dict
 from qwen3next_jax.config.files import Given, names_in
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.training.stages import SETTINGS, Part, parts_of
+from qwen3next_jax.training.stages import SETTINGS, resolve_stages
 
 # Setting → (whether a run of this configuration reads it, why it does not).
 _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
@@ -174,8 +174,8 @@ def check_targets(config: Config, begun: Config | None = None) -> None:
     mixer = config.model.mixer
     if mixer.mask != "prefix" or (begun and begun.model.mixer == mixer):
         return
-    for part in parts_of(config):
-        length = part.config.train.sequence_length
+    for stage in resolve_stages(config):
+        length = stage.sequence_length
         require(
             mixer.prefix_tokens < length,
             f"model.mixer.prefix_tokens = {mixer.prefix_tokens}: a row of {length} tokens "
@@ -200,26 +200,26 @@ def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
     """Of the settings that a stage may have: those that it does not read, and those of the run
     that no stage reads. `no_weights`: why the data have no weights, if they have none.
     """
-    parts, stages, found = parts_of(config), config.train.stages, {}
-    for i, (stage, part) in enumerate(zip(stages, parts)):
-        why = _of_schedule(part) | ({"weights": no_weights} if no_weights else {})
+    resolved = resolve_stages(config)
+    stages = config.train.stages
+    found = {}
+    for i, (stage, one) in enumerate(zip(stages, resolved)):
+        why = _of_schedule(one.optimizer) | ({"weights": no_weights} if no_weights else {})
         found |= {
             f"train.stages[{i}].{name}": why[name]
             for name in why
             if getattr(stage, name) is not None
         }
-    begins = {part.first: stage for part, stage in zip(parts, stages)}
+    begins = {one.steps_before: stage for one, stage in zip(resolved, stages)}
     for group, names in SETTINGS.items():
         for name in names:
             # the stages whose value is the run's; a schedule is that of the stage it began with
-            readers = [
-                part
-                for part in parts
-                if not stages
-                or getattr(begins[part.schedule_from if group == "optimizer" else part.first], name)
-                is None
-            ]
-            reasons = [_of_schedule(part).get(name) for part in readers]
+            readers = []
+            for one in resolved:
+                begin = one.schedule_start if group == "optimizer" else one.steps_before
+                if not stages or getattr(begins[begin], name) is None:
+                    readers.append(one)
+            reasons = [_of_schedule(one.optimizer).get(name) for one in readers]
             if not readers:
                 found[f"{group}.{name}"] = "every stage of train.stages has its own"
             elif group == "optimizer" and all(reasons):
@@ -227,9 +227,9 @@ def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
     return found
 
 
-def _of_schedule(part: Part) -> dict[str, str]:
-    """What the schedule of a stage does not read → why."""
-    schedule = part.config.optimizer.schedule
+def _of_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
+    """What the schedule does not read → why."""
+    schedule = optimizer.schedule
     why, found = f"the schedule is {schedule!r}", {}
     if schedule != "warmup_stable_decay":
         found["decay_fraction"] = why

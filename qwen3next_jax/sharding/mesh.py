@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MESH_AXES, Config, ParallelConfig
+from qwen3next_jax.config import MESH_AXES, ModelConfig, ParallelConfig
 from qwen3next_jax.sharding.torus import blocks_of_experts
 
 DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
@@ -66,15 +66,33 @@ def mesh_text(sizes: dict[str, int]) -> str:
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
-def check_divides(
-    config: Config, mesh: Mesh, split_by_mixers: Mapping[str, int], halo: int
-) -> None:
-    """Raises UserError where an axis of `mesh` does not divide what it splits; names both, and
-    the nearest sizes that divide all of it. `split_by_mixers`, `halo`: what the model's mixers
-    split over `tensor` (`Mixer.splits`), and read of a neighbour's tokens.
+def compute_mesh(mesh: Mesh) -> Mesh | None:
+    """What the model's functions take as `mesh`: None for one device, whose program then says
+    nothing about sharding.
     """
-    size, model, train = dict(mesh.shape), config.model, config.train
-    rows, length = train.batch_size // train.gradient_accumulation, train.sequence_length
+    return mesh if mesh.size > 1 else None
+
+
+def check_divides(
+    model: ModelConfig,
+    rows: int,
+    length: int,
+    mesh: Mesh,
+    split_by_mixers: Mapping[str, int],
+    halo: int,
+) -> None:
+    """Checks that every axis of `mesh` divides what it splits.
+
+    Args:
+      rows: of a micro-batch.
+      length: tokens of a row.
+      split_by_mixers: what the model's mixers split over `tensor` (`Mixer.splits`), by name.
+      halo: tokens of the neighbour before it that a device reads, where `context` splits rows.
+
+    Raises:
+      UserError: names the axis, what it does not divide, and the nearest sizes that divide it.
+    """
+    size = dict(mesh.shape)
     if rows % (size["data"] * size["expert"]):
         nearest = _nearest(
             size["data"] * size["expert"], range(1, rows + 1), lambda n: rows % n == 0

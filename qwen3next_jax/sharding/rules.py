@@ -122,6 +122,11 @@ def activation_spec(*names: str | None) -> P:
     return P(*(ACTIVATIONS[name] for name in names))
 
 
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Where tokens and segment ids [B, T] lie on `mesh`."""
+    return NamedSharding(mesh, activation_spec("batch", "time"))
+
+
 def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     """Tells the partitioner where activation `x` lies; nothing without a mesh."""
     return (

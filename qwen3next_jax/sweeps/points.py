@@ -28,8 +28,9 @@ from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.common.trees import flat
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
-from qwen3next_jax.config.files import call_file, fill_from_tokenizer, load_config_file
+from qwen3next_jax.config.files import call_file, load_config_file
 from qwen3next_jax.config.registry import trust_written
+from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
@@ -104,7 +105,8 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         if isinstance(record["axes"].get("ratio"), (list, tuple)):
             _check_ratio(chosen["ratio"], config.model.num_hidden_layers, where)
         if match and points:
-            width, value = _matched(points[0].config, config, match, where)
+            first, length = points[0].config.model, config.train.sequence_length
+            width, value = _matched(first, config.model, length, match, where)
             if width in sources:
                 raise UserError(_two_sources(path, width, sources[width], "match"))
             overrides[width] = value
@@ -318,28 +320,26 @@ def _copy(tree: Any) -> Any:
     return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-def _matched(first: Config, config: Config, match: str, where: str) -> tuple[str, int]:
-    """The MLP width (setting and value) with which `config` comes nearest to `first`'s
-    parameters or FLOPs per token.
+def _matched(
+    first: ModelConfig, model: ModelConfig, sequence_length: int, match: str, where: str
+) -> tuple[str, int]:
+    """The MLP width (setting and value) with which `model` comes nearest to the parameters of
+    `first`, or to its FLOPs per token.
     """
-    # which loads JAX; a mistake should not wait for it
-    from qwen3next_jax.model.flops import flops_per_token, parameter_counts
+    # This loads JAX; a mistake should not wait for it.
+    from qwen3next_jax.runs.costs import model_amount
 
-    name = "moe_intermediate_size" if config.model.has_experts else "intermediate_size"
+    name = "moe_intermediate_size" if model.has_experts else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
-        return (
-            parameter_counts(model).total
-            if match == "parameters"
-            else flops_per_token(model, config.train.sequence_length)
-        )
+        return model_amount(model, sequence_length, match)
 
     def with_width(width: int) -> ModelConfig:
-        return dataclasses.replace(config.model, **{name: width})
+        return dataclasses.replace(model, **{name: width})
 
     # Both amounts grow linearly with the width.
     low, high = amount(with_width(_WIDTH_STEP)), amount(with_width(2 * _WIDTH_STEP))
-    steps = 1 + round((amount(first.model) - low) / (high - low))
+    steps = 1 + round((amount(first) - low) / (high - low))
     if steps < 1:
         raise UserError(
             f"{where} has more {match} than the first one even with MLPs of width {_WIDTH_STEP} "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
+from qwen3next_jax.runs.costs import count_costs
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
     Result,
@@ -25,7 +26,6 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
-from qwen3next_jax.training.stages import tokens_seen
 
 COUNTED = {
     "parameters": "parameters",
@@ -73,7 +73,7 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
         else ""
     )
     config = results[0].point.config
-    budgets = {tokens_seen(r.point.config, r.point.config.train.steps) for r in results}
+    budgets = {count_costs(r.point.config).tokens for r in results}
     tokens = " and ".join(f"{budget / 1e6:.3g} M" for budget in sorted(budgets))
     subtitle = (
         f"{len(done)} of {len(results)} points done · base {sweep.base} · {tokens} tokens a "

@@ -16,15 +16,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qwen3next_jax.config import Config
-from qwen3next_jax.inference.cache import cache_bytes
-from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.reporting.events import ended_badly, read_events
 from qwen3next_jax.reporting.figures import Figure, Value, evaluation, recorded
+from qwen3next_jax.runs.costs import count_costs
 from qwen3next_jax.sweeps.points import Point, Sweep
-from qwen3next_jax.training.stages import parts_of, tokens_seen
-
-_CACHE_LENGTH = 1024  # the attention cache grows linearly; this length tells by how much
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +42,9 @@ class Result:
     @property
     def counted(self) -> dict[str, float]:
         """Figures that follow from the configuration."""
-        config, model = self.point.config, self.point.config.model
-        cache = cache_bytes(model, 1, _CACHE_LENGTH)
-        return {
-            "parameters": parameter_counts(model).total,
-            "flops_per_token": sum(
-                flops_per_token(model, part.config.train.sequence_length)
-                * (tokens_seen(config, part.last) - tokens_seen(config, part.first))
-                for part in parts_of(config)
-            )
-            / tokens_seen(config, config.train.steps),
-            "cache_bytes_per_token": cache["slots"] / _CACHE_LENGTH,
-            "state_bytes": cache["state"],
-        }
+        costs = count_costs(self.point.config)._asdict()
+        del costs["tokens"]
+        return costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +67,11 @@ class Spread:
         )
 
 
-def is_done(workdir: pathlib.Path, config: Config) -> bool:
-    """Whether the run in `workdir` has been trained and evaluated to its last step."""
-    return bool(_measured(read_events(workdir / "metrics.jsonl"), config))
+def is_done(workdir: pathlib.Path, steps: int, suites: Sequence[str]) -> bool:
+    """Whether the run in `workdir` has been trained to its last step, `steps`, and evaluated
+    there with all `suites`.
+    """
+    return bool(_measured(read_events(workdir / "metrics.jsonl"), steps, suites))
 
 
 def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result:
@@ -102,28 +89,26 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
     return Result(
         point,
         step=train[-1]["step"] if train else 0,
-        measured=_measured(events, point.config),
+        measured=_measured(events, point.config.train.steps, point.config.eval.suites),
         tokens_per_second=statistics.median(speeds) if speeds else math.nan,
         seconds=seconds,
         failed=failed,
     )
 
 
-def _measured(events: list[dict[str, Any]], config: Config) -> dict[str, Value]:
+def _measured(events: list[dict[str, Any]], steps: int, suites: Sequence[str]) -> dict[str, Value]:
     """The figures of the last step but for mere counts, {} unless all its evaluations are there
     and the run has not diverged.
     """
     last = {
-        name: event
-        for event in events
-        if event["step"] == config.train.steps and (name := evaluation(event))
+        name: event for event in events if event["step"] == steps and (name := evaluation(event))
     }
-    if {"heldout", *config.eval.suites} - last.keys():
+    if {"heldout", *suites} - last.keys():
         return {}
     loss = last["heldout"].get("loss")
     if not isinstance(loss, (int, float)) or not math.isfinite(loss):
         return {}
-    if ended_badly(events, config.train.steps):
+    if ended_badly(events, steps):
         return {}
     return {
         f"{name} {value.name}": value

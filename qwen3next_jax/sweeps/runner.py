@@ -132,11 +132,7 @@ class Runner:
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            waiting = [
-                point
-                for point in self.sweep.points
-                if not is_done(folder(self.workdir, point), point.config)
-            ]
+            waiting = [point for point in self.sweep.points if not self._is_done(point)]
             if done := len(self.sweep.points) - len(waiting):
                 self.tell(f"{done} of {len(self.sweep.points)} points are done already")
             while (waiting and not self._stopping) or self.running:
@@ -150,16 +146,17 @@ class Runner:
             self.after(self.failed)
             os.close(lock)
         if self._stopping:
-            left = sum(
-                not is_done(folder(self.workdir, point), point.config)
-                for point in self.sweep.points
-            )
+            left = sum(not self._is_done(point) for point in self.sweep.points)
             self.tell(
                 f"Interrupted with {left} of {len(self.sweep.points)} points to go. The same "
                 "command goes on from there."
             )
             return ExitCode.INTERRUPTED
         return 1 if self.failed else 0
+
+    def _is_done(self, point: Point) -> bool:
+        config = point.config
+        return is_done(folder(self.workdir, point), config.train.steps, config.eval.suites)
 
     def _lock(self) -> int:
         """A lock that the points inherit, so that it holds as long as any of them runs, even
@@ -209,7 +206,7 @@ class Runner:
             del self.running[name]
             seconds = time.monotonic() - begun
             where = folder(self.workdir, point)
-            if code == 0 and is_done(where, point.config):
+            if code == 0 and self._is_done(point):
                 self.tell(f"{name}: done in {seconds:,.0f} s")
             elif self._stopping:
                 self.tell(f"{name}: stopped")

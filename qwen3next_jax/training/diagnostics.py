@@ -19,9 +19,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.common.trees import path_string
-from qwen3next_jax.config import Config, ModelConfig
-from qwen3next_jax.evals.sinks import SINK_HEAD
+from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model import declared
+from qwen3next_jax.model.layers import SINK_HEAD
 
 
 def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
@@ -86,21 +86,21 @@ def _in_order(model: ModelConfig, of_blocks: list[jax.Array]) -> jax.Array:
 
 
 def make_diagnostics_step(
-    config: Config, graphdef: nnx.GraphDef, mesh: Mesh | None = None
+    model: ModelConfig, graphdef: nnx.GraphDef, micro_batches: int = 1, mesh: Mesh | None = None
 ) -> Callable[[dict, dict[str, jax.Array]], dict[str, Any]]:
-    """→ jitted `step(params, batch)` → what `summarise` takes, from one micro-batch of `batch`."""
+    """→ jitted `step(params, batch)` → what `summarise` takes, from every `micro_batches`-th row
+    of `batch`.
+    """
 
     def step(params, batch):
-        tokens, segment_ids = (
-            batch[name][:: config.train.gradient_accumulation] for name in ("tokens", "segment_ids")
-        )
+        tokens, segment_ids = (batch[name][::micro_batches] for name in ("tokens", "segment_ids"))
         features = nnx.merge(graphdef, params).features(
             tokens, segment_ids, diagnose=True, mesh=mesh
         )
         return {
             "layers": features.diagnostics,
-            "param_norms": norms_by_layer(config.model, params),
-            "norm_weights": norm_weights_by_layer(config.model, params),
+            "param_norms": norms_by_layer(model, params),
+            "norm_weights": norm_weights_by_layer(model, params),
         }
 
     # Every process of the run reads all of it.
@@ -110,7 +110,7 @@ def make_diagnostics_step(
 
 
 def summarise(
-    config: Config, measured: dict[str, Any], grad_norms: dict[str, Any], expert_load: Any
+    measured: dict[str, Any], grad_norms: dict[str, Any], expert_load: Any
 ) -> dict[str, Any]:
     """What a "diagnostics" event records.
 

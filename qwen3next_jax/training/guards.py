@@ -1,4 +1,4 @@
-"""Numerical guards inside the compiled step: what becomes of an update whose loss or gradient
+"""Numerical guards inside the compiled step: what happens to an update whose loss or gradient
 went wrong.
 
 A non-finite loss or gradient norm never reaches the parameters. A spike (robust z-score of the
@@ -6,7 +6,7 @@ loss or of the gradient norm against a window of the steps before) is counted, s
 the run, as `guards.on_spike` says. A halted state no longer changes: the host may look a step
 later and still finds what the offending batch met.
 
-The guards' memory is part of the train state, so that a resumed run judges as the undisturbed
+The guards' memory is part of the train state, so that a resumed run decides as the undisturbed
 one would have. W: steps in the window.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.config import GuardConfig
 
-NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a verdict
+NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a step's flags
 
 # A window without spread would make a spike of any change: spread counts as at least this share of
 # the median, and of what follows, so that a solved task, whose losses and gradients are near 0, has
@@ -38,31 +38,31 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
     return rings | {name: jnp.zeros((), jnp.int32) for name in counts}
 
 
-def renewed(
-    config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, goes_on: bool
+def reset(
+    config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, same_stream: bool
 ) -> dict[str, jax.Array]:
-    """The guards of a stage, or a branch, from those that it takes over: with `data_offset`,
-    and, unless it `goes_on` with batches of the same kind, an empty window, as losses of another
-    kind are no measure of spikes.
+    """The guards of a stage, or of a branch, that takes over `guards`.
+
+    Args:
+      data_offset: the new one.
+      same_stream: whether the batches are of the same kind as before. If not, the window is
+        empty: losses of another kind are no measure of spikes.
     """
-    # The optimizer counts its own updates, which are the steps less those that were skipped: that
-    # count stays.
-    kept = (
-        guards
-        if goes_on
-        else init_guards(config) | {name: guards[name] for name in ("skipped", "spikes")}
-    )
-    return jax.device_put(
-        kept | {"data_offset": jnp.int32(data_offset)}, guards["data_offset"].sharding
-    )
+    place = guards["data_offset"].sharding
+    if not same_stream:
+        # The optimizer counts its own updates, which are the steps less the skipped ones: that
+        # count stays.
+        counts = {name: guards[name] for name in ("skipped", "spikes")}
+        guards = init_guards(config) | counts
+    return jax.device_put(guards | {"data_offset": jnp.int32(data_offset)}, place)
 
 
-def judge(
+def check(
     config: GuardConfig, guards: dict, loss: jax.Array, grad_norm: jax.Array
 ) -> tuple[jax.Array, dict, dict]:
     """→ (skip, new guards, metrics) for a step with this `loss` and `grad_norm` (float32 scalars).
 
-    skip: bool, whether the update is dropped. metrics: `verdict` (bits), `loss_z`,
+    skip: bool, whether the update is dropped. metrics: `flags` (bits), `loss_z`,
     `grad_norm_z`, `skipped` (total).
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -95,14 +95,14 @@ def judge(
         "halted": (was_halted | halts).astype(jnp.int32),
         "data_offset": guards["data_offset"],
     }
-    verdict = (
+    flags = (
         NON_FINITE * ~finite + SPIKE * spike + SKIPPED * skip + HALTED * (was_halted | halts)
     ).astype(jnp.int32)
     return (
         skip,
         new,
         {
-            "verdict": verdict,
+            "flags": flags,
             "loss_z": loss_z,
             "grad_norm_z": grad_norm_z,
             "skipped": new["skipped"],

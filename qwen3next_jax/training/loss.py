@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model import Features, Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import target_positions, targets_in_document
 
@@ -49,40 +49,37 @@ def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
     )
 
 
-def expert_load(features: Features, config: Config, counts: Counts) -> jax.Array:
+def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.Array:
     """[L, E]: each expert's share of all choices, times E (1 = perfect balance); its sum over
     micro-batches is the batch's.
     """
     stacked = _per_layer(features, counts, "load")
-    return jax.lax.stop_gradient(
-        stacked * (config.model.num_experts / config.model.num_experts_per_tok)
-    )
+    return jax.lax.stop_gradient(stacked * (config.num_experts / config.num_experts_per_tok))
 
 
 def total_loss(
     model: Qwen3Next,
     batch: dict[str, jax.Array],
-    config: Config,
+    train: TrainConfig,
     counts: Counts,
     load: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """This (micro-)batch's share of the loss and of each of its parts.
+    """The share of the loss, and of each of its parts, that this (micro-)batch contributes.
 
     Args:
       batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same
-      document; with
-        target_mask, [B, T] bool, those of them that it marks.
+        document; with target_mask, [B, T] bool, those of them that it marks.
+      train: the weights of the parts of the loss, and `remat`.
       counts: of the whole batch.
-      load: [L, E] `expert_load` of the whole batch; None where this batch is the whole. mesh:
-      the devices that share the batch; None for one.
+      load: [L, E] `expert_load` of the whole batch; None where this batch is the whole.
+      mesh: the devices that share the batch; None for one.
 
     Returns:
       (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d`
       (share of targets hit by the depth's best guess), `top1`, `balance_loss`, `router_z`, and
       `expert_load` [L, E].
     """
-    train = config.train
     features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat, mesh=mesh)
 
     def cross_entropy(hidden_BTD, offset, targets):
@@ -104,7 +101,7 @@ def total_loss(
         parts |= {f"mtp_loss/{d}": mtp_loss, f"mtp_top1/{d}": mtp_top1}
     total = loss + train.mtp_loss_weight * sum(mtp_losses) / max(len(mtp_losses), 1)
     if features.router or features.mtp_router:
-        own_load = expert_load(features, config, counts)
+        own_load = expert_load(features, model.config, counts)
         load = own_load if load is None else load
         balance = jnp.mean(jnp.sum(load * _per_layer(features, counts, "probability"), axis=-1))
         router_z = jnp.mean(_per_layer(features, counts, "z"))

@@ -1,14 +1,16 @@
 """What all optimizers share: clipping, weight decay, the schedule of the learning rate."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.trees import path_string
-from qwen3next_jax.config import Config, OptimizerConfig
+from qwen3next_jax.config import OptimizerConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
-from qwen3next_jax.model import declared
+from qwen3next_jax.model.parameters import Declared
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
@@ -44,34 +46,39 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
 
 
 def make_optimizer(
-    config: Config, mesh: Mesh | None = None, begins: int = 0
+    config: OptimizerConfig,
+    parameters: Mapping[str, Declared],
+    schedule: optax.Schedule,
+    mesh: Mesh | None = None,
 ) -> optax.GradientTransformation:
-    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate (see
-    `learning_rate_schedule`).
+    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate.
 
-    An optimizer is `direction(config.optimizer, declared, mesh)` → the transformation between
-    clipping and weight decay. `declared`: of every parameter, by its path; `mesh`: over which it
-    may divide its work, None for one device. What it keeps of a parameter has that parameter's
-    path and shape, so that it lies on the mesh as the parameter does.
+    An optimizer is `direction(config, parameters, mesh)` → the transformation between clipping
+    and weight decay. Its state holds arrays with the path and shape of their parameter, so that
+    they lie on the mesh as the parameter does.
+
+    Args:
+      parameters: the declaration of every parameter, by its path.
+      schedule: updates so far → learning rate (see `learning_rate_schedule`).
+      mesh: devices over which the optimizer may divide its work; None for one device.
 
     Raises:
       UserError: no such optimizer, or its line of `config.optimizers` cannot be imported.
     """
-    c, parameters = config.optimizer, declared(config.model)
 
     def decays(params):
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: parameters[path_string(path)].decays(c.decay_norm_weights), params
+            lambda path, _: parameters[path_string(path)].decays(config.decay_norm_weights), params
         )
 
-    clip = optax.clip_by_global_norm(c.clip_norm) if c.clip_norm else optax.identity()
-    direction = resolve(OPTIMIZERS, c.name, "optimizer.name")(c, parameters, mesh)
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    direction = resolve(OPTIMIZERS, config.name, "optimizer.name")(config, parameters, mesh)
     # The inner chain is that of optax.adamw, whose state the checkpoints hold.
     return optax.chain(
         clip,
         optax.chain(
             direction,
-            optax.add_decayed_weights(c.weight_decay, decays),
-            optax.scale_by_learning_rate(learning_rate_schedule(c, config.train.steps, begins)),
+            optax.add_decayed_weights(config.weight_decay, decays),
+            optax.scale_by_learning_rate(schedule),
         ),
     )

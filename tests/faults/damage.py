@@ -122,9 +122,9 @@ def plain_flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
 
     from qwen3next_jax.runs.checkpoint import with_text_keys
     from qwen3next_jax.sharding.mesh import one_device
-    from qwen3next_jax.training.step import init_state
+    from qwen3next_jax.training.resolve import resolve_run
 
-    state = with_text_keys(init_state(lab.config, one_device())["params"])
+    state = with_text_keys(resolve_run(lab.config, one_device()).init_state()["params"])
     folder = lab.new_folder() / "plain"
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, state)
@@ -152,9 +152,9 @@ def plain_newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
 
     from qwen3next_jax.runs.checkpoint import with_text_keys
     from qwen3next_jax.sharding.mesh import one_device
-    from qwen3next_jax.training.step import init_state
+    from qwen3next_jax.training.resolve import resolve_run
 
-    state = with_text_keys(init_state(lab.config, one_device())["params"])
+    state = with_text_keys(resolve_run(lab.config, one_device()).init_state()["params"])
     folder = lab.new_folder() / "plain"
     with ocp.CheckpointManager(folder) as manager:
         for step in range(1, 5):
@@ -176,9 +176,9 @@ def plain_files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
 
     from qwen3next_jax.runs.checkpoint import with_text_keys
     from qwen3next_jax.sharding.mesh import one_device
-    from qwen3next_jax.training.step import init_state
+    from qwen3next_jax.training.resolve import resolve_run
 
-    state = with_text_keys(init_state(lab.config, one_device())["params"])
+    state = with_text_keys(resolve_run(lab.config, one_device()).init_state()["params"])
     folder, trials = lab.new_folder() / "plain", []
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, state)

@@ -52,7 +52,7 @@ MODEL = ModelConfig(
 STEPS, EVERY = 44, 4
 PRELOADED = [
     "tests.faults.worker",
-    "qwen3next_jax.runs.loop",
+    "qwen3next_jax.runs.train",
     "qwen3next_jax.processes.distributed",
 ]
 
@@ -196,11 +196,11 @@ class Lab:
 
         from qwen3next_jax.runs.checkpoint import Checkpoints
         from qwen3next_jax.sharding.mesh import one_device
-        from qwen3next_jax.training.step import abstract_train_state
+        from qwen3next_jax.training.resolve import resolve_run
 
         with Checkpoints(workdir) as checkpoints:
             state = checkpoints.restore(
-                self.config.train.steps, abstract_train_state(self.config, one_device())
+                self.config.train.steps, resolve_run(self.config, one_device()).abstract_state
             )
         return [
             (jax.tree_util.keystr(path), np.asarray(leaf).tobytes())

@@ -18,16 +18,24 @@ def train_plain(
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.config import Config, from_dict
+    from qwen3next_jax.model import declared
     from qwen3next_jax.sharding.mesh import one_device
-    from qwen3next_jax.training.optimizer import make_optimizer
-    from qwen3next_jax.training.step import init_state, make_gradients
+    from qwen3next_jax.training.gradients import make_gradients
+    from qwen3next_jax.training.loss import total_loss
+    from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+    from qwen3next_jax.training.resolve import resolve_run
 
     config = from_dict(Config, config)
+    run = resolve_run(config, one_device())
+    (stage,) = run.stages
+    loss_of = total_loss
     if poison >= 0:
         from tests.faults import worker
 
-        worker.poison_loss()
-    gradients, optimizer = make_gradients(config, one_device()), make_optimizer(config)
+        loss_of = worker.poisoned_loss
+    gradients = make_gradients(run, stage, loss_of)
+    schedule = learning_rate_schedule(config.optimizer, config.train.steps)
+    optimizer = make_optimizer(config.optimizer, declared(config.model), schedule)
 
     @jax.jit
     def step(params, opt_state, batch):
@@ -36,7 +44,7 @@ def train_plain(
         return optax.apply_updates(params, updates), opt_state, parts["loss"]
 
     rng = np.random.default_rng(0)
-    state = init_state(config, one_device())
+    state = run.init_state()
     params, opt_state = state["params"], state["opt_state"]
     manager = ocp.CheckpointManager(
         pathlib.Path(folder).absolute() / "checkpoints",

@@ -360,7 +360,7 @@ def diverged_at_the_end(lab: Lab, batches: int) -> list[Trial]:
     told = (
         codes == [ExitCode.DIVERGED] * 2
         and "diverged by step" in lab.log(workdir)
-        and not is_done(workdir, lab.config)
+        and not is_done(workdir, lab.config.train.steps, lab.config.eval.suites)
     )
     return [Trial(told=told, note=f"the last {batches}: {codes}")]
 

@@ -165,7 +165,7 @@ def device_counts(lab: Lab, _: int) -> list[Trial]:
 
     from qwen3next_jax.runs.checkpoint import Checkpoints
     from qwen3next_jax.sharding.mesh import make_mesh, one_device
-    from qwen3next_jax.training.step import abstract_train_state
+    from qwen3next_jax.training.resolve import resolve_run
 
     trials, counts = [], (1, 2, 4, 8)
     for n in counts:
@@ -179,11 +179,11 @@ def device_counts(lab: Lab, _: int) -> list[Trial]:
         with Checkpoints(workdir) as checkpoints:
             step = checkpoints.newest_good_step()
             saved = jax.device_get(
-                checkpoints.restore(step, abstract_train_state(lab.config, one_device()))
+                checkpoints.restore(step, resolve_run(lab.config, one_device()).abstract_state)
             )
             for m in counts:
                 mesh = make_mesh(lab.config.parallel, jax.devices()[:m])
-                state = checkpoints.restore(step, abstract_train_state(lab.config, mesh))
+                state = checkpoints.restore(step, resolve_run(lab.config, mesh).abstract_state)
                 spread = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)} == {m}
                 same = all(
                     np.array_equal(a, b)

@@ -3,6 +3,7 @@ come.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -55,11 +56,19 @@ def _train(spec: dict) -> int:
         jax.config.update("jax_num_cpu_devices", spec["devices"])
     config = from_dict(Config, spec["config"])
     launch = Launch(**spec["launch"]) if spec.get("launch") else None
-    with distributed.joined(launch, config):
-        from qwen3next_jax.runs import loop
+    with distributed.joined(launch, config.parallel, spec["config"]):
+        from qwen3next_jax.runs.train import train
+        from qwen3next_jax.training.loop import make_train_step
+        from qwen3next_jax.training.loss import total_loss
 
         _prepare_faults(spec)
-        return loop.train(config, pathlib.Path(spec["workdir"]), spec.get("restart", False))
+        loss = poisoned_loss if spec.get("poison") else total_loss
+        return train(
+            config,
+            pathlib.Path(spec["workdir"]),
+            spec.get("restart", False),
+            make_step=functools.partial(make_train_step, loss=loss),
+        )
 
 
 def _prepare_faults(spec: dict) -> None:
@@ -97,14 +106,12 @@ def _prepare_faults(spec: dict) -> None:
     TrainData.batches = spoiled
     if progress is not None:
         Checkpoints.save = told
-    if marks:
-        poison_loss()
 
 
 def _tell_moves(progress: int, pace: float) -> None:
-    from qwen3next_jax.runs import loop
+    from qwen3next_jax.runs import train as runs_train
 
-    rename, move_aside = pathlib.Path.rename, loop.move_aside
+    rename, move_aside = pathlib.Path.rename, runs_train.move_aside
 
     def told_rename(path, target):
         os.write(progress, b"move\n")
@@ -118,7 +125,7 @@ def _tell_moves(progress: int, pace: float) -> None:
         finally:
             pathlib.Path.rename = rename
 
-    loop.move_aside = told_move
+    runs_train.move_aside = told_move
 
 
 def _marked(segment_ids, mark):
@@ -127,23 +134,16 @@ def _marked(segment_ids, mark):
     return np.where(segment_ids == 1, mark, segment_ids)
 
 
-def poison_loss() -> None:
-    """Makes the loss of marked batches NaN or a thousand times too large, inside the compiled
-    step.
-    """
+def poisoned_loss(model, batch, *rest, **options):
+    """The loss of a run, but that of marked batches is NaN or a thousand times too large."""
     import jax.numpy as jnp
 
-    from qwen3next_jax.training import step
+    from qwen3next_jax.training.loss import total_loss
 
-    loss = step.total_loss
-
-    def spoiled(model, batch, *rest, **options):
-        total, parts = loss(model, batch, *rest, **options)
-        mark = jnp.max(batch["segment_ids"])
-        factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
-        return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
-
-    step.total_loss = spoiled
+    total, parts = total_loss(model, batch, *rest, **options)
+    mark = jnp.max(batch["segment_ids"])
+    factor = jnp.where(mark == POISON, jnp.nan, jnp.where(mark == SURGE, 1e3, 1.0))
+    return total * factor, parts | {"total_loss": parts["total_loss"] * factor}
 
 
 if __name__ == "__main__":

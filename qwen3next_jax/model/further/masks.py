@@ -10,7 +10,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import document_positions
 
 
-def predicted(config: ModelConfig, batch: dict[str, Any]) -> dict[str, Any]:
+def mask_prefix_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, Any]:
     """`batch` whose `target_mask` leaves out the tokens that the model has seen when it predicts
     them.
 

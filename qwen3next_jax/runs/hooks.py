@@ -1,0 +1,242 @@
+"""What a run does besides its steps, as hooks of `training.loop.Trainer`: `runs.train` registers
+them. A hook is one class here, and knows none of the others.
+"""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from qwen3next_jax.config import EvalConfig, TrainConfig
+from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.processes.distributed import StopVote
+from qwen3next_jax.processes.watchdog import Signals, Watchdog
+from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.display import Display
+from qwen3next_jax.runs.incidents import Incidents
+from qwen3next_jax.runs.profiling import Profiler
+from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
+from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
+from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
+from qwen3next_jax.training.loop import Hook, Metrics, StepInfo, Trainer
+from qwen3next_jax.training.resolve import ResolvedRun
+from qwen3next_jax.training.stages import DataCursor, ResolvedStage
+from qwen3next_jax.training.state import State
+
+# Metrics of the train step that a "train" event does not hold as they are.
+NOT_LOGGED = ("expert_load", "grad_norms", "flags")
+
+
+class WatchdogHook(Hook):
+    """Tells the watchdog how long each step, and the hooks after it, may take."""
+
+    def __init__(self, watchdog: Watchdog, config: TrainConfig):
+        self._watchdog = watchdog
+        self._config = config
+        self._compiles = False
+        self._step = 0
+
+    def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
+        self._compiles = True
+
+    def before_batch(self, step: int) -> None:
+        limit = self._config.compile_timeout if self._compiles else self._config.step_timeout
+        self._watchdog.allow(limit, "a step", step)
+        self._compiles = False
+        self._step = step
+
+    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+        if step == self._step:  # no other step is under way: the hooks come next
+            self._watchdog.allow(self._config.compile_timeout, "an evaluation or a save", step)
+
+
+class StopHook(Hook):
+    """Stops the run, on all processes after the same step, when one of them caught a signal."""
+
+    def __init__(self, trainer: Trainer, signals: Signals):
+        self._trainer = trainer
+        self._signals = signals
+        self._votes = StopVote()
+
+    def before_step(self, step: int, pending: Metrics) -> None:
+        # Read once a step: a signal that comes later counts for the next one.
+        self._vote = self._votes.cast(self._signals.caught)
+
+    def after_dispatch(self, step: int, pending: Metrics) -> None:
+        if self._vote:
+            self._trainer.stop()
+
+
+class ProfilerHook(Hook):
+    """Starts and stops the profiler around the steps that it traces."""
+
+    def __init__(self, profiler: Profiler):
+        self._profiler = profiler
+
+    def before_step(self, step: int, pending: Metrics) -> None:
+        self._profiler.before(step, pending)
+
+    def after_dispatch(self, step: int, pending: Metrics) -> None:
+        self._profiler.after(step, pending)
+
+
+class IncidentsHook(Hook):
+    """Looks at what the guards found in every step."""
+
+    def __init__(self, incidents: Incidents):
+        self._incidents = incidents
+
+    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+        self._incidents.look(step, metrics, state)
+
+
+class DisplayHook(Hook):
+    """Shows how far the run is."""
+
+    def __init__(self, display: Display):
+        self._display = display
+
+    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+        self._display.step(step)
+
+
+class MetricsHook(Hook):
+    """Writes the "stage" and "train" events."""
+
+    def __init__(self, trainer: Trainer, metrics: MetricsFile):
+        self._trainer = trainer
+        self._metrics = metrics
+
+    def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
+        bits_per_nat = self._trainer.data.describe()["bits_per_nat"]
+        self._throughput = Throughput(self._trainer.run, stage, bits_per_nat)
+        if stage.name and step == cursor.step + 1:
+            self._metrics.write(
+                "stage",
+                step,
+                stage=stage.name,
+                steps=stage.steps,
+                batch_size=stage.batch_size,
+                sequence_length=stage.sequence_length,
+            )
+
+    def __call__(self, info: StepInfo) -> None:
+        metrics = jax.device_get(info.metrics)
+        record = {name: float(value) for name, value in metrics.items() if name not in NOT_LOGGED}
+        load = metrics.get("expert_load")
+        if load is not None:
+            record["busiest_expert"] = float(np.max(load))
+            record["idle_experts"] = int(np.sum(load == 0))
+        steps, seconds, waited = self._trainer.clock.lap(info.step)
+        record |= self._throughput.measure(info.step, record["loss"], steps, seconds, waited)
+        self._metrics.write("train", info.step, **record)
+
+
+class DiagnosticsHook(Hook):
+    """Measures every layer in a forward pass of its own, and writes a "diagnostics" event."""
+
+    def __init__(self, run: ResolvedRun, metrics: MetricsFile):
+        self._run = run
+        self._metrics = metrics
+
+    def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
+        run = self._run
+        self._measure = make_diagnostics_step(
+            run.model, run.graphdef, stage.micro_batches, run.compute_mesh
+        )
+
+    def __call__(self, info: StepInfo) -> None:
+        measured, grad_norms, expert_load = jax.device_get(
+            (
+                self._measure(info.state["params"], info.batch),
+                info.metrics["grad_norms"],
+                info.metrics.get("expert_load"),
+            )
+        )
+        self._metrics.write(
+            "diagnostics", info.step, **summarise(measured, grad_norms, expert_load)
+        )
+
+
+class EvaluationHook:
+    """Evaluates the held-out rows and the suites, and writes their events.
+
+    Attributes:
+      heldout_figure: the newest held-out figure, as text; "" before the first.
+      heldout_loss: the newest held-out loss; 0 before the first.
+    """
+
+    def __init__(
+        self, trainer: Trainer, metrics: MetricsFile, config: EvalConfig, tokenizer: Tokenizer
+    ):
+        from qwen3next_jax.evals import evaluation
+
+        self._metrics = metrics
+        self.heldout_figure = ""
+        self.heldout_loss = 0.0
+        run = trainer.run
+
+        def subject(options: evaluation.Options) -> evaluation.Subject:
+            return evaluation.Subject(
+                run.model, run.graphdef, tokenizer, lambda: trainer.data, options, run.compute_mesh
+            )
+
+        heldout = subject(evaluation.Options(config.rows))
+        self._heldout = evaluation.make(("heldout",), heldout)["heldout"]
+        self._suites = evaluation.make(config.suites, subject(evaluation.options_of(config)))
+
+    def __call__(self, info: StepInfo) -> None:
+        from qwen3next_jax.reporting.figures import main_values, named, record
+
+        params = info.state["params"]
+        values = self._heldout.run(params)
+        self.heldout_loss = values["loss"]
+        main = main_values(named(values, self._heldout.figures))[:1]
+        self.heldout_figure = "".join(f"{value.label} {value}" for value in main)
+        self._metrics.write("heldout", info.step, **record(values, self._heldout.figures))
+        for name, suite in self._suites.items():
+            measured = record(suite.run(params), suite.figures)
+            self._metrics.write("suite", info.step, suite=name, **measured)
+
+
+class SampleHook:
+    """Continues `eval.sample_prompt` and writes a "sample" event."""
+
+    def __init__(
+        self, run: ResolvedRun, metrics: MetricsFile, config: EvalConfig, tokenizer: Tokenizer
+    ):
+        self._run = run
+        self._metrics = metrics
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def __call__(self, info: StepInfo) -> None:
+        from qwen3next_jax.inference.decode import complete
+
+        prompt = self._config.sample_prompt
+        new = complete(
+            nnx.merge(self._run.graphdef, info.state["params"]),
+            [self._tokenizer.encode(prompt)],
+            max_new_tokens=self._config.sample_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            stop_ids=(self._tokenizer.eos_id,),
+            mesh=self._run.compute_mesh,
+        )[0]
+        self._metrics.write("sample", info.step, text=prompt + self._tokenizer.decode(new))
+
+
+class CheckpointHook(Hook):
+    """Saves the state, and writes down what became of earlier saves."""
+
+    def __init__(self, checkpoints: Checkpoints, metrics: MetricsFile):
+        self._checkpoints = checkpoints
+        self._metrics = metrics
+
+    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+        self.write_events()
+
+    def __call__(self, info: StepInfo) -> None:
+        self._checkpoints.save(info.step, info.state)
+
+    def write_events(self) -> None:
+        for event, step, values in self._checkpoints.events():
+            self._metrics.write(event, step, **values)

@@ -1,0 +1,87 @@
+"""The train state: a plain dict of arrays, from which a run continues bit for bit.
+
+params      nested dict of float32 arrays, as `nnx.to_pure_dict` names them
+opt_state   the optimizer's state (optax)
+step        int32, steps taken so far
+guards      what the guards remember (see `guards`)
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig
+from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.sharding.rules import shardings
+from qwen3next_jax.training.guards import init_guards
+from qwen3next_jax.training.optimizer import make_optimizer
+
+State = dict
+
+
+def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
+    """(graph definition, parameters as shapes): the structure of the model without its memory."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def abstract_train_state(
+    model: ModelConfig, optimizer: OptimizerConfig, guards: GuardConfig, mesh: Mesh
+) -> State:
+    """The train state as `jax.ShapeDtypeStruct`s, each with its sharding on `mesh`."""
+    _, params = abstract_model(model)
+    state = jax.eval_shape(
+        lambda params: {
+            "params": params,
+            "opt_state": _optimizer(model, optimizer).init(params),
+            **_counters(guards),
+        },
+        params,
+    )
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        state,
+        shardings(state, declared(model), mesh),
+    )
+
+
+def init_state(
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    guards: GuardConfig,
+    state_shardings: State,
+    seed: int,
+    params: dict | None = None,
+) -> State:
+    """The state before the first step; each device makes its own part.
+
+    Args:
+      state_shardings: where every array of the state lies.
+      seed: of the random parameters, which are the same on every mesh.
+      params: taken instead of random ones.
+    """
+    if params is None:
+
+        def random_params() -> dict:
+            made = Qwen3Next(model, rngs=nnx.Rngs(seed))
+            return nnx.to_pure_dict(nnx.state(made, nnx.Param))
+
+        params = jax.jit(random_params, out_shardings=state_shardings["params"])()
+    else:
+        params = jax.device_put(params, state_shardings["params"])
+    init = jax.jit(_optimizer(model, optimizer).init, out_shardings=state_shardings["opt_state"])
+    counters = _counters(guards)
+    return {"params": params, "opt_state": init(params)} | jax.device_put(
+        counters, {name: state_shardings[name] for name in counters}
+    )
+
+
+def _optimizer(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
+    """The optimizer as far as its first state goes: that depends on no learning rate."""
+    return make_optimizer(optimizer, declared(model), optax.constant_schedule(0.0))
+
+
+def _counters(guards: GuardConfig) -> dict:
+    return {"step": jnp.zeros((), jnp.int32), "guards": init_guards(guards)}
