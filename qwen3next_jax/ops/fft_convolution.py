@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
-from qwen3next_jax.ops.scans.scans import starts
+from qwen3next_jax.zoo.ops.scans import starts
 
 
 def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None):

@@ -10,7 +10,7 @@ and the gradient is that of these lines. A document that starts in the shard has
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.channel_delta_rule.chunked import Inputs
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST
 from qwen3next_jax.ops.delta_rule.context import composed
 

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.ops.channel_delta_rule import ladder
+from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
 from qwen3next_jax.ops.delta_rule import inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Products, lower_mask, parts, rows_dot, stacked
 

@@ -7,7 +7,7 @@ B batch, T time, H heads, K key width, V value width.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.channel_delta_rule.chunked import Inputs
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 
 
 def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.ops.channel_delta_rule import ladder
-from qwen3next_jax.ops.channel_delta_rule.chunked import Inputs, both
+from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs, both
 from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products, rows_dot
 
 

@@ -2,6 +2,6 @@
 recurrence.
 """
 
-from qwen3next_jax.ops.channel_delta_rule.api import channel_delta_rule
+from qwen3next_jax.zoo.ops.channel_delta_rule.api import channel_delta_rule
 
 __all__ = ["channel_delta_rule"]

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
-from qwen3next_jax.ops.channel_delta_rule import chunked, context, reference, two_sided
-from qwen3next_jax.ops.channel_delta_rule.chunked import Inputs
+from qwen3next_jax.zoo.ops.channel_delta_rule import chunked, context, reference, two_sided
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 from qwen3next_jax.ops.delta_rule.chunked import CPU_PIECES, PIECES
 from qwen3next_jax.ops.delta_rule.context import last_id_before
 
