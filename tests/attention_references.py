@@ -53,7 +53,11 @@ def attention(c, p, x, *, seen, distance=None, theta=None, bias=None, selected=N
     q, gate = (q[..., : c.head_dim], q[..., c.head_dim :]) if gated else (q, None)
     k, v = (jnp.einsum("td,dmk->tmk", x, p[name]) for name in ("k_proj", "v_proj"))
     if c.qk_norm:
-        flat = (lambda y: y.reshape(len(x), -1)) if c.mixer.qk_norm_over == "layer" else lambda y: y
+        flat = (
+            (lambda y: y.reshape(len(x), -1))
+            if settings(c).qk_norm_over == "layer"
+            else lambda y: y
+        )
         q, k = (
             norm(c, flat(y), p[name]).reshape(y.shape) for y, name in ((q, "q_norm"), (k, "k_norm"))
         )
@@ -75,6 +79,11 @@ def attention(c, p, x, *, seen, distance=None, theta=None, bias=None, selected=N
     return jnp.einsum("tnk,nkd->td", o * jax.nn.sigmoid(gate) if gated else o, p["o_proj"])
 
 
+def settings(c):
+    """Of the mixer that all layers are."""
+    return c.settings_of(c.mixers[0])
+
+
 def places(x):
     t, s = np.arange(len(x))[:, None], np.arange(len(x))[None]
     return t, s, s <= t
@@ -82,12 +91,12 @@ def places(x):
 
 def mask(c, x):
     t, s, causal = places(x)
-    prefix = c.mixer.prefix_tokens
+    prefix = settings(c).prefix_tokens
     return {
         "causal": causal,
         "prefix": causal | (t < prefix) & (s < prefix),
         "bidirectional": causal | True,
-    }[c.mixer.mask]
+    }[settings(c).mask]
 
 
 def rotated(c, p, x):
@@ -130,32 +139,45 @@ def bucket(distance, buckets, largest, both_ways):
 def t5_bias(c, p, x):
     t, s, _ = places(x)
     of = np.vectorize(
-        lambda d: bucket(int(d), c.mixer.buckets, c.mixer.max_distance, c.mixer.mask != "causal")
+        lambda d: bucket(
+            int(d),
+            settings(c).buckets,
+            settings(c).max_distance,
+            settings(c).mask != "causal",
+        )
     )
     return attention(c, p, x, seen=mask(c, x), bias=p["bias"][:, of(t - s)])
 
 
 def rerope(c, p, x):
     t, s, causal = places(x)
-    return attention(c, p, x, seen=causal, distance=np.minimum(t - s, c.mixer.window))
+    return attention(c, p, x, seen=causal, distance=np.minimum(t - s, settings(c).window))
 
 
 def leaky_rerope(c, p, x):
-    (t, s, causal), w = places(x), c.mixer.window
+    (t, s, causal), w = places(x), settings(c).window
     return attention(
-        c, p, x, seen=causal, distance=np.where(t - s < w, t - s, w + (t - s - w) / c.mixer.stretch)
+        c,
+        p,
+        x,
+        seen=causal,
+        distance=np.where(t - s < w, t - s, w + (t - s - w) / settings(c).stretch),
     )
 
 
 def lambda_window(c, p, x, selects=False):
-    (t, s, causal), w = places(x), c.mixer.window
-    seen = causal & ((t - s < w) | (s < c.mixer.first_tokens))
-    selected = (causal & ~seen, c.mixer.selected) if selects else None
+    (t, s, causal), w = places(x), settings(c).window
+    seen = causal & ((t - s < w) | (s < settings(c).first_tokens))
+    selected = (causal & ~seen, settings(c).selected) if selects else None
     return attention(c, p, x, seen=seen, distance=np.minimum(t - s, w), selected=selected)
 
 
 def parallel_windows(c, p, x):
-    (t, s, causal), w, windows = places(x), c.mixer.window, c.mixer.contexts
+    (t, s, causal), w, windows = (
+        places(x),
+        settings(c).window,
+        settings(c).contexts,
+    )
     place = np.array([i % w if i < windows * w else i - (windows - 1) * w for i in range(len(x))])
     seen = causal & ((t // w == s // w) | (t >= windows * w))
     return attention(c, p, x, seen=seen, distance=place[:, None] - place[None])

@@ -19,6 +19,11 @@ from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 
 
+def settings(c):
+    """Of the mixer that all layers are."""
+    return c.settings_of(c.mixers[0])
+
+
 def outer(q, k, v, g, beta=None, *, erase=False, bonus=None, normaliser=False, erase_key=None):
     """S ← e^g S, S ← S + β k (v − Sᵀk)ᵀ (or + β k vᵀ), o = Sᵀq; with a bonus o = Sᵀq + (Σ q u k)
     v of the state before. q, k [T, H, K], v [T, H, V], g [T, H] or [T, H, K]. With `normaliser`
@@ -144,10 +149,10 @@ def rwkv6(c, p, x):
 
 def linear(c, p, x):
     q, k, v, _ = slab(c, p, x)
-    if c.mixer.feature_map == "elu":
+    if settings(c).feature_map == "elu":
         q, k = (jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))) for y in (q, k))
     none = jnp.zeros(v.shape[:2])
-    if not c.mixer.normaliser:
+    if not settings(c).normaliser:
         return out(p, rms(c, outer(q, k, v, none)) * p["norm"])
     o, z = outer(q, k, v, none, normaliser=True)
     return out(p, rms(c, o / (z + 1e-6)) * p["norm"])
@@ -270,7 +275,7 @@ def mamba(c, p, x):
     x = silu(sum(padded[w : w + len(x)] * kernel for w, kernel in enumerate(p["conv_kernel"])))
     low, b, read = jnp.split(
         jnp.einsum("thv,hvr->tr", x, p["x_proj"]),
-        np.cumsum([len(p["step_up"]), c.mixer.state_size]),
+        np.cumsum([len(p["step_up"]), settings(c).state_size]),
         axis=-1,
     )
     dt = softplus(jnp.einsum("tr,rhv->thv", low, p["step_up"]) + p["dt_bias"])
@@ -329,7 +334,7 @@ def ttt(c, p, x):
 
     def step(carry, token):
         (w, start), (t, q, k, v, rate) = carry, token
-        start = jnp.where(t % c.mixer.block == 0, w, start)
+        start = jnp.where(t % settings(c).block == 0, w, start)
         w = w - rate[:, None, None] * jax.grad(lambda w: jnp.sum((f(w, k) - v) ** 2) / 2)(start)
         return (w, start), f(w, q)
 
@@ -345,9 +350,9 @@ def titans(c, p, x):
     def step(carry, token):
         (m, start, past), (t, q, k, v, gates) = carry, token
         kept, momentum, rate = jnp.moveaxis(gates, -1, 0)[..., None, None]
-        start = jnp.where(t % c.mixer.block == 0, m, start)
+        start = jnp.where(t % settings(c).block == 0, m, start)
         surprise = jax.grad(lambda m: jnp.sum((jnp.einsum("hkv,hk->hv", m, k) - v) ** 2) / 2)(start)
-        past = momentum * past - rate / c.mixer.block * surprise
+        past = momentum * past - rate / settings(c).block * surprise
         m = kept * m + past
         return (m, start, past), jnp.einsum("hkv,hk->hv", m, q)
 
@@ -459,13 +464,13 @@ def sliding_window(c, p, x):
     q, k = (
         jnp.concatenate([partly_rotated(c, y[..., :r], r), y[..., r:]], axis=-1) for y in (q, k)
     )
-    seen = (j <= i) & ((i - j < c.mixer.window) | (j < c.mixer.first_tokens))
+    seen = (j <= i) & ((i - j < settings(c).window) | (j < settings(c).first_tokens))
     o = softmax_attention(q, k, v, seen, c.head_dim**-0.5, p.get("sink"))
     return jnp.einsum("tnk,nkd->td", o * sigmoid(gate), p["o_proj"])
 
 
 def mla(c, p, x):
-    shared = c.mixer.shared_key_width or c.rotary_dim
+    shared = settings(c).shared_key_width or c.rotary_dim
     plain, rotated = (
         c.head_dim - shared,
         lambda y: jnp.concatenate(
@@ -473,12 +478,12 @@ def mla(c, p, x):
             axis=-1,
         ),
     )
-    y = rms(c, x @ p["q_down"]) * (1 + p["q_norm"]) if c.mixer.query_rank else x
+    y = rms(c, x @ p["q_down"]) * (1 + p["q_norm"]) if settings(c).query_rank else x
     q = jnp.einsum("td,dnk->tnk", y, p["q_proj"])
-    latent = rms(c, (x @ p["kv_down"])[:, : c.mixer.latent_rank]) * (1 + p["kv_norm"])
+    latent = rms(c, (x @ p["kv_down"])[:, : settings(c).latent_rank]) * (1 + p["kv_norm"])
     k, v = jnp.split(jnp.einsum("tl,lnp->tnp", latent, p["kv_up"]), 2, axis=-1)
     if shared:
-        of_all = rotated((x @ p["kv_down"])[:, None, c.mixer.latent_rank :])
+        of_all = rotated((x @ p["kv_down"])[:, None, settings(c).latent_rank :])
         q = jnp.concatenate([q[..., :plain], rotated(q[..., plain:])], axis=-1)
         k = jnp.concatenate([k, jnp.broadcast_to(of_all, (*k.shape[:2], shared))], axis=-1)
     o = softmax_attention(q, k, v, np.tril(np.ones((len(x), len(x)), bool)), c.head_dim**-0.5)

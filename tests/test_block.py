@@ -15,14 +15,14 @@ from mixer_references import errors
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.config.further.block import MLPS, PLACEMENTS, BlockConfig
-from qwen3next_jax.config.further.kin import weights_differ
-from qwen3next_jax.config.further.mixers import MixerConfig
+from qwen3next_jax.config.block import MLPS, PLACEMENTS, BlockConfig
+from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import mixer_class
-from qwen3next_jax.model.further.masks import predicted
+from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.model.further.positions import Learned, Sinusoidal
 from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
@@ -231,12 +231,16 @@ def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
     assert differs(of_prefix) == [True] * 12 and differs(of_rest) == [False] * 5 + [True] * 7
 
     np.testing.assert_array_equal(
-        predicted(config, batch)["target_mask"][0], np.r_[np.arange(8) >= 5, np.arange(12) >= 5]
+        mask_seen_targets(config, batch)["target_mask"][0],
+        np.r_[np.arange(8) >= 5, np.arange(12) >= 5],
     )
-    marked = predicted(config, batch | {"target_mask": np.arange(20)[None] % 2 == 0})[
+    marked = mask_seen_targets(config, batch | {"target_mask": np.arange(20)[None] % 2 == 0})[
         "target_mask"
     ][0]
-    assert np.flatnonzero(marked).tolist() == [6, 14, 16, 18] and predicted(BASE, batch) is batch
+    assert (
+        np.flatnonzero(marked).tolist() == [6, 14, 16, 18]
+        and mask_seen_targets(BASE, batch) is batch
+    )
 
 
 def test_what_a_mask_cannot_do():
@@ -255,7 +259,7 @@ def test_what_a_mask_cannot_do():
             jnp.zeros((1, 2, 16)), Context(jnp.asarray([[0, 1]])), layer.init_cache(both_ways, 1, 4)
         )
     with pytest.raises(UserError, match="expected 'causal' or 'prefix' to train"):
-        predicted(both_ways, {})
+        mask_seen_targets(both_ways, {})
 
 
 # ---- positions

@@ -27,7 +27,7 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.config.further.mixers import MixerConfig
+from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.huggingface import stored_dtype
@@ -129,7 +129,8 @@ def base(name):
         if name == "dynamic_ntk"
         else {}
     )
-    return dataclasses.replace(BASE, mixer=SETTINGS.get(name, BASE.mixer), **beyond)
+    mixer = SETTINGS.get(name, BASE.mixer)
+    return dataclasses.replace(BASE, layer_types=(name, name), mixer=mixer, **beyond)
 
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, BASE.hidden_size)), jnp.float32)
@@ -792,7 +793,7 @@ def test_every_line_traces_in_bfloat16(name):
     read.clear()  # of its own checks
     graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
     # what it says of the settings that are refused where no layer reads them
-    assert read & set(GIVEN) == set(kind.settings) & set(GIVEN)
+    assert read & set(GIVEN) == set(kind.switches) & set(GIVEN)
     x, one = (
         jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1)
     )

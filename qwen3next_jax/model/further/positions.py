@@ -12,7 +12,7 @@ from qwen3next_jax.model.parameters import Make
 
 
 class NoPositions(nnx.Module):
-    """`meaning`: as that of `model.mixers.base.Mixer`."""
+    """`meaning`: as that of `model.mixer.Mixer`."""
 
     meaning = ()
 

@@ -7,7 +7,7 @@ Letters: R tokens, E experts, G groups of them.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.config.further.moe import MoEConfig
+from qwen3next_jax.config.moe import MoEConfig
 
 
 def scored(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -47,7 +47,7 @@ class ABC(GSA):
 
     @classmethod
     def init_cache(cls, config, batch, length):
-        slots = (batch, config.linear_num_value_heads, config.mixer.slots)
+        slots = (batch, config.linear_num_value_heads, cls.settings(config).slots)
         # The largest of no scores. From 0, e^{s − 0} of lower scores would underflow.
         return super().init_cache(config, batch, length) | {
             "largest": jnp.full(slots, -jnp.inf),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.layers import token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.mixers.gated_attention import gated_projection, write
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, local, shards

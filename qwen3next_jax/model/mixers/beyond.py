@@ -4,11 +4,13 @@ windows in parallel, selected keys.
 Letters: see pairwise.py; R rotated dimensions.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.layers import rotate
-from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 from qwen3next_jax.model.mixers.nope_attention import NoPEAttention
 from qwen3next_jax.model.mixers.pairwise import Pairwise
 from qwen3next_jax.ops.pair_attention import dot
@@ -19,12 +21,20 @@ class ReRoPE(Pairwise):
     ReRoPE, 2023): two sets of scores.
     """
 
-    settings = (*Pairwise.settings, "mixer.window")
+    @dataclasses.dataclass(frozen=True)
+    class Settings(Pairwise.Settings):
+        # distances that are the true ones
+        window: int = 1024
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "window"})
+
+    read_time = ("window",)
     leak = False
 
     def queries(self, q_BTNK, t_BT):
         return rotate(q_BTNK, t_BT, self.config), rotate(
-            q_BTNK, self._far(t_BT, self.config.mixer.window), self.config
+            q_BTNK, self._far(t_BT, self.settings(self.config).window), self.config
         )
 
     def keys(self, k_BSMK, s_BS):
@@ -36,18 +46,27 @@ class ReRoPE(Pairwise):
         """
         if not self.leak:
             return jnp.full_like(positions, from_there)
-        stretch, window = self.config.mixer.stretch, from_there
+        stretch, window = self.settings(self.config).stretch, from_there
         return window - window / stretch + positions.astype(jnp.float32) / stretch
 
     def score(self, q, k, t_BC1, s_B1S):
-        near = (t_BC1 - s_B1S < self.config.mixer.window)[:, None]
+        near = (t_BC1 - s_B1S < self.settings(self.config).window)[:, None]
         return jnp.where(near, dot(q[0], k[0]), dot(q[1], k[1]))
 
 
 class LeakyReRoPE(ReRoPE):
     """`ReRoPE` whose distances d beyond the window go on growing, `mixer.stretch` times slower."""
 
-    settings = (*ReRoPE.settings, "mixer.stretch")
+    @dataclasses.dataclass(frozen=True)
+    class Settings(ReRoPE.Settings):
+        # how much slower distances grow beyond the window
+        stretch: float = 16.0
+
+        def __post_init__(self):
+            super().__post_init__()
+            check_bounds(self, "model.mixer", {"at least 1": "stretch"})
+
+    read_time = ("window", "stretch")
     leak = True
 
 
@@ -56,15 +75,24 @@ class LambdaWindow(ReRoPE):
     `mixer.first_tokens` of the document, distances up to the window.
     """
 
-    settings = (*ReRoPE.settings, "mixer.first_tokens")
+    @dataclasses.dataclass(frozen=True)
+    class Settings(ReRoPE.Settings):
+        # keys at the start of a document that stay visible beyond the window
+        first_tokens: int = 0
+
+        def __post_init__(self):
+            super().__post_init__()
+            check_bounds(self, "model.mixer", {"0 or more": "first_tokens"})
+
+    read_time = ("window", "first_tokens")
 
     def seen(self, t_BC1, s_B1S):
-        c = self.config.mixer
+        c = self.settings(self.config)
         return (s_B1S <= t_BC1) & ((t_BC1 - s_B1S < c.window) | (s_B1S < c.first_tokens))
 
-    @staticmethod
-    def pairs(config, length):
-        window, first = min(config.mixer.window, length), config.mixer.first_tokens
+    @classmethod
+    def pairs(cls, config, length):
+        window, first = min(cls.settings(config).window, length), cls.settings(config).first_tokens
         # queries that do not see all: the window, and of the t + 1 − window others at most `first`
         beyond = length - window
         few = min(first, beyond)
@@ -82,21 +110,30 @@ class SelectedTokens(LambdaWindow):
     2402.04617, token by token).
     """
 
-    settings = (*LambdaWindow.settings, "mixer.selected")
+    @dataclasses.dataclass(frozen=True)
+    class Settings(LambdaWindow.Settings):
+        # keys beyond the window, for each query and head
+        selected: int = 64
+
+        def __post_init__(self):
+            super().__post_init__()
+            check_bounds(self, "model.mixer", {"at least 1": "selected"})
+
+    read_time = ("window", "first_tokens", "selected")
 
     @property
     def best(self):
-        return self.config.mixer.selected
+        return self.settings(self.config).selected
 
     def seen(self, t_BC1, s_B1S):
         always = super().seen(t_BC1, s_B1S)
         return always, (s_B1S <= t_BC1) & ~always
 
-    @staticmethod
-    def pairs(config, length):
+    @classmethod
+    def pairs(cls, config, length):
         """Scores of every pair, and the sum over those that are seen."""
-        every, selected = length * (length + 1) / 2, config.mixer.selected * length
-        return (every + min(every, LambdaWindow.pairs(config, length) + selected)) / 2
+        every, selected = length * (length + 1) / 2, cls.settings(config).selected * length
+        return (every + min(every, super().pairs(config, length) + selected)) / 2
 
 
 class ParallelWindows(Pairwise):
@@ -105,10 +142,20 @@ class ParallelWindows(Pairwise):
     follows stands behind them and sees all.
     """
 
-    settings = (*Pairwise.settings, "mixer.contexts", "mixer.window")
+    @dataclasses.dataclass(frozen=True)
+    class Settings(Pairwise.Settings):
+        # how many windows stand side by side
+        contexts: int = 1
+        # tokens of each window
+        window: int = 1024
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "contexts window"})
+
+    read_time = ("contexts", "window")
 
     def _place(self, position):
-        c = self.config.mixer
+        c = self.settings(self.config)
         together = c.contexts * c.window
         return jnp.where(position < together, position % c.window, position - together + c.window)
 
@@ -119,16 +166,16 @@ class ParallelWindows(Pairwise):
         return rotate(k_BSMK, self._place(s_BS), self.config)
 
     def seen(self, t_BC1, s_B1S):
-        c = self.config.mixer
+        c = self.settings(self.config)
         return (s_B1S <= t_BC1) & (
             (t_BC1 >= c.contexts * c.window) | (t_BC1 // c.window == s_B1S // c.window)
         )
 
-    @staticmethod
-    def pairs(config, length):
+    @classmethod
+    def pairs(cls, config, length):
         window, together = (
-            config.mixer.window,
-            min(config.mixer.contexts * config.mixer.window, length),
+            cls.settings(config).window,
+            min(cls.settings(config).contexts * cls.settings(config).window, length),
         )
         whole, rest = divmod(together, window)
         return (
@@ -145,7 +192,7 @@ class DynamicNTK(Pairwise):
     implementations that cache rotated keys mix the bases of different lengths.
     """
 
-    settings = (*NoPEAttention.settings, "yarn_factor")
+    switches = (*NoPEAttention.switches, "yarn_factor")
     block = 8  # each query has keys of its own: block × T of them
 
     def queries(self, q_BTNK, t_BT):
@@ -178,9 +225,9 @@ class DynamicNTK(Pairwise):
         )
         return s_BMHCS.reshape(b, n, queries, -1)
 
-    @staticmethod
-    def check(config):
-        GatedAttention.check(config)
+    @classmethod
+    def check(cls, config):
+        super().check(config)
         require(
             config.rotary_dim > 2,
             f"the mixer 'dynamic_ntk' with {config.rotary_dim} rotated dimensions (model.head_dim "

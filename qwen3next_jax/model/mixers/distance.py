@@ -3,12 +3,15 @@
 Letters: see pairwise.py.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.mixers.nope_attention import NoPEAttention
 from qwen3next_jax.model.mixers.pairwise import Masked
 from qwen3next_jax.ops.pair_attention import dot
@@ -19,7 +22,8 @@ class ALiBi(Masked):
     numbers those of the power below, and of the power above every other one.
     """
 
-    settings = (*NoPEAttention.settings, "mixer.mask", "mixer.prefix_tokens")
+    switches = NoPEAttention.switches
+    weights_of = None
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -57,7 +61,24 @@ class T5Bias(ALiBi):
     their scale.
     """
 
-    settings = (*ALiBi.settings, "mixer.buckets", "mixer.max_distance")
+    @dataclasses.dataclass(frozen=True)
+    class Settings(ALiBi.Settings):
+        # of distances
+        buckets: int = 32
+        # from which on all distances fall into the last bucket
+        max_distance: int = 128
+
+        def __post_init__(self):
+            super().__post_init__()
+            check_bounds(self, "model.mixer", {"at least 4": "buckets"})
+            require(
+                self.max_distance > self.buckets // 2,
+                f"model.mixer.max_distance = {self.max_distance}: expected more than half of "
+                f"model.mixer.buckets = {self.buckets}, which are exact",
+            )
+
+    # the mask says which distances the buckets stand for
+    read_time = ("prefix_tokens",)
 
     def __init__(self, config, make, layers):
         Masked.__init__(self, config, make, layers)
@@ -65,14 +86,17 @@ class T5Bias(ALiBi):
             config.initializer_range * jax.random.normal(make.rngs.params(), shape)
         )
         self.bias = make.parameter(
-            start, (config.num_attention_heads, config.mixer.buckets), "query_heads .", kind="rate"
+            start,
+            (config.num_attention_heads, self.settings(config).buckets),
+            "query_heads .",
+            kind="rate",
         )
 
     def per_head(self):
         return (self.bias[...],)
 
     def score(self, q, k, t_BC1, s_B1S, bias_NR):
-        c = self.config.mixer
+        c = self.settings(self.config)
         bucket_BCS = t5_bucket(
             t_BC1 - s_B1S, c.buckets, c.max_distance, both_ways=c.mask != "causal"
         )

@@ -4,7 +4,9 @@ gate.
 Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.hf_entries import Entry, one, vector
 from qwen3next_jax.model.layers import Context, angles, keeping_inputs, rms_norm, rotate, token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention, pallas_heads
 from qwen3next_jax.ops.blocks import kept
@@ -37,13 +39,12 @@ class GatedAttention(Mixer):
     the largest scaled score of a query and a key that it sees.
     """
 
-    settings = (
-        "attention_output_gate",
-        "qk_norm",
-        "mixer.qk_norm_over",
-        "yarn_factor",
-        "block.rope_scaling",
-    )
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # each head's queries and keys, or those of all heads together
+        qk_norm_over: Literal["head", "layer"] = "head"
+
+    switches = ("attention_output_gate", "qk_norm", "yarn_factor", "block.rope_scaling")
     cache_kind = "slots"
     in_place = True
     names_kept = True
@@ -59,7 +60,7 @@ class GatedAttention(Mixer):
         self.v_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
         self.o_proj = make.matrix((n, k, d), "query_heads head_width -> embed")
         if c.qk_norm:
-            layer = c.mixer.qk_norm_over == "layer"
+            layer = self.settings(c).qk_norm_over == "layer"
             self.q_norm = make.norm(n * k if layer else k)
             self.k_norm = make.norm(m * k if layer else k)
 
@@ -102,7 +103,8 @@ class GatedAttention(Mixer):
             self.config,
             x_BTD.shape[1] // (shards(context.mesh, CONTEXT) if context.time else 1),
         )
-        normed = c.qk_norm and c.mixer.qk_norm_over == "head" and c.block.norm == "rms"
+        over = self.settings(c).qk_norm_over
+        normed = c.qk_norm and over == "head" and c.block.norm == "rms"
         return (
             type(self) is GatedAttention
             and normed
@@ -160,7 +162,7 @@ class GatedAttention(Mixer):
         return y_BTD, self.diagnostics(q, k, gate, context)
 
     def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
-        if self.config.mixer.qk_norm_over == "head":
+        if self.settings(self.config).qk_norm_over == "head":
             return rms_norm(x_BTNK, weight, self.config)
         return rms_norm(x_BTNK.reshape(*x_BTNK.shape[:2], -1), weight, self.config).reshape(
             x_BTNK.shape
@@ -188,27 +190,27 @@ class GatedAttention(Mixer):
             return attend(q_BTNK, k_BTMK, v_BTMK, context), None
         return attend_cached(q_BTNK, {"k": k_BTMK, "v": v_BTMK}, cache, context)
 
-    @staticmethod
-    def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
+    @classmethod
+    def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
         """Empty cache of `length` slots."""
         shape = (batch, length, config.num_key_value_heads, config.head_dim)
         return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
 
-    @staticmethod
-    def forward_flops(config: ModelConfig, length: int) -> float:
+    @classmethod
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
         """Scores and values: a causal query reads (length + 1) / 2 keys on average."""
         return 2 * (length + 1) * config.num_attention_heads * config.head_dim
 
-    @staticmethod
-    def check(config: ModelConfig) -> None:
-        over = config.mixer.qk_norm_over
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        over = cls.settings(config).qk_norm_over
         require(
             config.qk_norm or over == "head",
             f"model.mixer.qk_norm_over = {over!r} with model.qk_norm = False: nothing is normed",
         )
 
-    @staticmethod
-    def splits(config: ModelConfig) -> dict[str, int]:
+    @classmethod
+    def splits(cls, config: ModelConfig) -> dict[str, int]:
         return {"num_attention_heads": config.num_attention_heads}
 
     @staticmethod

@@ -2,9 +2,12 @@
 that keep keys and values.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.mixers.recurrent import ByChannel, Inputs, through
 from qwen3next_jax.ops import channel_delta_rule
 
@@ -15,14 +18,22 @@ class GSA(ByChannel):
     decay on the value side.
     """
 
-    settings = ("mixer.slots",)
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # memory slots, each of which keeps a key and a value
+        slots: int = 64
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "slots"})
+
     temperature = 8  # of the forget gates, the paper's
 
     def __init__(self, config, make, layers):
         self.config = c = config
         self.make_projection(make, gate=False)
         self.forget_proj = make.matrix(
-            (c.hidden_size, c.linear_num_value_heads, c.mixer.slots), "embed -> value_heads ."
+            (c.hidden_size, c.linear_num_value_heads, self.settings(c).slots),
+            "embed -> value_heads .",
         )
         self.make_output(make)
 
@@ -61,8 +72,8 @@ class GSA(ByChannel):
     def init_cache(cls, config, batch, length):
         c, heads = config, (batch, config.linear_num_value_heads)
         return super().init_cache(config, batch, length) | {
-            "state": jnp.zeros((*heads, c.linear_key_head_dim, c.mixer.slots)),
-            "values": jnp.zeros((*heads, c.mixer.slots, c.linear_value_head_dim)),
+            "state": jnp.zeros((*heads, c.linear_key_head_dim, cls.settings(c).slots)),
+            "values": jnp.zeros((*heads, cls.settings(c).slots, c.linear_value_head_dim)),
         }
 
     @classmethod
@@ -71,6 +82,6 @@ class GSA(ByChannel):
         return (
             4
             * config.linear_num_value_heads
-            * config.mixer.slots
+            * cls.settings(config).slots
             * (config.linear_key_head_dim + config.linear_value_head_dim)
         )

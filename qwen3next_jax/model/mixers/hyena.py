@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.layers import token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.mixers.gated_attention import write
 from qwen3next_jax.model.mixers.recurrent import FEW_TOKENS
 from qwen3next_jax.ops import causal_conv1d, fft_convolution
@@ -31,7 +31,7 @@ class Hyena(Mixer):
     Diagnostics, per head [H]: gate_size, the mean of |x₁ x₂|.
     """
 
-    settings = ("linear_conv_kernel_dim",)
+    switches = ("linear_conv_kernel_dim",)
     meaning = ("max_position_embeddings",)
     cache_kind = "slots"
 
@@ -146,16 +146,16 @@ class Hyena(Mixer):
             jnp.exp(-at[..., None] * window_HV) + FLOOR
         )
 
-    @staticmethod
-    def init_cache(config, batch, length):
+    @classmethod
+    def init_cache(cls, config, batch, length):
         shape = (batch, length, config.linear_num_value_heads)
         empty = lambda width: jnp.zeros(
             (*shape, width * config.linear_value_head_dim), config.dtype
         )
         return {"input": empty(ORDER + 1)} | {f"z_{n}": empty(1) for n in range(ORDER)}
 
-    @staticmethod
-    def forward_flops(config, length):
+    @classmethod
+    def forward_flops(cls, config, length):
         """A transform there and one back of twice the row, 2.5 n log₂ n each, and their product;
         the filters are every row's.
         """
@@ -168,12 +168,12 @@ class Hyena(Mixer):
             / length
         )
 
-    @staticmethod
-    def splits(config):
+    @classmethod
+    def splits(cls, config):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
-    @staticmethod
-    def halo(config):
+    @classmethod
+    def halo(cls, config):
         return config.linear_conv_kernel_dim - 1
 
 

@@ -19,7 +19,7 @@ class KDA(Recurrent):
     output gate is a sigmoid.
     """
 
-    settings = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
+    switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
     activation = staticmethod(jax.nn.sigmoid)
 
     def __init__(self, config, make, layers):

@@ -2,6 +2,9 @@
 features.
 """
 
+import dataclasses
+from typing import Literal
+
 import jax
 
 from qwen3next_jax.common.errors import require
@@ -15,7 +18,20 @@ class Linear(Additive):
     "identity" and `mixer.normaliser` off: the plain sum Σ v (k·q).
     """
 
-    settings = (*Additive.settings, "mixer.feature_map", "mixer.normaliser")
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # of queries and keys; elu(x) + 1 is the paper's
+        feature_map: Literal["elu", "identity"] = "elu"
+        # whether the sum of the weights divides the output; needs positive features
+        normaliser: bool = True
+
+        def __post_init__(self):
+            require(
+                self.feature_map == "elu" or not self.normaliser,
+                "model.mixer.normaliser = True with model.mixer.feature_map = "
+                "'identity': the sum of the weights may vanish: expected "
+                "model.mixer.normaliser = False, or the feature map 'elu'",
+            )
 
     def __init__(self, config, make, layers):
         self.config = config
@@ -27,24 +43,16 @@ class Linear(Additive):
 
     def recurrence(self, heads, state):
         feature = (
-            (lambda x: jax.nn.elu(x) + 1) if self.config.mixer.feature_map == "elu" else lambda x: x
+            (lambda x: jax.nn.elu(x) + 1)
+            if self.settings(self.config).feature_map == "elu"
+            else lambda x: x
         )
         heads = heads._replace(q=feature(heads.q), k=feature(heads.k))
-        if not self.config.mixer.normaliser:
+        if not self.settings(self.config).normaliser:
             return super().recurrence(heads, state)
         o, weight, states = self.weighted(heads, state)
         return (o / (weight[..., None] + EPSILON)).astype(heads.v.dtype), states
 
     @classmethod
     def normalises(cls, config):
-        return config.mixer.normaliser
-
-    @classmethod
-    def check(cls, config):
-        settings = config.mixer
-        require(
-            settings.feature_map == "elu" or not settings.normaliser,
-            "model.mixer.normaliser = True with model.mixer.feature_map = "
-            "'identity': the sum of the weights may vanish; set model.mixer.normaliser = False, "
-            "or the feature map to 'elu'",
-        )
+        return cls.settings(config).normaliser

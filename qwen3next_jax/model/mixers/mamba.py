@@ -5,11 +5,14 @@ Letters: B batch, T time, D model, H heads of V channels (only to be split over 
 numbers a channel keeps, R rank of Δ.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.layers import token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.mixers.gated_deltanet import START_OF_DECAY
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.ops.scans import expanded_scan
@@ -22,7 +25,15 @@ class Mamba(Mixer):
     models' convolution has a bias; this one has none.
     """
 
-    settings = ("linear_conv_kernel_dim", "mixer.state_size")
+    switches = ("linear_conv_kernel_dim",)
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # numbers that a channel keeps
+        state_size: int = 16
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "state_size"})
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -30,7 +41,7 @@ class Mamba(Mixer):
             c.hidden_size,
             c.linear_num_value_heads,
             c.linear_value_head_dim,
-            c.mixer.state_size,
+            self.settings(c).state_size,
             -(-c.hidden_size // 16),
         )
         self.in_proj = make.matrix(
@@ -79,7 +90,7 @@ class Mamba(Mixer):
             (rows, activation_spec(None, "heads"), tokens, first),
             (rows, first),
         )(x_BTHV, weight("conv_kernel"), context.segment_ids, cache and cache["conv"])
-        n, rank = self.config.mixer.state_size, self.step_up.shape[0]
+        n, rank = self.settings(self.config).state_size, self.step_up.shape[0]
         low, b_BTN, c_BTN = jnp.split(
             jnp.einsum("bthv,hvr->btr", x_BTHV, weight("x_proj")), (rank, rank + n), axis=-1
         )
@@ -124,28 +135,28 @@ class Mamba(Mixer):
         )
         return y_BTD, diagnostics, cache and {"conv": conv, "state": state_BHVN}
 
-    @staticmethod
-    def init_cache(config, batch, length):
+    @classmethod
+    def init_cache(cls, config, batch, length):
         channels = (config.linear_num_value_heads, config.linear_value_head_dim)
         return {
             "conv": jnp.zeros((batch, config.linear_conv_kernel_dim - 1, *channels), config.dtype),
-            "state": jnp.zeros((batch, *channels, config.mixer.state_size)),
+            "state": jnp.zeros((batch, *channels, cls.settings(config).state_size)),
         }
 
-    @staticmethod
-    def forward_flops(config, length):
+    @classmethod
+    def forward_flops(cls, config, length):
         """Write and read of every channel's state."""
         return (
             4
             * config.linear_num_value_heads
             * config.linear_value_head_dim
-            * config.mixer.state_size
+            * cls.settings(config).state_size
         )
 
-    @staticmethod
-    def splits(config):
+    @classmethod
+    def splits(cls, config):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
-    @staticmethod
-    def halo(config):
+    @classmethod
+    def halo(cls, config):
         return config.linear_conv_kernel_dim - 1

@@ -15,7 +15,7 @@ class Mamba2(Recurrent):
     over the heads of a group. The released models' convolution has a bias; this one has none.
     """
 
-    settings = (*Recurrent.settings, "decay_init")
+    switches = (*Recurrent.switches, "decay_init")
     normalized = False
 
     def __init__(self, config, make, layers):

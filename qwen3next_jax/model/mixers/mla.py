@@ -10,9 +10,10 @@ import dataclasses
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.hf_entries import one, vector
 from qwen3next_jax.model.layers import rms_norm, rotate
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.mixers.gated_attention import (
     attend,
     attend_cached,
@@ -32,15 +33,28 @@ class MLA(Mixer):
     for all.
     """
 
-    settings = (
-        "attention_output_gate",
-        "mixer.latent_rank",
-        "mixer.query_rank",
-        "mixer.shared_key_width",
-        "mixer.latent_norm_eps",
-        "yarn_factor",
-        "block.rope_scaling",
-    )
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # numbers a token keeps of its keys and values
+        latent_rank: int = 512
+        # of the queries' latent; 0: queries straight from the input
+        query_rank: int = 0
+        # numbers of each key that all heads share; 0: those that are rotated
+        shared_key_width: int = 0
+        # of the latents' norms; 0: rms_norm_eps
+        latent_norm_eps: float = 0.0
+
+        def __post_init__(self):
+            check_bounds(
+                self,
+                "model.mixer",
+                {
+                    "at least 1": "latent_rank",
+                    "0 or more": "query_rank shared_key_width latent_norm_eps",
+                },
+            )
+
+    switches = ("attention_output_gate", "yarn_factor", "block.rope_scaling")
     cache_kind = "slots"
     in_place = True
 
@@ -51,8 +65,8 @@ class MLA(Mixer):
             c.num_attention_heads,
             c.head_dim,
             _shared(c),
-            c.mixer.latent_rank,
-            c.mixer.query_rank,
+            self.settings(c).latent_rank,
+            self.settings(c).query_rank,
         )
         if rank:
             self.q_down, self.q_norm = make.matrix((d, rank), "embed -> ."), make.norm(rank)
@@ -84,10 +98,12 @@ class MLA(Mixer):
             c.head_dim - _shared(c),
             lambda x: rotate(x, context.positions, c),
         )
-        of_norm = dataclasses.replace(c, rms_norm_eps=c.mixer.latent_norm_eps or c.rms_norm_eps)
+        of_norm = dataclasses.replace(
+            c, rms_norm_eps=self.settings(c).latent_norm_eps or c.rms_norm_eps
+        )
         y = (
             rms_norm(x_BTD @ weight("q_down"), self.q_norm[...], of_norm)
-            if c.mixer.query_rank
+            if self.settings(c).query_rank
             else x_BTD
         )
         q_BTNK = constrain(
@@ -99,7 +115,9 @@ class MLA(Mixer):
             None,
         )
         q_BTNP, q_BTNR = q_BTNK[..., :plain], rope(q_BTNK[..., plain:])
-        latent_BTL, k_BTR = jnp.split(x_BTD @ weight("kv_down"), (c.mixer.latent_rank,), axis=-1)
+        latent_BTL, k_BTR = jnp.split(
+            x_BTD @ weight("kv_down"), (self.settings(c).latent_rank,), axis=-1
+        )
         latent_BTL, k_BT1R = (
             rms_norm(latent_BTL, self.kv_norm[...], of_norm),
             rope(k_BTR[:, :, None]),
@@ -128,33 +146,35 @@ class MLA(Mixer):
         else:
             k_up_LNP, v_up_LNP = jnp.split(weight("kv_up"), 2, axis=-1)
             q_BTNL = jnp.einsum("btnp,lnp->btnl", q_BTNP, k_up_LNP)
-            width = c.mixer.latent_rank + shared
+            width = self.settings(c).latent_rank + shared
             # its scale is that of whole heads
             q = jnp.concatenate([q_BTNL, q_BTNR], axis=-1) * (width / c.head_dim) ** 0.5
             new = {"latent": jnp.concatenate([latent_BTL[:, :, None], k_BT1R], axis=-1)}
             o_BTNL, cache = attend_cached(q.astype(dtype), new, cache, context)
-            o_BTNP = jnp.einsum("btnl,lnp->btnp", o_BTNL[..., : c.mixer.latent_rank], v_up_LNP)
+            o_BTNP = jnp.einsum(
+                "btnl,lnp->btnp", o_BTNL[..., : self.settings(c).latent_rank], v_up_LNP
+            )
         return gated_projection(o_BTNP, gate, self.o_proj[...], context), diagnostics, cache
 
-    @staticmethod
-    def init_cache(config, batch, length):
+    @classmethod
+    def init_cache(cls, config, batch, length):
         return {
             "latent": jnp.zeros(
-                (batch, length, 1, config.mixer.latent_rank + _shared(config)), config.dtype
+                (batch, length, 1, cls.settings(config).latent_rank + _shared(config)), config.dtype
             )
         }
 
-    @staticmethod
-    def forward_flops(config, length):
+    @classmethod
+    def forward_flops(cls, config, length):
         """Scores over head_dim and their sum over the values' width, (T + 1)/2 keys a query."""
         return config.num_attention_heads * (2 * config.head_dim - _shared(config)) * (length + 1)
 
-    @staticmethod
-    def splits(config):
+    @classmethod
+    def splits(cls, config):
         return {"num_attention_heads": config.num_attention_heads}
 
-    @staticmethod
-    def check(config):
+    @classmethod
+    def check(cls, config):
         require(
             config.rotary_dim < config.head_dim,
             f"model.partial_rotary_factor = {config.partial_rotary_factor} with the mixer 'mla': "
@@ -174,8 +194,8 @@ class MLA(Mixer):
             config.hidden_size,
             config.num_attention_heads,
             _shared(config),
-            config.mixer.latent_rank,
-            config.mixer.query_rank,
+            MLA.settings(config).latent_rank,
+            MLA.settings(config).query_rank,
         )
         if rank:
             yield one("q_down", "self_attn.q_a_proj.weight", (1, 0), (rank, d))
@@ -199,4 +219,4 @@ class MLA(Mixer):
 
 def _shared(config) -> int:
     """Numbers of each key that all heads share."""
-    return config.mixer.shared_key_width or config.rotary_dim
+    return MLA.settings(config).shared_key_width or config.rotary_dim

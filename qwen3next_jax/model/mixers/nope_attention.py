@@ -8,7 +8,8 @@ from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 class NoPEAttention(GatedAttention):
     """`GatedAttention` whose queries and keys are not rotated."""
 
-    settings = ("attention_output_gate", "qk_norm", "mixer.qk_norm_over")
+    switches = ("attention_output_gate", "qk_norm")
+    weights_of = GatedAttention
     hf_entries = None
 
     def placed(self, x_BTNK, positions_BT):

@@ -5,10 +5,15 @@ Letters: B batch, T queries, S keys (slots of the cache), C queries of a block, 
 key/value heads, K head width.
 """
 
+import dataclasses
+import math
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.layers import rotate, token_mean
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention, write
@@ -22,6 +27,7 @@ class Pairwise(GatedAttention):
     place.
     """
 
+    weights_of = GatedAttention
     in_place = False
     hf_entries = None
     block = 64  # queries worked at once
@@ -114,8 +120,8 @@ class Pairwise(GatedAttention):
         """Scores and their sum: of each query the keys that it sees."""
         return 4 * config.num_attention_heads * config.head_dim * cls.pairs(config, length) / length
 
-    @staticmethod
-    def pairs(config, length: int) -> float:
+    @classmethod
+    def pairs(cls, config, length: int) -> float:
         """How many pairs are seen in a row of one document."""
         return length * (length + 1) / 2
 
@@ -127,17 +133,32 @@ class Masked(Pairwise):
     document.
     """
 
-    settings = (*Pairwise.settings, "mixer.mask", "mixer.prefix_tokens")
+    @dataclasses.dataclass(frozen=True)
+    class Settings(Pairwise.Settings):
+        mask: Literal["causal", "prefix", "bidirectional"] = "causal"
+        # of the mask "prefix": tokens at a document's start that see each other
+        prefix_tokens: int = 0
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"0 or more": "prefix_tokens"})
+            require(
+                (self.mask == "prefix") == (self.prefix_tokens > 0),
+                f"model.mixer.mask = {self.mask!r} with model.mixer.prefix_tokens = "
+                f"{self.prefix_tokens}: expected mask = 'prefix' and 1 or more, or another mask "
+                "and 0",
+            )
+
+    read_time = ("mask", "prefix_tokens")
 
     def seen(self, t_BC1, s_B1S):
-        c = self.config.mixer
+        c = self.settings(self.config)
         before = s_B1S <= t_BC1
         if c.mask == "prefix":
             return before | ((t_BC1 < c.prefix_tokens) & (s_B1S < c.prefix_tokens))
         return before if c.mask == "causal" else jnp.ones_like(before)
 
     def attend(self, q_BTNK, k_BTMK, v_BTMK, context, cache=None):
-        if cache is not None and self.config.mixer.mask == "bidirectional":
+        if cache is not None and self.settings(self.config).mask == "bidirectional":
             raise UserError(
                 "model.mixer.mask = 'bidirectional': a token's state changes with the tokens "
                 "after it, so that no cache can "
@@ -145,15 +166,10 @@ class Masked(Pairwise):
             )
         return super().attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
 
-    @staticmethod
-    def check(config):
-        GatedAttention.check(config)
-        c = config.mixer
-        require(
-            (c.mask == "prefix") == (c.prefix_tokens > 0),
-            f"model.mixer.mask = {c.mask!r} with model.mixer.prefix_tokens = "
-            f"{c.prefix_tokens}: expected mask = 'prefix' and 1 or more, or another mask and 0",
-        )
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        c = cls.settings(config)
         own = config.mtp_depth and issubclass(
             resolve(MIXERS, config.full_mixer, "model.full_mixer"), Masked
         )
@@ -165,12 +181,17 @@ class Masked(Pairwise):
             "another full_mixer, these layers named by layer_types",
         )
 
-    @staticmethod
-    def pairs(config, length):
-        prefix = min(config.mixer.prefix_tokens, length)
+    @classmethod
+    def tokens_seen_ahead(cls, config):
+        c = cls.settings(config)
+        return math.inf if c.mask == "bidirectional" else c.prefix_tokens
+
+    @classmethod
+    def pairs(cls, config, length):
+        prefix = min(cls.settings(config).prefix_tokens, length)
         causal = length * (length + 1) / 2
         return (
             length**2
-            if config.mixer.mask == "bidirectional"
+            if cls.settings(config).mask == "bidirectional"
             else causal + prefix * (prefix - 1) / 2
         )

@@ -16,7 +16,7 @@ from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import causal_conv1d, channel_delta_rule, gated_delta_rule, linear_scan
 from qwen3next_jax.ops.blocks import kept
@@ -78,7 +78,7 @@ class Recurrent(Mixer):
     mean over rows. Means are over the counted tokens.
     """
 
-    settings = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
+    switches = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
     convolved: ClassVar[bool] = True
     activation = staticmethod(jax.nn.silu)  # of the output gate
 
@@ -446,7 +446,7 @@ class Additive(Recurrent):
     nothing is normalised or scaled.
     """
 
-    settings = ("delta_rule",)
+    switches = ("delta_rule",)
     convolved = False
     normalized = False
 
@@ -504,7 +504,7 @@ class ByChannel(Recurrent):
     convolution. `head_weights`: (bonus [H, K],) with read = "before", else ().
     """
 
-    settings = ()
+    switches = ()
     convolved = False
     read: ClassVar[str] = "after"
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.layers import token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.mixers.shift import shifted
 from qwen3next_jax.ops import linear_scan, max_plus_scan
 from qwen3next_jax.sharding.rules import activation_spec, local

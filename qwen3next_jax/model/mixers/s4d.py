@@ -4,11 +4,14 @@ Letters: B batch, T time, D model, H heads of V channels (only to be split over 
 pairs of conjugate numbers a channel keeps.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops.scans import expanded_scan
 from qwen3next_jax.sharding.rules import activation_spec, local
 
@@ -21,7 +24,13 @@ class S4D(Mixer):
     Diagnostics, per head [H]: half_life, ln 2 / (Δ · −Re A), the longest of its channels.
     """
 
-    settings = ("mixer.state_size",)
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # numbers that a channel keeps, in complex pairs
+        state_size: int = 16
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "state_size"})
 
     def __init__(self, config, make, layers):
         c = config
@@ -29,7 +38,7 @@ class S4D(Mixer):
             c.hidden_size,
             c.linear_num_value_heads,
             c.linear_value_head_dim,
-            c.mixer.state_size // 2,
+            self.settings(c).state_size // 2,
         )
         self.in_proj = make.matrix((d, h, v), "embed -> value_heads .")
         normal = lambda shape: jax.random.normal(make.rngs.params(), shape)
@@ -96,29 +105,33 @@ class S4D(Mixer):
             cache and {"state": state_BHVN},
         )
 
-    @staticmethod
-    def init_cache(config, batch, length):
+    @classmethod
+    def init_cache(cls, config, batch, length):
         channels = (config.linear_num_value_heads, config.linear_value_head_dim)
-        return {"state": jnp.zeros((batch, *channels, config.mixer.state_size // 2), jnp.complex64)}
+        return {
+            "state": jnp.zeros(
+                (batch, *channels, cls.settings(config).state_size // 2), jnp.complex64
+            )
+        }
 
-    @staticmethod
-    def forward_flops(config, length):
+    @classmethod
+    def forward_flops(cls, config, length):
         """Write and read of every channel's state."""
         return (
             4
             * config.linear_num_value_heads
             * config.linear_value_head_dim
-            * config.mixer.state_size
+            * cls.settings(config).state_size
         )
 
-    @staticmethod
-    def check(config):
+    @classmethod
+    def check(cls, config):
         require(
-            config.mixer.state_size % 2 == 0,
-            f"model.mixer.state_size = {config.mixer.state_size} with the mixer 's4d': expected an "
-            "even number, as a channel keeps pairs of conjugates",
+            cls.settings(config).state_size % 2 == 0,
+            f"model.mixer.state_size = {cls.settings(config).state_size} with the mixer 's4d': "
+            "expected an even number, as a channel keeps pairs of conjugates",
         )
 
-    @staticmethod
-    def splits(config):
+    @classmethod
+    def splits(cls, config):
         return {"linear_num_value_heads": config.linear_num_value_heads}

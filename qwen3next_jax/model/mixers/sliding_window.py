@@ -5,9 +5,12 @@ Letters: B batch, T time, W = window − 1 keys before the first token, N query 
 heads, K head width, F first tokens.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 from qwen3next_jax.ops.window_attention import window_attention
 from qwen3next_jax.ops.window_attention.window import First
@@ -19,20 +22,32 @@ class SlidingWindow(GatedAttention):
     large after any number of tokens.
     """
 
-    settings = (*GatedAttention.settings, "mixer.window", "mixer.first_tokens", "mixer.sink_logit")
+    @dataclasses.dataclass(frozen=True)
+    class Settings(GatedAttention.Settings):
+        # keys that a query sees, its own among them
+        window: int = 1024
+        # keys at the start of a document that stay visible beyond the window
+        first_tokens: int = 0
+        # a learned score per head that takes weight and gives nothing
+        sink_logit: bool = False
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "window", "0 or more": "first_tokens"})
+
+    read_time = ("window", "first_tokens")
     cache_kind = "state"
     in_place = False
     hf_entries = None
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
-        if config.mixer.sink_logit:
+        if self.settings(config).sink_logit:
             self.sink = make.parameter(
                 jnp.zeros, (config.num_attention_heads,), "query_heads", kind="rate"
             )
 
     def attend(self, q_BTNK, k_BTMK, v_BTMK, context, cache=None):
-        c, mesh, positions = self.config.mixer, context.mesh, context.positions
+        c, mesh, positions = self.settings(self.config), context.mesh, context.positions
         ids, k, v, first, kv_ids = context.segment_ids, k_BTMK, v_BTMK, None, None
         if cache is not None:
             ids = jnp.ones_like(positions) if ids is None else (ids > 0).astype(jnp.int32)
@@ -90,21 +105,23 @@ class SlidingWindow(GatedAttention):
     def _after(self, cache, k, v, k_BTMK, v_BTMK, ids, positions):
         """The cache after these tokens, padding at the end left out."""
         last = jax.vmap(
-            lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, self.config.mixer.window - 1)
+            lambda x, start: jax.lax.dynamic_slice_in_dim(
+                x, start, self.settings(self.config).window - 1
+            )
         )
         length_B, row_B1 = jnp.sum(ids > 0, axis=1), jnp.arange(ids.shape[0])[:, None]
-        slot_BT = jnp.where(ids > 0, positions, self.config.mixer.first_tokens)
+        slot_BT = jnp.where(ids > 0, positions, self.settings(self.config).first_tokens)
         first = {
             name: cache[name].at[row_B1, slot_BT].set(x, mode="drop")
             for name, x in (("first_k", k_BTMK), ("first_v", v_BTMK))
         }
         return {"k": last(k, length_B), "v": last(v, length_B)} | first
 
-    @staticmethod
-    def init_cache(config, batch, length):
+    @classmethod
+    def init_cache(cls, config, batch, length):
         shape = (config.num_key_value_heads, config.head_dim)
         empty = lambda rows: jnp.zeros((batch, rows, *shape), config.dtype)
-        window, first = config.mixer.window - 1, config.mixer.first_tokens
+        window, first = cls.settings(config).window - 1, cls.settings(config).first_tokens
         return {
             "k": empty(window),
             "v": empty(window),
@@ -112,10 +129,10 @@ class SlidingWindow(GatedAttention):
             "first_v": empty(first),
         }
 
-    @staticmethod
-    def forward_flops(config, length):
+    @classmethod
+    def forward_flops(cls, config, length):
         """Scores and their sum: of each query the keys that it sees."""
-        window, first = min(config.mixer.window, length), config.mixer.first_tokens
+        window, first = min(cls.settings(config).window, length), cls.settings(config).first_tokens
         keys = (
             sum(min(t + 1, window) + min(first, max(0, t + 1 - window)) for t in range(length))
             / length

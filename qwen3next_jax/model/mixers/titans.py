@@ -4,9 +4,12 @@ and the memory forgets.
 Letters: B batch, T time, H value heads, K/V widths.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.mixers.recurrent import Inputs, Recurrent, through, unit
 from qwen3next_jax.model.mixers.ttt import by_block, stepped
 
@@ -19,7 +22,15 @@ class Titans(Recurrent):
     η and θ.
     """
 
-    settings = ("short_convolution", "linear_conv_kernel_dim", "mixer.block")
+    switches = ("short_convolution", "linear_conv_kernel_dim")
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # tokens of a document whose gradients are taken at one state
+        block: int = 16
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "block"})
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -34,7 +45,7 @@ class Titans(Recurrent):
     def inputs(self, x_BTD, context) -> Inputs:
         logits_BTH3 = through(x_BTD, self.gates_proj) + self.gates_bias[...]
         momentum_rate = jax.nn.sigmoid(logits_BTH3[..., 1:]) / jnp.array(
-            [1, self.config.mixer.block]
+            [1, self.settings(self.config).block]
         )
         return Inputs(
             self.project(x_BTD, context)[0],
@@ -51,9 +62,9 @@ class Titans(Recurrent):
             )
             p = momentum * state["momentum"] - rate * surprise
             m = kept * state["state"] + p
-            return stepped(state | {"momentum": p}, m, self.config.mixer.block), jnp.einsum(
-                "bhkv,bhk->bhv", m, q
-            )
+            return stepped(
+                state | {"momentum": p}, m, self.settings(self.config).block
+            ), jnp.einsum("bhkv,bhk->bhv", m, q)
 
         gates = jnp.concatenate([jnp.exp(heads.g)[..., None], heads.beta], axis=-1)
         return by_block(step, heads._replace(q=unit(heads.q), k=unit(heads.k)), gates, state)

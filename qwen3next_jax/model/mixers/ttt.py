@@ -4,10 +4,13 @@ gradient descent.
 Letters: B batch, T time, H value heads, K the width of keys and of values.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.mixers.recurrent import Inputs, Recurrent, through
 from qwen3next_jax.ops.scans import token_scan
 
@@ -18,7 +21,14 @@ class TTT(Recurrent):
     document. The cache holds W − W₀. Its diagnostic beta is the mean of η.
     """
 
-    settings = ("mixer.block",)
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # tokens of a document whose gradients are taken at one state
+        block: int = 16
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "block"})
+
     convolved = False
 
     def __init__(self, config, make, layers):
@@ -60,7 +70,7 @@ class TTT(Recurrent):
         def step(state, token):
             q, k, v, rate_BH = token
             w = state["state"] - rate_BH[..., None, None] * slope(state["start"], k, v)
-            return stepped(state, w, self.config.mixer.block), f(q, w)
+            return stepped(state, w, self.settings(self.config).block), f(q, w)
 
         return by_block(step, heads, heads.beta, state)
 
@@ -69,8 +79,8 @@ class TTT(Recurrent):
         cache = super().init_cache(config, batch, length)
         return cache | {"start": cache["state"], "count": jnp.zeros(cache["state"].shape[:2])}
 
-    @staticmethod
-    def check(config):
+    @classmethod
+    def check(cls, config):
         k, v = config.linear_key_head_dim, config.linear_value_head_dim
         require(
             k == v,

@@ -3,6 +3,7 @@
 Letters: B batch, T time, D model.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
@@ -15,30 +16,60 @@ from qwen3next_jax.model.hf_entries import Entry
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 
+# The settings of ModelConfig that only some mixers read.
+Switch = Literal[
+    "short_convolution",
+    "decay_gate",
+    "erase",
+    "beta_gate",
+    "linear_output_gate",
+    "attention_output_gate",
+    "qk_norm",
+    "delta_rule",
+    "decay_init",
+    "linear_conv_kernel_dim",
+    "yarn_factor",
+    "block.rope_scaling",
+]
+
 
 class Mixer(nnx.Module):
     """The part of a layer through which tokens see each other. A new one implements `__init__`,
     `__call__`, `init_cache`, `forward_flops` and, if heads or widths are split over `tensor`,
     `splits`.
 
-    settings: what it reads of the switches of `ModelConfig` (ABLATIONS, `delta_rule`,
-      `yarn_factor`, `decay_init`, `linear_conv_kernel_dim`), of `MixerConfig` ("mixer.window") and
-      of `BlockConfig` ("block.rope_scaling"), which are refused where no layer reads them.
-      meaning: settings of
-      `config.further.kin.REACH` that give its parameters their meaning: weights trained under one
-      value are never read under another. version: counts up when the same weights mean something
-      else than before, that is when its mathematics changes (not how it is computed, nor with
-      which values it starts); a run's record holds it, and what was trained with another version
-      is refused. cache_kind: "slots" where the cache has an entry per token, so that rejected
-      tokens are simply written over; "state" where it is as large after any number of tokens and
-      has to be restored. in_place: of slots: the mixer gets the caches of all layers that are
-      stacked with it, [layers, B, …], and writes into `context.layer`'s, as to cut it out and put
-      it back is a copy for every token. names_kept: its products and operators name what the
-      backward pass needs of them (`ops.blocks.kept`). Not inherited.
+    Settings: the dataclass of the settings that the mixer reads of the group `model.mixer`, with
+      defaults and bounds. `self.settings(config)` gives their values.
+    switches: the settings of ModelConfig that only some mixers read, and this one does. A model
+      none of whose mixers reads such a setting refuses it.
+    meaning: settings of `config.compatibility.REACH` that give the mixer's parameters their
+      meaning: weights that were trained under one value are never read under another.
+    weights_of: a mixer whose parameters are the same, one for one, and mean the same, so that
+      either reads the other's weights; None: there is none. A subclass that adds parameters says
+      None again.
+    read_time: those of `Settings` that change how weights are read, not what they mean. A trained
+      model may be evaluated with other values.
+    version: counts up when the same weights mean something else than before, that is when the
+      mixer's mathematics changes (not how it is computed, nor with which values it starts). A
+      run's record holds it, and a run that was trained with another version is refused.
+    cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply
+      written over; "state" where it is as large after any number of tokens and has to be
+      restored.
+    in_place: of slots: the mixer gets the caches of all layers that are stacked with it,
+      [layers, B, …], and writes into `context.layer`'s, as cutting it out and putting it back
+      would be a copy for every token.
+    names_kept: its products and operators name what the backward pass needs of them
+      (`ops.blocks.kept`). Not inherited.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ()
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        """A mixer without settings of its own."""
+
+    switches: ClassVar[tuple[Switch, ...]] = ()
     meaning: ClassVar[tuple[str, ...]] = ()
+    weights_of: ClassVar["type[Mixer] | None"] = None
+    read_time: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 1
     cache_kind: ClassVar[Literal["state", "slots"]] = "state"
     in_place: ClassVar[bool] = False
@@ -81,29 +112,41 @@ class Mixer(nnx.Module):
             jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *caches),
         )
 
-    @staticmethod
-    def init_cache(config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
+    @classmethod
+    def settings(cls, config: ModelConfig) -> Any:
+        """The values of `Settings` in this configuration."""
+        return config.mixer.read(cls.Settings)
+
+    @classmethod
+    def tokens_seen_ahead(cls, config: ModelConfig) -> float:
+        """How many tokens at the start of a document the tokens before them see; math.inf: every
+        token sees all that follow. A token that is seen ahead is no target of training.
+        """
+        return 0
+
+    @classmethod
+    def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
         """The cache of `length` slots before the first token, every array [B, …]."""
         raise NotImplementedError
 
-    @staticmethod
-    def forward_flops(config: ModelConfig, length: int) -> float:
+    @classmethod
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
         """FLOPs per token, in rows of `length`, of the products that have no parameter; those
         with one are read off it.
         """
         raise NotImplementedError
 
-    @staticmethod
-    def check(config: ModelConfig) -> None:
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
         """Raises UserError where the mixer cannot be built with these settings."""
 
-    @staticmethod
-    def splits(config: ModelConfig) -> dict[str, int]:
+    @classmethod
+    def splits(cls, config: ModelConfig) -> dict[str, int]:
         """Settings whose values the mesh axis `tensor` must divide."""
         return {}
 
-    @staticmethod
-    def halo(config: ModelConfig) -> int:
+    @classmethod
+    def halo(cls, config: ModelConfig) -> int:
         """Tokens that a device reads of its neighbour's part of a row."""
         return 0
 
