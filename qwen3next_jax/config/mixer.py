@@ -14,8 +14,8 @@ from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.config.reading import FlagText, from_dict, parse
 from qwen3next_jax.config.registry import MIXERS, resolve
 
-# Every run.json of earlier versions holds all settings that mixers had then. Most of them are
-# these defaults, which say nothing about the model; without the mixers that read them, too.
+# Every run.json of earlier versions holds all of these settings, most of them at these defaults.
+# Such a record loads whether or not the mixers that read them are installed.
 _EARLIER_DEFAULTS = {
     "feature_map": "elu",
     "normaliser": True,
@@ -92,7 +92,9 @@ class MixerConfig(Mapping[str, Any]):
           UserError: a value is not of its setting's type, the mixer refuses it, or none of
           `mixers` has such a setting and the value is not its default.
         """
-        given = {name: value for name, value in self.items() if not _is_earlier(name, value)}
+        given = dict(self)
+        if given.keys() >= _EARLIER_DEFAULTS.keys():
+            given = {name: value for name, value in self.items() if not _is_earlier(name, value)}
         if not given:
             return MixerConfig()
         readers = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
