@@ -11,7 +11,7 @@ from qwen3next_jax.config.files import apply_overrides
 from qwen3next_jax.config.mixer import _EARLIER_DEFAULTS
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.block import mixer_class
-from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.model.gated_attention import GatedAttention
 
 
 def model(mixer="sliding_window", **settings):
