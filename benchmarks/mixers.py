@@ -34,7 +34,7 @@ from flax import nnx
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from mixer_references import REFERENCES, errors  # noqa: E402
+from mixer_references import errors  # noqa: E402
 from test_mixers import base  # noqa: E402
 
 from qwen3next_jax.commands import cli  # noqa: E402
@@ -167,7 +167,7 @@ def main():
     if a.steps:
         print("| mixer | step | parameters |")
         peer = Step("gated_deltanet")
-        for name in a.names or REFERENCES:
+        for name in a.names or MIXERS:
             step = Step(name)
             print(
                 f"| `{name}` | {times_of(step, peer, a.steps):.2f} × | {step.parameters:,} |",
@@ -175,7 +175,7 @@ def main():
             )
         return
     print("| mixer | lines | output float32 | gradients | output bfloat16 | gradients |")
-    for name in a.names or REFERENCES:
+    for name in a.names or MIXERS:
         module = MIXERS[name].split(":")[0].replace(".", "/") + ".py"
         row = [f"`{name}`", str(len((ROOT / module).read_text().splitlines()))]
         config = dataclasses.replace(base(name), num_hidden_layers=4, decay_init="log_uniform")

@@ -1,5 +1,5 @@
-"""What each mixer of the table computes, token by token as its paper prints it, for one row [T,
-D] of one document: the oracles of test_mixers.py and benchmarks/mixers.py.
+"""What a mixer computes, token by token as its paper prints it, for one row [T, D] of one
+document, and how far the mixer is off. A family of the zoo brings its own references.
 
 Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is the ModelConfig,
 `p` the parameters by name.
@@ -7,8 +7,8 @@ Plain jax.numpy in the widest dtype, so that gradients are autodiff's. `c` is th
 
 import dataclasses
 import functools
+import importlib
 
-import attention_references
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -387,51 +387,6 @@ def lstm(c, p, x):
     return out(p, jax.lax.scan(step, (jnp.zeros(p["out_proj"].shape[:2]),) * 2, x)[1])
 
 
-def hyena(c, p, x):
-    """With the sums of both convolutions written out."""
-    n, lag = len(x), jnp.arange(len(x))[:, None] / c.max_position_embeddings
-    u = jnp.pad(
-        jnp.einsum("td,dhc->thc", x, p["in_proj"]), ((len(p["conv_kernel"]) - 1, 0), (0, 0), (0, 0))
-    )
-    z, *gates = jnp.split(
-        sum(u[w : w + n] * kernel for w, kernel in enumerate(p["conv_kernel"])), 3, axis=-1
-    )
-    bands = len(p["filter_in"]) // 2
-    features = jnp.concatenate(
-        [lag, *(wave(2 * jnp.pi * lag * jnp.arange(bands)) for wave in (jnp.cos, jnp.sin))], axis=-1
-    )
-    for weight in (p["filter_in"], p["filter_hidden"]):
-        features = jnp.sin(10 * features @ weight)
-    window = jnp.exp(-lag[..., None] * p["window"]) + 0.05
-    for i, gate in enumerate(gates):
-        kernel = jnp.einsum("lw,whv->lhv", features, p["filter_out"][:, i]) * window
-        z = gate * (
-            jnp.stack([jnp.sum(kernel[: t + 1] * z[t::-1], axis=0) for t in range(n)])
-            + p["bias"][i] * z
-        )
-    return out(p, z)
-
-
-def scored_attention(c, p, x, scores):
-    """Softmax of the scores [N, T, T] of queries and keys [T, N, K] over the tokens up to each."""
-    wide = lambda y: jnp.repeat(y, c.num_attention_heads // y.shape[1], axis=1)
-    q, k, v = (wide(jnp.einsum("td,dnk->tnk", x, p[f"{name}_proj"])) for name in "qkv")
-    weights = jax.nn.softmax(
-        jnp.where(np.tril(np.ones((len(x), len(x)), bool)), scores(q, k), -jnp.inf), axis=-1
-    )
-    return jnp.einsum("tnk,nkd->td", jnp.einsum("nij,jnk->ink", weights, v), p["o_proj"])
-
-
-def bahdanau(c, p, x):
-    return scored_attention(
-        c, p, x, lambda q, k: jnp.einsum("ijnk,nk->nij", jnp.tanh(q[:, None] + k[None]), p["score"])
-    )
-
-
-def luong(c, p, x):
-    return scored_attention(c, p, x, lambda q, k: jnp.einsum("ina,nab,jnb->nij", q, p["score"], k))
-
-
 def softmax_attention(q, k, v, seen, scale, sink=None):
     """q, k, v [T, N, ·], seen [T, T]; sink [N]: a logit that takes weight and gives nothing."""
     s = jnp.where(seen, jnp.einsum("inc,jnc->nij", q, k) * scale, -jnp.inf)
@@ -440,97 +395,73 @@ def softmax_attention(q, k, v, seen, scale, sink=None):
     return jnp.einsum("nij,jnv->inv", jax.nn.softmax(s, axis=-1)[..., : len(k)], v)
 
 
-def partly_rotated(c, x, width):
-    """RoPE of the last or only `width` numbers; rotate-half."""
-    angle = (
-        jnp.arange(len(x))[:, None] * c.rope_theta ** (-jnp.arange(width // 2) / (width // 2))
-    )[:, None]
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate(
-        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=-1
-    )
-
-
-def sliding_window(c, p, x):
-    r, (i, j) = c.rotary_dim, np.ogrid[: len(x), : len(x)]
+def gated_attention(c, p, x):
+    """Every query with every key before it, turned by its distance from the key."""
+    half = c.rotary_dim // 2
     q, gate = jnp.split(jnp.einsum("td,dnk->tnk", x, p["q_proj"]), 2, axis=-1)
-    k, v = (
-        jnp.repeat(
-            jnp.einsum("td,dmk->tmk", x, p[name]), q.shape[1] // c.num_key_value_heads, axis=1
-        )
-        for name in ("k_proj", "v_proj")
-    )
-    q, k = (rms(c, y) * (1 + p[name]) for y, name in ((q, "q_norm"), (k, "k_norm")))
-    q, k = (
-        jnp.concatenate([partly_rotated(c, y[..., :r], r), y[..., r:]], axis=-1) for y in (q, k)
-    )
-    seen = (j <= i) & ((i - j < settings(c).window) | (j < settings(c).first_tokens))
-    o = softmax_attention(q, k, v, seen, c.head_dim**-0.5, p.get("sink"))
-    return jnp.einsum("tnk,nkd->td", o * sigmoid(gate), p["o_proj"])
+    k, v = (jnp.einsum("td,dmk->tmk", x, p[name]) for name in ("k_proj", "v_proj"))
+    q, k = rms(c, q) * (1 + p["q_norm"]), rms(c, k) * (1 + p["k_norm"])
+    k, v = (jnp.repeat(y, q.shape[1] // k.shape[1], axis=1) for y in (k, v))
+    distance = np.arange(len(x))[:, None] - np.arange(len(x))[None]
+    angle = distance[..., None, None] * c.rope_theta ** (-np.arange(half) / half)
+    first, second, rest = jnp.split(q[:, None], (half, 2 * half), axis=-1)
+    turned = [
+        first * jnp.cos(angle) - second * jnp.sin(angle),
+        second * jnp.cos(angle) + first * jnp.sin(angle),
+        jnp.broadcast_to(rest, (len(x), len(x), *rest.shape[2:])),
+    ]
+    scores = jnp.einsum("ijnk,jnk->nij", jnp.concatenate(turned, axis=-1), k) * c.head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(distance >= 0, scores, -jnp.inf), axis=-1)
+    o = jnp.einsum("nij,jnk->ink", weights, v) * sigmoid(gate)
+    return jnp.einsum("tnk,nkd->td", o, p["o_proj"])
 
 
-def mla(c, p, x):
-    shared = settings(c).shared_key_width or c.rotary_dim
-    plain, rotated = (
-        c.head_dim - shared,
-        lambda y: jnp.concatenate(
-            [partly_rotated(c, y[..., : c.rotary_dim], c.rotary_dim), y[..., c.rotary_dim :]],
-            axis=-1,
-        ),
-    )
-    y = rms(c, x @ p["q_down"]) * (1 + p["q_norm"]) if settings(c).query_rank else x
-    q = jnp.einsum("td,dnk->tnk", y, p["q_proj"])
-    latent = rms(c, (x @ p["kv_down"])[:, : settings(c).latent_rank]) * (1 + p["kv_norm"])
-    k, v = jnp.split(jnp.einsum("tl,lnp->tnp", latent, p["kv_up"]), 2, axis=-1)
-    if shared:
-        of_all = rotated((x @ p["kv_down"])[:, None, settings(c).latent_rank :])
-        q = jnp.concatenate([q[..., :plain], rotated(q[..., plain:])], axis=-1)
-        k = jnp.concatenate([k, jnp.broadcast_to(of_all, (*k.shape[:2], shared))], axis=-1)
-    o = softmax_attention(q, k, v, np.tril(np.ones((len(x), len(x)), bool)), c.head_dim**-0.5)
-    return jnp.einsum(
-        "tnp,npd->td", o * sigmoid(jnp.einsum("td,dnp->tnp", x, p["gate_proj"])), p["o_proj"]
-    )
-
-
-REFERENCES = (
-    dict(
-        gated_deltanet=gated_deltanet,
-        kda=kda,
-        mamba2=mamba2,
-        sliding_window=sliding_window,
-        gla=gla,
-        hgrn2=hgrn2,
-        rwkv6=rwkv6,
-        mla=mla,
-        linear=linear,
-        retnet=retnet,
-        lightning=lightning,
-        gated_retention=retnet,
-        gated_rfa=gated_rfa,
-        mlstm=mlstm,
-        gsa=gsa,
-        abc=abc,
-        dfw=dfw,
-        rwkv4=rwkv4,
-        mamba=mamba,
-        gdn2=gdn2,
-        s4d=s4d,
-        ttt=ttt,
-        titans=titans,
-        lstm=lstm,
-        rnn=rnn,
-        hyena=hyena,
-        bahdanau=bahdanau,
-        luong=luong,
-    )
-    | attention_references.REFERENCES
+REFERENCES = dict(
+    gated_deltanet=gated_deltanet,
+    gated_attention=gated_attention,
+    kda=kda,
+    mamba2=mamba2,
+    gla=gla,
+    hgrn2=hgrn2,
+    rwkv6=rwkv6,
+    linear=linear,
+    retnet=retnet,
+    lightning=lightning,
+    gated_retention=retnet,
+    gated_rfa=gated_rfa,
+    mlstm=mlstm,
+    gsa=gsa,
+    abc=abc,
+    dfw=dfw,
+    rwkv4=rwkv4,
+    mamba=mamba,
+    gdn2=gdn2,
+    s4d=s4d,
+    ttt=ttt,
+    titans=titans,
+    lstm=lstm,
+    rnn=rnn,
 )
+
+
+def _family(name):
+    return importlib.import_module(mixer_class(name).__module__)
+
+
+def reference(name):
+    """The mixer's reference: its family's in the zoo, or that of a core mixer here."""
+    return REFERENCES.get(name) or _family(name).REFERENCES[name]
+
+
+def example_of(name):
+    """Settings of the model with which rows of some ten tokens meet all that the mixer does."""
+    return getattr(_family(name), "EXAMPLES", {}).get(name, {})
 
 
 @functools.cache
 def _gradient(name, config):
     def theirs(p, x, dy):
-        y = REFERENCES[name](config, p, x)
+        y = reference(name)(config, p, x)
         return jnp.sum(y * dy), y
 
     return jax.jit(jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True))

@@ -64,38 +64,38 @@ MIXERS = {
 # model.block.placement.
 PLACEMENTS = {
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))
-    "post": "qwen3next_jax.model.further.placements:Post",  # N(x + f(x))
-    "olmo2": "qwen3next_jax.model.further.placements:Olmo2",  # x + N(f(x))
-    "sandwich": "qwen3next_jax.model.further.placements:Sandwich",  # x + N'(f(N(x)))
-    "deep": "qwen3next_jax.model.further.placements:Deep",  # N(α x + f(x))
+    "post": "qwen3next_jax.zoo.block_parts:Post",  # N(x + f(x))
+    "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
+    "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
+    "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
 }
 # Dense MLPs; experts are SwiGLU in every model: model.block.mlp.
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",
-    "geglu": "qwen3next_jax.model.further.mlps:GeGLU",
-    "gelu": "qwen3next_jax.model.further.mlps:GELU",
-    "relu": "qwen3next_jax.model.further.mlps:ReLU",
-    "relu2": "qwen3next_jax.model.further.mlps:SquaredReLU",
-    "none": "qwen3next_jax.model.further.mlps:NoMLP",
+    "geglu": "qwen3next_jax.zoo.block_parts:GeGLU",
+    "gelu": "qwen3next_jax.zoo.block_parts:GELU",
+    "relu": "qwen3next_jax.zoo.block_parts:ReLU",
+    "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLU",
+    "none": "qwen3next_jax.zoo.block_parts:NoMLP",
 }
 # Every norm but the recurrent layers' own: model.block.norm.
 NORMS = {
     "rms": "qwen3next_jax.model.layers:rms_norm",
-    "layer": "qwen3next_jax.model.further.norms:LayerNorm",  # minus the mean, and with a bias
+    "layer": "qwen3next_jax.zoo.block_parts:LayerNorm",  # minus the mean, and with a bias
 }
 # Positions that are added to the embeddings; rotations belong to the mixers:
 # model.block.positions.
 POSITIONS = {
-    "none": "qwen3next_jax.model.further.positions:NoPositions",
-    "sinusoidal": "qwen3next_jax.model.further.positions:Sinusoidal",
-    "learned": "qwen3next_jax.model.further.positions:Learned",
+    "none": "qwen3next_jax.model.positions:NoPositions",
+    "sinusoidal": "qwen3next_jax.zoo.block_parts:Sinusoidal",
+    "learned": "qwen3next_jax.zoo.block_parts:Learned",
 }
 # How rotary positions reach `yarn_factor` times as far: model.block.rope_scaling.
 ROPE_SCALINGS = {
     "yarn": "qwen3next_jax.model.layers:yarn",
-    "linear": "qwen3next_jax.model.further.rotations:linear",
-    "ntk": "qwen3next_jax.model.further.rotations:ntk",
-    "truncated": "qwen3next_jax.model.further.rotations:truncated",
+    "linear": "qwen3next_jax.zoo.block_parts:linear",
+    "ntk": "qwen3next_jax.zoo.block_parts:ntk",
+    "truncated": "qwen3next_jax.zoo.block_parts:truncated",
 }
 # Optimizers: optimizer.name. A group of settings of its own stands in `OptimizerConfig` under its
 # name.

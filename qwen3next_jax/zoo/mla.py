@@ -22,7 +22,8 @@ from qwen3next_jax.model.hf_entries import one, vector
 from qwen3next_jax.model.layers import rms_norm, rotate
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.sharding.rules import constrain
-from qwen3next_jax.zoo import attention_references as reference
+from qwen3next_jax.zoo.attention_references import places, rotated
+from qwen3next_jax.zoo.attention_references import rms_norm as plain_rms_norm
 
 EXAMPLES = {
     "mla": {
@@ -219,17 +220,17 @@ def _shared(config) -> int:
 
 def mla_reference(config, params, x):
     s, plain = config.settings_of("mla"), config.head_dim - _shared(config)
-    i, j, causal = reference.places(x)
+    i, j, causal = places(x)
     heads = lambda y, name: jnp.einsum("tl,lnk->tnk", y, params[name])
     y = x
     if s.query_rank:
-        y = reference.rms_norm(config, x @ params["q_down"]) * (1 + params["q_norm"])
+        y = plain_rms_norm(config, x @ params["q_down"]) * (1 + params["q_norm"])
     q = heads(y, "q_proj")
-    latent = reference.rms_norm(config, (x @ params["kv_down"])[:, : s.latent_rank])
+    latent = plain_rms_norm(config, (x @ params["kv_down"])[:, : s.latent_rank])
     k, v = jnp.split(heads(latent * (1 + params["kv_norm"]), "kv_up"), 2, axis=-1)
     k_shared = (x @ params["kv_down"])[:, s.latent_rank :]
     # the query turned by its distance from each key, which stays as it is
-    q_shared = reference.rotated(config, q[:, None, :, plain:], (i - j)[..., None])
+    q_shared = rotated(config, q[:, None, :, plain:], (i - j)[..., None])
     scores = jnp.einsum("ink,jnk->nij", q[..., :plain], k)
     scores = scores + jnp.einsum("ijnr,jr->nij", q_shared, k_shared)
     scores = jnp.where(causal, scores * config.head_dim**-0.5, -jnp.inf)
