@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.model.mixers.gated_deltanet import GatedDeltaNet
+from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.ops import (
     attention,
     gated_delta_rule,
@@ -471,7 +471,8 @@ def layer_of(args, note, config):
             )
         return 0.1 * jax.random.normal(jax.random.key(0), x.shape, x.dtype)
 
-    takes, flattens = kernel_trial.takes, GatedDeltaNet.flattens
+    takes = kernel_trial.takes
+    use_fused_layout = GatedDeltaNet.use_fused_layout
     cases = [("recurrent layer", form) for form in ("kernels", "kernels, arrays by head", "XLA")]
     cases += [
         (what, form)
@@ -480,7 +481,9 @@ def layer_of(args, note, config):
     ]
     for what, form in cases[:1] if args.interpret else cases:
         kernel_trial.takes = (lambda *_, **__: False) if form == "XLA" else takes
-        GatedDeltaNet.flattens = (lambda self: False) if form.endswith("by head") else flattens
+        GatedDeltaNet.use_fused_layout = (
+            (lambda self: False) if form.endswith("by head") else use_fused_layout
+        )
         jax.clear_caches()  # they may know a part as it was traced in another form
         function, *shapes = gpu_compile.operators(config, None)[what]
         timed(

@@ -10,7 +10,7 @@ from flax import nnx
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
-from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.sharding.mesh import make_mesh, one_device
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise

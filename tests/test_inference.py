@@ -28,7 +28,7 @@ from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops.used_experts import used_experts
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import storage_spec

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mixer_references import REFERENCES, errors
+from mixer_references import errors, example_of
 from page import example, line
 
 from qwen3next_jax.common.errors import UserError
@@ -27,7 +27,7 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.config.further.mixers import MixerConfig
+from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.huggingface import stored_dtype
@@ -39,7 +39,6 @@ from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import (
-    fft_convolution,
     gated_delta_rule,
     kernel_trial,
     pallas_gated_norm,
@@ -49,6 +48,7 @@ from qwen3next_jax.ops import (
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import gather, storage_spec
 from qwen3next_jax.training.step import batch_sharding, init_state, make_train_step
+from qwen3next_jax.zoo.hyena import fft_convolution
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
 BASE = ModelConfig(
@@ -106,30 +106,13 @@ def mixer(request):
     return request.param, *nnx.split(layer)
 
 
-# Small enough that rows of T tokens meet them.
-SETTINGS = {
-    "sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True),
-    "gsa": MixerConfig(slots=6),
-    "mla": MixerConfig(latent_rank=8, query_rank=6, shared_key_width=4),
-    "abc": MixerConfig(slots=6),
-    "ttt": MixerConfig(block=4),
-    "titans": MixerConfig(block=4),
-    "t5_bias": MixerConfig(buckets=8, max_distance=12),
-    "rerope": MixerConfig(window=5),
-    "leaky_rerope": MixerConfig(window=5, stretch=3.0),
-    "lambda_window": MixerConfig(window=5, first_tokens=2),
-    "parallel_windows": MixerConfig(window=4, contexts=3),
-    "selected_tokens": MixerConfig(window=5, first_tokens=2, selected=3),
-}
-
-
 def base(name):
-    beyond = (
-        {"max_position_embeddings": 8, "yarn_factor": 8.0, "partial_rotary_factor": 0.5}
-        if name == "dynamic_ntk"
-        else {}
-    )
-    return dataclasses.replace(BASE, mixer=SETTINGS.get(name, BASE.mixer), **beyond)
+    """A small model whose two layers are this mixer, with the example settings of its family."""
+    settings = {"mixer": {}} | example_of(name)
+    settings["mixer"] = MixerConfig(**settings["mixer"])
+    named = ("linear_mixer", "full_mixer")
+    settings = {key: value for key, value in settings.items() if key not in named}
+    return dataclasses.replace(BASE, layer_types=(name, name), **settings)
 
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, BASE.hidden_size)), jnp.float32)
@@ -346,7 +329,7 @@ def layers(name, **settings):
 
 
 # test_reference.py has those two
-@pytest.mark.parametrize("name", [name for name in quick(REFERENCES) if name not in QUICK[:2]])
+@pytest.mark.parametrize("name", [name for name in quick(MIXERS) if name not in QUICK[:2]])
 def test_a_layer_is_its_paper_s_recurrence_token_by_token(name):
     """Outputs and gradients of every parameter, in float32: rounding of some hundred sums, times
     what strong decay makes of it.
@@ -792,7 +775,7 @@ def test_every_line_traces_in_bfloat16(name):
     read.clear()  # of its own checks
     graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
     # what it says of the settings that are refused where no layer reads them
-    assert read & set(GIVEN) == set(kind.settings) & set(GIVEN)
+    assert read & set(GIVEN) == set(kind.switches) & set(GIVEN)
     x, one = (
         jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1)
     )

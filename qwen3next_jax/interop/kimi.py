@@ -8,7 +8,7 @@ from typing import Any
 
 from qwen3next_jax.common.errors import require, short
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.config.further.moe import MoEConfig
+from qwen3next_jax.config.moe import MoEConfig
 
 MIXERS = {LINEAR: "kda", FULL: "mla"}
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
@@ -225,6 +225,7 @@ def fields(config: ModelConfig) -> dict[str, Any]:
     `config` (which passes `check`).
     """
     c, count = config, config.num_hidden_layers
+    mla = config.settings_of("mla")
     mlps = ["sparse" if c.is_sparse(i) else "dense" for i in range(count)]
     first = (*mlps, "sparse").index("sparse")
     return {
@@ -249,11 +250,11 @@ def fields(config: ModelConfig) -> dict[str, Any]:
         "model_max_length": c.max_position_embeddings,
         "topk_group": c.moe.topk_group,
         "routed_scaling_factor": c.moe.routed_scaling_factor,
-        "kv_lora_rank": c.mixer.latent_rank,
-        "q_lora_rank": c.mixer.query_rank or None,
-        "qk_rope_head_dim": c.mixer.shared_key_width,
-        "qk_nope_head_dim": c.head_dim - c.mixer.shared_key_width,
-        "v_head_dim": c.head_dim - c.mixer.shared_key_width,
+        "kv_lora_rank": mla.latent_rank,
+        "q_lora_rank": mla.query_rank or None,
+        "qk_rope_head_dim": mla.shared_key_width,
+        "qk_nope_head_dim": c.head_dim - mla.shared_key_width,
+        "v_head_dim": c.head_dim - mla.shared_key_width,
         "layer_types": [FULL if mixer == "mla" else LINEAR for mixer in c.mixers],
         "mlp_layer_types": mlps,
         "linear_attn_config": {
@@ -295,8 +296,8 @@ def check(config: ModelConfig) -> None:
     }
     require(
         "mla" in c.mixers
-        and c.mixer.latent_norm_eps == LATENT_NORM_EPS
-        and c.mixer.shared_key_width > 0,
+        and c.settings_of("mla").latent_norm_eps == LATENT_NORM_EPS
+        and c.settings_of("mla").shared_key_width > 0,
         "model.mixer: kimi_linear "
         f"has layers of mla, latent_norm_eps = {LATENT_NORM_EPS} and a shared_key_width above 0: "
         "expected these, or another form",

@@ -7,14 +7,13 @@ another order. So an entry (`model.hf_entries`) is data, not a pair of functions
 disagree.
 """
 
-import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.config.further.block import BlockConfig
-from qwen3next_jax.config.further.moe import MoEConfig
+from qwen3next_jax.config.block import BlockConfig
+from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.interop import kimi
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import Block, mixer_class
@@ -95,11 +94,12 @@ def check_hf_form(config: ModelConfig) -> None:
             "mixers that have one in "
             f"{config.hf_form}{'' if of_kimi else ' (kda and mla: in kimi_linear, --form)'}"
         )
-    for name in (
-        *(f"block.{setting}" for setting in BlockConfig.__dataclass_fields__),
-        "mixer.qk_norm_over",
-    ):
-        value, default = map(operator.attrgetter(name), (config, ModelConfig()))
+    found = {f"block.{name}": value for name, value in vars(config.block).items()}
+    found["mixer.qk_norm_over"] = config.settings_of("gated_attention").qk_norm_over
+    defaults = {f"block.{name}": value for name, value in vars(BlockConfig()).items()}
+    defaults["mixer.qk_norm_over"] = "head"
+    for name, value in found.items():
+        default = defaults[name]
         require(
             value == default,
             f"model.{name} = {value!r}: transformers' {'Kimi Linear' if of_kimi else 'Qwen3Next'} "

@@ -14,7 +14,7 @@ from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.hf_entries import Entry, vector
 from qwen3next_jax.model.layers import Context, rms_norm, token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.moe import DenseMLP, SparseMoE
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.row_groups import apart, joined, row_groups
@@ -23,8 +23,19 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """The class of a line of `config/registry.py`."""
-    return resolve(MIXERS, name, "mixer")
+    """The class of the mixer that a layer names.
+
+    Raises:
+      UserError: it cannot be imported, or declares its settings as mixers once did.
+    """
+    mixer = resolve(MIXERS, name, "mixer")
+    require(
+        not isinstance(mixer.settings, tuple),
+        f"the mixer {name!r} has settings = {mixer.settings!r}: expected names of ModelConfig's "
+        "settings as `switches`, and settings of model.mixer as a dataclass `Settings` "
+        "(docs/extending.md)",
+    )
+    return mixer
 
 
 def check_mixers(config: ModelConfig) -> None:
@@ -34,14 +45,8 @@ def check_mixers(config: ModelConfig) -> None:
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     for mixer in used.values():
         mixer.check(config)
-    read = {setting for mixer in used.values() for setting in mixer.settings} | set(Block.settings)
-    for setting in (
-        *ABLATIONS,
-        "delta_rule",
-        "yarn_factor",
-        "block.rope_scaling",
-        *(f"mixer.{name}" for name in vars(config.mixer)),
-    ):
+    read = {setting for mixer in used.values() for setting in mixer.switches} | set(Block.switches)
+    for setting in (*ABLATIONS, "delta_rule", "yarn_factor", "block.rope_scaling"):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(
             value == default or setting in read,
@@ -63,7 +68,7 @@ def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
         + (f" with model.{switch} = False" if not getattr(config, switch) else "")
         for setting, switch in GIVEN.items()
         if not any(
-            setting in mixer.settings and (switch not in mixer.settings or getattr(config, switch))
+            setting in mixer.switches and (switch not in mixer.switches or getattr(config, switch))
             for mixer in used.values()
         )
     }
@@ -74,7 +79,7 @@ def partial_ablations(config: ModelConfig) -> list[str]:
     lines = []
     for setting in config.ablated:
         reached = [
-            setting in (*mixer_class(name).settings, *Block.settings) for name in config.mixers
+            setting in (*mixer_class(name).switches, *Block.switches) for name in config.mixers
         ]
         if all(reached):
             continue
@@ -126,7 +131,7 @@ def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
 class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)). `layers`: numbers of the layers stacked in it."""
 
-    settings = ("zero_centered_norm",)
+    switches = ("zero_centered_norm",)
 
     def __init__(
         self, config: ModelConfig, mixer: str, sparse: bool, make: Make, layers: tuple[int, ...]

@@ -33,8 +33,8 @@ class GatedDeltaNet(Recurrent):
     """
 
     names_kept = True
-    settings = (
-        *Recurrent.settings,
+    switches = (
+        *Recurrent.switches,
         "decay_gate",
         "decay_init",
         "erase",

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.expert_parallelism import split_experts, whole_experts
-from qwen3next_jax.model.further.routers import over_sum, ranked, scored
+from qwen3next_jax.model.router import over_sum, rank_experts, score_experts
 from qwen3next_jax.model.hf_entries import Entry, Slice, one, vector
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
@@ -288,8 +288,8 @@ def choose(
     """(scores over their sum [R, E], weights and experts of every token's choices [R, A]);
     `bias_E`: of `MoEConfig.router_bias`.
     """
-    score_RE, share_RE = scored(config.moe, logits_RE)
-    rank_RE = ranked(config.moe, score_RE, bias_E)
+    score_RE, share_RE = score_experts(config.moe, logits_RE)
+    rank_RE = rank_experts(config.moe, score_RE, bias_E)
     weight_RA, expert_RA = jax.lax.top_k(rank_RE, config.num_experts_per_tok)
     if rank_RE is not score_RE:
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
@@ -380,7 +380,7 @@ _permute.defvjp(
 
 
 def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:
-    entropy_BT = jnp.sum(jax.scipy.special.entr(scored(config.moe, logits_BTE)[1]), axis=-1)
+    entropy_BT = jnp.sum(jax.scipy.special.entr(score_experts(config.moe, logits_BTE)[1]), axis=-1)
     z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
     return {
         "router_entropy": token_mean(entropy_BT, counted_BT)

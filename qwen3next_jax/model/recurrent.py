@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
 from qwen3next_jax.ops.blocks import kept
@@ -90,7 +90,7 @@ class Recurrent(Mixer):
     `Context.counted`.
     """
 
-    settings = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
+    switches = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
     convolved: ClassVar[bool] = True
     normalize_qk: ClassVar[bool] = True
     activation = staticmethod(jax.nn.silu)

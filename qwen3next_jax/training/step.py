@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.config import Config
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.model.further.masks import predicted
+from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import check_divides
 from qwen3next_jax.sharding.rules import activation_spec, constrain, shardings
@@ -165,7 +165,7 @@ def make_gradients(
         return grads, parts
 
     def gradients(params: dict, batch: Batch):
-        batch = predicted(config.model, batch)
+        batch = mask_seen_targets(config.model, batch)
         counts = count_targets(batch, config.model.mtp_depth)
         if config.train.gradient_accumulation == 1:
             grads, parts = of(params, batch, counts)

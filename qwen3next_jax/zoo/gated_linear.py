@@ -29,7 +29,7 @@ GLA_RANK, GLA_TEMPERATURE = 16, 16  # the paper's
 class ChannelDecay(Recurrent):
     """S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without convolution."""
 
-    settings = ()
+    switches = ()
     convolved = False
 
     def recurrence(self, heads, state):

@@ -4,10 +4,13 @@ and attention with bounded-memory control.
 Letters: B batch, T time, H value heads, M slots.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
 from qwen3next_jax.zoo.projections import project_to_float32
@@ -28,20 +31,25 @@ class Slots(Recurrent):
     of each head, no convolution and no output gate. A subclass makes (g, w) in `gates`.
     """
 
-    settings = ("mixer.slots",)
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # memory slots, each of which keeps a key and a value
+        slots: int = 64
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "slots"})
+
+    switches = ()
     convolved = False
 
     def __init__(self, config, make, layers):
         self.config = c = config
         self.make_projection(make, gate=False)
         self.forget_proj = make.matrix(
-            (c.hidden_size, c.linear_num_value_heads, self.slots(c)), "embed -> value_heads ."
+            (c.hidden_size, c.linear_num_value_heads, self.settings(c).slots),
+            "embed -> value_heads .",
         )
         self.make_output(make)
-
-    @classmethod
-    def slots(cls, config) -> int:
-        return config.mixer.slots
 
     def gates(self, heads, state):
         """(log decay of the slots, what is written to them), both [B, T, H, M], and the states
@@ -78,8 +86,8 @@ class Slots(Recurrent):
     def init_cache(cls, config, batch, length):
         heads = (batch, config.linear_num_value_heads)
         return super().init_cache(config, batch, length) | {
-            "state": jnp.zeros((*heads, config.linear_key_head_dim, cls.slots(config))),
-            "values": jnp.zeros((*heads, cls.slots(config), config.linear_value_head_dim)),
+            "state": jnp.zeros((*heads, config.linear_key_head_dim, cls.settings(config).slots)),
+            "values": jnp.zeros((*heads, cls.settings(config).slots, config.linear_value_head_dim)),
         }
 
     @classmethod
@@ -88,7 +96,7 @@ class Slots(Recurrent):
         return (
             4
             * config.linear_num_value_heads
-            * cls.slots(config)
+            * cls.settings(config).slots
             * (config.linear_key_head_dim + config.linear_value_head_dim)
         )
 
@@ -150,7 +158,7 @@ class ABC(Slots):
 
     @classmethod
     def init_cache(cls, config, batch, length):
-        slots = (batch, config.linear_num_value_heads, cls.slots(config))
+        slots = (batch, config.linear_num_value_heads, cls.settings(config).slots)
         # The largest of no scores. From 0, e^{s − 0} of lower scores would underflow.
         return super().init_cache(config, batch, length) | {
             "largest": jnp.full(slots, -jnp.inf),

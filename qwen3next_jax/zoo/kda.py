@@ -32,7 +32,7 @@ class KDA(Recurrent):
     g = −e^{A_log} softplus(W₂ W₁ x + b) and β = σ(w x). The output gate is a sigmoid.
     """
 
-    settings = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
+    switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
     activation = staticmethod(jax.nn.sigmoid)
 
     def __init__(self, config, make, layers):

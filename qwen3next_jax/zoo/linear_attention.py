@@ -4,6 +4,9 @@ attention, gated retention and gated random feature attention.
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
 
+import dataclasses
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -40,7 +43,7 @@ class ScalarDecay(Recurrent):
     With `normalises` there is a second state, z ← e^g z + β k, for the sum of the weights zᵀq.
     """
 
-    settings = ("delta_rule",)
+    switches = ("delta_rule",)
     convolved = False
     normalize_qk = False
 
@@ -95,7 +98,20 @@ class Linear(ScalarDecay):
     `mixer.feature_map` = "identity" and `mixer.normaliser` off: the plain sum Σ v (k·q).
     """
 
-    settings = (*ScalarDecay.settings, "mixer.feature_map", "mixer.normaliser")
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # of queries and keys; elu(x) + 1 is the paper's
+        feature_map: Literal["elu", "identity"] = "elu"
+        # whether the sum of the weights divides the output; needs positive features
+        normaliser: bool = True
+
+        def __post_init__(self):
+            require(
+                self.feature_map == "elu" or not self.normaliser,
+                "model.mixer.normaliser = True with model.mixer.feature_map = "
+                "'identity': the sum of the weights may vanish: expected "
+                "model.mixer.normaliser = False, or the feature map 'elu'",
+            )
 
     def __init__(self, config, make, layers):
         self.config = config
@@ -107,26 +123,16 @@ class Linear(ScalarDecay):
         return Inputs(qkv)
 
     def recurrence(self, heads, state):
-        if self.config.mixer.feature_map == "elu":
+        if self.settings(self.config).feature_map == "elu":
             heads = heads._replace(q=jax.nn.elu(heads.q) + 1, k=jax.nn.elu(heads.k) + 1)
-        if not self.config.mixer.normaliser:
+        if not self.settings(self.config).normaliser:
             return super().recurrence(heads, state)
         o_BTHV, weight_BTH, states = self.recurrence_and_weight(heads, state)
         return (o_BTHV / (weight_BTH[..., None] + LINEAR_EPSILON)).astype(heads.v.dtype), states
 
     @classmethod
     def normalises(cls, config):
-        return config.mixer.normaliser
-
-    @classmethod
-    def check(cls, config):
-        settings = config.mixer
-        require(
-            settings.feature_map == "elu" or not settings.normaliser,
-            "model.mixer.normaliser = True with model.mixer.feature_map = "
-            "'identity': the sum of the weights may vanish; set model.mixer.normaliser = False, "
-            "or the feature map to 'elu'",
-        )
+        return cls.settings(config).normaliser
 
 
 class Retention(ScalarDecay):
@@ -302,10 +308,11 @@ class GatedRFA(ScalarDecay):
 
 def linear_reference(config, params, x):
     q, k, v, _ = split_projection(config, params, x)
-    if config.mixer.feature_map == "elu":
+    settings = Linear.settings(config)
+    if settings.feature_map == "elu":
         q, k = (jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))) for y in (q, k))
     no_decay = jnp.zeros(v.shape[:2])
-    if config.mixer.normaliser:
+    if settings.normaliser:
         o, z = outer_product_recurrence(q, k, v, no_decay, normaliser=True)
         o = o / (z + 1e-6)
     else:

@@ -28,7 +28,7 @@ class MLSTM(Recurrent):
     of i.
     """
 
-    settings = ("delta_rule",)
+    switches = ("delta_rule",)
     convolved = False
     normalize_qk = False
     activation = staticmethod(jax.nn.sigmoid)

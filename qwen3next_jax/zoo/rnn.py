@@ -8,7 +8,7 @@ Letters: B batch, T time, D model, H groups of V channels, C = V for each of a c
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.sharding.rules import activation_spec, local
 from qwen3next_jax.zoo.ops import token_scan
 from qwen3next_jax.zoo.references import project_out

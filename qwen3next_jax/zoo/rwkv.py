@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.model.layers import Context, token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, local
@@ -159,7 +159,7 @@ class RWKV6(Recurrent):
     SiLU gate; no convolution.
     """
 
-    settings = ()
+    switches = ()
     convolved = False
 
     def __init__(self, config, make, layers):

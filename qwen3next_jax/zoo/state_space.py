@@ -5,14 +5,17 @@ In S4D and Mamba: H heads of V channels (heads only to be split over `tensor`), 
 channel keeps (S4D: pairs of conjugate numbers), R rank of Δ.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_uniform_dt_bias
 from qwen3next_jax.model.layers import Context, token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, local
@@ -36,17 +39,19 @@ EXAMPLES = {
 class ChannelStates(Mixer):
     """A small state of each of linear_num_value_heads × linear_value_head_dim channels."""
 
-    settings = ("mixer.state_size",)
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # numbers that a channel keeps; S4D keeps half as many complex pairs
+        state_size: int = 16
 
-    @classmethod
-    def state_size(cls, config) -> int:
-        return config.mixer.state_size
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "state_size"})
 
     @classmethod
     def forward_flops(cls, config, length):
         """Write and read of every channel's state."""
         channels = config.linear_num_value_heads * config.linear_value_head_dim
-        return 4 * channels * cls.state_size(config)
+        return 4 * channels * cls.settings(config).state_size
 
     @staticmethod
     def splits(config):
@@ -63,12 +68,12 @@ class Mamba(ChannelStates):
     Diagnostics, per head [H]: step, the mean Δ.
     """
 
-    settings = (*ChannelStates.settings, "linear_conv_kernel_dim")
+    switches = ("linear_conv_kernel_dim",)
 
     def __init__(self, config, make, layers):
         self.config = c = config
         d, h, v = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim
-        n = self.state_size(c)
+        n = self.settings(c).state_size
         rank = -(-d // 16)
         self.in_proj = make.matrix(
             (d, h, 2 * v), "embed -> value_heads .", parts=(("x", v), ("z", v))
@@ -134,7 +139,7 @@ class Mamba(ChannelStates):
 
     def _step_write_and_read(self, x_BTHV):
         """Δ [B, T, H, V] float32, B [B, T, N], C [B, T, N]."""
-        n = self.state_size(self.config)
+        n = self.settings(self.config).state_size
         rank = self.step_up.shape[0]
         low_b_c = jnp.einsum("bthv,hvr->btr", x_BTHV, self.x_proj[...].astype(x_BTHV.dtype))
         low_BTR, b_BTN, c_BTN = jnp.split(low_b_c, (rank, rank + n), axis=-1)
@@ -180,7 +185,7 @@ class Mamba(ChannelStates):
         window = config.linear_conv_kernel_dim - 1
         return {
             "conv": jnp.zeros((batch, window, *channels), config.dtype),
-            "state": jnp.zeros((batch, *channels, cls.state_size(config))),
+            "state": jnp.zeros((batch, *channels, cls.settings(config).state_size)),
         }
 
     @staticmethod
@@ -202,7 +207,7 @@ class S4D(ChannelStates):
     def __init__(self, config, make, layers):
         c = config
         d, h, v = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim
-        n = self.state_size(c) // 2
+        n = self.settings(c).state_size // 2
         self.in_proj = make.matrix((d, h, v), "embed -> value_heads .")
 
         def normal(shape):
@@ -282,15 +287,16 @@ class S4D(ChannelStates):
     @classmethod
     def init_cache(cls, config, batch, length):
         channels = (config.linear_num_value_heads, config.linear_value_head_dim)
-        pairs = cls.state_size(config) // 2
+        pairs = cls.settings(config).state_size // 2
         return {"state": jnp.zeros((batch, *channels, pairs), jnp.complex64)}
 
     @classmethod
     def check(cls, config):
+        state_size = cls.settings(config).state_size
         require(
-            cls.state_size(config) % 2 == 0,
-            f"model.mixer.state_size = {cls.state_size(config)} with the mixer 's4d': expected an "
-            "even number, as a channel keeps pairs of conjugates",
+            state_size % 2 == 0,
+            f"model.mixer.state_size = {state_size} with the mixer 's4d': expected an even number, "
+            "as a channel keeps pairs of conjugates",
         )
 
 
@@ -302,7 +308,7 @@ class Mamba2(Recurrent):
     the heads of a group. The released models' convolution has a bias; this one has none.
     """
 
-    settings = (*Recurrent.settings, "decay_init")
+    switches = (*Recurrent.switches, "decay_init")
     normalize_qk = False
 
     def __init__(self, config, make, layers):

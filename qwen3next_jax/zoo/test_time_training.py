@@ -5,10 +5,13 @@ Both compute the gradients of a block of tokens at one state, that of the block'
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.zoo.ops import token_scan
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
@@ -26,10 +29,13 @@ class TrainedState(Recurrent):
     the number of the block's tokens so far.
     """
 
-    @classmethod
-    def block(cls, config) -> int:
-        """Tokens of a document whose gradients are taken at one state."""
-        return config.mixer.block
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # tokens of a document whose gradients are taken at one state
+        block: int = 16
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "block"})
 
     def scan_tokens(self, step, heads, gates, state):
         """Applies `step` to one token after the other.
@@ -65,7 +71,7 @@ class TrainedState(Recurrent):
         state at which the next block's gradients are taken.
         """
         count_BH = states["count"] + 1
-        is_last = count_BH == self.block(self.config)
+        is_last = count_BH == self.settings(self.config).block
         start_BHKV = jnp.where(is_last[..., None, None], new_BHKV, states["start"])
         count_BH = jnp.where(is_last, 0, count_BH)
         return states | {"state": new_BHKV, "start": start_BHKV, "count": count_BH}
@@ -90,7 +96,7 @@ class TTT(TrainedState):
     holds W − W₀. No convolution, no output gate. The diagnostic beta is the mean of η.
     """
 
-    settings = ("mixer.block",)
+    switches = ()
     convolved = False
 
     def __init__(self, config, make, layers):
@@ -163,7 +169,7 @@ class Titans(TrainedState):
     mean of η and θ.
     """
 
-    settings = ("short_convolution", "linear_conv_kernel_dim", "mixer.block")
+    switches = ("short_convolution", "linear_conv_kernel_dim")
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -186,7 +192,7 @@ class Titans(TrainedState):
     def inputs(self, x_BTD, context) -> Inputs:
         logits_BTH3 = project_to_float32(x_BTD, self.gates_proj) + self.gates_bias[...]
         momentum_rate_BTH2 = jax.nn.sigmoid(logits_BTH3[..., 1:]) / jnp.array(
-            [1, self.block(self.config)]
+            [1, self.settings(self.config).block]
         )
         qkv, _ = self.project(x_BTD, context)
         return Inputs(qkv, g=jax.nn.log_sigmoid(logits_BTH3[..., 0]), beta=momentum_rate_BTH2)
@@ -214,7 +220,7 @@ class Titans(TrainedState):
 def ttt_reference(config, params, x):
     """Every token's gradient by autodiff, at the state of the start of its block."""
     q, k, v, _ = split_projection(config, params, x)
-    block = TTT.block(config)
+    block = TTT.settings(config).block
 
     def f(w, x):
         y = jnp.einsum("hkv,hk->hv", w, x)
@@ -241,7 +247,7 @@ def titans_reference(config, params, x):
     gates = jax.nn.sigmoid(
         jnp.einsum("td,dhg->thg", x, params["gates_proj"]) + params["gates_bias"]
     )
-    block = Titans.block(config)
+    block = Titans.settings(config).block
 
     def step(carry, token):
         m, start, past = carry

@@ -1,8 +1,8 @@
-"""Attention whose scores and mask are functions of the pair: for what the fast kernels have no
-form of. A block of queries after the other meets all keys of the row, so that memory is block ×
-T and work T × T, whatever the mask leaves of it.
+"""Attention whose scores and mask are functions of the pair of tokens, for what the fast kernels
+have no form of. Queries are worked a chunk at a time against all keys of the row, so that memory
+is chunk × T and work T × T, whatever the mask leaves of it.
 
-Letters: B batch, T queries, S keys, C queries of a block, N query heads, M key/value heads
+Letters: B batch, T queries, S keys, C queries of a chunk, N query heads, M key/value heads
 (query head n reads head n // (N // M)), H = N // M, K head width.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
 
-BLOCK = 64  # queries worked at once
+CHUNK = 64  # queries worked at once
 _HIDDEN = -1e30  # score of a pair that is not seen; finite, so that a row without keys stays finite
 
 
@@ -39,21 +39,25 @@ def pair_attention(
     kv_segment_ids: jax.Array | None = None,
     best: int = 0,
     axis_name: str | None = None,
-    block: int = BLOCK,
+    chunk: int = CHUNK,
 ) -> jax.Array:
     """softmax(score) v over the pairs that are seen, with float32 softmax.
 
     Args:
-      q, k: what the scores are made of, arrays [B, T, …] and [B, S, …] or trees of such. v: [B,
-      S, M, K].
-      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a block of queries and all
-      keys → [B, N, C, S] float32. seen: (positions, kv_positions) → bool [B, C, S]; with `best`
-      a pair: those that are, and those that may be chosen. positions, kv_positions: [B, T], [B,
-      S] integers, places in the document.
+      q, k: what the scores are made of, arrays [B, T, …] and [B, S, …] or trees of such.
+      v: [B, S, M, K].
+      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a chunk of queries and all
+        keys → [B, N, C, S] float32.
+      seen: (positions, kv_positions) → bool [B, C, S], the pairs that are seen; with `best` two
+        of these, the pairs that are seen and those that may be chosen.
+      positions, kv_positions: [B, T], [B, S] integers, places in the document.
       segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token:
-      none sees another. best: each query and head sees so many more keys, those of the highest
-      scores (of equal ones all). axis_name: inside `shard_map`, the mesh axis over which T and S
-      are split in order; the keys of the whole row are gathered.
+        none sees another.
+      best: so many more keys each query and head sees, those of the highest scores (of equal ones
+        all).
+      axis_name: inside `shard_map`, the mesh axis over which T and S are split in order; the keys
+        of the whole row are gathered.
+      chunk: queries worked at once.
 
     Returns:
       o: [B, T, N, K] in v's dtype. Padding rows hold something finite.
@@ -66,30 +70,31 @@ def pair_attention(
         kv_segment_ids=(kv_segment_ids, "BS"),
     )
     if axis_name is not None:
-        whole = lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
         k, v, kv_positions, kv_segment_ids = jax.tree.map(
-            whole, (k, v, kv_positions, kv_segment_ids)
+            lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True),
+            (k, v, kv_positions, kv_segment_ids),
         )
-    size, time = min(block, positions.shape[1]), positions.shape[1]
 
-    @jax.checkpoint  # scores live for one block at a time, in the backward pass, too
+    @jax.checkpoint  # scores live for one chunk at a time, in the backward pass, too
     def attend(carry, inputs):
         q, t_BC, ids_BC = inputs
-        t, s = t_BC[..., None], kv_positions[:, None]
-        s_BNCS, visible = score(q, k, t, s), seen(t, s)
-        own = True if ids_BC is None else ids_BC[..., None] == kv_segment_ids[:, None]
+        t_BC1, s_B1S = t_BC[..., None], kv_positions[:, None]
+        s_BNCS, visible = score(q, k, t_BC1, s_B1S), seen(t_BC1, s_B1S)
+        same = True if ids_BC is None else ids_BC[..., None] == kv_segment_ids[:, None]
         if best:
-            always, maybe = (x & own for x in visible)
-            far_BNCS = jnp.where(maybe[:, None], s_BNCS, -jnp.inf)
+            always_BCS, maybe_BCS = (x & same for x in visible)
+            far_BNCS = jnp.where(maybe_BCS[:, None], s_BNCS, -jnp.inf)
             least = jax.lax.top_k(far_BNCS, min(best, far_BNCS.shape[-1]))[0][..., -1:]
-            visible_BNCS = always[:, None] | (maybe[:, None] & (s_BNCS >= least))
+            visible_BNCS = always_BCS[:, None] | (maybe_BCS[:, None] & (s_BNCS >= least))
         else:
-            visible_BNCS = (visible & own)[:, None]
+            visible_BNCS = (visible & same)[:, None]
         p_BNCS = jax.nn.softmax(jnp.where(visible_BNCS, s_BNCS, _HIDDEN), axis=-1).astype(v.dtype)
         b, n, c, keys = p_BNCS.shape
         p_BMHCS = p_BNCS.reshape(b, v.shape[2], -1, c, keys)
         o = jnp.einsum("bmhcs,bsmk->bcmhk", p_BMHCS, v, preferred_element_type=jnp.float32)
         return carry, o.reshape(b, c, n, v.shape[3]).astype(v.dtype)
 
-    _, o = blocks.scan(attend, None, blocks.cut((q, positions, segment_ids), 1, size))
+    time = positions.shape[1]
+    chunks = blocks.cut((q, positions, segment_ids), 1, min(chunk, time))
+    _, o = blocks.scan(attend, None, chunks)
     return blocks.joined(o, 1, time)
