@@ -56,14 +56,6 @@ def rms(c, x):
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + c.rms_norm_eps)
 
 
-def softmax_attention(q, k, v, seen, scale, sink=None):
-    """q, k, v [T, N, ·], seen [T, T]; sink [N]: a logit that takes weight and gives nothing."""
-    s = jnp.where(seen, jnp.einsum("inc,jnc->nij", q, k) * scale, -jnp.inf)
-    if sink is not None:
-        s = jnp.concatenate([s, jnp.broadcast_to(sink[:, None, None], (*s.shape[:2], 1))], axis=-1)
-    return jnp.einsum("nij,jnv->inv", jax.nn.softmax(s, axis=-1)[..., : len(k)], v)
-
-
 def gated_attention(c, p, x):
     """Every query with every key before it, turned by its distance from the key."""
     half = c.rotary_dim // 2
