@@ -133,8 +133,9 @@ class TTT(TrainedState):
         def f(x_BHK, w_BHKV):
             y = jnp.einsum("bhkv,bhk->bhv", start_HKV + w_BHKV, x_BHK)
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-            inverse_deviation = jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-            return x_BHK + scale_HV * y * inverse_deviation + shift_HV
+            scaled = scale_HV * y
+            scaled = scaled * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+            return x_BHK + scaled + shift_HV
 
         def loss(w_BHKV, k_BHK, v_BHV):
             return 0.5 * jnp.sum((f(k_BHK, w_BHKV) - v_BHV) ** 2)
