@@ -202,12 +202,13 @@ class Titans(TrainedState):
         def step(states, token):
             q, k, v, gates_BH3 = token
             kept, momentum, rate = (gates_BH3[..., i, None, None] for i in range(3))
+            k_BHK1 = k[..., None]
             error_BHV = jnp.einsum("bhkv,bhk->bhv", states["start"], k) - v
-            gradient = k[..., None] * error_BHV[..., None, :]
+            gradient = k_BHK1 * error_BHV[..., None, :]
             p = momentum * states["momentum"] - rate * gradient
             m = kept * states["state"] + p
-            o_BHV = jnp.einsum("bhkv,bhk->bhv", m, q)
-            return self.after_token(states | {"momentum": p}, m), o_BHV
+            states = self.after_token(states | {"momentum": p}, m)
+            return states, jnp.einsum("bhkv,bhk->bhv", m, q)
 
         gates_BTH3 = jnp.concatenate([jnp.exp(heads.g)[..., None], heads.beta], axis=-1)
         heads = heads._replace(q=l2_normalize(heads.q), k=l2_normalize(heads.k))
