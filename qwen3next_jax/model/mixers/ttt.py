@@ -21,6 +21,8 @@ class TTT(Recurrent):
     document. The cache holds W − W₀. Its diagnostic beta is the mean of η.
     """
 
+    switches = ()
+
     @dataclasses.dataclass(frozen=True)
     class Settings:
         # tokens of a document whose gradients are taken at one state
