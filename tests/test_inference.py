@@ -374,7 +374,7 @@ def test_states_after_each_token(model):
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype),
         mixer.init_cache(CONFIG, 2, 64),
     )
-    context = Context(jnp.tile(jnp.arange(3), (2, 1)), time=None, each=True)
+    context = Context(jnp.tile(jnp.arange(3), (2, 1)), time=None, return_all_states=True)
     at_once, one_by_one = (
         jax.jit(lambda x, cache, f=f: f(mixer, x, context, cache)[::2])(x, cache)
         for f in (type(mixer).each_token, Mixer.each_token)

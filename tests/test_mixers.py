@@ -570,7 +570,7 @@ def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projecti
     graph, params = nnx.split(
         mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,))
     )
-    context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, diagnose=True)
+    context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, collect_stats=True)
 
     def loss(params):
         y, diagnostics, _ = _run(graph, params, X, context)

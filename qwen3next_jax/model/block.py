@@ -147,8 +147,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """→ (x, auxiliary outputs of the MLP, cache).
 
-        With `context.diagnose` the auxiliary outputs hold "diagnostics": those of the mixer and
-        the MLP, and activation_max [] = max |x| over the counted tokens, activation_median [] =
+        With `context.collect_stats` the auxiliary outputs hold "diagnostics": those of the mixer
+        and the MLP, and activation_max [] = max |x| over the counted tokens, activation_median [] =
         the mean over tokens of median |x|.
         """
 
@@ -158,10 +158,10 @@ class Block(nnx.Module):
 
         sparse = isinstance(self.mlp, SparseMoE)
         # what is diagnosed are means over all tokens
-        several = sparse and cache is None and not context.diagnose
+        several = sparse and cache is None and not context.collect_stats
         mix = (
             self.mixer.each_token
-            if context.each and self.mixer.cache_kind == "state"
+            if context.return_all_states and self.mixer.cache_kind == "state"
             else self.mixer
         )
         xs_BTD, contexts = [], []
@@ -177,9 +177,9 @@ class Block(nnx.Module):
             [whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])],
             context,
         )
-        if context.diagnose:
+        if context.collect_stats:
             aux["diagnostics"] = (
-                diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
+                diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.stats_mask)
             )
         return x_BTD, aux, cache
 

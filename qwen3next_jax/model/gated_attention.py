@@ -91,7 +91,7 @@ class GatedAttention(Mixer):
 
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}
-        if context.diagnose and cache is None:
+        if context.collect_stats and cache is None:
             diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
 
@@ -153,7 +153,7 @@ class GatedAttention(Mixer):
             run, context.mesh, (split, keys, keys, split, P(), tokens, tokens, tokens), split
         )(q, k, v, gate, norms, *angles(context.positions, c), context.segment_ids)
         y_BTD = o_BTC @ self.o_proj[...].astype(x_BTD.dtype).reshape(-1, c.hidden_size)
-        if not context.diagnose:
+        if not context.collect_stats:
             return y_BTD, {}
         q, gate, k = (x.reshape(*x.shape[:2], -1, c.head_dim) for x in (q, gate, k))
         q, k = (
@@ -252,7 +252,7 @@ def attention_diagnostics(
     first_BT = context.positions == 0
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
     share_BTN = attend(q_BTNK, k_BTMK, indicator_BTMK)[..., 0]
-    counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
+    counted_BT = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT
     # Of sharpened probabilities nothing but the largest is left: with the keys as values, attention
     # returns each query's best one.
     best_BTNK = attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK)
@@ -260,8 +260,8 @@ def attention_diagnostics(
         jnp.einsum("btnk,btnk->btn", q_BTNK, best_BTNK, preferred_element_type=jnp.float32)
         * q_BTNK.shape[-1] ** -0.5
     )
-    if context.counted is not None:
-        logit_BTN = jnp.where(context.counted[..., None], logit_BTN, -jnp.inf)
+    if context.stats_mask is not None:
+        logit_BTN = jnp.where(context.stats_mask[..., None], logit_BTN, -jnp.inf)
     measured = {
         "first_token_share": token_mean(share_BTN, counted_BT),
         "logit_max": jnp.max(logit_BTN, axis=(0, 1)),
@@ -270,8 +270,8 @@ def attention_diagnostics(
         return measured
     open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
     return measured | {
-        "gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
-        "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted)),
+        "gate_mean": jnp.mean(token_mean(open_BTNK, context.stats_mask)),
+        "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.stats_mask)),
     }
 
 

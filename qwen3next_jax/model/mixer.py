@@ -85,7 +85,7 @@ class Mixer(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
-        """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.diagnose`),
+        """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.collect_stats`),
         the cache after these tokens).
         """
         raise NotImplementedError
@@ -101,7 +101,9 @@ class Mixer(nnx.Module):
         for t in range(x_BTD.shape[1]):
             y_B1D, _, cache = self(
                 x_BTD[:, t : t + 1],
-                context._replace(positions=context.positions[:, t : t + 1], each=False),
+                context._replace(
+                    positions=context.positions[:, t : t + 1], return_all_states=False
+                ),
                 cache,
             )
             outputs.append(y_B1D)

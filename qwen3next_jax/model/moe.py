@@ -116,13 +116,18 @@ class SparseMoE(nnx.Module):
         )
         bias_E = self.router_bias[...] if self.config.moe.router_bias else None
         ys_BTD, statistics, logits = routed(
-            xs_BTD, self.router[...], gate_up_ED2I, down_EID, [c.counted for c in contexts], bias_E
+            xs_BTD,
+            self.router[...],
+            gate_up_ED2I,
+            down_EID,
+            [c.stats_mask for c in contexts],
+            bias_E,
         )
         if self.config.shared_expert_intermediate_size:
             ys_BTD = [y_BTD + self._shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
         aux = statistics | {"router_logits": joined(logits, context)}
-        if context.diagnose:
-            aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.counted)
+        if context.collect_stats:
+            aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.stats_mask)
         return ys_BTD, aux
 
     def _shared(self, x_BTD):

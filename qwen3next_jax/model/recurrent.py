@@ -87,7 +87,7 @@ class Recurrent(Mixer):
     Diagnostics, one number for each value head [H]: half_life = -ln 2 / mean g, the number of
     tokens in which the mean decay halves the state; beta, the mean write strength; state_norm,
     ‖S‖_F after the last token, averaged over rows. Means are over the tokens of
-    `Context.counted`.
+    `Context.stats_mask`.
     """
 
     switches = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
@@ -220,7 +220,7 @@ class Recurrent(Mixer):
             o_BTHV, states, conv_state = self._convolution_and_recurrence(inputs, context, cache)
             y_BTD = self._output(o_BTHV, inputs.gate, context)
         diagnostics = {}
-        if context.diagnose:
+        if context.collect_stats:
             diagnostics = _diagnostics(inputs, has_decay, states["state"], context)
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
@@ -261,7 +261,7 @@ class Recurrent(Mixer):
                 weights,
                 segment_ids,
                 context.time_axis,
-                context.each,
+                context.return_all_states,
             )
             o_BTHV, states = self.recurrence(heads, states)
             return o_BTHV, states, conv_state
@@ -279,7 +279,7 @@ class Recurrent(Mixer):
             spec(None, "heads", None),
             spec("heads"),
         )
-        if context.each:
+        if context.return_all_states:
             out_specs = (by_key_head, spec(None, "heads"), spec(None, None, "heads", None))
         else:
             out_specs = (by_key_head, spec("heads"), spec(None, "heads", None))
@@ -296,10 +296,10 @@ class Recurrent(Mixer):
 
     def _convolve(self, qkv_BTGC, kernel_WGC, segment_ids, conv_state, context: Context):
         """Convolution and SiLU of one device's heads → (q, k and v side by side, the state: the
-        last W - 1 inputs, or with `context.each` those of every token).
+        last W - 1 inputs, or with `context.return_all_states` those of every token).
         """
         before_and_here_BSGC = None
-        if context.each:
+        if context.return_all_states:
             before_and_here_BSGC = jnp.concatenate((conv_state, qkv_BTGC), axis=1)
         if self.convolves(self.config):
 
@@ -317,7 +317,7 @@ class Recurrent(Mixer):
         else:
             out_BTGC = jax.nn.silu(qkv_BTGC) if self.convolved else qkv_BTGC
             state = qkv_BTGC[:, :0]
-        if context.each:
+        if context.return_all_states:
             width = kernel_WGC.shape[0]
             state = jnp.stack(
                 [
@@ -487,7 +487,7 @@ def _diagnostics(
 
     def mean_over_tokens(x):
         x_BTH = x if x.ndim == 3 else jnp.mean(x, axis=-1)
-        return token_mean(x_BTH, context.counted)
+        return token_mean(x_BTH, context.stats_mask)
 
     diagnostics = {
         "beta": mean_over_tokens(inputs.beta),

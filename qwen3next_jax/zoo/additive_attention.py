@@ -51,10 +51,10 @@ class Bahdanau(Mixer):
             cache = {"k": k_BSMK, "v": v_BSMK}
         o_BTNK = self.attend(q_BTNK, k_BSMK, v_BSMK, context, cache is not None)
         diagnostics = {}
-        if context.diagnose and cache is None:
+        if context.collect_stats and cache is None:
             first_BT = context.positions == 0
             indicator = jnp.broadcast_to(first_BT[:, :, None, None], v_BSMK.shape)
-            counted = ~first_BT if context.counted is None else context.counted & ~first_BT
+            counted = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT
             share_BTNK = self.attend(q_BTNK, k_BSMK, indicator.astype(v_BSMK.dtype), context, False)
             diagnostics = {"first_token_share": token_mean(share_BTNK[..., 0], counted)}
         return gated_projection(o_BTNK, None, self.o_proj[...], context), diagnostics, cache

@@ -117,8 +117,8 @@ class Hyena(Mixer):
         )
         y_BTD = jnp.einsum("bthv,hvd->btd", z_BTHV, self.out_proj[...].astype(x_BTD.dtype))
         diagnostics = {}
-        if context.diagnose:
-            diagnostics = {"gate_size": token_mean(size_BTH, context.counted)}
+        if context.collect_stats:
+            diagnostics = {"gate_size": token_mean(size_BTH, context.stats_mask)}
         return y_BTD, diagnostics, cache
 
     def filters(self, length: int, filter_in, filter_hidden, filter_out, window_HV):

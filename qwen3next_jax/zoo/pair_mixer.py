@@ -97,15 +97,15 @@ class PairAttention(GatedAttention):
         indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(
             k_BTMK.dtype
         )
-        counted_BT = ~first_BT if context.counted is None else context.counted & ~first_BT
+        counted_BT = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT
         share_BTN = self.attend(q_BTNK, k_BTMK, indicator_BTMK, context)[0][..., 0]
         found = {"first_token_share": token_mean(share_BTN, counted_BT)}
         if gate_BTNK is None:
             return found
         open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
         return found | {
-            "gate_mean": jnp.mean(token_mean(open_BTNK, context.counted)),
-            "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.counted)),
+            "gate_mean": jnp.mean(token_mean(open_BTNK, context.stats_mask)),
+            "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.stats_mask)),
         }
 
     @classmethod

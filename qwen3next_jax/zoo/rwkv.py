@@ -104,10 +104,10 @@ class RWKV4(Mixer):
         gated = (jax.nn.sigmoid(r.astype(jnp.float32)) * o).astype(dtype)
         y = gated @ self.out_proj[...].astype(dtype)
         diagnostics = {}
-        if context.diagnose:
+        if context.collect_stats:
             diagnostics = {
                 "half_life": jnp.log(2) * jnp.exp(-self.decay[...]),
-                "receptance": token_mean(jax.nn.sigmoid(r), context.counted),
+                "receptance": token_mean(jax.nn.sigmoid(r), context.stats_mask),
             }
         return y, diagnostics, cache and dict(zip(RWKV4_STATES, state)) | {"shift": last}
 
