@@ -715,7 +715,7 @@ def test_names_of_the_pattern_stand_for_the_mixers_named():
         ),
         (
             {"linear_mixer": "broken"},
-            r"'broken': 'my_mixer:Missing', cannot be imported \(AttributeError",
+            r"'broken': 'my_mixer:Missing' cannot be imported \(AttributeError",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require, short, warn
-from qwen3next_jax.config import FULL, LINEAR, ModelConfig, from_dict
+from qwen3next_jax.config import FULL, LINEAR, MixerConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.interop import kimi
 from qwen3next_jax.interop.weights import Weights, name_some, read_json
@@ -309,8 +309,11 @@ def parse_hf_config(fields: dict[str, Any], names: Collection[str], where: str) 
         config = from_dict(ModelConfig, values, path="model")
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    by_interval = dataclasses.replace(config, layer_types=())
-    return by_interval if by_interval.mixers == config.mixers else config
+    # without settings of mixers, which the layers of another pattern may not read
+    by_interval = dataclasses.replace(config, layer_types=(), mixer=MixerConfig())
+    if by_interval.mixers != config.mixers:
+        return config
+    return dataclasses.replace(config, layer_types=())
 
 
 def _first(fields: dict[str, Any], *names: str) -> Any:
