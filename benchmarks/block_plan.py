@@ -165,7 +165,7 @@ def compile_layer(
 
     def context(x):
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        return Context(positions, jnp.ones_like(positions), counted=positions >= 0, mesh=spread)
+        return Context(positions, jnp.ones_like(positions), stats_mask=positions >= 0, mesh=spread)
 
     def step(params, x, dy, daux):
         def period(x, params):

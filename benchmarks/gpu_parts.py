@@ -33,7 +33,7 @@ from qwen3next_jax.kernels.gpu import gated_norm as gated_norm_gpu
 from qwen3next_jax.kernels.gpu import grouped_matmul as products
 from qwen3next_jax.kernels.gpu import tokamax as tokamax_release
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.model.mixers.gated_deltanet import GatedDeltaNet
+from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.loop import make_train_step

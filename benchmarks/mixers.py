@@ -34,13 +34,13 @@ from flax import nnx
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from mixer_references import REFERENCES, errors  # noqa: E402
+from mixer_references import errors  # noqa: E402
 from test_mixers import base  # noqa: E402
 
 from qwen3next_jax.commands import cli  # noqa: E402
 from qwen3next_jax.config import Config, ModelConfig, from_dict  # noqa: E402
 from qwen3next_jax.config.files import load_config_file  # noqa: E402
-from qwen3next_jax.config.further.mixers import MixerConfig  # noqa: E402
+from qwen3next_jax.config.mixer import MixerConfig  # noqa: E402
 from qwen3next_jax.config.registry import MIXERS  # noqa: E402
 from qwen3next_jax.model.block import mixer_class  # noqa: E402
 from qwen3next_jax.model.flops import parameter_counts  # noqa: E402
@@ -61,7 +61,7 @@ class Step:
 
     def __init__(self, name: str):
         config = from_dict(Config, load_config_file(ROOT / "configs" / "tiny.py"))
-        mixer = dataclasses.replace(config.model.mixer, **SETTINGS.get(name, {}))
+        mixer = config.model.mixer | SETTINGS.get(name, {})
         model = dataclasses.replace(
             config.model, mixer=mixer, **{"full_mixer" if name == "mla" else "linear_mixer": name}
         )
@@ -111,6 +111,9 @@ def layer(name: str, batch: int, length: int, heads: int, width: int):
         head_dim=width,
         max_position_embeddings=8192,
         decay_init="log_uniform",
+        num_hidden_layers=1,
+        layer_types=(name,),
+        mtp_depth=0,
         mixer=MixerConfig(**SETTINGS.get(name, {})),
     )
     graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
@@ -160,7 +163,7 @@ def main():
     if a.steps:
         print("| mixer | step | parameters |")
         peer = Step("gated_deltanet")
-        for name in a.names or REFERENCES:
+        for name in a.names or MIXERS:
             step = Step(name)
             print(
                 f"| `{name}` | {times_of(step, peer, a.steps):.2f} × | {step.parameters:,} |",
@@ -168,7 +171,7 @@ def main():
             )
         return
     print("| mixer | lines | output float32 | gradients | output bfloat16 | gradients |")
-    for name in a.names or REFERENCES:
+    for name in a.names or MIXERS:
         module = MIXERS[name].split(":")[0].replace(".", "/") + ".py"
         row = [f"`{name}`", str(len((ROOT / module).read_text().splitlines()))]
         config = dataclasses.replace(base(name), num_hidden_layers=4, decay_init="log_uniform")

@@ -28,7 +28,9 @@ jax.devices()  # the flags are read now
 # processes that tests start see one device
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(EIGHT_DEVICES, "")
 
-import importlib.util  # noqa: E402
+import pytest  # noqa: E402
+
+from qwen3next_jax.common.errors import UserError  # noqa: E402
 
 # Tracing makes millions of small objects that die by themselves; Python's usual looks for cycles
 # among them are a fifth of its time.
@@ -36,17 +38,46 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 100)
 
 
-# Without the plugin, whose folder may be deleted, these cannot be imported.
-KERNELS = "qwen3next_jax.kernels", "benchmarks.experts_precision", "from test_delta_rule import"
-without_kernels = importlib.util.find_spec("qwen3next_jax.kernels") is None
+PACKAGE = pathlib.Path(__file__).parents[1] / "qwen3next_jax"
+# Folders that an installation may lack, and what a test file imports that needs them.
+PLUGINS = {
+    "kernels": (
+        "qwen3next_jax.kernels",
+        "benchmarks.experts_precision",
+        "from test_delta_rule import",
+    ),
+    "zoo": ("qwen3next_jax.zoo", "from test_block import"),
+}
+MISSING = tuple(name for name in PLUGINS if not (PACKAGE / name).exists())
 collect_ignore = [
     path.name
     for path in sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
-    if without_kernels and any(name in path.read_text() for name in KERNELS)
+    if any(needed in path.read_text() for name in MISSING for needed in PLUGINS[name])
 ]
 
 
 def pytest_terminal_summary(terminalreporter):
-    if collect_ignore:
+    if MISSING:
+        rooms = ", ".join(f"qwen3next_jax/{name}" for name in MISSING)
         left_out = ", ".join(collect_ignore)
-        terminalreporter.line(f"qwen3next_jax/kernels is missing, which these need: {left_out}")
+        terminalreporter.line(f"{rooms}: missing, which these need: {left_out}")
+
+
+def _skips_what_is_missing():
+    """A test that asks for a part of a folder that was removed is skipped with the error's line."""
+    try:
+        return (yield)
+    except UserError as error:
+        if not any(f"does not have qwen3next_jax/{name}" in str(error) for name in MISSING):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    return (yield from _skips_what_is_missing())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    return (yield from _skips_what_is_missing())

@@ -16,9 +16,9 @@ from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.flops import parameter_counts
+from qwen3next_jax.model.gated_attention import GatedAttention
+from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.mixers.gated_attention import GatedAttention
-from qwen3next_jax.model.mixers.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.model.parameters import Make
 
 BASE = ModelConfig(

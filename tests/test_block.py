@@ -9,24 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_references import REFERENCES, norm
 from flax import nnx
 from mixer_references import errors
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.config.further.block import BlockConfig
-from qwen3next_jax.config.further.kin import weights_differ
-from qwen3next_jax.config.further.mixers import MixerConfig
-from qwen3next_jax.config.registry import MLPS, PLACEMENTS
+from qwen3next_jax.config.block import BlockConfig
+from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.mixer import MixerConfig
+from qwen3next_jax.config.registry import MLPS, NORMS, PLACEMENTS
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.block import mixer_class
-from qwen3next_jax.model.further.masks import mask_prefix_targets
-from qwen3next_jax.model.further.positions import Learned, Sinusoidal
 from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.visible_targets import mask_seen_targets
+from qwen3next_jax.zoo.block_parts import EXAMPLES, Learned, Sinusoidal, block_reference
 
 BASE = ModelConfig(
     vocab_size=32,
@@ -47,72 +46,24 @@ BASE = ModelConfig(
 T = 12
 
 
-def block(c, p, x, alpha):
-    """[T, D] → [T, D]: one layer of gated attention and a dense MLP."""
-    of = lambda part, x: norm(c, x, p[f"{part}_norm"])
-    gelu = lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-    def mlp(x):
-        m = p["mlp"]
-        if "up" in m:
-            up = x @ m["up"]
-            return {
-                "gelu": gelu,
-                "relu": lambda x: jnp.where(x > 0, x, 0),
-                "relu2": lambda x: jnp.where(x > 0, x * x, 0),
-            }[c.block.mlp](up) @ m["down"]
-        gate, up = x @ m["gate_up"][:, 0], x @ m["gate_up"][:, 1]
-        return ({"swiglu": gate / (1 + jnp.exp(-gate)), "geglu": gelu(gate)}[c.block.mlp] * up) @ m[
-            "down"
-        ]
-
-    for part, f in (
-        ("mixer", lambda x: REFERENCES["gated_attention"](c, p["mixer"], x)),
-        ("mlp", mlp),
-    ):
-        x = {
-            "pre": lambda: x + f(of(part, x)),
-            "post": lambda: of(part, x + f(x)),
-            "olmo2": lambda: x + of(part, f(x)),
-            "sandwich": lambda: x + of(f"after_{part}", f(of(part, x))),
-            "deep": lambda: of(part, alpha * x + f(x)),
-        }[c.block.placement]()
-    return x
-
-
-# Every placement and every MLP once; "none" is none.
-KINDS = [
-    dict(placement="sandwich", norm="layer", mlp="geglu", over="layer"),
-    dict(placement="deep", norm="rms", mlp="relu2", over="head"),
-    dict(placement="post", norm="layer", mlp="relu", over="head"),
-    dict(placement="olmo2", norm="rms", mlp="gelu", over="layer"),
-    dict(placement="pre", norm="layer", mlp="swiglu", over="layer", zero_centered_norm=False),
-]
-
-
 @pytest.mark.parametrize(
-    "kind",
-    [kind if i < 1 else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)],
-    ids=lambda kind: "-".join(map(str, kind.values())),
+    "name",
+    [name if name == "gemma" else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
 )
-def test_a_block_is_its_formula(kind):
+def test_a_block_is_its_formula(name):
     """Output and gradients of every parameter, which every placement, norm and MLP of the tables
     is in; norms away from their start.
     """
-    assert {kind["placement"] for kind in KINDS} == set(PLACEMENTS) and {
-        *(kind["mlp"] for kind in KINDS),
-        "none",
-    } == set(MLPS)
-    over, *rest = (
-        kind["over"],
-        {name: x for name, x in kind.items() if name not in ("over", "zero_centered_norm")},
-    )
-    c = dataclasses.replace(
-        BASE,
-        block=BlockConfig(**rest[0]),
-        mixer=MixerConfig(qk_norm_over=over),
-        zero_centered_norm=kind.get("zero_centered_norm", True),
-    )
+    blocks = [BlockConfig(**example["block"]) for example in EXAMPLES.values()]
+    assert {block.placement for block in blocks} == set(PLACEMENTS)
+    assert {block.norm for block in blocks} == set(NORMS)
+    assert {*(block.mlp for block in blocks), "none"} == set(MLPS)
+    groups = {"block": BlockConfig, "mixer": MixerConfig}
+    settings = {
+        key: groups[key](**value) if key in groups else value
+        for key, value in EXAMPLES[name].items()
+    }
+    c = dataclasses.replace(BASE, **settings)
     graph, params = nnx.split(
         c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
     )
@@ -137,7 +88,7 @@ def test_a_block_is_its_formula(kind):
         wide = jax.tree.map(
             lambda a: jnp.asarray(np.asarray(a, np.float64)), (nnx.to_pure_dict(params), x, dy)
         )
-        theirs = lambda p, x, dy: jnp.sum(block(c, p, x, (2 * c.num_hidden_layers) ** 0.25) * dy)
+        theirs = lambda p, x, dy: jnp.sum(block_reference(c, p, x) * dy)
         want = jax.jit(jax.value_and_grad(theirs))(*wide)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
     jax.tree.map(
@@ -176,7 +127,7 @@ PREFIX = MixerConfig(mask="prefix", prefix_tokens=5)
 @pytest.mark.parametrize(
     "name, mixer",
     [
-        ("t5_bias", dataclasses.replace(PREFIX, buckets=8, max_distance=12)),
+        ("t5_bias", PREFIX | {"buckets": 8, "max_distance": 12}),
         ("masked_attention", PREFIX),
         ("alibi", PREFIX),
         ("masked_attention", MixerConfig(mask="bidirectional")),
@@ -186,7 +137,9 @@ PREFIX = MixerConfig(mask="prefix", prefix_tokens=5)
 )
 @pytest.mark.slow
 def test_masks_are_their_dense_forms(name, mixer):
-    output, gradients = errors(name, dataclasses.replace(BASE, mixer=mixer), "float32", 40)
+    output, gradients = errors(
+        name, dataclasses.replace(BASE, full_mixer=name, mixer=mixer), "float32", 40
+    )
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
 
 
@@ -232,15 +185,15 @@ def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
     assert differs(of_prefix) == [True] * 12 and differs(of_rest) == [False] * 5 + [True] * 7
 
     np.testing.assert_array_equal(
-        mask_prefix_targets(config, batch)["target_mask"][0],
+        mask_seen_targets(config, batch)["target_mask"][0],
         np.r_[np.arange(8) >= 5, np.arange(12) >= 5],
     )
-    marked = mask_prefix_targets(config, batch | {"target_mask": np.arange(20)[None] % 2 == 0})[
+    marked = mask_seen_targets(config, batch | {"target_mask": np.arange(20)[None] % 2 == 0})[
         "target_mask"
     ][0]
     assert (
         np.flatnonzero(marked).tolist() == [6, 14, 16, 18]
-        and mask_prefix_targets(BASE, batch) is batch
+        and mask_seen_targets(BASE, batch) is batch
     )
 
 
@@ -248,7 +201,7 @@ def test_what_a_mask_cannot_do():
     config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX)
     with pytest.raises(
         UserError,
-        match="prompt 1 has 5 tokens with model.mixer.prefix_tokens = 5: expected the whole prefix",
+        match="prompt 1 has 5 tokens with .*model.mixer.prefix_tokens = 5",
     ):
         check_request(config, [np.arange(9), np.arange(5)], 2, 0.0)
     with pytest.raises(UserError, match="a prompt goes through the model 4 tokens at a time"):
@@ -259,8 +212,8 @@ def test_what_a_mask_cannot_do():
         layer(
             jnp.zeros((1, 2, 16)), Context(jnp.asarray([[0, 1]])), layer.init_cache(both_ways, 1, 4)
         )
-    with pytest.raises(UserError, match="expected 'causal' or 'prefix' to train"):
-        mask_prefix_targets(both_ways, {})
+    with pytest.raises(UserError, match="model.mixer.mask = 'bidirectional'.* nothing to learn"):
+        mask_seen_targets(both_ways, {})
 
 
 # ---- positions
@@ -397,12 +350,12 @@ def test_weights_of_attention_serve_as_their_kin():
     other = dataclasses.replace(
         trained,
         full_mixer="lambda_window",
-        mixer=dataclasses.replace(trained.mixer, window=8, first_tokens=2),
+        mixer=trained.mixer | {"window": 8, "first_tokens": 2},
     )
     assert (
         other.differs(trained) == ("layer_types", "mixer") and weights_differ(other, trained) == ()
     )
-    of_prefix = dataclasses.replace(trained.mixer, mask="prefix", prefix_tokens=5)
+    of_prefix = trained.mixer | PREFIX
     assert (
         weights_differ(
             dataclasses.replace(trained, full_mixer="masked_attention", mixer=of_prefix), trained
@@ -417,7 +370,7 @@ def test_weights_of_attention_serve_as_their_kin():
     assert weights_differ(longer, trained) == ()
     for settings, names in [
         ({"block": BlockConfig(positions="learned")}, {"max_position_embeddings", "yarn_factor"}),
-        ({"full_mixer": "hyena"}, {"max_position_embeddings"}),
+        ({"full_mixer": "hyena", "mixer": MixerConfig()}, {"max_position_embeddings"}),
     ]:
         bound = [dataclasses.replace(c, **settings) for c in (longer, trained)]
         assert set(weights_differ(*bound)) - {"block"} == names
@@ -439,7 +392,8 @@ def test_pairs_are_counted_as_they_are_seen():
         ("lambda_window", MixerConfig(window=6, first_tokens=3)),
         ("parallel_windows", MixerConfig(window=4, contexts=3)),
     ]:
-        config, kind = dataclasses.replace(BASE, mixer=mixer), mixer_class(name)
+        config, kind = dataclasses.replace(BASE, full_mixer=name, mixer=mixer), mixer_class(name)
+        layer = types.SimpleNamespace(config=config, settings=kind.settings)
         for length in (5, 10, 14, 23):
-            seen = kind.seen(types.SimpleNamespace(config=config), t[:length], s[:, :length])
-            assert kind.pairs(config, length) == np.sum(seen), (name, mixer.mask, length)
+            seen = kind.seen(layer, t[:length], s[:, :length])
+            assert kind.pairs(config, length) == np.sum(seen), (name, mixer, length)

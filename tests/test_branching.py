@@ -27,10 +27,10 @@ from qwen3next_jax.config import (
     TrainConfig,
     to_dict,
 )
-from qwen3next_jax.config.further.block import BlockConfig
-from qwen3next_jax.config.further.moe import MoEConfig
+from qwen3next_jax.config.block import BlockConfig
+from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.run import SyntheticConfig
-from qwen3next_jax.model.mixers.gated_attention import GatedAttention
+from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
 from qwen3next_jax.runs import folder as run_folder
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
-from qwen3next_jax.model.mixers.gated_attention import GatedAttention
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
@@ -63,7 +63,7 @@ def test_attention_is_measured_as_the_explicit_scores_say():
     layer = GatedAttention(MODEL, Make(MODEL, nnx.Rngs(0)), (0,))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32, 16)), jnp.float32)
     segments = BATCH["segment_ids"]
-    context = Context(document_positions(segments), segments, segments > 0, diagnose=True)
+    context = Context(document_positions(segments), segments, segments > 0, collect_stats=True)
     diagnostics = jax.jit(lambda x: layer(x, context)[1])(x)
 
     @jax.jit

@@ -25,8 +25,8 @@ from configs import qwen3_5_0p8b
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict, registry
-from qwen3next_jax.config.further.mixers import MixerConfig
-from qwen3next_jax.config.further.moe import MoEConfig
+from qwen3next_jax.config.mixer import MixerConfig
+from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.families import FORMS, qwen3_next
 from qwen3next_jax.interop.families.form import WITHOUT_MEANING

@@ -27,12 +27,15 @@ from configs import tiny
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.planner.planning import abstract_batch
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.training.step import abstract_train_state, make_train_step
+from qwen3next_jax.training.loop import make_train_step
+from qwen3next_jax.training.resolve import resolve_run
 
 config = from_dict(Config, tiny.get_config().to_dict())
 mesh = make_mesh(config.parallel, jax.devices()[:1])
-arguments = abstract_train_state(config, mesh), abstract_batch(config, mesh)
-traced = make_train_step(config, mesh).trace(*arguments)
+run = resolve_run(config, mesh)
+(stage,) = run.stages
+arguments = run.abstract_state, abstract_batch(run, stage)
+traced = make_train_step(run, stage).trace(*arguments)
 print(str(traced.jaxpr).count("pallas_call"))
 kernels = "qwen3next_jax.kernels", "jax.experimental.pallas"
 print(*(name for name in sys.modules if name.startswith(kernels)))

@@ -19,6 +19,7 @@ ARROWS = {
     "sharding": "ops config common",
     "data": "config common",
     "model": "ops sharding config common",
+    "zoo": "ops sharding model config common",
     "training": "model data sharding ops config common",
     "processes": "config common",
     "interop": "model sharding processes config common",
@@ -126,3 +127,18 @@ def test_configs_import_only_the_defaults_and_each_other():
             assert name in ("ml_collections", "qwen3next_jax.config") or name.startswith(
                 "configs"
             ), f"{path.name} imports {name}"
+
+
+# Files of the zoo that several families share; every other one is a family.
+SHARED_IN_ZOO = {"attention_references", "ops", "pair_mixer", "projections", "references"}
+
+
+def test_a_family_of_the_zoo_imports_no_other_and_nobody_imports_a_family():
+    """`config/registry.py` names families, and nothing else does."""
+    for path in FILES:
+        inside = path.is_relative_to(PACKAGE / "zoo")
+        for name in _imports(path):
+            if not name.startswith("qwen3next_jax.zoo"):
+                continue
+            assert inside, f"{path.name} imports {name}"
+            assert name.split(".")[2] in SHARED_IN_ZOO, f"{path.name} imports {name}"

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from mixer_references import REFERENCES, errors
+from jax.sharding import NamedSharding
+from mixer_references import errors, example_of
 from page import example, line
 
 from qwen3next_jax.common.errors import UserError
@@ -27,7 +26,7 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.config.further.mixers import MixerConfig
+from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.huggingface import stored_dtype
@@ -42,7 +41,7 @@ from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, 
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops import attention_heads, fft_convolution, gated_delta_rule, gated_norm
+from qwen3next_jax.ops import attention_heads, gated_delta_rule, gated_norm
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import Form
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -87,6 +86,25 @@ def retention(tmp_path_factory):
     sys.modules.pop("my_mixer", None)
 
 
+def test_a_mixer_with_the_names_of_earlier_versions_is_the_same(tmp_path, monkeypatch):
+    """The page's mixer, written with the names that the page had then."""
+    text = example("my_mixer.py", tmp_path)
+    earlier = {"qwen3next_jax.model.recurrent": "qwen3next_jax.model.mixers.recurrent"}
+    earlier |= {"uses_delta_term": "erases"}
+    for new, old in earlier.items():
+        assert new in text
+        text = text.replace(new, old)
+    (tmp_path / "my_earlier_mixer.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def program(name):
+        graph, params = nnx.split(mixer_class(name)(BASE, Make(BASE, nnx.Rngs(0)), (0,)))
+        run = lambda params: _run(graph, params, X, Context(document_positions(SEGMENTS), SEGMENTS))
+        return str(jax.make_jaxpr(run)(params)), mixer_class(name).forward_flops(BASE, T)
+
+    assert program("my_earlier_mixer:Retention") == program("retention")
+
+
 # One of operator A, of attention, of operators B and N; all others are slow.
 QUICK = ("gated_deltanet", "gated_attention", "kda", "rnn", "retention")
 
@@ -105,30 +123,13 @@ def mixer(request):
     return request.param, *nnx.split(layer)
 
 
-# Small enough that rows of T tokens meet them.
-SETTINGS = {
-    "sliding_window": MixerConfig(window=7, first_tokens=2, sink_logit=True),
-    "gsa": MixerConfig(slots=6),
-    "mla": MixerConfig(latent_rank=8, query_rank=6, shared_key_width=4),
-    "abc": MixerConfig(slots=6),
-    "ttt": MixerConfig(block=4),
-    "titans": MixerConfig(block=4),
-    "t5_bias": MixerConfig(buckets=8, max_distance=12),
-    "rerope": MixerConfig(window=5),
-    "leaky_rerope": MixerConfig(window=5, stretch=3.0),
-    "lambda_window": MixerConfig(window=5, first_tokens=2),
-    "parallel_windows": MixerConfig(window=4, contexts=3),
-    "selected_tokens": MixerConfig(window=5, first_tokens=2, selected=3),
-}
-
-
 def base(name):
-    beyond = (
-        {"max_position_embeddings": 8, "yarn_factor": 8.0, "partial_rotary_factor": 0.5}
-        if name == "dynamic_ntk"
-        else {}
-    )
-    return dataclasses.replace(BASE, mixer=SETTINGS.get(name, BASE.mixer), **beyond)
+    """A small model whose two layers are this mixer, with the example settings of its family."""
+    settings = {"mixer": {}} | example_of(name)
+    settings["mixer"] = MixerConfig(**settings["mixer"])
+    named = ("linear_mixer", "full_mixer")
+    settings = {key: value for key, value in settings.items() if key not in named}
+    return dataclasses.replace(BASE, layer_types=(name, name), **settings)
 
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, BASE.hidden_size)), jnp.float32)
@@ -345,7 +346,7 @@ def layers(name, **settings):
 
 
 # test_reference.py has those two
-@pytest.mark.parametrize("name", [name for name in quick(REFERENCES) if name not in QUICK[:2]])
+@pytest.mark.parametrize("name", [name for name in quick(MIXERS) if name not in QUICK[:2]])
 def test_a_layer_is_its_paper_s_recurrence_token_by_token(name):
     """Outputs and gradients of every parameter, in float32: rounding of some hundred sums, times
     what strong decay makes of it.
@@ -354,53 +355,6 @@ def test_a_layer_is_its_paper_s_recurrence_token_by_token(name):
         name, dataclasses.replace(base(name), decay_init="log_uniform"), "float32", 40
     )
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
-
-
-def test_a_long_convolution_is_the_sum_in_each_document():
-    """Six channels over four shards, so that some are padding; every gradient; a document of one
-    token, padding at the end.
-    """
-    rng = np.random.default_rng(0)
-    x, dy, kernel = (
-        rng.normal(size=(2, 16, 3, 2)),
-        rng.normal(size=(2, 16, 3, 2)),
-        rng.normal(size=(20, 3, 2)),
-    )
-    ids = np.array([[2] * 5 + [3] + [7] * 8 + [0] * 2, [1] * 16], np.int32)
-    distance = np.arange(16)[:, None] - np.arange(16)
-    same = (ids[:, :, None] == ids[:, None]) & (ids > 0)[:, None] & (distance >= 0)
-    mesh, row = (
-        jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]),
-        P(None, "context"),
-    )
-
-    def of_shards(x, kernel):
-        run = lambda x, kernel, ids: fft_convolution(
-            x, kernel, segment_ids=ids, axis_name="context"
-        )
-        return jax.shard_map(
-            run, mesh=mesh, in_specs=(row, P(), row), out_specs=row, check_vma=False
-        )(x, kernel, ids)
-
-    def both(f):
-        def run(x, kernel):
-            y, pullback = jax.vjp(f, x, kernel)
-            return y, *pullback(jnp.asarray(dy))
-
-        return jax.jit(run)(x, kernel)
-
-    with jax.enable_x64(True):
-        sums = both(
-            lambda x, kernel: jnp.einsum(
-                "bts,tscd,bscd->btcd", same.astype(float), kernel[np.maximum(distance, 0)], x
-            )
-        )
-        for f in (of_shards, lambda x, kernel: fft_convolution(x, kernel, segment_ids=ids)):
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), both(f), sums
-            )
-    with pytest.raises(ValueError, match="kernel has 15 rows: expected at least the 16 of x"):
-        fft_convolution(jnp.asarray(x), jnp.asarray(kernel[:15]))
 
 
 GAMMA = 0.9
@@ -626,7 +580,7 @@ def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projecti
     graph, params = nnx.split(
         mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,))
     )
-    context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, diagnose=True)
+    context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, collect_stats=True)
 
     def loss(params):
         y, diagnostics, _ = _run(graph, params, X, context)
@@ -763,10 +717,6 @@ def test_names_of_the_pattern_stand_for_the_mixers_named():
             "model.delta_rule = 'chunked': no layer of this model reads it",
         ),
         (
-            {"mixer": MixerConfig(window=8)},
-            r"model.mixer.window = 8: no layer of this model reads it .* expected 1024",
-        ),
-        (
             {"linear_mixer": "broken"},
             r"'broken': 'my_mixer:Missing' cannot be imported \(AttributeError",
         ),
@@ -794,7 +744,7 @@ def test_every_line_traces_in_bfloat16(name):
     read.clear()  # of its own checks
     graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
     # what it says of the settings that are refused where no layer reads them
-    assert read & set(GIVEN) == set(kind.settings) & set(GIVEN)
+    assert read & set(GIVEN) == set(kind.switches) & set(GIVEN)
     x, one = (
         jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1)
     )

@@ -26,7 +26,7 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.config.further.moe import MoEConfig
+from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.row_groups import row_groups
 from qwen3next_jax.sharding.mesh import make_mesh

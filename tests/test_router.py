@@ -11,7 +11,7 @@ import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.config.further.moe import MoEConfig
+from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.moe import choose
 from qwen3next_jax.training.router_bias import update_router_bias

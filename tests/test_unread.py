@@ -66,8 +66,6 @@ PREFIX = {"model__full_mixer": "masked_attention", "model__mixer__mask": "prefix
         (TINY, ALL_LINEAR, "model.full_mixer", "mla"),
         (TINY, MIXED, "model.full_attention_interval", "2"),
         (TINY, MIXED, "model.full_attention_placement", "first"),
-        (TINY, PREFIX, "model.mixer.mask", "prefix"),
-        (TINY, PREFIX | {"model__mixer__mask": "causal"}, "model.mixer.prefix_tokens", "3"),
         (TINY, {"optimizer__schedule": "constant"}, "optimizer.final_fraction", "0.5"),
         (TINY, {}, "optimizer.decay_fraction", "0.5"),
         (STAGES, {}, "optimizer.decay_fraction", "0.5"),

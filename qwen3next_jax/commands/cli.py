@@ -2,6 +2,7 @@
 cache.
 """
 
+import collections
 import contextlib
 import copy
 import ctypes
@@ -31,7 +32,15 @@ from qwen3next_jax.common.errors import (
     out_of_memory,
     require_path,
 )
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, from_dict, registry
+from qwen3next_jax.config import (
+    MESH_AXES,
+    Config,
+    MeshConfig,
+    MixerConfig,
+    ModelConfig,
+    from_dict,
+    registry,
+)
 from qwen3next_jax.config.describe import settings
 from qwen3next_jax.config.files import (
     Given,
@@ -39,6 +48,7 @@ from qwen3next_jax.config.files import (
     load_config_file,
     setting,
 )
+from qwen3next_jax.config.reading import FlagText
 from qwen3next_jax.processes.launch import Launch, find_launch
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
@@ -173,8 +183,9 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
     command has `--config`, into `_overrides`. Names are checked here, so that a misspelled one
     is told before any file is read.
     """
-    rest, arguments = [argv[0]], iter(argv[1:])
-    for argument in arguments:
+    rest, arguments = [argv[0]], collections.deque(argv[1:])
+    while arguments:
+        argument = arguments.popleft()
         name, equals, text = argument.lstrip("-").partition("=")
         if (
             not argument.startswith("-")
@@ -186,8 +197,13 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
         name = name.removeprefix("config.")
         default = setting(name)
         if not equals:
-            text = "True" if isinstance(default, bool) else next(arguments, None)
-            if text is None:
+            # a switch of a mixer, whose type is not known yet, is one that no value follows
+            followed = bool(arguments) and not arguments[0].startswith("--")
+            if isinstance(default, bool) or isinstance(default, FlagText) and not followed:
+                text = "True"
+            elif arguments:
+                text = arguments.popleft()
+            else:
                 raise UserError(f"--config.{name}: a value is missing: expected --config.{name}=…")
         _overrides.append((name, text))
     return rest
@@ -234,6 +250,8 @@ def _help_of_settings(width: int) -> list[str]:
             lines.append("")
         if isinstance(default, tuple):
             default = ",".join(map(str, default))
+        if isinstance(default, MixerConfig):
+            name, default = f"{name}.SETTING", "…"
         lines += _entry(f"--config.{name}={default}", meaning, width)
     return lines
 

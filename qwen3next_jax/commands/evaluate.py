@@ -13,7 +13,7 @@ from rich.table import Table
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, MeshConfig
-from qwen3next_jax.config.further.kin import weights_differ
+from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
@@ -44,7 +44,7 @@ def evaluate(
       config: what rows are read; None is the run's own, and for a Hugging Face directory the
       default corpus. One that is given
         must name the same architecture, and may name other data; of a run, also another way to
-        read the same parameters (`config.further.kin`) and another context.
+        read the same parameters (`config.compatibility`) and another context.
       path: the folder of a run, or a Hugging Face directory.
       json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case, but
       not where it is read in another way. step, mesh, dtype: see `load_model`. Several processes

@@ -1,7 +1,8 @@
 """Every setting of a run: frozen dataclasses, the only home of defaults and of validation."""
 
+from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.model import FULL, LINEAR, ModelConfig
-from qwen3next_jax.config.reading import default_config, from_dict, to_dict
+from qwen3next_jax.config.reading import from_dict, to_dict
 from qwen3next_jax.config.run import (
     MESH_AXES,
     CheckpointConfig,
@@ -18,6 +19,7 @@ from qwen3next_jax.config.run import (
     SyntheticConfig,
     TelemetryConfig,
     TrainConfig,
+    default_config,
 )
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "EvalConfig",
     "GuardConfig",
     "MeshConfig",
+    "MixerConfig",
     "ModelConfig",
     "MuonConfig",
     "OptimizerConfig",

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, short
 from qwen3next_jax.config import Config, default_config
-
-_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+from qwen3next_jax.config.mixer import is_mixer_setting
+from qwen3next_jax.config.reading import FlagText, parse
 
 
 class Given(NamedTuple):
@@ -116,17 +116,20 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
         *groups, key = name.split(".")
         for part in groups:
             group = group.setdefault(part, {})
-        group[key] = _value(text, default, f"--config.{name}={text}")
+        group[key] = parse(text, default, f"--config.{name}={text}")
 
 
 def setting(name: str) -> Any:
-    """The default of the setting with a dotted name.
+    """The default of the setting with a dotted name. Of a mixer's setting it is FlagText(""), as
+    only the mixers of the model know its type.
 
     Raises:
       UserError: there is none, or it is a group of settings.
     """
     settings: Any = default_config()
     path = name.split(".")
+    if is_mixer_setting(name):
+        return FlagText("")
     for depth, key in enumerate(path):
         if not isinstance(settings, Mapping) or key not in settings:
             where = "--" + ".".join(("config", *path[: depth + 1]))
@@ -139,24 +142,3 @@ def setting(name: str) -> Any:
     if isinstance(settings, Mapping):
         raise UserError(f"--config.{name}: a group of settings: name one of {', '.join(settings)}")
     return settings
-
-
-def _value(text: str, default: Any, where: str) -> Any:
-    if isinstance(default, bool):
-        if text.lower() not in _TRUTH:
-            raise UserError(f"{where}: expected True or False")
-        return _TRUTH[text.lower()]
-    if isinstance(default, tuple):
-        try:
-            value = ast.literal_eval(text or "()")
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            value = tuple(text.split(","))
-        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if isinstance(default, (int, float)):
-        try:
-            return type(default)(text)
-        except ValueError as error:
-            raise UserError(
-                f"{where}: expected a {'whole ' if isinstance(default, int) else ''}number"
-            ) from error
-    return text

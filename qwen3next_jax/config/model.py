@@ -8,11 +8,11 @@ import functools
 from typing import Any, Literal
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.bounds import check_bounds
-from qwen3next_jax.config.further.block import BlockConfig
-from qwen3next_jax.config.further.mixers import MixerConfig
-from qwen3next_jax.config.further.moe import MoEConfig
-from qwen3next_jax.config.registry import MIXERS, check_name
+from qwen3next_jax.config.mixer import MixerConfig
+from qwen3next_jax.config.moe import MoEConfig
+from qwen3next_jax.config.registry import MIXERS, check_name, resolve
 
 # in `layer_types`: what `linear_mixer` and `full_mixer` name
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -46,7 +46,7 @@ class ModelConfig:
     linear_mixer: str = "gated_deltanet"
     # what "full_attention" stands for; the multi-token prediction module's, too
     full_mixer: str = "gated_attention"
-    # settings of mixers beside these two
+    # settings of the mixers that the layers name: docs/mixers.md lists them
     mixer: MixerConfig = MixerConfig()
     # what else a block may be made of
     block: BlockConfig = BlockConfig()
@@ -145,6 +145,8 @@ class ModelConfig:
         self._check_heads()
         self._check_mlps()
         self.block.check(self)
+        given = MixerConfig(**self.mixer).checked(name for name, _ in self.layer_kinds)
+        object.__setattr__(self, "mixer", given)
 
     def _check_layers(self):
         require(
@@ -192,6 +194,12 @@ class ModelConfig:
         )
         check_bounds(self, "model", {"a positive number": widths})
         self.moe.check(self)
+
+    def settings_of(self, mixer: str) -> Any:
+        """What the mixer of that name reads of the group `mixer`, as the dataclass that it
+        declares.
+        """
+        return self.mixer.read(resolve(MIXERS, mixer, "mixer").Settings)
 
     @property
     def ablated(self) -> tuple[str, ...]:

@@ -1,22 +1,38 @@
 """Configurations from and to nested plain dicts, every name and type checked."""
 
+import ast
 import dataclasses
 import math
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require, short
-from qwen3next_jax.config.run import Config
+
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+class FlagText(str):
+    """The text of a flag of which only code that is not imported yet knows the setting's type: of
+    a mixer's setting.
+    """
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A config dataclass as nested plain dicts (JSON-ready; tuples stay tuples)."""
-    return dataclasses.asdict(config)
+    return _plain(config)
 
 
-def default_config() -> dict[str, Any]:
-    """Nested dict of every default, from which the files in `configs/` start."""
-    return to_dict(Config())
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value
 
 
 def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
@@ -41,6 +57,11 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         require(isinstance(value, dict), f"{where} = {short(value)}: expected a group of settings")
         return from_dict(hint, value, where)
+    if isinstance(hint, type) and issubclass(hint, Mapping):
+        require(
+            isinstance(value, Mapping), f"{where} = {short(value)}: expected a group of settings"
+        )
+        return hint(**value)
     origin = typing.get_origin(hint)
     if type(None) in typing.get_args(hint):
         return None if value is None else _checked(value, typing.get_args(hint)[0], where)
@@ -86,3 +107,32 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def parse(text: str, default: Any, where: str) -> Any:
+    """The value that the text of a flag stands for, of the type of the setting's default; with a
+    FlagText as default the text itself, to be parsed later.
+
+    Raises:
+      UserError: it is not of that type; `where` is what the user wrote.
+    """
+    if isinstance(default, FlagText):
+        return FlagText(text)
+    if isinstance(default, bool):
+        if text.lower() not in _TRUTH:
+            raise UserError(f"{where}: expected True or False")
+        return _TRUTH[text.lower()]
+    if isinstance(default, tuple):
+        try:
+            value = ast.literal_eval(text or "()")
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = tuple(text.split(","))
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if isinstance(default, (int, float)):
+        try:
+            return type(default)(text)
+        except ValueError as error:
+            raise UserError(
+                f"{where}: expected a {'whole ' if isinstance(default, int) else ''}number"
+            ) from error
+    return text

@@ -20,82 +20,82 @@ from qwen3next_jax.common.errors import UserError, did_you_mean, reason, require
 
 # Token mixers: model.layer_types, model.linear_mixer, model.full_mixer.
 MIXERS = {
-    "gated_deltanet": "qwen3next_jax.model.mixers.gated_deltanet:GatedDeltaNet",
-    "gated_attention": "qwen3next_jax.model.mixers.gated_attention:GatedAttention",
-    "kda": "qwen3next_jax.model.mixers.kda:KDA",
-    "mamba2": "qwen3next_jax.model.mixers.mamba2:Mamba2",
-    "sliding_window": "qwen3next_jax.model.mixers.sliding_window:SlidingWindow",
-    "gla": "qwen3next_jax.model.mixers.gla:GLA",
-    "hgrn2": "qwen3next_jax.model.mixers.hgrn2:HGRN2",
-    "rwkv6": "qwen3next_jax.model.mixers.rwkv6:RWKV6",
-    "mla": "qwen3next_jax.model.mixers.mla:MLA",
-    "linear": "qwen3next_jax.model.mixers.linear:Linear",
-    "retnet": "qwen3next_jax.model.mixers.retnet:RetNet",
-    "lightning": "qwen3next_jax.model.mixers.lightning:Lightning",
-    "gated_retention": "qwen3next_jax.model.mixers.gated_retention:GatedRetention",
-    "gated_rfa": "qwen3next_jax.model.mixers.gated_rfa:GatedRFA",
-    "mlstm": "qwen3next_jax.model.mixers.mlstm:MLSTM",
-    "gsa": "qwen3next_jax.model.mixers.gsa:GSA",
-    "abc": "qwen3next_jax.model.mixers.abc:ABC",
-    "dfw": "qwen3next_jax.model.mixers.dfw:DFW",
-    "mamba": "qwen3next_jax.model.mixers.mamba:Mamba",
-    "rwkv4": "qwen3next_jax.model.mixers.rwkv4:RWKV4",
-    "gdn2": "qwen3next_jax.model.mixers.gdn2:GDN2",
-    "s4d": "qwen3next_jax.model.mixers.s4d:S4D",
-    "ttt": "qwen3next_jax.model.mixers.ttt:TTT",
-    "titans": "qwen3next_jax.model.mixers.titans:Titans",
-    "lstm": "qwen3next_jax.model.mixers.lstm:LSTM",
-    "rnn": "qwen3next_jax.model.mixers.rnn:RNN",
-    "hyena": "qwen3next_jax.model.mixers.hyena:Hyena",
-    "bahdanau": "qwen3next_jax.model.mixers.bahdanau:Bahdanau",
-    "luong": "qwen3next_jax.model.mixers.luong:Luong",
-    "nope_attention": "qwen3next_jax.model.mixers.nope_attention:NoPEAttention",
-    "masked_attention": "qwen3next_jax.model.mixers.pairwise:Masked",
-    "alibi": "qwen3next_jax.model.mixers.distance:ALiBi",
-    "t5_bias": "qwen3next_jax.model.mixers.distance:T5Bias",
-    "rerope": "qwen3next_jax.model.mixers.beyond:ReRoPE",
-    "leaky_rerope": "qwen3next_jax.model.mixers.beyond:LeakyReRoPE",
-    "dynamic_ntk": "qwen3next_jax.model.mixers.beyond:DynamicNTK",
-    "lambda_window": "qwen3next_jax.model.mixers.beyond:LambdaWindow",
-    "parallel_windows": "qwen3next_jax.model.mixers.beyond:ParallelWindows",
-    "selected_tokens": "qwen3next_jax.model.mixers.beyond:SelectedTokens",
+    "gated_deltanet": "qwen3next_jax.model.gated_deltanet:GatedDeltaNet",
+    "gated_attention": "qwen3next_jax.model.gated_attention:GatedAttention",
+    "kda": "qwen3next_jax.zoo.kda:KDA",
+    "mamba2": "qwen3next_jax.zoo.state_space:Mamba2",
+    "sliding_window": "qwen3next_jax.zoo.sliding_window:SlidingWindow",
+    "gla": "qwen3next_jax.zoo.gated_linear:GLA",
+    "hgrn2": "qwen3next_jax.zoo.gated_linear:HGRN2",
+    "rwkv6": "qwen3next_jax.zoo.rwkv:RWKV6",
+    "mla": "qwen3next_jax.zoo.mla:MLA",
+    "linear": "qwen3next_jax.zoo.linear_attention:Linear",
+    "retnet": "qwen3next_jax.zoo.linear_attention:RetNet",
+    "lightning": "qwen3next_jax.zoo.linear_attention:Lightning",
+    "gated_retention": "qwen3next_jax.zoo.linear_attention:GatedRetention",
+    "gated_rfa": "qwen3next_jax.zoo.linear_attention:GatedRFA",
+    "mlstm": "qwen3next_jax.zoo.mlstm:MLSTM",
+    "gsa": "qwen3next_jax.zoo.gated_slots:GSA",
+    "abc": "qwen3next_jax.zoo.gated_slots:ABC",
+    "dfw": "qwen3next_jax.zoo.gated_linear:DFW",
+    "mamba": "qwen3next_jax.zoo.state_space:Mamba",
+    "rwkv4": "qwen3next_jax.zoo.rwkv:RWKV4",
+    "gdn2": "qwen3next_jax.zoo.kda:GDN2",
+    "s4d": "qwen3next_jax.zoo.state_space:S4D",
+    "ttt": "qwen3next_jax.zoo.test_time_training:TTT",
+    "titans": "qwen3next_jax.zoo.test_time_training:Titans",
+    "lstm": "qwen3next_jax.zoo.rnn:LSTM",
+    "rnn": "qwen3next_jax.zoo.rnn:RNN",
+    "hyena": "qwen3next_jax.zoo.hyena:Hyena",
+    "bahdanau": "qwen3next_jax.zoo.additive_attention:Bahdanau",
+    "luong": "qwen3next_jax.zoo.additive_attention:Luong",
+    "nope_attention": "qwen3next_jax.zoo.pairwise:NoPEAttention",
+    "masked_attention": "qwen3next_jax.zoo.pairwise:Masked",
+    "alibi": "qwen3next_jax.zoo.pairwise:ALiBi",
+    "t5_bias": "qwen3next_jax.zoo.pairwise:T5Bias",
+    "rerope": "qwen3next_jax.zoo.long_context:ReRoPE",
+    "leaky_rerope": "qwen3next_jax.zoo.long_context:LeakyReRoPE",
+    "dynamic_ntk": "qwen3next_jax.zoo.long_context:DynamicNTK",
+    "lambda_window": "qwen3next_jax.zoo.long_context:LambdaWindow",
+    "parallel_windows": "qwen3next_jax.zoo.long_context:ParallelWindows",
+    "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokens",
 }
 # Where the norms around a mixer and an MLP stand; N is a norm, f the mixer or the MLP:
 # model.block.placement.
 PLACEMENTS = {
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))
-    "post": "qwen3next_jax.model.further.placements:Post",  # N(x + f(x))
-    "olmo2": "qwen3next_jax.model.further.placements:Olmo2",  # x + N(f(x))
-    "sandwich": "qwen3next_jax.model.further.placements:Sandwich",  # x + N'(f(N(x)))
-    "deep": "qwen3next_jax.model.further.placements:Deep",  # N(α x + f(x))
+    "post": "qwen3next_jax.zoo.block_parts:Post",  # N(x + f(x))
+    "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
+    "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
+    "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
 }
 # Dense MLPs; experts are SwiGLU in every model: model.block.mlp.
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",
-    "geglu": "qwen3next_jax.model.further.mlps:GeGLU",
-    "gelu": "qwen3next_jax.model.further.mlps:GELU",
-    "relu": "qwen3next_jax.model.further.mlps:ReLU",
-    "relu2": "qwen3next_jax.model.further.mlps:SquaredReLU",
-    "none": "qwen3next_jax.model.further.mlps:NoMLP",
+    "geglu": "qwen3next_jax.zoo.block_parts:GeGLU",
+    "gelu": "qwen3next_jax.zoo.block_parts:GELU",
+    "relu": "qwen3next_jax.zoo.block_parts:ReLU",
+    "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLU",
+    "none": "qwen3next_jax.zoo.block_parts:NoMLP",
 }
 # Every norm but the recurrent layers' own: model.block.norm.
 NORMS = {
     "rms": "qwen3next_jax.model.layers:rms_norm",
-    "layer": "qwen3next_jax.model.further.norms:LayerNorm",  # minus the mean, and with a bias
+    "layer": "qwen3next_jax.zoo.block_parts:LayerNorm",  # minus the mean, and with a bias
 }
 # Positions that are added to the embeddings; rotations belong to the mixers:
 # model.block.positions.
 POSITIONS = {
-    "none": "qwen3next_jax.model.further.positions:NoPositions",
-    "sinusoidal": "qwen3next_jax.model.further.positions:Sinusoidal",
-    "learned": "qwen3next_jax.model.further.positions:Learned",
+    "none": "qwen3next_jax.model.positions:NoPositions",
+    "sinusoidal": "qwen3next_jax.zoo.block_parts:Sinusoidal",
+    "learned": "qwen3next_jax.zoo.block_parts:Learned",
 }
 # How rotary positions reach `yarn_factor` times as far: model.block.rope_scaling.
 ROPE_SCALINGS = {
     "yarn": "qwen3next_jax.model.layers:yarn",
-    "linear": "qwen3next_jax.model.further.rotations:linear",
-    "ntk": "qwen3next_jax.model.further.rotations:ntk",
-    "truncated": "qwen3next_jax.model.further.rotations:truncated",
+    "linear": "qwen3next_jax.zoo.block_parts:linear",
+    "ntk": "qwen3next_jax.zoo.block_parts:ntk",
+    "truncated": "qwen3next_jax.zoo.block_parts:truncated",
 }
 # Optimizers: optimizer.name. A group of settings of its own stands in `OptimizerConfig` under its
 # name.

@@ -7,11 +7,12 @@ The architecture is in `config/model.py`. The comment beside a field is the sett
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from qwen3next_jax.common.errors import escaped, require, require_path, short
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
+from qwen3next_jax.config.reading import to_dict
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
 
 MESH_AXES = ("data", "expert", "context", "tensor")
@@ -509,3 +510,8 @@ class Config:
             f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
             "True",
         )
+
+
+def default_config() -> dict[str, Any]:
+    """Nested dict of every default, from which the files in `configs/` start."""
+    return to_dict(Config())

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from qwen3next_jax.evals.evaluation import Evaluation, Subject
 from qwen3next_jax.evals.scoring import place
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.further.masks import mask_prefix_targets
 from qwen3next_jax.model.multi_token_prediction import target_positions
+from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.reporting.figures import Figure
 
 Batch = dict[str, jax.Array]
@@ -66,7 +66,7 @@ def make_heldout_step(
     def step(params, batch, token_bytes):
         model: Qwen3Next = nnx.merge(graphdef, params)
         tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
-        batch = mask_prefix_targets(model.config, batch)
+        batch = mask_seen_targets(model.config, batch)
         features = model.features(tokens_BT, segment_ids_BT, mesh=mesh)
 
         def predict(hidden_BTD, offset):

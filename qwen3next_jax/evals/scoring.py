@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qwen3next_jax.common.errors import require
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.visible_targets import check_scoring
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, shards
 
@@ -32,12 +32,7 @@ def make_score_step(
 
     def step(params, tokens_BT, segment_ids_BT):
         model: Qwen3Next = nnx.merge(graphdef, params)
-        mask = model.config.mixer.mask
-        require(
-            mask == "causal",
-            f"model.mixer.mask = {mask!r}: a token that is scored may have been seen: expected "
-            "'causal', or the evaluation heldout, which leaves the prefix out",
-        )
+        check_scoring(model.config)
         hidden_BTD = model.features(tokens_BT, segment_ids_BT, mesh=mesh).hidden
         weights_BT = jnp.ones(tokens_BT.shape, jnp.float32)
         _, _, guess_BT, nll_BT = model.cross_entropy(

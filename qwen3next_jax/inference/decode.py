@@ -20,7 +20,7 @@ from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.inference.cache import rounded_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.further.masks import check_prompts
+from qwen3next_jax.model.visible_targets import check_prompts
 from qwen3next_jax.sharding.rules import ROWS, activation_spec, shards
 
 CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory

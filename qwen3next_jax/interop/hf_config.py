@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require, short
-from qwen3next_jax.config import ModelConfig, from_dict
+from qwen3next_jax.config import MixerConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.interop.families import FORMS, form_of
 from qwen3next_jax.interop.families.fields import first_given, note
@@ -127,9 +127,12 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
         config = from_dict(ModelConfig, values, path="model")
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    # Without a list of layers, the same model with more layers is one setting away.
-    by_interval = dataclasses.replace(config, layer_types=())
-    return by_interval if by_interval.mixers == config.mixers else config
+    # Without a list of layers, the same model with more layers is one setting away. Settings of
+    # mixers are left out here: the layers of another pattern may not read them.
+    by_interval = dataclasses.replace(config, layer_types=(), mixer=MixerConfig())
+    if by_interval.mixers != config.mixers:
+        return config
+    return dataclasses.replace(config, layer_types=())
 
 
 def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:

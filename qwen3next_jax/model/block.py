@@ -12,7 +12,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.layers import Context, rms_norm, token_mean
-from qwen3next_jax.model.mixers.base import Mixer
+from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.row_groups import apart, joined, row_groups
@@ -21,8 +21,19 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """The class of a line of `config/registry.py`."""
-    return resolve(MIXERS, name, "mixer")
+    """The class of the mixer that a layer names.
+
+    Raises:
+      UserError: it cannot be imported, or declares its settings as mixers once did.
+    """
+    mixer = resolve(MIXERS, name, "mixer")
+    require(
+        not isinstance(mixer.settings, tuple),
+        f"the mixer {name!r} has settings = {mixer.settings!r}: expected names of ModelConfig's "
+        "settings as `switches`, and settings of model.mixer as a dataclass `Settings` "
+        "(docs/extending.md)",
+    )
+    return mixer
 
 
 def check_mixers(config: ModelConfig) -> None:
@@ -32,14 +43,8 @@ def check_mixers(config: ModelConfig) -> None:
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     for mixer in used.values():
         mixer.check(config)
-    read = {setting for mixer in used.values() for setting in mixer.settings} | set(Block.settings)
-    for setting in (
-        *ABLATIONS,
-        "delta_rule",
-        "yarn_factor",
-        "block.rope_scaling",
-        *(f"mixer.{name}" for name in vars(config.mixer)),
-    ):
+    read = {setting for mixer in used.values() for setting in mixer.switches} | set(Block.switches)
+    for setting in (*ABLATIONS, "delta_rule", "yarn_factor", "block.rope_scaling"):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(
             value == default or setting in read,
@@ -61,7 +66,7 @@ def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
         + (f" with model.{switch} = False" if not getattr(config, switch) else "")
         for setting, switch in GIVEN.items()
         if not any(
-            setting in mixer.settings and (switch not in mixer.settings or getattr(config, switch))
+            setting in mixer.switches and (switch not in mixer.switches or getattr(config, switch))
             for mixer in used.values()
         )
     }
@@ -72,7 +77,7 @@ def partial_ablations(config: ModelConfig) -> list[str]:
     lines = []
     for setting in config.ablated:
         reached = [
-            setting in (*mixer_class(name).settings, *Block.settings) for name in config.mixers
+            setting in (*mixer_class(name).switches, *Block.switches) for name in config.mixers
         ]
         if all(reached):
             continue
@@ -124,7 +129,7 @@ def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
 class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)). `layers`: numbers of the layers stacked in it."""
 
-    settings = ("zero_centered_norm",)
+    switches = ("zero_centered_norm",)
 
     def __init__(
         self, config: ModelConfig, mixer: str, sparse: bool, make: Make, layers: tuple[int, ...]
@@ -140,8 +145,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """→ (x, auxiliary outputs of the MLP, cache).
 
-        With `context.diagnose` the auxiliary outputs hold "diagnostics": those of the mixer and
-        the MLP, and activation_max [] = max |x| over the counted tokens, activation_median [] =
+        With `context.collect_stats` the auxiliary outputs hold "diagnostics": those of the mixer
+        and the MLP, and activation_max [] = max |x| over the counted tokens, activation_median [] =
         the mean over tokens of median |x|.
         """
 
@@ -151,10 +156,10 @@ class Block(nnx.Module):
 
         sparse = isinstance(self.mlp, SparseMoE)
         # what is diagnosed are means over all tokens
-        several = sparse and cache is None and not context.diagnose
+        several = sparse and cache is None and not context.collect_stats
         mix = (
             self.mixer.each_token
-            if context.each and self.mixer.cache_kind == "state"
+            if context.return_all_states and self.mixer.cache_kind == "state"
             else self.mixer
         )
         xs_BTD, contexts = [], []
@@ -170,9 +175,9 @@ class Block(nnx.Module):
             [whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])],
             context,
         )
-        if context.diagnose:
+        if context.collect_stats:
             aux["diagnostics"] = (
-                diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.counted)
+                diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.stats_mask)
             )
         return x_BTD, aux, cache
 

@@ -156,7 +156,7 @@ class Qwen3Next(nnx.Module):
         if segment_ids is None:
             context = Context(
                 jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)),
-                diagnose=diagnose,
+                collect_stats=diagnose,
                 mesh=mesh,
             )
         else:
@@ -214,7 +214,7 @@ class Qwen3Next(nnx.Module):
         `expert`; `context` shares nothing out. `each`: caches of kind "state" come as [repeats,
         B, T, …], after every token, for `inference.cache.kept`; without `segment_ids`.
         """
-        context = Context(positions, segment_ids, mesh=mesh, time=None, each=each)
+        context = Context(positions, segment_ids, mesh=mesh, time=None, return_all_states=each)
         x = self.positions(self.embed(tokens, mesh, time=None), positions)
         x, _, cache = run_layers(self.layers, self.config, x, context, cache)
         return self._final(x), cache
@@ -341,7 +341,7 @@ class Qwen3Next(nnx.Module):
             def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
                 params = gather(params, context.mesh, self.config.dtype)
                 x, aux, _ = nnx.merge(graphdef, params).before_norm(
-                    hidden, shifted, context._replace(counted=counted)
+                    hidden, shifted, context._replace(stats_mask=counted)
                 )
                 return constrain(x, context.mesh, "batch", "time", None), aux
 
@@ -351,7 +351,7 @@ class Qwen3Next(nnx.Module):
             # outside: its gradient alone would have the experts run again
             hidden = rms_norm(x, self.mtp.norm[...], self.config)
             aux.pop("router_logits", None)
-            if context.diagnose:
+            if context.collect_stats:
                 diagnostics.append(aux.pop("diagnostics"))
             total = jax.tree.map(jnp.add, total, aux) if total else aux
             states.append(hidden)

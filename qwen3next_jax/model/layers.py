@@ -24,23 +24,28 @@ class Context(NamedTuple):
     """What the layers of one forward pass have in common.
 
     positions: [B, T] int32, each token's position in its document (with a cache: its slot in the
-    cache, too). segment_ids: [B, T] int32, the document of each token, 0 = padding; None when
-    every row is one document. counted: [B, T] bool, the tokens whose routing enters the router
-    statistics; None for all. diagnose: each layer adds "diagnostics" (a dict of small arrays,
-    see its class) to its auxiliary outputs. mesh: the devices that share the pass (see
-    `sharding.rules`); None for one device. time: the logical name of the tokens of a row:
-    "time", or None where every device has whole rows (decoding). each: of caches without slots,
-    give the one after every token (see `Mixer.each_token`). layer: which of a cache with slots,
-    stacked over equal layers, is this layer's.
+      cache, too).
+    segment_ids: [B, T] int32, the document of each token, 0 = padding; None when every row is one
+      document.
+    stats_mask: [B, T] bool, the tokens over which router statistics and diagnostics are taken;
+      None for all.
+    collect_stats: each layer adds "diagnostics" (a dict of small arrays, see its class) to its
+      auxiliary outputs.
+    mesh: the devices that share the pass (see `sharding.rules`); None for one device.
+    time: the logical name of the tokens of a row: "time", or None where every device has whole
+      rows (decoding).
+    return_all_states: a mixer whose cache is a state returns the state after every token (see
+      `Mixer.each_token`).
+    layer: which of the stacked layers of a cache with slots is this layer's.
     """
 
     positions: jax.Array
     segment_ids: jax.Array | None = None
-    counted: jax.Array | None = None
-    diagnose: bool = False
+    stats_mask: jax.Array | None = None
+    collect_stats: bool = False
     mesh: Mesh | None = None
     time: str | None = "time"
-    each: bool = False
+    return_all_states: bool = False
     layer: jax.Array | int = 0
 
     @property
@@ -51,13 +56,13 @@ class Context(NamedTuple):
         return CONTEXT if self.time and shards(self.mesh, CONTEXT) > 1 else None
 
 
-def token_mean(x_BT: jax.Array, counted_BT: jax.Array | None) -> jax.Array:
-    """Mean of `x` [B, T, …] over the counted tokens, float32 [...]; 0 where there are none."""
-    if counted_BT is None:
+def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
+    """Mean of `x` [B, T, …] over the tokens of the mask, float32 [...]; 0 where there are none."""
+    if mask_BT is None:
         return jnp.mean(x_BT.astype(jnp.float32), axis=(0, 1))
-    counted_BT = counted_BT.astype(jnp.float32)
-    return jnp.einsum("bt...,bt->...", x_BT.astype(jnp.float32), counted_BT) / jnp.maximum(
-        jnp.sum(counted_BT), 1.0
+    mask_BT = mask_BT.astype(jnp.float32)
+    return jnp.einsum("bt...,bt->...", x_BT.astype(jnp.float32), mask_BT) / jnp.maximum(
+        jnp.sum(mask_BT), 1.0
     )
 
 

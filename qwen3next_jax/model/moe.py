@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.expert_parallelism import split_experts, whole_experts
-from qwen3next_jax.model.further.routers import over_sum, ranked, scored
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.router import over_sum, rank_experts, score_experts
 from qwen3next_jax.model.row_groups import joined
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.blocks import save_for_backward
@@ -115,13 +115,18 @@ class SparseMoE(nnx.Module):
         )
         bias_E = self.router_bias[...] if self.config.moe.router_bias else None
         ys_BTD, statistics, logits = routed(
-            xs_BTD, self.router[...], gate_up_ED2I, down_EID, [c.counted for c in contexts], bias_E
+            xs_BTD,
+            self.router[...],
+            gate_up_ED2I,
+            down_EID,
+            [c.stats_mask for c in contexts],
+            bias_E,
         )
         if self.config.shared_expert_intermediate_size:
             ys_BTD = [y_BTD + self._shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
         aux = statistics | {"router_logits": joined(logits, context)}
-        if context.diagnose:
-            aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.counted)
+        if context.collect_stats:
+            aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.stats_mask)
         return ys_BTD, aux
 
     def _shared(self, x_BTD):
@@ -228,8 +233,8 @@ def choose(
     """(scores over their sum [R, E], weights and experts of every token's choices [R, A]);
     `bias_E`: of `MoEConfig.router_bias`.
     """
-    score_RE, share_RE = scored(config.moe, logits_RE)
-    rank_RE = ranked(config.moe, score_RE, bias_E)
+    score_RE, share_RE = score_experts(config.moe, logits_RE)
+    rank_RE = rank_experts(config.moe, score_RE, bias_E)
     weight_RA, expert_RA = jax.lax.top_k(rank_RE, config.num_experts_per_tok)
     if rank_RE is not score_RE:
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
@@ -307,7 +312,7 @@ _permute.defvjp(
 
 
 def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:
-    entropy_BT = jnp.sum(jax.scipy.special.entr(scored(config.moe, logits_BTE)[1]), axis=-1)
+    entropy_BT = jnp.sum(jax.scipy.special.entr(score_experts(config.moe, logits_BTE)[1]), axis=-1)
     z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
     return {
         "router_entropy": token_mean(entropy_BT, counted_BT)

@@ -47,7 +47,7 @@ def apart(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Array, 
             for part in parts
         ]
 
-    fields = {name: getattr(context, name) for name in ("positions", "segment_ids", "counted")}
+    fields = {name: getattr(context, name) for name in ("positions", "segment_ids", "stats_mask")}
     tokens = {name: cut(x) for name, x in fields.items() if x is not None}
     return [
         (x, context._replace(**{name: parts[i] for name, parts in tokens.items()}))

@@ -310,10 +310,12 @@ def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
 def _checked_changes(
     workdir: pathlib.Path, before: dict[str, Any], now: dict[str, Any]
 ) -> list[Change]:
+    where = f"{workdir / 'run.json'}: config"
+    check_trusted(before["config"], where)
     # Settings that the run's code did not have yet stand at their defaults, which keep what was
     # computed before them.
     trained, step = (
-        from_dict(Config, before["config"], f"{workdir / 'run.json'}: config"),
+        from_dict(Config, before["config"], where),
         max(saved_steps(workdir), default=0),
     )
     before = before | {"config": _plain(trained)}

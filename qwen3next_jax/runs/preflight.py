@@ -13,7 +13,7 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, told
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
-from qwen3next_jax.config.further.kin import weights_differ
+from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import load_tokenizer, same_tokens

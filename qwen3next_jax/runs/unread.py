@@ -49,15 +49,6 @@ _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
         (lambda c: c.model.num_experts > 0, "the model has no experts (model.num_experts = 0)"),
     ),
     "model.intermediate_size": (lambda c: c.model.has_dense_mlps, "every layer has experts"),
-    "model.mixer.mask": (
-        lambda c: c.model.mixer.mask != "prefix" or c.model.mixer.prefix_tokens > 0,
-        "model.mixer.prefix_tokens = 0",
-    ),
-    "model.mixer.prefix_tokens": (
-        lambda c: c.model.mixer.mask == "prefix",
-        "model.mixer.mask is not 'prefix'",
-    ),
-    "model.mixer.qk_norm_over": (lambda c: c.model.qk_norm, "model.qk_norm = False"),
     # A weight of 0 says what is the case.
     "train.balance_loss_weight": (
         lambda c: c.model.has_experts or not c.train.balance_loss_weight,
@@ -172,16 +163,13 @@ def check_targets(config: Config, begun: Config | None = None) -> None:
         "Python's standard library",
     )
     mixer = config.model.mixer
-    if mixer.mask != "prefix" or (begun and begun.model.mixer == mixer):
+    if not mixer or (begun and begun.model.mixer == mixer):
         return
+    # the mixers are asked, and JAX is imported, only where they have settings
+    from qwen3next_jax.model.visible_targets import check_prefix
+
     for stage in resolve_stages(config):
-        length = stage.sequence_length
-        require(
-            mixer.prefix_tokens < length,
-            f"model.mixer.prefix_tokens = {mixer.prefix_tokens}: a row of {length} tokens "
-            "(train.sequence_length) has none behind the prefix, and so nothing to predict: "
-            f"expected less than {length}",
-        )
+        check_prefix(config.model, stage.sequence_length)
 
 
 def values(config: Config) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from typing import Any
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.common.trees import flat
-from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
+from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
 from qwen3next_jax.config.files import call_file, load_config_file
+from qwen3next_jax.config.mixer import is_mixer_setting, without_earlier_defaults
 from qwen3next_jax.config.registry import trust_written
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
@@ -285,6 +286,8 @@ def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
             f"{where}: {name!r} is of type {type(name).__name__}: expected a setting's name, such "
             "as 'train.seed'"
         )
+    if is_mixer_setting(name):
+        return
     for key in name.split("."):
         if not isinstance(settings, dict) or key not in settings:
             hint = did_you_mean(key, [*settings, *known] if isinstance(settings, dict) else known)
@@ -352,9 +355,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which
     model.layer_types is what came out.
     """
-    settings = flat(_jsonable(dataclasses.asdict(config))) | {
-        "model.layer_types": list(config.model.pattern)
-    }
+    settings = flat(_jsonable(to_dict(config))) | {"model.layer_types": list(config.model.pattern)}
     del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
     return settings
 
@@ -374,7 +375,7 @@ def check_unchanged(
             for setting, value in defaults.items()
             if not setting.startswith("model.layer_types")
         }
-        | settings
+        | without_earlier_defaults(settings)
         for name, settings in before.items()
     }
     for name in (*now, *before):

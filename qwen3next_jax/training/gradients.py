@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.further.masks import mask_prefix_targets
+from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.rules import constrain, shardings
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -63,7 +63,7 @@ def make_gradients(
         return _sum_over(micro_batches, lambda b: of_micro_batch(params, b, counts, load))
 
     def gradients(params: dict, batch: Batch):
-        batch = mask_prefix_targets(model, batch)
+        batch = mask_seen_targets(model, batch)
         counts: Counts = count_targets(batch, model.mtp_depth)
         if stage.micro_batches == 1:
             grads, parts = of_micro_batch(params, batch, counts)

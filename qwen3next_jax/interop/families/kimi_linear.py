@@ -403,7 +403,7 @@ def _check(config: ModelConfig) -> None:
 
 def _mla_settings(config: ModelConfig) -> Any:
     """The settings of `mla`: latent_rank, query_rank, shared_key_width, latent_norm_eps."""
-    return config.mixer
+    return config.settings_of("mla")
 
 
 # ---- tensors

@@ -1,1 +1,1 @@
-"""Token mixers: one file each, and one line of `config/registry.py`."""
+"""The old places of mixers' base classes, for mixers outside this package."""

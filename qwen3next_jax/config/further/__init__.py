@@ -1,1 +1,0 @@
-"""Settings of lines of tables that the main job does not need."""

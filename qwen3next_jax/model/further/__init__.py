@@ -1,3 +1,0 @@
-"""Lines of the tables of `config/further/block.py`: what a block may be made of beside what the
-released model's are.
-"""

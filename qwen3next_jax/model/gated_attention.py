@@ -1,0 +1,350 @@
+"""Gated attention (2505.06708): grouped-query attention whose heads pass an elementwise sigmoid
+gate.
+
+Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context, angles, keeping_inputs, rms_norm, rotate, token_mean
+from qwen3next_jax.model.mixer import Mixer
+from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops import attention, attention_heads
+from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.ops.cached_attention import cached_attention
+from qwen3next_jax.ops.cached_attention import write as write_in_place
+from qwen3next_jax.sharding.rules import CONTEXT, TENSOR, activation_spec, constrain, local, shards
+
+# a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
+SHARPENED = 1024.0
+
+
+class GatedAttention(Mixer):
+    """Query, key and value projections → per-head norms and partial RoPE → attention → gate →
+    projection.
+
+    Diagnostics, over the counted tokens: first_token_share [N]: attention probability on the
+    first token of the document, mean over the other tokens' queries; gate_mean [], gate_closed
+    []: mean of the output gate, share of it below 0.1 (where there is a gate); logit_max [N]:
+    the largest scaled score of a query and a key that it sees.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # each head's queries and keys, or those of all heads together
+        qk_norm_over: Literal["head", "layer"] = "head"
+
+    switches = ("attention_output_gate", "qk_norm", "yarn_factor", "block.rope_scaling")
+    cache_kind = "slots"
+    in_place = True
+    names_kept = True
+
+    def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
+        self.config = c = config
+        d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        query = (("query", k),) + (("gate", k),) * c.attention_output_gate
+        self.q_proj = make.matrix(
+            (d, n, len(query) * k), "embed -> query_heads head_width", parts=query
+        )
+        self.k_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
+        self.v_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
+        self.o_proj = make.matrix((n, k, d), "query_heads head_width -> embed")
+        if c.qk_norm:
+            layer = self.settings(c).qk_norm_over == "layer"
+            self.q_norm = make.norm(n * k if layer else k)
+            self.k_norm = make.norm(m * k if layer else k)
+
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict, dict | None]:
+        """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens'
+        keys and values written).
+        """
+        c, dtype = self.config, x_BTD.dtype
+        if cache is None and self.uses_fused_layout(x_BTD, context):
+            return *self._fused(x_BTD, context), None
+        query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
+        query_gate_BTNK2 = save_for_backward(
+            constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
+        )
+        q_BTNK, gate_BTNK = (
+            jnp.split(query_gate_BTNK2, 2, axis=-1)
+            if c.attention_output_gate
+            else (query_gate_BTNK2, None)
+        )
+        k_BTMK = save_for_backward(
+            jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
+        )
+        v_BTMK = save_for_backward(
+            jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
+        )
+        if c.qk_norm:
+            q_BTNK = self.normed(q_BTNK, self.q_norm[...])
+            k_BTMK = self.normed(k_BTMK, self.k_norm[...])
+        q_BTNK, k_BTMK = (self.placed(x, context.positions) for x in (q_BTNK, k_BTMK))
+
+        o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
+        diagnostics = {}
+        if context.collect_stats and cache is None:
+            diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
+        return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
+
+    def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
+        """Whether heads lie side by side between the projections and the kernels of
+        `ops.attention_heads`, where these have kernels.
+        """
+        c, time = (
+            self.config,
+            x_BTD.shape[1] // (shards(context.mesh, CONTEXT) if context.time else 1),
+        )
+        over = self.settings(c).qk_norm_over
+        normed = c.qk_norm and over == "head" and c.block.norm == "rms"
+        return (
+            type(self) is GatedAttention
+            and normed
+            and c.attention_output_gate
+            and attention_heads.has_kernels(time, c.head_dim, c.rotary_dim, x_BTD.dtype)
+        )
+
+    def _fused(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        """`__call__` without a cache, with nothing but kernels from projection to projection.
+        The scores' scale is in the queries' norm.
+        """
+        c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
+        shared = m % shards(context.mesh, TENSOR) != 0
+        parts = *jnp.split(self.q_proj[...], 2, axis=-1), self.k_proj[...], self.v_proj[...]
+        names = "heads", "heads", *(None if shared else "heads",) * 2
+        through = lambda part: x_BTD @ part.astype(x_BTD.dtype).reshape(part.shape[0], -1)
+        q, gate, k, v = (
+            save_for_backward(constrain(through(part), context.mesh, "batch", context.time, name))
+            for part, name in zip(parts, names)
+        )
+        norms = self.q_norm[...], self.k_norm[...]
+
+        def run(q, k, v, gate, norms, cos, sin, segment_ids):
+            in_heads = lambda x: x.reshape(*x.shape[:2], -1, c.head_dim)
+            if shared:
+                k, v = (_own_head(in_heads(x), in_heads(q), n // m)[:, :, 0] for x in (k, v))
+            weights = (norm.astype(jnp.float32) + c.zero_centered_norm for norm in norms)
+            rotation = attention_heads.rotation_by_lane(cos, sin)
+            q, k = (
+                attention_heads.norm_and_rotate(
+                    x, weight * scale, *rotation, c.rotary_dim // 2, c.rms_norm_eps
+                ).swapaxes(1, 2)
+                for x, weight, scale in zip((q, k), weights, (c.head_dim**-0.5, 1.0))
+            )
+            o = attention(
+                q, k, in_heads(v), segment_ids=segment_ids, axis_name=context.time_axis, scale=1.0
+            )
+            return attention_heads.gate_heads(o.swapaxes(1, 2), gate)
+
+        split, tokens = (
+            activation_spec("batch", context.time, "heads"),
+            activation_spec("batch", context.time),
+        )
+        keys = activation_spec("batch", context.time, names[2])
+        o_BTC = local(
+            run, context.mesh, (split, keys, keys, split, P(), tokens, tokens, tokens), split
+        )(q, k, v, gate, norms, *angles(context.positions, c), context.segment_ids)
+        y_BTD = o_BTC @ self.o_proj[...].astype(x_BTD.dtype).reshape(-1, c.hidden_size)
+        if not context.collect_stats:
+            return y_BTD, {}
+        q, gate, k = (x.reshape(*x.shape[:2], -1, c.head_dim) for x in (q, gate, k))
+        q, k = (
+            self.placed(self.normed(x, norm), context.positions) for x, norm in zip((q, k), norms)
+        )
+        return y_BTD, self.diagnostics(q, k, gate, context)
+
+    def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
+        if self.settings(self.config).qk_norm_over == "head":
+            return rms_norm(x_BTNK, weight, self.config)
+        return rms_norm(x_BTNK.reshape(*x_BTNK.shape[:2], -1), weight, self.config).reshape(
+            x_BTNK.shape
+        )
+
+    def placed(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Queries or keys with what says where they stand."""
+        return rotate(x_BTNK, positions_BT, self.config)
+
+    def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
+        return attention_diagnostics(
+            lambda q, k, v: self.attend(q, k, v, context)[0], q_BTNK, k_BTMK, gate_BTNK, context
+        )
+
+    def attend(
+        self,
+        q_BTNK: jax.Array,
+        k_BTMK: jax.Array,
+        v_BTMK: jax.Array,
+        context: Context,
+        cache: dict | None = None,
+    ) -> tuple[jax.Array, dict | None]:
+        """(o [B, T, N, K], the cache with these keys and values written)."""
+        if cache is None:
+            return attend(q_BTNK, k_BTMK, v_BTMK, context), None
+        return attend_cached(q_BTNK, {"k": k_BTMK, "v": v_BTMK}, cache, context)
+
+    @classmethod
+    def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
+        """Empty cache of `length` slots."""
+        shape = (batch, length, config.num_key_value_heads, config.head_dim)
+        return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
+
+    @classmethod
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+        """Scores and values: a causal query reads (length + 1) / 2 keys on average."""
+        return 2 * (length + 1) * config.num_attention_heads * config.head_dim
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        over = cls.settings(config).qk_norm_over
+        require(
+            config.qk_norm or over == "head",
+            f"model.mixer.qk_norm_over = {over!r} with model.qk_norm = False: nothing is normed",
+        )
+
+    @classmethod
+    def splits(cls, config: ModelConfig) -> dict[str, int]:
+        return {"num_attention_heads": config.num_attention_heads}
+
+
+def gated_projection(
+    o_BTNK: jax.Array, gate_BTNK: jax.Array | None, o_proj_NKD: jax.Array, context: Context
+) -> jax.Array:
+    """The heads' outputs through their gate and back to the model's width, [B, T, D]."""
+    dtype = o_BTNK.dtype
+
+    def project(o_BTNK, gate_BTNK, o_proj_NKD):
+        if gate_BTNK is not None:
+            o_BTNK = o_BTNK * jax.nn.sigmoid(gate_BTNK.astype(jnp.float32)).astype(dtype)
+        o_BTNK = constrain(o_BTNK, context.mesh, "batch", context.time, "heads", None)
+        return jnp.einsum("btnk,nkd->btd", o_BTNK, o_proj_NKD.astype(dtype))
+
+    return keeping_inputs(project, o_BTNK, gate_BTNK, o_proj_NKD)
+
+
+def attention_diagnostics(
+    attend: Callable, q_BTNK, k_BTMK, gate_BTNK, context: Context
+) -> dict[str, jax.Array]:
+    # With the indicator of first tokens as values, attention returns its own probability on them:
+    # no T × T matrix.
+    first_BT = context.positions == 0
+    indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
+    share_BTN = attend(q_BTNK, k_BTMK, indicator_BTMK)[..., 0]
+    counted_BT = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT
+    # Of sharpened probabilities nothing but the largest is left: with the keys as values, attention
+    # returns each query's best one.
+    best_BTNK = attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK)
+    logit_BTN = (
+        jnp.einsum("btnk,btnk->btn", q_BTNK, best_BTNK, preferred_element_type=jnp.float32)
+        * q_BTNK.shape[-1] ** -0.5
+    )
+    if context.stats_mask is not None:
+        logit_BTN = jnp.where(context.stats_mask[..., None], logit_BTN, -jnp.inf)
+    measured = {
+        "first_token_share": token_mean(share_BTN, counted_BT),
+        "logit_max": jnp.max(logit_BTN, axis=(0, 1)),
+    }
+    if gate_BTNK is None:
+        return measured
+    open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
+    return measured | {
+        "gate_mean": jnp.mean(token_mean(open_BTNK, context.stats_mask)),
+        "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.stats_mask)),
+    }
+
+
+def attend(
+    q_BTNK: jax.Array,
+    k_BSMK: jax.Array,
+    v_BSMK: jax.Array,
+    context: Context,
+    q_positions_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Attention with the heads split over `tensor`; with `q_positions`, to the slots of a cache.
+    Where there are fewer key/value heads than shards, every shard holds all of them and takes
+    the one that its query heads read.
+    """
+    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
+    shared = m % shards(mesh, TENSOR) != 0
+
+    def run(q, k, v, segment_ids, q_positions):
+        if shared:
+            k, v = (_own_head(x, q, n // m) for x in (k, v))
+        if q_positions is not None:
+            return cached_attention(q, k[None], v[None], 0, q_positions)
+        return attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis)
+
+    split, tokens = (
+        activation_spec("batch", context.time, "heads", None),
+        activation_spec("batch", context.time),
+    )
+    keys = activation_spec("batch", context.time, None, None) if shared else split
+    return local(run, mesh, (split, keys, keys, tokens, tokens), split)(
+        q_BTNK, k_BSMK, v_BSMK, context.segment_ids, q_positions_BT
+    )
+
+
+def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Writes each token into its slot, of a mixer that does not write in place. Padding after a
+    row's end lands in slots that later tokens overwrite before any query can see them; slots
+    past the end are dropped.
+    """
+    row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
+    written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(
+        new_BTMK.astype(cache_BSMK.dtype), mode="drop"
+    )
+    # Without the barrier XLA on CPU repeats the write for each of its readers, with two copies of
+    # the cache each time.
+    return jax.lax.optimization_barrier(written_BSMK)
+
+
+def attend_cached(
+    q_BTNK: jax.Array, new: dict, cache: dict, context: Context
+) -> tuple[jax.Array, dict]:
+    """Writes `new`, keys first and values last, each [B, T, M, K], into the layer's slots → (o
+    [B, T, N, K], the cache).
+    """
+    mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
+    shared = m % shards(mesh, TENSOR) != 0
+
+    def run(q, new, cache, positions, layer):
+        cache = {
+            name: write_in_place(cache[name], x, layer, positions[:, 0]) for name, x in new.items()
+        }
+        keys, *_, values = 2 * tuple(cache.values())  # of one array the same
+        if shared:
+            keys, values, layer = *(_own_head(x[layer], q, n // m)[None] for x in (keys, values)), 0
+        return cached_attention(q, keys, values, layer, positions), cache
+
+    split, whole = (
+        activation_spec("batch", None, "heads", None),
+        activation_spec("batch", None, None, None),
+    )
+    tokens, slots = whole if shared else split, cache_spec(m, mesh)
+    return local(
+        run, mesh, (split, tokens, slots, activation_spec("batch", None), P()), (split, slots)
+    )(q_BTNK, new, cache, context.positions, context.layer)
+
+
+def cache_spec(heads: int, mesh: Mesh | None) -> P:
+    """Where a cache [layers, B, S, heads, K] lies."""
+    return activation_spec(
+        None, "batch", None, None if heads % shards(mesh, TENSOR) else "heads", None
+    )
+
+
+def _own_head(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
+    """Of all key/value heads, each read by so many query heads, the one that this shard's read."""
+    return jax.lax.dynamic_slice_in_dim(
+        x_BSMK, jax.lax.axis_index(TENSOR) * q_BTNK.shape[2] // readers, 1, axis=2
+    )

@@ -1,0 +1,149 @@
+"""Gated DeltaNet (2412.06464), the recurrent layer of Qwen3-Next.
+
+Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key
+head, K/V widths of a key and of a value, C channels of one key head.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.sharding.rules import constrain
+
+
+class GatedDeltaNet(Recurrent):
+    """Projections → causal convolution + SiLU → gated delta rule → norm and gate → projection.
+    For the diagnostics see `Recurrent`.
+
+    For each token: q, k, v, z = W x, convolved; β = σ(w_b x), g = -e^{A_log} softplus(w_a x +
+    dt_bias) for each value head; o as `ops.gated_delta_rule` computes it, with q and k of length
+    1; y = W_out (RMSNorm(o) SiLU(z)).
+
+    The input projections have the grouping of the released checkpoint: one matrix [q | k | v | z]
+    and one [b | a] for each key head, so that splitting G over devices leaves every value head
+    beside its key head. A part that an ablation switch of `ModelConfig` turns off has no
+    parameters.
+    """
+
+    names_kept = True
+    switches = (
+        *Recurrent.switches,
+        "decay_gate",
+        "decay_init",
+        "erase",
+        "beta_gate",
+        "linear_output_gate",
+    )
+
+    def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
+        self.config = c = config
+        d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
+        k, v = c.linear_key_head_dim, c.linear_value_head_dim
+        r = h // g
+        qkvz = (("q", k), ("k", k), ("v", r * v, r)) + (("z", r * v, r),) * c.linear_output_gate
+        self.in_proj_qkvz = make.matrix(
+            (d, g, sum(width for _, width, *_ in qkvz)), "embed -> key_heads .", parts=qkvz
+        )
+        if c.beta_gate or c.decay_gate:
+            gates = (("b", r, r),) * c.beta_gate + (("a", r, r),) * c.decay_gate
+            self.in_proj_ba = make.matrix(
+                (d, g, len(gates) * r), "embed -> key_heads .", parts=gates
+            )
+        self.make_convolution(make)
+        if c.decay_gate:
+            init_a_log, init_dt_bias = DECAY_INITS[c.decay_init]
+            self.a_log = make.parameter(
+                lambda shape: init_a_log(make.rngs.params(), shape),
+                (h,),
+                "value_heads",
+                kind="rate",
+            )
+            self.dt_bias = make.parameter(
+                lambda shape: init_dt_bias(make.rngs.params, shape),
+                (h,),
+                "value_heads",
+                kind="rate",
+            )
+        self.make_output(make)
+
+    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+        qkv, z = self._project_qkvz(x_BTD, context)
+        g_BTH, beta_BTH = self._decay_and_beta(x_BTD)
+        return Inputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
+
+    def _project_qkvz(self, x_BTD: jax.Array, context: Context):
+        """qkv of `Inputs` and z [B, T, G, RV], in the layout that the kernels take here."""
+        c = self.config
+        k = c.linear_key_head_dim
+        v = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
+        weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
+        if context.time and self.uses_fused_layout():  # context.time: no cache
+            # One product for each: their arrays then go to the kernels as they are, where parts of
+            # one would be copied.
+            parts = (
+                x_BTD @ part_DGC.reshape(part_DGC.shape[0], -1)
+                for part_DGC in jnp.split(weight_DGC, (k, 2 * k, 2 * k + v), axis=-1)
+            )
+            *qkv, z = (
+                constrain(part, context.mesh, "batch", context.time, "heads") for part in parts
+            )
+            return qkv, z
+        qkvz_BTGC = constrain(
+            jnp.einsum("btd,dgc->btgc", x_BTD, weight_DGC),
+            context.mesh,
+            "batch",
+            context.time,
+            "heads",
+            None,
+        )
+        return jnp.split(qkvz_BTGC, (2 * k + v,), axis=-1)
+
+    def _decay_and_beta(self, x_BTD: jax.Array):
+        """(log decay, write strength), float32 [B, T, H]; None where the gate is ablated."""
+        c = self.config
+        shape = (*x_BTD.shape[:2], c.linear_num_value_heads)
+        r = c.linear_num_value_heads // c.linear_num_key_heads
+        g_BTH = beta_BTH = None
+        if c.beta_gate or c.decay_gate:
+            ba_BTGR2 = jnp.einsum(
+                "btd,dgr->btgr",
+                x_BTD,
+                self.in_proj_ba[...].astype(x_BTD.dtype),
+                preferred_element_type=jnp.float32,
+            )
+        if c.beta_gate:
+            beta_BTH = jax.nn.sigmoid(ba_BTGR2[..., :r]).reshape(shape)
+        if c.decay_gate:
+            decay_rate_H = jnp.exp(self.a_log[...].astype(jnp.float32))
+            g_BTH = -decay_rate_H * jax.nn.softplus(
+                ba_BTGR2[..., -r:].reshape(shape) + self.dt_bias[...].astype(jnp.float32)
+            )
+        return g_BTH, beta_BTH
+
+    @classmethod
+    def uses_delta_term(cls, config: ModelConfig) -> bool:
+        return config.erase
+
+
+def log_of_uniform(lowest: float) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
+    """(key, shape) → ln A, A uniform between `lowest` and 16."""
+    return lambda key, shape: jnp.log(jax.random.uniform(key, shape, minval=lowest, maxval=16.0))
+
+
+def log_uniform_dt_bias(new_key: Callable[[], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """The bias whose softplus is log-uniform between 0.001 and 0.1."""
+    dt = jnp.exp(jax.random.uniform(new_key(), shape, minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
+    return dt + jnp.log(-jnp.expm1(-dt))
+
+
+# What `ModelConfig.decay_init` names: functions that make the start values of A_log and dt_bias.
+# The lowest A is not 0, whose logarithm is not finite.
+DECAY_INITS = {
+    "ones": (log_of_uniform(0.01), lambda new_key, shape: jnp.ones(shape)),
+    "log_uniform": (log_of_uniform(1e-4), log_uniform_dt_bias),
+}

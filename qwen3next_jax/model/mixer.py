@@ -1,0 +1,151 @@
+"""What a token mixer is. `config/registry.py` names the classes; a block resolves and builds them.
+
+Letters: B batch, T time, D model.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.parameters import Make
+
+# The settings of ModelConfig that only some mixers read.
+Switch = Literal[
+    "short_convolution",
+    "decay_gate",
+    "erase",
+    "beta_gate",
+    "linear_output_gate",
+    "attention_output_gate",
+    "qk_norm",
+    "delta_rule",
+    "decay_init",
+    "linear_conv_kernel_dim",
+    "yarn_factor",
+    "block.rope_scaling",
+]
+
+
+class Mixer(nnx.Module):
+    """The part of a layer through which tokens see each other. A new one implements `__init__`,
+    `__call__`, `init_cache`, `forward_flops` and, if heads or widths are split over `tensor`,
+    `splits`.
+
+    Settings: the dataclass of the settings that the mixer reads of the group `model.mixer`, with
+      defaults and bounds. `self.settings(config)` gives their values.
+    switches: the settings of ModelConfig that only some mixers read, and this one does. A model
+      none of whose mixers reads such a setting refuses it.
+    meaning: settings of `config.compatibility.REACH` that give the mixer's parameters their
+      meaning: weights that were trained under one value are never read under another.
+    weights_of: a mixer whose parameters are the same, one for one, and mean the same, so that
+      either reads the other's weights; None: there is none. A subclass that adds parameters says
+      None again.
+    read_time: those of `Settings` that change how weights are read, not what they mean. A trained
+      model may be evaluated with other values.
+    version: counts up when the same weights mean something else than before, that is when the
+      mixer's mathematics changes (not how it is computed, nor with which values it starts). A
+      run's record holds it, and a run that was trained with another version is refused.
+    cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply
+      written over; "state" where it is as large after any number of tokens and has to be
+      restored.
+    in_place: of slots: the mixer gets the caches of all layers that are stacked with it,
+      [layers, B, …], and writes into `context.layer`'s, as cutting it out and putting it back
+      would be a copy for every token.
+    names_kept: its products and operators name what the backward pass needs of them
+      (`ops.blocks.save_for_backward`). Not inherited.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        """A mixer without settings of its own."""
+
+    switches: ClassVar[tuple[Switch, ...]] = ()
+    meaning: ClassVar[tuple[str, ...]] = ()
+    weights_of: ClassVar["type[Mixer] | None"] = None
+    read_time: ClassVar[tuple[str, ...]] = ()
+    version: ClassVar[int] = 1
+    cache_kind: ClassVar[Literal["state", "slots"]] = "state"
+    in_place: ClassVar[bool] = False
+    names_kept: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
+        """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them,
+        each less than `num_hidden_layers`. The multi-token prediction module's layer has the
+        number of the model's last layer.
+        """
+        raise NotImplementedError
+
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict[str, Any], dict | None]:
+        """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.collect_stats`),
+        the cache after these tokens).
+        """
+        raise NotImplementedError
+
+    def each_token(
+        self, x_BTD: jax.Array, context: Context, cache: dict
+    ) -> tuple[jax.Array, dict[str, Any], dict]:
+        """`__call__` of a few tokens without padding, for a cache of kind "state": the cache
+        after every token, each array [B, T, …], so that the last ones can be taken back. A mixer
+        with a cheaper way than token by token says it here.
+        """
+        outputs, caches = [], []
+        for t in range(x_BTD.shape[1]):
+            y_B1D, _, cache = self(
+                x_BTD[:, t : t + 1],
+                context._replace(
+                    positions=context.positions[:, t : t + 1], return_all_states=False
+                ),
+                cache,
+            )
+            outputs.append(y_B1D)
+            caches.append(cache)
+        return (
+            jnp.concatenate(outputs, axis=1),
+            {},
+            jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *caches),
+        )
+
+    @classmethod
+    def settings(cls, config: ModelConfig) -> Any:
+        """The values of `Settings` in this configuration."""
+        return config.mixer.read(cls.Settings)
+
+    @classmethod
+    def tokens_seen_ahead(cls, config: ModelConfig) -> float:
+        """How many tokens at the start of a document the tokens before them see; math.inf: every
+        token sees all that follow. A token that is seen ahead is no target of training.
+        """
+        return 0
+
+    @classmethod
+    def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
+        """The cache of `length` slots before the first token, every array [B, …]."""
+        raise NotImplementedError
+
+    @classmethod
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+        """FLOPs per token, in rows of `length`, of the products that have no parameter; those
+        with one are read off it.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Raises UserError where the mixer cannot be built with these settings."""
+
+    @classmethod
+    def splits(cls, config: ModelConfig) -> dict[str, int]:
+        """Settings whose values the mesh axis `tensor` must divide."""
+        return {}
+
+    @classmethod
+    def halo(cls, config: ModelConfig) -> int:
+        """Tokens that a device reads of its neighbour's part of a row."""
+        return 0

@@ -1,0 +1,504 @@
+"""What recurrent mixers share: projections, short convolution, recurrence, output norm and gate,
+cache.
+
+Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key
+head, K/V widths of a key and of a value, C = 2K + RV channels of one key head that pass through
+the convolution, W convolution width.
+"""
+
+import functools
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, token_mean
+from qwen3next_jax.model.mixer import Mixer
+from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
+from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.ops.gated_norm import gated_norm
+from qwen3next_jax.ops.preferences import heads_side_by_side
+from qwen3next_jax.sharding.rules import activation_spec, constrain, local
+
+# Cached decoding takes up to this many tokens one by one: a chunk would be mostly padding, and
+# four times the work for one token.
+FEW_TOKENS = 8
+
+
+class Inputs(NamedTuple):
+    """What a recurrent mixer computes from its input, before convolution and recurrence.
+
+    qkv: [B, T, G, 2K + RV], query, key and values of each key head. Where the mixer uses the
+      fused layout: a list [q [B, T, GK], k [B, T, GK], v [B, T, HV]].
+    gate: [B, T, G, RV], of the output ([B, T, HV] in the fused layout), or None.
+    g: log decay ≤ 0, float32, [B, T, H], or [B, T, H, K] where every key channel has its own.
+      None: nothing is forgotten.
+    beta: write strength, float32, [B, T, H], or with one more axis where the mixer's own
+      `recurrence` reads several numbers of each head. None: 1.
+    """
+
+    qkv: jax.Array | list[jax.Array]
+    gate: jax.Array | None = None
+    g: jax.Array | None = None
+    beta: jax.Array | None = None
+
+
+class Heads(NamedTuple):
+    """What `Recurrent.recurrence` gets on each device: the arrays of the device's own heads,
+    after the convolution.
+
+    q, k: [B, T, G, K]. v: [B, T, H, V]. g, beta: as in `Inputs`, never None.
+    weights: the arrays of the mixer's `head_weights`.
+    segment_ids, axis_name: as the operators take them (`ops.gated_delta_rule`).
+    return_all_states: as in `Context`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+    weights: tuple[jax.Array, ...]
+    segment_ids: jax.Array | None
+    axis_name: str | None
+    return_all_states: bool
+
+
+class Recurrent(Mixer):
+    """Inputs → causal convolution + SiLU → gated delta rule → norm of each head, SiLU gate →
+    projection.
+
+    A subclass makes its input projections in `__init__`, calls `make_convolution` and
+    `make_output` there, and implements `inputs`. It may override
+
+      uses_delta_term: whether a write replaces what the state holds for the key;
+      recurrence: another operator than `ops.gated_delta_rule`;
+      head_weights: parameters that `recurrence` reads;
+      finish: another norm or gate of the output;
+      convolved: False drops the convolution and the SiLU after it;
+      normalize_qk: False keeps the lengths of q and k;
+      activation: of the output gate.
+
+    The sizes are the `linear_*` settings. Heads are split over the mesh axis `tensor` by key head.
+
+    Diagnostics, one number for each value head [H]: half_life = -ln 2 / mean g, the number of
+    tokens in which the mean decay halves the state; beta, the mean write strength; state_norm,
+    ‖S‖_F after the last token, averaged over rows. Means are over the tokens of
+    `Context.stats_mask`.
+    """
+
+    switches = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
+    convolved: ClassVar[bool] = True
+    normalize_qk: ClassVar[bool] = True
+    activation = staticmethod(jax.nn.silu)
+
+    # ---- what a subclass implements or overrides
+
+    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+        """The inputs of convolution and recurrence, from the layer's input [B, T, D]."""
+        raise NotImplementedError
+
+    @classmethod
+    def uses_delta_term(cls, config: ModelConfig) -> bool:
+        """True: the write replaces what the state holds for the key (the delta rule). False: it
+        is added to it.
+        """
+        return cls.erases(config)
+
+    @classmethod
+    def erases(cls, config: ModelConfig) -> bool:
+        """The old name of `uses_delta_term`, which mixers outside this package may override."""
+        return True
+
+    def recurrence(
+        self, heads: Heads, state: dict[str, jax.Array] | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The recurrence over the tokens of a row.
+
+        Args:
+          heads: queries, keys, values and gates.
+          state: the states before the row, under the names of `init_cache`; None for zeros.
+
+        Returns:
+          o: [B, T, H, V].
+          states after the row, under the same names ("state": S [B, H, K, V]); with
+          `heads.return_all_states` after every token, [B, T, …].
+        """
+        few_tokens = state is not None and heads.q.shape[1] <= FEW_TOKENS
+        o_BTHV, final_state = gated_delta_rule(
+            heads.q,
+            heads.k,
+            heads.v,
+            g=heads.g,
+            beta=heads.beta,
+            initial_state=state and state["state"],
+            segment_ids=heads.segment_ids,
+            normalize_qk=self.normalize_qk,
+            erase=self.uses_delta_term(self.config),
+            implementation="recurrent" if few_tokens else self.config.named_delta_rule,
+            axis_name=heads.axis_name,
+            each=heads.return_all_states,
+        )
+        return o_BTHV, {"state": final_state}
+
+    def head_weights(self) -> tuple[jax.Array, ...]:
+        """Parameters [H or G, …] that `recurrence` reads."""
+        return ()
+
+    def finish(self, o_BTHV: jax.Array, norm: jax.Array, gate_BTGRV: jax.Array | None) -> jax.Array:
+        """The norm and the gate of the output, [B, T, H, V]."""
+        dtype = o_BTHV.dtype
+        o_BTHV = rms_norm_plain(o_BTHV, norm, self.config.rms_norm_eps)
+        if gate_BTGRV is None:
+            return o_BTHV
+        gate_BTHV = self.activation(gate_BTGRV.reshape(o_BTHV.shape).astype(jnp.float32))
+        return (o_BTHV.astype(jnp.float32) * gate_BTHV).astype(dtype)
+
+    # ---- parameters
+
+    def make_projection(self, make: Make, gate: bool = True) -> None:
+        """One matrix [q | k | v | gate] for each key head, so that splitting G over devices
+        leaves every value head beside its key head. `gate` False leaves the gate out.
+        """
+        c = make.config
+        k, v = _widths(c)
+        r = c.linear_num_value_heads // c.linear_num_key_heads
+        parts = (("q", k), ("k", k), ("v", v, r)) + (("gate", v, r),) * gate
+        shape = (c.hidden_size, c.linear_num_key_heads, sum(width for _, width, *_ in parts))
+        self.in_proj = make.matrix(shape, "embed -> key_heads .", parts=parts)
+
+    def project(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """(qkv, gate) of `Inputs`, by the matrix that `make_projection` made."""
+        k, v = _widths(self.config)
+        x_BTGC = jnp.einsum("btd,dgc->btgc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
+        x_BTGC = constrain(x_BTGC, context.mesh, "batch", context.time, "heads", None)
+        return tuple(jnp.split(x_BTGC, (2 * k + v,), axis=-1))
+
+    def make_convolution(self, make: Make) -> None:
+        """The kernel of the short convolution, unless `model.short_convolution` is off."""
+        c = make.config
+        k, v = _widths(c)
+        r = c.linear_num_value_heads // c.linear_num_key_heads
+        if c.short_convolution:
+            self.conv_kernel = make.matrix(
+                (c.linear_conv_kernel_dim, c.linear_num_key_heads, 2 * k + v),
+                ". key_heads channels",
+                kind="convolution",
+                parts=(("q", k), ("k", k), ("v", v, r)),
+            )
+
+    def make_output(self, make: Make, per_head: bool = False) -> None:
+        """The weights of the norm, which all heads share or (`per_head`) each has for itself, and
+        the projection back to the model's width.
+        """
+        c = make.config
+        h, v = c.linear_num_value_heads, c.linear_value_head_dim
+        if per_head:
+            self.norm = make.parameter(jnp.ones, (h, v), "value_heads .", kind="norm")
+        else:
+            self.norm = make.norm(v, plain=True)
+        self.out_proj = make.matrix((h, v, c.hidden_size), "value_heads . -> embed")
+
+    # ---- the layer
+
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict, dict | None]:
+        """x [B, T, D] → ([B, T, D], diagnostics, the cache after these tokens or None)."""
+        inputs = save_for_backward(self.inputs(x_BTD, context))
+        has_decay = inputs.g is not None
+        inputs = self._without_none(inputs, x_BTD.shape[:2])
+        if isinstance(inputs.qkv, list):
+            o_BTC, state = self.fused_recurrence(inputs, context)
+            y_BTD = o_BTC @ self.out_proj[...].astype(x_BTD.dtype).reshape(o_BTC.shape[2], -1)
+            states = {"state": state}
+            conv_state = None
+        else:
+            o_BTHV, states, conv_state = self._convolution_and_recurrence(inputs, context, cache)
+            y_BTD = self._output(o_BTHV, inputs.gate, context)
+        diagnostics = {}
+        if context.collect_stats:
+            diagnostics = _diagnostics(inputs, has_decay, states["state"], context)
+        return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
+
+    def _without_none(self, inputs: Inputs, batch_time: tuple[int, int]) -> Inputs:
+        """The inputs with g = 0 and β = 1 where they are None."""
+        shape = (*batch_time, self.config.linear_num_value_heads)
+        if inputs.g is None:
+            inputs = inputs._replace(g=jnp.zeros(shape, jnp.float32))
+        if inputs.beta is None:
+            inputs = inputs._replace(beta=jnp.ones(shape, jnp.float32))
+        return inputs
+
+    def _convolution_and_recurrence(self, inputs: Inputs, context: Context, cache: dict | None):
+        """On each device the convolution and the recurrence of its own heads (key heads with
+        their value heads, and tokens where rows are split) → (o [B, T, H, V], states of the
+        recurrence, state of the convolution).
+        """
+        conv_state = states = None
+        if cache is not None:
+            conv_state = cache["conv"]
+            states = {name: x for name, x in cache.items() if name != "conv"}
+        if self.convolves(self.config):
+            kernel_WGC = self.conv_kernel[...].astype(inputs.qkv.dtype)
+        else:
+            kernel_WGC = jnp.zeros((1, *inputs.qkv.shape[2:]))
+
+        def run(qkv_BTGC, kernel_WGC, g_BTH, beta_BTH, weights, segment_ids, conv_state, states):
+            qkv_BTGC, conv_state = self._convolve(
+                qkv_BTGC, kernel_WGC, segment_ids, conv_state, context
+            )
+            q_BTGK, k_BTGK, v_BTHV = self._split_qkv(qkv_BTGC, heads=g_BTH.shape[2])
+            heads = Heads(
+                q_BTGK,
+                k_BTGK,
+                v_BTHV,
+                g_BTH,
+                beta_BTH,
+                weights,
+                segment_ids,
+                context.time_axis,
+                context.return_all_states,
+            )
+            o_BTHV, states = self.recurrence(heads, states)
+            return o_BTHV, states, conv_state
+
+        spec = functools.partial(activation_spec, "batch")
+        by_key_head = spec(context.time, "heads", None)
+        by_value_head = spec(context.time, "heads")
+        in_specs = (
+            by_key_head,
+            activation_spec(None, "heads", None),
+            by_value_head,
+            by_value_head,
+            activation_spec("heads"),
+            spec(context.time),
+            spec(None, "heads", None),
+            spec("heads"),
+        )
+        if context.return_all_states:
+            out_specs = (by_key_head, spec(None, "heads"), spec(None, None, "heads", None))
+        else:
+            out_specs = (by_key_head, spec("heads"), spec(None, "heads", None))
+        return local(run, context.mesh, in_specs, out_specs)(
+            inputs.qkv,
+            kernel_WGC,
+            inputs.g,
+            inputs.beta,
+            self.head_weights(),
+            context.segment_ids,
+            conv_state,
+            states,
+        )
+
+    def _convolve(self, qkv_BTGC, kernel_WGC, segment_ids, conv_state, context: Context):
+        """Convolution and SiLU of one device's heads → (q, k and v side by side, the state: the
+        last W - 1 inputs, or with `context.return_all_states` those of every token).
+        """
+        before_and_here_BSGC = None
+        if context.return_all_states:
+            before_and_here_BSGC = jnp.concatenate((conv_state, qkv_BTGC), axis=1)
+        if self.convolves(self.config):
+
+            def convolve(qkv, kernel, state):
+                return causal_conv1d(
+                    qkv,
+                    kernel,
+                    activation="silu",
+                    initial_state=state,
+                    segment_ids=segment_ids,
+                    axis_name=context.time_axis,
+                )
+
+            out_BTGC, state = keeping_inputs(convolve, qkv_BTGC, kernel_WGC, conv_state)
+        else:
+            out_BTGC = jax.nn.silu(qkv_BTGC) if self.convolved else qkv_BTGC
+            state = qkv_BTGC[:, :0]
+        if context.return_all_states:
+            width = kernel_WGC.shape[0]
+            state = jnp.stack(
+                [
+                    before_and_here_BSGC[:, t : t + width - 1]
+                    for t in range(1, qkv_BTGC.shape[1] + 1)
+                ],
+                axis=1,
+            )
+        return out_BTGC, state
+
+    def _split_qkv(self, qkv_BTGC: jax.Array, heads: int):
+        """q [B, T, G, K], k [B, T, G, K], v [B, T, H, V]."""
+        k = self.config.linear_key_head_dim
+        q_BTGK, k_BTGK, v_BTGRV = jnp.split(qkv_BTGC, (k, 2 * k), axis=-1)
+        v_BTHV = v_BTGRV.reshape(*v_BTGRV.shape[:2], heads, self.config.linear_value_head_dim)
+        return q_BTGK, k_BTGK, v_BTHV
+
+    def _output(self, o_BTHV: jax.Array, gate_BTGRV: jax.Array | None, context: Context):
+        """Norm, gate and the projection back to the model's width, [B, T, D]."""
+
+        def finish_and_project(o_BTHV, norm, gate_BTGRV, out_proj_HVD):
+            dtype = o_BTHV.dtype
+            o_BTHV = self.finish(o_BTHV, norm, gate_BTGRV)
+            o_BTHV = constrain(o_BTHV, context.mesh, "batch", context.time, "heads", None)
+            return jnp.einsum("bthv,hvd->btd", o_BTHV, out_proj_HVD.astype(dtype))
+
+        return keeping_inputs(
+            finish_and_project, o_BTHV, self.norm[...], gate_BTGRV, self.out_proj[...]
+        )
+
+    # ---- the same with the heads side by side in the last axis
+
+    def uses_fused_layout(self) -> bool:
+        """Whether the arrays between the kernels have all heads side by side in their last axis:
+        on GPUs, and where the program is compiled for a TPU and each head fills whole lanes.
+        """
+        c = self.config
+        return (
+            c.short_convolution
+            and c.linear_output_gate
+            and heads_side_by_side(c.linear_key_head_dim, c.linear_value_head_dim)
+        )
+
+    def fused_recurrence(self, inputs: Inputs, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Convolution, delta rule, norm and gate with the heads side by side in the last axis.
+
+        Args:
+          inputs: in the fused layout, g and beta not None.
+
+        Returns:
+          o: [B, T, HV].
+          the final state, [B, H, K, V].
+        """
+        c = self.config
+        k = c.linear_key_head_dim
+
+        def run(q, k_, v, kernel_WGC, g_BTH, beta_BTH, gate, norm_V, segment_ids):
+            value_heads = g_BTH.shape[2]
+            key_heads = value_heads * c.linear_num_key_heads // c.linear_num_value_heads
+
+            def convolve(x, kernel_WGC, heads):
+                y, _ = causal_conv1d(
+                    x,
+                    kernel_WGC.reshape(kernel_WGC.shape[0], -1),
+                    activation="silu",
+                    segment_ids=segment_ids,
+                    axis_name=context.time_axis,
+                )
+                return y.reshape(*x.shape[:2], heads, -1)
+
+            kernel_q, kernel_k, kernel_v = jnp.split(kernel_WGC, (k, 2 * k), axis=-1)
+            o_BTHV, final_state = gated_delta_rule(
+                convolve(q, kernel_q, key_heads),
+                convolve(k_, kernel_k, key_heads),
+                convolve(v, kernel_v, value_heads),
+                g=g_BTH,
+                beta=beta_BTH,
+                segment_ids=segment_ids,
+                erase=self.uses_delta_term(c),
+                implementation=c.named_delta_rule,
+                axis_name=context.time_axis,
+            )
+            o_BTC = gated_norm(o_BTHV.reshape(gate.shape), gate, norm_V, c.rms_norm_eps)
+            return o_BTC, final_state
+
+        spec = functools.partial(activation_spec, "batch")
+        by_head = spec(context.time, "heads")
+        in_specs = (
+            by_head,
+            by_head,
+            by_head,
+            activation_spec(None, "heads", None),
+            by_head,
+            by_head,
+            by_head,
+            activation_spec(None),
+            spec(context.time),
+        )
+        out_specs = (by_head, spec("heads", None, None))
+        return local(run, context.mesh, in_specs, out_specs)(
+            *inputs.qkv,
+            self.conv_kernel[...].astype(inputs.qkv[0].dtype),
+            inputs.g,
+            inputs.beta,
+            inputs.gate,
+            self.norm[...],
+            context.segment_ids,
+        )
+
+    # ---- the rest of the mixer's interface
+
+    def each_token(
+        self, x_BTD: jax.Array, context: Context, cache: dict
+    ) -> tuple[jax.Array, dict, dict]:
+        """See `Mixer`: at once where `recurrence` is this class's, as another operator may return
+        its last state only.
+        """
+        if type(self).recurrence is not Recurrent.recurrence:
+            return super().each_token(x_BTD, context, cache)
+        return self(x_BTD, context, cache)
+
+    @classmethod
+    def convolves(cls, config: ModelConfig) -> bool:
+        """Whether a convolution stands before the recurrence."""
+        return cls.convolved and config.short_convolution
+
+    @classmethod
+    def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
+        """The cache before the first token. Its size does not depend on `length`."""
+        c = config
+        k, v = _widths(c)
+        window = c.linear_conv_kernel_dim - 1 if cls.convolves(c) else 0
+        state = (batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        return {
+            "conv": jnp.zeros((batch, window, c.linear_num_key_heads, 2 * k + v), c.dtype),
+            "state": jnp.zeros(state, jnp.float32),
+        }
+
+    @classmethod
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+        """The recurrence of one token: what the delta term reads (where there is one), the write
+        and the read are K·V multiplications and additions each, for each value head.
+        """
+        products = 3 if cls.uses_delta_term(config) else 2
+        return (
+            2
+            * products
+            * config.linear_num_value_heads
+            * config.linear_key_head_dim
+            * config.linear_value_head_dim
+        )
+
+    @staticmethod
+    def splits(config: ModelConfig) -> dict[str, int]:
+        return {"linear_num_key_heads": config.linear_num_key_heads}
+
+    @classmethod
+    def halo(cls, config: ModelConfig) -> int:
+        return config.linear_conv_kernel_dim - 1 if cls.convolves(config) else 0
+
+
+def _diagnostics(
+    inputs: Inputs, has_decay: bool, state_BHKV: jax.Array, context: Context
+) -> dict[str, Any]:
+    """See `Recurrent`; `half_life` only where the mixer has a decay."""
+
+    def mean_over_tokens(x):
+        x_BTH = x if x.ndim == 3 else jnp.mean(x, axis=-1)
+        return token_mean(x_BTH, context.stats_mask)
+
+    diagnostics = {
+        "beta": mean_over_tokens(inputs.beta),
+        "state_norm": jnp.mean(jnp.linalg.norm(state_BHKV, axis=(-2, -1)), axis=0),
+    }
+    if has_decay:
+        mean_decay_H = jnp.minimum(mean_over_tokens(inputs.g), -1e-12)
+        diagnostics["half_life"] = -math.log(2) / mean_decay_H
+    return diagnostics
+
+
+def _widths(config: ModelConfig) -> tuple[int, int]:
+    """The widths of a key head's query or key, and of all its values."""
+    r = config.linear_num_value_heads // config.linear_num_key_heads
+    return config.linear_key_head_dim, r * config.linear_value_head_dim

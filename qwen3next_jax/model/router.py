@@ -1,0 +1,43 @@
+"""How a mixture's router scores experts and chooses among them: the released model's softmax, and
+what `MoEConfig` asks for beside it (DeepSeek-V3: sigmoid scores, a bias, groups of experts).
+
+Letters: R tokens, E experts, G groups of them, J chosen groups.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.config.moe import MoEConfig
+
+
+def score_experts(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scores, scores over their sum), each [..., E]. Of a softmax both are the same array."""
+    if config.scoring_func == "softmax":
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        return probabilities, probabilities
+    scores = jax.nn.sigmoid(logits)
+    return scores, over_sum(scores)
+
+
+def over_sum(scores: jax.Array) -> jax.Array:
+    """scores / (Σ scores + 1e-20), [..., N], as DeepSeek-V3's code has it: 0 where all of them
+    vanish. Both sides are multiplied by a power of two, which changes no bit: a gradient divides
+    by the square of the sum, and 1e-40 is no float32.
+    """
+    scores = scores * 2.0**33
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 2.0**33 * 1e-20)
+
+
+def rank_experts(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
+    """[R, E], by whose largest a token's experts are chosen: the scores themselves; with a bias
+    score + bias, through which no gradient passes; with groups -∞ outside of the groups whose two
+    best experts sum to most (2412.19437, section 2.1.2).
+    """
+    rank_RE = score_RE if bias_E is None else jax.lax.stop_gradient(score_RE + bias_E)
+    if config.n_group == 1:
+        return rank_RE
+    rank_RGE = rank_RE.reshape(rank_RE.shape[0], config.n_group, -1)
+    best_RG = jnp.sum(jax.lax.top_k(rank_RGE, 2)[0], axis=-1)
+    _, group_RJ = jax.lax.top_k(best_RG, config.topk_group)
+    is_open_RG = jnp.any(group_RJ[..., None] == jnp.arange(config.n_group), axis=1)
+    return jnp.where(is_open_RG[..., None], rank_RGE, -jnp.inf).reshape(rank_RE.shape)

@@ -1,0 +1,88 @@
+"""Models whose masks show tokens that are still to be predicted (a prefix, or the whole document):
+what that asks of training, evaluation and decoding. Mixers say it by `Mixer.tokens_seen_ahead`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layers import document_positions
+
+
+def tokens_seen_ahead(config: ModelConfig) -> float:
+    """The most that any mixer of the model says (`Mixer.tokens_seen_ahead`); 0: a causal model."""
+    names = dict.fromkeys(name for name, _ in config.layer_kinds)
+    return max(mixer_class(name).tokens_seen_ahead(config) for name in names)
+
+
+def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, Any]:
+    """`batch` whose `target_mask` leaves out the tokens that the model has seen when it predicts
+    them.
+
+    Raises:
+      UserError: it has seen all of them.
+    """
+    ahead = tokens_seen_ahead(config)
+    if ahead == math.inf:
+        raise UserError(
+            f"{_mask(config)}: every token sees the one that it is to predict, so that there is "
+            "nothing to learn: expected a causal mask, or a prefix, to train and to evaluate"
+        )
+    if ahead == 0:
+        return batch
+    behind = document_positions(jnp.asarray(batch["segment_ids"])) >= ahead
+    return batch | {
+        "target_mask": behind & batch["target_mask"] if "target_mask" in batch else behind
+    }
+
+
+def check_scoring(config: ModelConfig) -> None:
+    """Raises UserError where a token may have been seen when it is scored."""
+    require(
+        tokens_seen_ahead(config) == 0,
+        f"{_mask(config)}: a token that is scored may have been seen: expected a causal mask, or "
+        "the evaluation heldout, which leaves the prefix out",
+    )
+
+
+def check_prefix(config: ModelConfig, length: int) -> None:
+    """Raises UserError where a row of `length` tokens has nothing to predict."""
+    ahead = tokens_seen_ahead(config)
+    require(
+        ahead in (0, math.inf) or ahead < length,
+        f"{_mask(config)}: a row of {length} tokens (train.sequence_length) has none behind the "
+        f"prefix of {ahead}, and so nothing to predict: expected a prefix of less than {length}",
+    )
+
+
+def check_prompts(config: ModelConfig, prompts: Sequence, chunk: int) -> None:
+    """Raises UserError where the prefix of a prompt does not go through the model at once. A
+    prompt goes through it `chunk` tokens at a time, all but the last one.
+    """
+    ahead = tokens_seen_ahead(config)
+    if ahead in (0, math.inf):
+        return
+    require(
+        ahead <= chunk,
+        f"{_mask(config)}: a prompt goes through the model {chunk} tokens at a time, and the "
+        f"prefix must go at once: expected at most {chunk} tokens of prefix to generate",
+    )
+    for i, prompt in enumerate(prompts):
+        require(
+            len(prompt) > ahead,
+            f"prompt {i} has {len(prompt)} tokens with {_mask(config)}: expected the whole prefix "
+            "and one token more",
+        )
+
+
+def _mask(config: ModelConfig) -> str:
+    """The settings of the model's mixers, as a user writes them."""
+    return (
+        ", ".join(f"model.mixer.{name} = {value!r}" for name, value in config.mixer.items())
+        or "the mask"
+    )

@@ -1,0 +1,193 @@
+"""Attention of the first translation models: a small network scores every pair of tokens
+(Bahdanau, 1409.0473, A.1.2), or a matrix between queries and keys does (Luong, 1508.04025,
+"general"). Neither has positions: layers before it have them.
+
+Letters: B batch, T queries, S keys, C queries of a chunk, D model, N query heads, M key/value
+heads, R = N/M, K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.gated_attention import attend, gated_projection, write
+from qwen3next_jax.model.layers import token_mean
+from qwen3next_jax.model.mixer import Mixer
+from qwen3next_jax.ops import blocks
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, local, shards
+from qwen3next_jax.zoo.attention_references import places
+
+EXAMPLES = {"bahdanau": {"full_mixer": "bahdanau"}, "luong": {"full_mixer": "luong"}}
+CHUNK = 16  # queries worked at once: each has a vector of head_dim for every key
+
+
+class Bahdanau(Mixer):
+    """o_i = Σ_j softmax_j(uᵀ tanh(q_i + k_j)) v_j per head over the tokens up to i.
+
+    Diagnostics [N]: first_token_share, as `GatedAttention`.
+    """
+
+    cache_kind = "slots"
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.q_proj = make.matrix((d, n, k), "embed -> query_heads head_width")
+        self.k_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
+        self.v_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
+        self.o_proj = make.matrix((n, k, d), "query_heads head_width -> embed")
+        self.make_score(make, n, k)
+
+    def make_score(self, make, n, k):
+        start = lambda shape: jax.random.normal(make.rngs.params(), shape) * k**-0.5
+        self.score = make.parameter(start, (n, k), "query_heads .", kind="vector")
+
+    def __call__(self, x_BTD, context, cache=None):
+        q_BTNK = self.heads(x_BTD, self.q_proj, context)
+        k_BSMK = self.heads(x_BTD, self.k_proj, context)
+        v_BSMK = self.heads(x_BTD, self.v_proj, context)
+        if cache is not None:
+            k_BSMK = write(cache["k"], k_BSMK, context.positions)
+            v_BSMK = write(cache["v"], v_BSMK, context.positions)
+            cache = {"k": k_BSMK, "v": v_BSMK}
+        o_BTNK = self.attend(q_BTNK, k_BSMK, v_BSMK, context, cache is not None)
+        diagnostics = {}
+        if context.collect_stats and cache is None:
+            first_BT = context.positions == 0
+            indicator = jnp.broadcast_to(first_BT[:, :, None, None], v_BSMK.shape)
+            counted = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT
+            share_BTNK = self.attend(q_BTNK, k_BSMK, indicator.astype(v_BSMK.dtype), context, False)
+            diagnostics = {"first_token_share": token_mean(share_BTNK[..., 0], counted)}
+        return gated_projection(o_BTNK, None, self.o_proj[...], context), diagnostics, cache
+
+    def heads(self, x_BTD, weight, context):
+        """x times a matrix [D, heads, K], with heads split over `tensor` where they can be."""
+        split = None if weight.shape[-2] % shards(context.mesh, TENSOR) else "heads"
+        y_BTNK = jnp.einsum("btd,dnk->btnk", x_BTD, weight[...].astype(x_BTD.dtype))
+        return constrain(y_BTNK, context.mesh, "batch", context.time, split, None)
+
+    def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached: bool):
+        """o [B, T, N, K]. `cached`: keys and values are the slots of a cache."""
+        if k_BSMK.shape[2] % shards(context.mesh, TENSOR):
+            k_BSMK, v_BSMK = (
+                jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k_BSMK, v_BSMK)
+            )
+
+        def run(q, k, v, score, positions, ids):
+            axis = context.time_axis
+            ids = jnp.ones_like(positions) if ids is None or cached else ids
+            key_ids = jnp.ones(k.shape[:2], ids.dtype) if cached else ids
+            at = positions
+            if not cached:
+                at = jnp.broadcast_to(jnp.arange(q.shape[1]), positions.shape)
+            if axis is not None:
+                at = at + jax.lax.axis_index(axis) * at.shape[1]
+                k, v, key_ids = (
+                    jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v, key_ids)
+                )
+            return additive_attention(q, k, v, score, at, ids, key_ids)
+
+        heads = activation_spec("batch", context.time, "heads")
+        tokens = activation_spec("batch", context.time)
+        in_specs = (heads, heads, heads, activation_spec("heads"), tokens, tokens)
+        return local(run, context.mesh, in_specs, heads)(
+            q_BTNK,
+            k_BSMK,
+            v_BSMK,
+            self.score[...].astype(q_BTNK.dtype),
+            context.positions,
+            context.segment_ids,
+        )
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        shape = (batch, length, config.num_key_value_heads, config.head_dim)
+        empty = jnp.zeros(shape, config.dtype)
+        return {"k": empty, "v": empty}
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """Scores and values: a causal query reads (length + 1) / 2 keys on average."""
+        return 2 * (length + 1) * config.num_attention_heads * config.head_dim
+
+    @classmethod
+    def splits(cls, config):
+        return {"num_attention_heads": config.num_attention_heads}
+
+
+class Luong(Bahdanau):
+    """o_i = Σ_j softmax_j(q_iᵀ W k_j) v_j per head over the tokens up to i. Nothing divides by
+    √K, but W starts that small.
+    """
+
+    def make_score(self, make, n, k):
+        start = lambda shape: jax.random.normal(make.rngs.params(), shape) / k
+        self.score = make.parameter(start, (n, k, k), "query_heads . .", kind="vector")
+
+    def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached):
+        scale = q_BTNK.shape[-1] ** 0.5  # the operator divides by √K
+        q_BTNK = jnp.einsum("btnj,njk->btnk", q_BTNK, self.score[...].astype(q_BTNK.dtype) * scale)
+        return attend(q_BTNK, k_BSMK, v_BSMK, context, context.positions if cached else None)
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """The heads' matrices beside scores and values."""
+        matrices = 2 * config.num_attention_heads * config.head_dim**2
+        return super().forward_flops(config, length) + matrices
+
+
+def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_BS):
+    """o [B, T, N, K] of queries at rows `at`, which see the keys of their document up to there;
+    a chunk of queries after the other.
+    """
+    time, width = q_BTNK.shape[1], q_BTNK.shape[-1]
+    groups, wide = k_BSMK.shape[2], jnp.promote_types(jnp.float32, q_BTNK.dtype)
+
+    @jax.checkpoint
+    def attend(_, chunk):
+        q, at, ids = chunk
+        q_BCMRK = q.reshape(*q.shape[:2], groups, -1, width)
+        hidden = jnp.tanh(q_BCMRK[:, :, None] + k_BSMK[:, None, :, :, None])
+        score_MRK = score_NK.reshape(groups, -1, width)
+        s_BCSMR = jnp.einsum("bcsmrk,mrk->bcsmr", hidden, score_MRK, preferred_element_type=wide)
+        is_before = jnp.arange(k_BSMK.shape[1]) <= at[..., None]
+        seen = is_before & (ids[..., None] == key_ids_BS[:, None])
+        p = jax.nn.softmax(jnp.where(seen[..., None, None], s_BCSMR, -1e30), axis=2)
+        return None, jnp.einsum("bcsmr,bsmk->bcmrk", p.astype(q.dtype), v_BSMK).reshape(q.shape)
+
+    chunks = blocks.to_chunks((q_BTNK, at_BT, ids_BT), 1, min(CHUNK, time))
+    _, o = blocks.scan(attend, None, chunks)
+    return blocks.from_chunks(o, 1, time)
+
+
+# ---- references
+# --------------------------------------------------------------------------------------------------
+
+
+def _scored_attention(config, params, x, scores):
+    """Softmax of scores(q, k) [N, T, T] over the tokens up to each; q, k [T, N, K]."""
+    heads = config.num_attention_heads
+    qkv = []
+    for name in ("q_proj", "k_proj", "v_proj"):
+        y = jnp.einsum("td,dnk->tnk", x, params[name])
+        qkv.append(jnp.repeat(y, heads // y.shape[1], axis=1))
+    q, k, v = qkv
+    _, _, causal = places(x)
+    weights = jax.nn.softmax(jnp.where(causal, scores(q, k), -jnp.inf), axis=-1)
+    return jnp.einsum("tnk,nkd->td", jnp.einsum("nij,jnk->ink", weights, v), params["o_proj"])
+
+
+def bahdanau_reference(config, params, x):
+    def scores(q, k):
+        return jnp.einsum("ijnk,nk->nij", jnp.tanh(q[:, None] + k[None]), params["score"])
+
+    return _scored_attention(config, params, x, scores)
+
+
+def luong_reference(config, params, x):
+    def scores(q, k):
+        return jnp.einsum("ina,nab,jnb->nij", q, params["score"], k)
+
+    return _scored_attention(config, params, x, scores)
+
+
+REFERENCES = {"bahdanau": bahdanau_reference, "luong": luong_reference}

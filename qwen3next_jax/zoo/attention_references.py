@@ -1,0 +1,100 @@
+"""What the float64 references of the attention families share: gated attention, every pair of
+tokens by itself, for one row [T, D] of one document.
+
+A reference is a function of the ModelConfig, the parameters by name and the row, in plain
+jax.numpy, so that its gradients are autodiff's. Here positions turn the query by its distance
+from the key alone, while the mixers turn queries and keys by their places.
+
+Letters: T queries, S keys, D model, N query heads, M key/value heads, K head width.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def norm(config, x, weight):
+    """The model's norm over the last axis: weight [D], or [2, D] of a LayerNorm."""
+    centre = 1 if config.zero_centered_norm else 0
+    if config.block.norm == "layer":
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        scale, bias = weight
+    else:
+        scale, bias = weight, 0
+    size = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.rms_norm_eps)
+    return x / size * (centre + scale) + bias
+
+
+def rms_norm(config, x):
+    """x over its root mean square."""
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.rms_norm_eps)
+
+
+def rotated(config, x, distance, theta=None):
+    """x [..., K] whose first `rotary_dim` numbers are turned by `distance` [...], pair i of them
+    at the frequency θ^(-2i/R); theta: None for the model's.
+    """
+    half = config.rotary_dim // 2
+    theta = config.rope_theta if theta is None else theta
+    angle = distance[..., None] * theta ** (-np.arange(half) * 2 / config.rotary_dim)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = first * cos - second * sin, second * cos + first * sin
+    rest = jnp.broadcast_to(rest, (*first.shape[:-1], rest.shape[-1]))
+    return jnp.concatenate([first, second, rest], axis=-1)
+
+
+def places(x):
+    """Places of queries [T, 1] and keys [1, S], and whether a query sees a key of a causal row."""
+    t, s = np.arange(len(x))[:, None], np.arange(len(x))[None]
+    return t, s, s <= t
+
+
+def gated_attention(
+    config, params, x, *, seen, distance=None, theta=None, bias=None, selected=None, sink=None
+):
+    """Gated attention of one row.
+
+    Args:
+      seen: [T, S] bool. distance: [T, S], by which queries are turned; None: no positions.
+      theta: [T, 1, 1, 1] the rotations' base of each query; None: the model's.
+      bias: [N, T, S] or None, added to the scores. selected: None, or ([T, S] bool, n): each
+      query and head also sees the n best of these pairs. sink: [N] or None, a logit that takes
+      weight and gives nothing.
+    """
+    settings, width = config.settings_of(config.mixers[0]), config.head_dim
+    q = jnp.einsum("td,dnk->tnk", x, params["q_proj"])
+    k = jnp.einsum("td,dmk->tmk", x, params["k_proj"])
+    v = jnp.einsum("td,dmk->tmk", x, params["v_proj"])
+    gate = None
+    if config.attention_output_gate:
+        q, gate = q[..., :width], q[..., width:]
+    if config.qk_norm:
+        over_all = settings.qk_norm_over == "layer"
+        flat = (lambda y: y.reshape(len(x), -1)) if over_all else (lambda y: y)
+        q = norm(config, flat(q), params["q_norm"]).reshape(q.shape)
+        k = norm(config, flat(k), params["k_norm"]).reshape(k.shape)
+    readers = q.shape[1] // k.shape[1]
+    k, v = jnp.repeat(k, readers, axis=1), jnp.repeat(v, readers, axis=1)
+
+    q_TSNK = q[:, None]
+    if distance is not None:
+        q_TSNK = rotated(config, q_TSNK, jnp.asarray(distance)[..., None], theta)
+    s_NTS = jnp.sum(q_TSNK * k[None], axis=-1).transpose(2, 0, 1) / math.sqrt(width)
+    s_NTS = s_NTS if bias is None else s_NTS + bias
+    seen = jnp.broadcast_to(jnp.asarray(seen), s_NTS.shape)
+    if selected is not None:
+        pairs, count = selected
+        far = jnp.where(pairs, s_NTS, -jnp.inf)
+        seen = seen | (pairs & (far >= jnp.sort(far, axis=-1)[..., -count, None]))
+    s_NTS = jnp.where(seen, s_NTS, -jnp.inf)
+    if sink is not None:
+        column = jnp.broadcast_to(sink[:, None, None], (*s_NTS.shape[:2], 1))
+        s_NTS = jnp.concatenate([s_NTS, column], axis=-1)
+    weights = jax.nn.softmax(s_NTS, axis=-1)[..., : len(x)]
+    o = jnp.einsum("nts,snk->tnk", weights, v)
+    if gate is not None:
+        o = o * jax.nn.sigmoid(gate)
+    return jnp.einsum("tnk,nkd->td", o, params["o_proj"])

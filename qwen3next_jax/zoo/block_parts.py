@@ -1,0 +1,297 @@
+"""Parts of a block other than the released model's, which `model.block.*` names: norms, where
+norms are placed, dense MLPs, positions that are added to the embeddings, and rotations that reach
+further.
+
+Letters: B batch, T time, D model, I width of an MLP.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.block import Block
+from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
+from qwen3next_jax.model.moe import DenseMLP
+from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.positions import NoPositions
+from qwen3next_jax.zoo.attention_references import gated_attention, norm, places
+
+# Every placement, norm and MLP at least once.
+EXAMPLES = {
+    "gemma": {
+        "block": {"placement": "sandwich", "norm": "layer", "mlp": "geglu"},
+        "mixer": {"qk_norm_over": "layer"},
+    },
+    "deepnet": {"block": {"placement": "deep", "mlp": "relu2"}},
+    "transformer": {"block": {"placement": "post", "norm": "layer", "mlp": "relu"}},
+    "olmo2": {
+        "block": {"placement": "olmo2", "mlp": "gelu"},
+        "mixer": {"qk_norm_over": "layer"},
+    },
+    "gpt2": {"block": {"norm": "layer"}, "zero_centered_norm": False},
+}
+
+
+# ---- norms
+# --------------------------------------------------------------------------------------------------
+
+
+class LayerNorm:
+    """RMSNorm of x less its mean, plus a bias (1607.06450). Its weight [2, D] is the scale (1 +
+    the scale, with `zero_centered_norm`) and the bias.
+    """
+
+    @staticmethod
+    def weight(make: Make, width: int) -> nnx.Param:
+        centre = 0.0 if make.config.zero_centered_norm else 1.0
+        return make.parameter(
+            lambda shape: jnp.broadcast_to(jnp.array([[centre], [0.0]]), shape),
+            (2, width),
+            ". .",
+            kind="norm",
+        )
+
+    @staticmethod
+    def apply(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
+        """Over the last axis, computed in float32; in the dtype of `x`."""
+
+        def normalise(x, weight):
+            scale, bias = weight.astype(jnp.float32)
+            x32 = x.astype(jnp.float32)
+            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+            variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+            x32 = x32 * jax.lax.rsqrt(variance + config.rms_norm_eps)
+            scale = 1 + scale if config.zero_centered_norm else scale
+            return (x32 * scale + bias).astype(x.dtype)
+
+        return keeping_inputs(normalise, x, weight)
+
+
+# ---- placements of norms: N is a norm, f the mixer or the MLP
+# --------------------------------------------------------------------------------------------------
+
+
+class Post(Block):
+    """N(x + f(x)), as the Transformer has it (1706.03762)."""
+
+    def before(self, x_BTD, part):
+        return x_BTD
+
+    def after(self, x_BTD, y_BTD, part):
+        return super().before(x_BTD + y_BTD, part)
+
+
+class Olmo2(Block):
+    """x + N(f(x)) (2501.00656)."""
+
+    def before(self, x_BTD, part):
+        return x_BTD
+
+    def after(self, x_BTD, y_BTD, part):
+        return x_BTD + super().before(y_BTD, part)
+
+
+class Sandwich(Block):
+    """x + N'(f(N(x))) (2105.13290; Gemma 3)."""
+
+    def __init__(self, config, mixer, sparse, make, layers):
+        super().__init__(config, mixer, sparse, make, layers)
+        self.after_mixer_norm = make.norm(config.hidden_size)
+        self.after_mlp_norm = make.norm(config.hidden_size)
+
+    def after(self, x_BTD, y_BTD, part):
+        return x_BTD + rms_norm(y_BTD, getattr(self, f"after_{part}_norm")[...], self.config)
+
+
+class Deep(Post):
+    """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ of L layers. The matrices of MLPs, of
+    values and of outputs start smaller by β = (8 L)^-¼; slabs that hold values beside queries and
+    keys start as they do elsewhere.
+    """
+
+    def __init__(self, config, mixer, sparse, make, layers):
+        super().__init__(config, mixer, sparse, make, layers)
+        self.alpha = (2 * config.num_hidden_layers) ** 0.25
+        beta = (8 * config.num_hidden_layers) ** -0.25
+        names = ("v_proj", "value_proj", "o_proj", "out_proj")
+        smaller = [(self.mixer, name) for name in names if hasattr(self.mixer, name)]
+        smaller += [(self.mlp, name) for name in vars(self.mlp)]
+        for owner, name in smaller:
+            parameter = getattr(owner, name)
+            if getattr(getattr(parameter, "declared", None), "kind", None) == "matrix":
+                setattr(owner, name, parameter.replace(parameter[...] * beta))
+
+    def after(self, x_BTD, y_BTD, part):
+        return super().after(self.alpha * x_BTD, y_BTD, part)
+
+
+# ---- dense MLPs
+# --------------------------------------------------------------------------------------------------
+
+gelu = functools.partial(jax.nn.gelu, approximate=True)  # by tanh, as Gemma and GPT-2 have it
+
+
+class GeGLU(DenseMLP):
+    """down(gelu(gate x) · up x) (2002.05202)."""
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        gate_up = jnp.einsum("btd,dci->btci", x_BTD, self.gate_up[...].astype(x_BTD.dtype))
+        hidden_BTI = keeping_inputs(
+            lambda gate_up: gelu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
+        )
+        return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
+
+
+class GELU(nnx.Module):
+    """down(gelu(up x))."""
+
+    activation = staticmethod(gelu)
+
+    def __init__(self, config: ModelConfig, make: Make):
+        d, i = config.hidden_size, config.intermediate_size
+        self.up = make.matrix((d, i), "embed -> mlp")
+        self.down = make.matrix((i, d), "mlp -> embed")
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        hidden_BTI = keeping_inputs(self.activation, x_BTD @ self.up[...].astype(x_BTD.dtype))
+        return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
+
+
+class ReLU(GELU):
+    """down(max(0, up x)) (1706.03762)."""
+
+    activation = staticmethod(jax.nn.relu)
+
+
+class SquaredReLU(GELU):
+    """down(max(0, up x)²) (2109.08668)."""
+
+    activation = staticmethod(lambda x: jnp.square(jax.nn.relu(x)))
+
+
+class NoMLP(nnx.Module):
+    """Adds nothing, for layers that are a mixer alone. The layer keeps the norms around it."""
+
+    def __init__(self, config: ModelConfig, make: Make):
+        pass
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        return jnp.zeros_like(x_BTD), {}
+
+
+# ---- positions that are added to the embeddings
+# --------------------------------------------------------------------------------------------------
+
+
+class Sinusoidal(NoPositions):
+    """sin and cos of t / 10000^(2i/D), those of one i side by side (1706.03762, section 3.5)."""
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        half = self.config.hidden_size // 2
+        angle = positions_BT[..., None] * jnp.exp(jnp.arange(half) * (-math.log(10_000) / half))
+        added_BTD = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1).reshape(x_BTD.shape)
+        return x_BTD + added_BTD.astype(x_BTD.dtype)
+
+
+class Learned(NoPositions):
+    """A row of a table for each place of the context."""
+
+    meaning = ("max_position_embeddings", "yarn_factor")
+
+    def __init__(self, config: ModelConfig, make: Make):
+        super().__init__(config, make)
+        self.table = make.matrix(
+            (config.context_length, config.hidden_size), ". .", kind="embedding"
+        )
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        length, rows = x_BTD.shape[1], self.config.context_length
+        require(
+            length <= rows,
+            f"rows of {length} tokens with model.block.positions = 'learned': expected at most "
+            f"{rows}, model.max_position_embeddings × model.yarn_factor, as many as its table has",
+        )
+        return x_BTD + self.table[...][positions_BT].astype(x_BTD.dtype)
+
+
+# ---- rotations stretched to `factor` = yarn_factor times the trained `context`
+# --------------------------------------------------------------------------------------------------
+# Each returns how much slower each of the `half` pairs of dimensions turns than at `theta`, and
+# what multiplies cos and sin, as `layers.yarn` does.
+
+
+def linear(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+    """Position interpolation (2306.15595): all pairs slower by the factor."""
+    return np.full(half, 1 / factor, np.float32), 1.0
+
+
+def ntk(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+    """The base times factor^(R / (R − 2)), R = 2 · half: the fastest pair as it was, the slowest
+    slower by the factor.
+    """
+    return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
+
+
+def truncated(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+    """A truncated basis (Giraffe, 2308.10882). Pairs that turn once within the trained context
+    stay. Of the others, those that would turn once within the stretched context turn once in it,
+    and the slowest do not turn. The paper leaves the two borders open; these are ours.
+    """
+    frequency = theta ** (-np.arange(half) / half)
+    once = 2 * math.pi / context
+    once_stretched = 2 * math.pi / (context * factor)
+    slower = np.where(frequency > once_stretched, once_stretched / frequency, 0)
+    return np.where(frequency >= once, 1, slower).astype(np.float32), 1.0
+
+
+# ---- reference
+# --------------------------------------------------------------------------------------------------
+
+
+def block_reference(config, params, x):
+    """[T, D] → [T, D]: one layer of gated attention and a dense MLP, as the formulas above say."""
+    alpha = (2 * config.num_hidden_layers) ** 0.25
+    for part, f in (("mixer", _attention_reference), ("mlp", _mlp_reference)):
+        f = functools.partial(f, config, params[part])
+
+        def normed(x, name=part):
+            return norm(config, x, params[f"{name}_norm"])
+
+        match config.block.placement:
+            case "pre":
+                x = x + f(normed(x))
+            case "post":
+                x = normed(x + f(x))
+            case "olmo2":
+                x = x + normed(f(x))
+            case "sandwich":
+                x = x + normed(f(normed(x)), f"after_{part}")
+            case "deep":
+                x = normed(alpha * x + f(x))
+    return x
+
+
+def _attention_reference(config, params, x):
+    i, j, causal = places(x)
+    return gated_attention(config, params, x, seen=causal, distance=i - j)
+
+
+def _mlp_reference(config, params, x):
+    def gelu_by_tanh(x):
+        return 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    kind = config.block.mlp
+    if kind in ("swiglu", "geglu"):
+        gate, up = x @ params["gate_up"][:, 0], x @ params["gate_up"][:, 1]
+        gate = gelu_by_tanh(gate) if kind == "geglu" else gate / (1 + jnp.exp(-gate))
+        return (gate * up) @ params["down"]
+    up = x @ params["up"]
+    positive = jnp.where(up > 0, up, 0)
+    hidden = {"gelu": gelu_by_tanh(up), "relu": positive, "relu2": positive**2}[kind]
+    return hidden @ params["down"]

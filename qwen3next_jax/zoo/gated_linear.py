@@ -1,0 +1,186 @@
+"""Linear attention with a decay per key channel that the token chooses: GLA, HGRN-2 and decaying
+fast weights.
+
+Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.zoo.ops import channel_delta_rule
+from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
+from qwen3next_jax.zoo.references import (
+    outer_product_recurrence,
+    project_out,
+    rms_norm,
+    split_projection,
+)
+
+EXAMPLES = {
+    "gla": {"linear_mixer": "gla"},
+    "hgrn2": {"linear_mixer": "hgrn2"},
+    "dfw": {"linear_mixer": "dfw"},
+}
+GLA_RANK, GLA_TEMPERATURE = 16, 16  # the paper's
+
+
+class ChannelDecay(Recurrent):
+    """S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without convolution."""
+
+    switches = ()
+    convolved = False
+
+    def recurrence(self, heads, state):
+        o_BTHV, final_state = channel_delta_rule(
+            heads.q,
+            heads.k,
+            heads.v,
+            g=heads.g,
+            beta=heads.beta,
+            erase=False,
+            initial_state=state and state["state"],
+            segment_ids=heads.segment_ids,
+            axis_name=heads.axis_name,
+        )
+        return o_BTHV, {"state": final_state}
+
+    @classmethod
+    def uses_delta_term(cls, config):
+        return False
+
+
+class GLA(ChannelDecay):
+    """Gated linear attention (2312.06635, equations 3–4): g = log σ(W₂ W₁ x + b) / 16 per key
+    channel, o = Sᵀq / √K. SiLU gate.
+    """
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        self.make_projection(make)
+        self.decay_down, self.decay_up = make_low_rank(make, GLA_RANK, c.linear_key_head_dim)
+        self.decay_bias = make.parameter(
+            jnp.zeros,
+            (c.linear_num_value_heads, c.linear_key_head_dim),
+            "value_heads .",
+            kind="rate",
+        )
+        self.make_output(make)
+
+    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+        logit_BTHK = (
+            project_to_float32(x_BTD, self.decay_down, self.decay_up) + self.decay_bias[...]
+        )
+        qkv, gate = self.project(x_BTD, context)
+        return Inputs(qkv, gate, g=jax.nn.log_sigmoid(logit_BTHK) / GLA_TEMPERATURE)
+
+    def recurrence(self, heads, state):
+        return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** -0.5), state)
+
+
+class HGRN2(ChannelDecay):
+    """HGRN-2 (2404.07904): what a channel forgets is what it takes in, above a bound that grows
+    with depth.
+
+    f = b + (1 − b) σ(W x), g = ln f, k = 1 − f, q = SiLU(W x). No output gate. The bound b is a
+    parameter of each layer and channel that starts at layer / layers; the paper takes a
+    cumulative softmax over the layers, which starts there. In multi-token prediction layer is
+    layers − 1.
+    """
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        shape = (c.linear_num_key_heads, c.linear_key_head_dim)
+        bound = jnp.maximum(jnp.asarray(layers) / c.num_hidden_layers, 0.01).reshape(
+            *make.stack, 1, 1
+        )
+        self.make_projection(make, gate=False)
+        logit = jnp.log(bound) - jnp.log1p(-bound)
+        self.bound = make.parameter(
+            lambda shape: jnp.broadcast_to(logit, shape), shape, "key_heads .", kind="rate"
+        )
+        self.make_output(make)
+
+    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+        qkv, _ = self.project(x_BTD, context)
+        k = self.config.linear_key_head_dim
+        q, key, v = jnp.split(qkv, (k, 2 * k), axis=-1)
+        # k = 1 − f, and g from it: ln f of an f that was rounded to 1 would be 0.
+        key = jax.nn.sigmoid(-self.bound[...]) * jax.nn.sigmoid(-key.astype(jnp.float32))
+        g_BTGK = jnp.log1p(-key)
+        repeats = self.config.linear_num_value_heads // self.config.linear_num_key_heads
+        return Inputs(
+            jnp.concatenate([jax.nn.silu(q), key.astype(q.dtype), v], axis=-1),
+            g=jnp.repeat(g_BTGK, repeats, axis=2),
+        )
+
+
+class DFW(ChannelDecay):
+    """Decaying fast weights (2210.04243): a decay per key channel and one per value channel.
+
+    S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq; norm of each head, no output gate.
+    """
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        width = c.linear_key_head_dim + c.linear_value_head_dim
+        self.make_projection(make, gate=False)
+        self.decay_proj = make.matrix(
+            (c.hidden_size, c.linear_num_value_heads, width), "embed -> value_heads ."
+        )
+        self.make_output(make)
+
+    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+        qkv, _ = self.project(x_BTD, context)
+        return Inputs(qkv, g=jax.nn.log_sigmoid(project_to_float32(x_BTD, self.decay_proj)))
+
+    def recurrence(self, heads, state):
+        key_decay, value_decay = jnp.split(heads.g, (heads.q.shape[-1],), axis=-1)
+        o_BTHV, final_state = channel_delta_rule(
+            heads.q,
+            heads.k,
+            heads.v,
+            g=key_decay,
+            value_decay=value_decay,
+            erase=False,
+            initial_state=state and state["state"],
+            segment_ids=heads.segment_ids,
+            axis_name=heads.axis_name,
+        )
+        return o_BTHV, {"state": final_state}
+
+
+def gla_reference(config, params, x):
+    q, k, v, gate = split_projection(config, params, x)
+    low = x @ params["decay_down"]
+    logit = jnp.einsum("tr,rhk->thk", low, params["decay_up"]) + params["decay_bias"]
+    o = outer_product_recurrence(q * q.shape[-1] ** -0.5, k, v, -jax.nn.softplus(-logit) / 16)
+    return project_out(params, rms_norm(config, o) * params["norm"] * jax.nn.silu(gate))
+
+
+def hgrn2_reference(config, params, x):
+    q, logit, v, _ = split_projection(config, params, x)
+    repeats = v.shape[1] // config.linear_num_key_heads
+    bound = jnp.repeat(jax.nn.sigmoid(params["bound"]), repeats, axis=0)
+    forget = bound + (1 - bound) * jax.nn.sigmoid(logit)
+    o = outer_product_recurrence(jax.nn.silu(q), 1 - forget, v, jnp.log(forget))
+    return project_out(params, rms_norm(config, o) * params["norm"])
+
+
+def dfw_reference(config, params, x):
+    q, k, v, _ = split_projection(config, params, x)
+    decay = jax.nn.sigmoid(jnp.einsum("td,dhc->thc", x, params["decay_proj"]))
+
+    def step(s, token):
+        q, k, v, decay = token
+        key_decay, value_decay = decay[:, : k.shape[-1]], decay[:, k.shape[-1] :]
+        s = key_decay[..., None] * s * value_decay[:, None] + k[..., None] * v[:, None]
+        return s, jnp.einsum("hkv,hk->hv", s, q)
+
+    empty = jnp.zeros((*k.shape[1:], v.shape[-1]))
+    _, o = jax.lax.scan(step, empty, (q, k, v, decay))
+    return project_out(params, rms_norm(config, o) * params["norm"])
+
+
+REFERENCES = {"gla": gla_reference, "hgrn2": hgrn2_reference, "dfw": dfw_reference}

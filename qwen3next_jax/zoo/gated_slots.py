@@ -1,0 +1,200 @@
+"""Attention over a bounded number of slots that are written again and again: gated slot attention
+and attention with bounded-memory control.
+
+Letters: B batch, T time, H value heads, M slots.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
+from qwen3next_jax.zoo.projections import project_to_float32
+from qwen3next_jax.zoo.references import project_out, rms_norm, split_projection
+
+EXAMPLES = {
+    "gsa": {"linear_mixer": "gsa", "mixer": {"slots": 6}},
+    "abc": {"linear_mixer": "abc", "mixer": {"slots": 6}},
+}
+GSA_TEMPERATURE = 8  # of the forget gates, the paper's
+
+
+class Slots(Recurrent):
+    """Two states, Sₖ [K, M] of keys and Sᵥ [M, V] of values, with the same decay and write of
+    every slot:
+
+    Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp); norm
+    of each head, no convolution and no output gate. A subclass makes (g, w) in `gates`.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # memory slots, each of which keeps a key and a value
+        slots: int = 64
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "slots"})
+
+    switches = ()
+    convolved = False
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        self.make_projection(make, gate=False)
+        self.forget_proj = make.matrix(
+            (c.hidden_size, c.linear_num_value_heads, self.settings(c).slots),
+            "embed -> value_heads .",
+        )
+        self.make_output(make)
+
+    def gates(self, heads, state):
+        """(log decay of the slots, what is written to them), both [B, T, H, M], and the states
+        after the row that these need.
+        """
+        raise NotImplementedError
+
+    def recurrence(self, heads, state):
+        g_BTHM, written_BTHM, gate_states = self.gates(heads, state)
+        written_BTHM = written_BTHM.astype(heads.v.dtype)
+        common = dict(erase=False, segment_ids=heads.segment_ids, axis_name=heads.axis_name)
+        no_decay_BTHK = jnp.zeros((*heads.v.shape[:3], heads.q.shape[-1]), jnp.float32)
+        scores_BTHM, keys = channel_delta_rule(
+            heads.q,
+            heads.k,
+            written_BTHM,
+            g=no_decay_BTHK,
+            value_decay=g_BTHM,
+            initial_state=state and state["state"],
+            **common,
+        )
+        weights_BTHM = jax.nn.softmax(scores_BTHM.astype(jnp.float32), axis=-1)
+        o_BTHV, values = channel_delta_rule(
+            weights_BTHM.astype(heads.v.dtype),
+            written_BTHM,
+            heads.v,
+            g=g_BTHM,
+            initial_state=state and state["values"],
+            **common,
+        )
+        return jax.nn.silu(o_BTHV), {"state": keys, "values": values} | gate_states
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        heads = (batch, config.linear_num_value_heads)
+        return super().init_cache(config, batch, length) | {
+            "state": jnp.zeros((*heads, config.linear_key_head_dim, cls.settings(config).slots)),
+            "values": jnp.zeros((*heads, cls.settings(config).slots, config.linear_value_head_dim)),
+        }
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """Write and read of two states."""
+        return (
+            4
+            * config.linear_num_value_heads
+            * cls.settings(config).slots
+            * (config.linear_key_head_dim + config.linear_value_head_dim)
+        )
+
+    @classmethod
+    def uses_delta_term(cls, config):
+        return False
+
+
+class GSA(Slots):
+    """Gated slot attention (2409.07146, equations 7–9): g = log σ(W x) / 8, w = 1 − e^g."""
+
+    def inputs(self, x_BTD, context) -> Inputs:
+        qkv, _ = self.project(x_BTD, context)
+        logit_BTHM = project_to_float32(x_BTD, self.forget_proj)
+        return Inputs(qkv, g=jax.nn.log_sigmoid(logit_BTHM) / GSA_TEMPERATURE)
+
+    def gates(self, heads, state):
+        return heads.g, -jnp.expm1(heads.g), {}
+
+
+class ABC(Slots):
+    """Attention with bounded-memory control (2110.02488, equations 4 and 9, causal): a slot holds
+    the mean Σ e^{s_j} k_j / Σ e^{s_j} of its document, s = W x.
+
+    With z_t = ln Σ_{j ≤ t} e^{s_j}: w = e^{s − z} and g = z_{t−1} − z_t. The sums are kept divided
+    by e^m, m the largest s so far.
+    """
+
+    def inputs(self, x_BTD, context) -> Inputs:
+        qkv, _ = self.project(x_BTD, context)
+        return Inputs(qkv, g=project_to_float32(x_BTD, self.forget_proj))  # in the field g: s
+
+    def gates(self, heads, state):
+        s_BTHM = heads.g
+        common = dict(segment_ids=heads.segment_ids, axis_name=heads.axis_name)
+        m, m_before, largest = max_plus_scan(
+            jnp.zeros_like(s_BTHM), s_BTHM, initial_state=state and state["largest"], **common
+        )
+        m = jnp.where(m == -jnp.inf, 0, m)  # a row without a token
+        change = jnp.where(m_before == -jnp.inf, 0, m_before - m)
+        own = jnp.exp(s_BTHM - m)
+        total, total_before, last_total = linear_scan(
+            change, own, initial_state=state and state["total"], **common
+        )
+        # Where nothing was before there is nothing to forget, and ln 0 would be no number.
+        is_first = total_before == 0
+        g_BTHM = jnp.where(
+            is_first,
+            0,
+            change
+            + jnp.log(jnp.where(is_first, 1, total_before))
+            - jnp.log(jnp.where(total == 0, 1, total)),
+        )
+        return (
+            jnp.minimum(g_BTHM, 0),
+            own / jnp.where(total == 0, 1, total),
+            {"largest": largest, "total": last_total},
+        )
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        slots = (batch, config.linear_num_value_heads, cls.settings(config).slots)
+        # The largest of no scores. From 0, e^{s − 0} of lower scores would underflow.
+        return super().init_cache(config, batch, length) | {
+            "largest": jnp.full(slots, -jnp.inf),
+            "total": jnp.zeros(slots),
+        }
+
+
+def gsa_reference(config, params, x):
+    q, k, v, _ = split_projection(config, params, x)
+    forget = jax.nn.sigmoid(jnp.einsum("td,dhm->thm", x, params["forget_proj"])) ** (1 / 8)
+
+    def step(carry, token):
+        keys, values = carry
+        q, k, v, f = token
+        keys = keys * f[:, None] + k[..., None] * (1 - f)[:, None]
+        values = f[..., None] * values + (1 - f)[..., None] * v[:, None]
+        weights = jax.nn.softmax(jnp.einsum("hkm,hk->hm", keys, q), axis=-1)
+        return (keys, values), jnp.einsum("hmv,hm->hv", values, weights)
+
+    heads, slots = forget.shape[1:]
+    empty = jnp.zeros((heads, k.shape[-1], slots)), jnp.zeros((heads, slots, v.shape[-1]))
+    _, o = jax.lax.scan(step, empty, (q, k, v, forget))
+    return project_out(params, rms_norm(config, jax.nn.silu(o)) * params["norm"])
+
+
+def abc_reference(config, params, x):
+    """Not as a recurrence: with the weight of token j in each slot at time i."""
+    q, k, v, _ = split_projection(config, params, x)
+    s = jnp.einsum("td,dhm->thm", x, params["forget_proj"])
+    is_past = np.tril(np.ones((len(x), len(x)), bool))[..., None, None]
+    weights = jax.nn.softmax(jnp.where(is_past, s[None], -jnp.inf), axis=1)
+    keys = jnp.einsum("ijhm,jhc->ihmc", weights, k)
+    values = jnp.einsum("ijhm,jhc->ihmc", weights, v)
+    chosen = jax.nn.softmax(jnp.einsum("ihmk,ihk->ihm", keys, q), axis=-1)
+    o = jnp.einsum("ihm,ihmv->ihv", chosen, values)
+    return project_out(params, rms_norm(config, jax.nn.silu(o)) * params["norm"])
+
+
+REFERENCES = {"gsa": gsa_reference, "abc": abc_reference}

@@ -1,0 +1,333 @@
+"""Hyena (2302.10866, definition 3.1): long convolutions whose filters are functions of the
+distance, and gates between them.
+
+Letters: B batch, T time, S slots of a cache, D model, H heads of V channels (heads only because
+`tensor` splits them), L distances, C channels of a row (any trailing axes, flattened).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.gated_attention import write
+from qwen3next_jax.model.layers import token_mean
+from qwen3next_jax.model.mixer import Mixer
+from qwen3next_jax.ops import causal_conv1d, checks
+from qwen3next_jax.sharding.rules import activation_spec, local
+
+EXAMPLES = {"hyena": {"linear_mixer": "hyena"}}
+ORDER = 2  # long convolutions
+# the filters' network: sines of the distance, its width, and what its own sines multiply
+BANDS = 8
+WIDTH = 64
+FREQUENCY = 10.0
+# the parts of max_position_embeddings over which the channels' windows fall to 1 %, and what is
+# added to the windows
+FASTEST = 0.3
+SLOWEST = 1.5
+FLOOR = 0.05
+FEW_TOKENS = 8  # of a cache: so many are convolved by sums
+
+
+class Hyena(Mixer):
+    """z ← v, then z ← x_n ⊙ (h_n ∗ z + b_n z) for n = 1, 2, with v, x₁, x₂ = conv(W x).
+
+    The filter h_n is a network of the distance over max_position_embeddings, times a window
+    e^{-α ·} + 0.05. There are linear_num_value_heads × linear_value_head_dim channels. A filter is
+    as long as the row, and the cache keeps every token's z.
+
+    Diagnostics, per head [H]: gate_size, the mean of |x₁ x₂|.
+    """
+
+    switches = ("linear_conv_kernel_dim",)
+    meaning = ("max_position_embeddings",)
+    cache_kind = "slots"
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        d, h, v = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim
+        width = (ORDER + 1) * v
+        parts = (("value", v), *((f"gate_{n}", v) for n in range(ORDER)))
+
+        def scaled(shape):
+            start = jax.random.uniform(make.rngs.params(), shape, minval=-1, maxval=1)
+            return start * shape[len(make.stack)] ** -0.5
+
+        def windows(shape):
+            rates = jnp.linspace(1 / FASTEST, 1 / SLOWEST, h * v).reshape(h, v) * jnp.log(100)
+            return jnp.broadcast_to(rates, shape)
+
+        vector = functools.partial(make.parameter, scaled, kind="vector", operand=False)
+        self.in_proj = make.matrix((d, h, width), "embed -> value_heads .", parts=parts)
+        self.conv_kernel = make.matrix(
+            (c.linear_conv_kernel_dim, h, width),
+            ". value_heads channels",
+            kind="convolution",
+            parts=parts,
+        )
+        self.filter_in = vector((2 * BANDS + 1, WIDTH), ". embed_out")
+        self.filter_hidden = vector((WIDTH, WIDTH), ". embed_out")
+        self.filter_out = vector((WIDTH, ORDER, h, v), ". . value_heads .")
+        self.bias = make.parameter(jnp.ones, (ORDER, h, v), ". value_heads .", kind="rate")
+        self.window = make.parameter(windows, (h, v), "value_heads .", kind="rate")
+        self.out_proj = make.matrix((h, v, d), "value_heads . -> embed")
+
+    def __call__(self, x_BTD, context, cache=None):
+        u_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
+        axis = context.time_axis
+
+        def run(u, kernel, network, bias, window, positions, ids, cache):
+            if cache is None:
+                length = u.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
+            else:
+                length = cache["input"].shape[1]
+            filters_OLHV = self.filters(length, *network, window)
+            if cache is None:
+                u, _ = causal_conv1d(u, kernel, activation=None, segment_ids=ids, axis_name=axis)
+            else:
+                cache = dict(cache, input=write(cache["input"], u, positions))
+                u = convolve_slots(cache["input"], kernel, positions)
+            z, *gates = jnp.split(u, ORDER + 1, axis=-1)
+            for n, gate in enumerate(gates):
+                if cache is None:
+                    y = fft_convolution(z, filters_OLHV[n], segment_ids=ids, axis_name=axis)
+                else:
+                    cache[f"z_{n}"] = write(cache[f"z_{n}"], z, positions)
+                    y = convolve_cache(cache[f"z_{n}"], filters_OLHV[n], positions)
+                z = (gate * (y.astype(jnp.float32) + bias[n] * z)).astype(u.dtype)
+            return z, jnp.abs(gates[0] * gates[1]).mean(axis=-1), cache
+
+        rows = activation_spec("batch", context.time, "heads")
+        tokens = activation_spec("batch", context.time)
+        slots = activation_spec("batch", None, "heads")
+        narrow = activation_spec(None, "heads")
+        network = (activation_spec(), activation_spec(), activation_spec(None, None, "heads"))
+        in_specs = (rows, narrow, network, narrow, activation_spec("heads"), tokens, tokens, slots)
+        z_BTHV, size_BTH, cache = local(run, context.mesh, in_specs, (rows, rows, slots))(
+            u_BTHC,
+            self.conv_kernel[...].astype(u_BTHC.dtype),
+            (self.filter_in[...], self.filter_hidden[...], self.filter_out[...]),
+            self.bias[...],
+            self.window[...],
+            context.positions,
+            context.segment_ids,
+            cache,
+        )
+        y_BTD = jnp.einsum("bthv,hvd->btd", z_BTHV, self.out_proj[...].astype(x_BTD.dtype))
+        diagnostics = {}
+        if context.collect_stats:
+            diagnostics = {"gate_size": token_mean(size_BTH, context.stats_mask)}
+        return y_BTD, diagnostics, cache
+
+    def filters(self, length: int, filter_in, filter_hidden, filter_out, window_HV):
+        """[ORDER, L, H, V] float32, of a network that sees sines of the distance."""
+        at_L1 = jnp.arange(length)[:, None] / self.config.max_position_embeddings
+        angle = 2 * jnp.pi * at_L1 * jnp.arange(BANDS)
+        x = jnp.concatenate([at_L1, jnp.cos(angle), jnp.sin(angle)], axis=-1)
+        for weight in (filter_in, filter_hidden):
+            x = jnp.sin(FREQUENCY * (x @ weight))
+        window_LHV = jnp.exp(-at_L1[..., None] * window_HV) + FLOOR
+        return jnp.einsum("lw,wohv->olhv", x, filter_out) * window_LHV
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        shape = (batch, length, config.linear_num_value_heads)
+        v = config.linear_value_head_dim
+        empty = lambda width: jnp.zeros((*shape, width), config.dtype)
+        return {"input": empty((ORDER + 1) * v)} | {f"z_{n}": empty(v) for n in range(ORDER)}
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """A transform there and one back of twice the row, 2.5 n log₂ n each, and their product;
+        the filters are every row's.
+        """
+        doubled = 1 << (2 * length - 1).bit_length()
+        channels = config.linear_num_value_heads * config.linear_value_head_dim
+        transforms = 2 * 2.5 * doubled * (doubled.bit_length() - 1)
+        return ORDER * channels * (transforms + 3 * doubled) / length
+
+    @classmethod
+    def splits(cls, config):
+        return {"linear_num_value_heads": config.linear_num_value_heads}
+
+    @classmethod
+    def halo(cls, config):
+        return config.linear_conv_kernel_dim - 1
+
+
+def convolve_slots(u_BSHC, kernel_WHC, positions_BT):
+    """[B, T, H, C] the short convolution at `positions`, of the tokens in a cache's slots."""
+    before_BTW = positions_BT[..., None] - jnp.arange(len(kernel_WHC))[::-1]
+    taps = jax.vmap(lambda rows, at: rows[jnp.maximum(at, 0)])(u_BSHC, before_BTW)
+    taps = jnp.where((before_BTW >= 0)[..., None, None], taps, 0)
+    return jnp.einsum("btwhc,whc->bthc", taps, kernel_WHC)
+
+
+def convolve_cache(z_BSHV, filter_SHV, positions_BT):
+    """[B, T, H, V] the long convolution at `positions`, of the tokens in a cache's slots: for a
+    few positions by sums, for many by transforms.
+    """
+    slots = z_BSHV.shape[1]
+    if positions_BT.shape[1] > FEW_TOKENS:
+        return jax.vmap(lambda y, at: y[at])(fft_convolution(z_BSHV, filter_SHV), positions_BT)
+    # 0 for slots behind the position
+    backwards = jnp.concatenate([filter_SHV[::-1], jnp.zeros_like(filter_SHV)])
+
+    def one(z_SHV, at):
+        weights = jax.lax.dynamic_slice_in_dim(backwards, slots - 1 - at, slots)
+        return jnp.einsum("shv,shv->hv", z_SHV.astype(jnp.float32), weights)
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(z_BSHV, positions_BT)
+
+
+def hyena_reference(config, params, x):
+    """With the sums of both convolutions written out."""
+    length = len(x)
+    lag = jnp.arange(length)[:, None] / config.max_position_embeddings
+    kernel = params["conv_kernel"]
+    u = jnp.einsum("td,dhc->thc", x, params["in_proj"])
+    u = jnp.pad(u, ((len(kernel) - 1, 0), (0, 0), (0, 0)))
+    u = sum(u[w : w + length] * kernel[w] for w in range(len(kernel)))
+    z, *gates = jnp.split(u, 3, axis=-1)
+
+    angle = 2 * jnp.pi * lag * jnp.arange(len(params["filter_in"]) // 2)
+    features = jnp.concatenate([lag, jnp.cos(angle), jnp.sin(angle)], axis=-1)
+    for weight in (params["filter_in"], params["filter_hidden"]):
+        features = jnp.sin(10 * features @ weight)
+    window = jnp.exp(-lag[..., None] * params["window"]) + 0.05
+    for n, gate in enumerate(gates):
+        taps = jnp.einsum("lw,whv->lhv", features, params["filter_out"][:, n]) * window
+        y = jnp.stack([jnp.sum(taps[: t + 1] * z[t::-1], axis=0) for t in range(length)])
+        z = gate * (y + params["bias"][n] * z)
+    return jnp.einsum("thv,hvd->td", z, params["out_proj"])
+
+
+REFERENCES = {"hyena": hyena_reference}
+
+
+# ---- the operator
+# --------------------------------------------------------------------------------------------------
+
+
+def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None):
+    """y_t = Σ_{s ≤ t} kernel_{t-s} x_s over the tokens s of t's document, each channel by itself,
+    by Fourier transforms.
+
+    A transform mixes the whole row, so that every document is transformed alone: the work is
+    that of one document times the number of them in the row that has most.
+
+    Args:
+      x: [B, T, *channels].
+      kernel: [L, *channels], L >= T (of the whole row): by distance, the token's own first.
+      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at
+        the end, whose rows give zeros.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; the kernel is
+        then the whole row's. Every shard transforms whole rows of its part of the channels, which
+        are exchanged before and after.
+
+    Returns:
+      y: [B, T, *channels] in x's dtype, computed in float32 (float64 for float64).
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+    """
+    channels = x.shape[2:]
+    shard_count = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    length = x.shape[1] * shard_count
+    checks.shapes(
+        x=(x, ("B", "T", *channels)),
+        kernel=(kernel, ("L", *channels)),
+        segment_ids=(segment_ids, "BT"),
+    )
+    checks.integers(segment_ids=segment_ids)
+    if kernel.shape[0] < length:
+        raise ValueError(f"kernel has {kernel.shape[0]} rows: expected at least the {length} of x")
+    size = math.prod(channels)
+    wide = jnp.promote_types(jnp.float32, x.dtype)
+    x_BTC = x.reshape(*x.shape[:2], size).astype(wide)
+    kernel_TC = kernel.reshape(-1, size)[:length].astype(wide)
+    if axis_name is not None:
+        share = -(-size // shard_count)
+        more = share * shard_count - size
+        x_BTC = jnp.pad(x_BTC, [(0, 0), (0, 0), (0, more)])
+        kernel_TC = jnp.pad(kernel_TC, [(0, 0), (0, more)])
+        x_BTC = jax.lax.all_to_all(x_BTC, axis_name, split_axis=2, concat_axis=1, tiled=True)
+        kernel_TC = jax.lax.dynamic_slice_in_dim(
+            kernel_TC, jax.lax.axis_index(axis_name) * share, share, axis=1
+        )
+        if segment_ids is not None:
+            segment_ids = jax.lax.all_gather(segment_ids, axis_name, axis=1, tiled=True)
+    y_BTC = _convolve(x_BTC, kernel_TC, _number_documents(segment_ids, x_BTC.shape[:2]))
+    if axis_name is not None:
+        y_BTC = jax.lax.all_to_all(y_BTC, axis_name, split_axis=1, concat_axis=2, tiled=True)
+        y_BTC = y_BTC[..., :size]
+    return y_BTC.reshape(x.shape).astype(x.dtype)
+
+
+def _number_documents(segment_ids, shape):
+    """[B, T] the number of each token's document in its row, from 1; 0 for padding."""
+    if segment_ids is None:
+        return jnp.ones(shape, jnp.int32)
+    before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    is_token = segment_ids > 0
+    is_new = is_token & (segment_ids != before)
+    return jnp.where(is_token, 1 + jnp.cumsum(is_new, axis=1), 0)
+
+
+def _by_document(step, start, document_BT, *arrays):
+    """`start` after step(it, where the document is, arrays of one document alone [B, T, C]), one
+    document of each row after the other.
+    """
+
+    def one(carry):
+        i, total = carry
+        here = (document_BT == i)[..., None]
+        return i + 1, step(total, here, *(jnp.where(here, x, 0) for x in arrays))
+
+    def is_left(carry):
+        return carry[0] <= jnp.max(document_BT)
+
+    return jax.lax.while_loop(is_left, one, (jnp.ones((), jnp.int32), start))[1]
+
+
+def _transforms(time: int):
+    """The real Fourier transform along the second-last axis of at least twice as many rows, and
+    the one back to `time` rows.
+    """
+    n = 1 << (2 * time - 1).bit_length()
+    there = functools.partial(jnp.fft.rfft, n=n, axis=-2)
+    return there, lambda x: jnp.fft.irfft(x, n=n, axis=-2)[..., :time, :]
+
+
+@jax.custom_vjp
+def _convolve(x_BTC, kernel_TC, document_BT):
+    there, back = _transforms(x_BTC.shape[1])
+    transformed = there(kernel_TC)
+    return _by_document(
+        lambda y, here, x: y + jnp.where(here, back(there(x) * transformed), 0),
+        jnp.zeros_like(x_BTC),
+        document_BT,
+        x_BTC,
+    )
+
+
+def _convolve_backward(residuals, dy_BTC):
+    x_BTC, kernel_TC, document_BT = residuals
+    there, back = _transforms(x_BTC.shape[1])
+    mirrored = jnp.conj(there(kernel_TC))
+
+    def step(total, here, x, dy):
+        dx, dkernel = total
+        dy_there = there(dy)
+        dx = dx + jnp.where(here, back(dy_there * mirrored), 0)
+        dkernel = dkernel + jnp.sum(jnp.conj(there(x)) * dy_there, axis=0)
+        return dx, dkernel
+
+    start = (jnp.zeros_like(x_BTC), jnp.zeros_like(mirrored))
+    dx, dkernel = _by_document(step, start, document_BT, x_BTC, dy_BTC)
+    return dx, back(dkernel), None
+
+
+_convolve.defvjp(lambda *inputs: (_convolve(*inputs), inputs), _convolve_backward)

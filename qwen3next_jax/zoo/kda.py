@@ -1,0 +1,165 @@
+"""The delta rule with a decay per key channel: Kimi Delta Attention and Gated DeltaNet-2.
+
+Letters: B batch, T time, D model, G key heads, H value heads, R = H/G, K/V widths of a key and of
+a value.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_of_uniform
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.zoo.ops import channel_delta_rule
+from qwen3next_jax.zoo.projections import l2_normalize, make_low_rank, project_to_float32
+from qwen3next_jax.zoo.references import (
+    outer_product_recurrence,
+    project_out,
+    rms_norm,
+    split_projection,
+    unit,
+)
+
+EXAMPLES = {"kda": {"linear_mixer": "kda"}, "gdn2": {"linear_mixer": "gdn2"}}
+
+
+class KDA(Recurrent):
+    """Kimi Delta Attention (2510.26692, equation 1): Gated DeltaNet with a decay per key channel,
+    both gates of low rank.
+
+    S ← Diag(e^g) S, S ← S + β k (v − Sᵀk)ᵀ, o = Sᵀq / √K, with q and k of length 1,
+    g = −e^{A_log} softplus(W₂ W₁ x + b) and β = σ(w x). The output gate is a sigmoid.
+    """
+
+    switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
+    activation = staticmethod(jax.nn.sigmoid)
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        h, k, v = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        self.make_projection(make, gate=False)
+        self.make_convolution(make)
+        self.beta_proj = make.matrix((c.hidden_size, h), "embed -> value_heads")
+        self.decay_down, self.decay_up = make_low_rank(make, v, k)
+        self.gate_down, self.gate_up = make_low_rank(make, v, v)
+        init_a_log, init_dt_bias = DECAY_INITS[c.decay_init]
+        if c.decay_init == "log_uniform":
+            init_a_log = log_of_uniform(1.0)  # as fla and transformers start this layer
+        self.a_log = make.parameter(
+            lambda shape: init_a_log(make.rngs.params(), shape), (h,), "value_heads", kind="rate"
+        )
+        self.dt_bias = make.parameter(
+            lambda shape: init_dt_bias(make.rngs.params, shape),
+            (h, k),
+            "value_heads .",
+            kind="rate",
+        )
+        self.make_output(make)
+
+    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+        step_BTHK = jax.nn.softplus(
+            project_to_float32(x_BTD, self.decay_down, self.decay_up) + self.dt_bias[...]
+        )
+        return Inputs(
+            self.project(x_BTD, context)[0],
+            project_to_float32(x_BTD, self.gate_down, self.gate_up),
+            g=-jnp.exp(self.a_log[...])[:, None] * step_BTHK,
+            beta=jax.nn.sigmoid(project_to_float32(x_BTD, self.beta_proj)),
+        )
+
+    def recurrence(self, heads, state):
+        dtype = heads.v.dtype
+        scale = heads.q.shape[-1] ** -0.5
+        o_BTHV, final_state = channel_delta_rule(
+            (l2_normalize(heads.q) * scale).astype(dtype),
+            l2_normalize(heads.k).astype(dtype),
+            heads.v,
+            g=heads.g,
+            beta=heads.beta,
+            initial_state=state and state["state"],
+            segment_ids=heads.segment_ids,
+            axis_name=heads.axis_name,
+        )
+        return o_BTHV, {"state": final_state}
+
+
+class GDN2(KDA):
+    """Gated DeltaNet-2 (2605.22791, equations 10–12): Kimi Delta Attention whose erasing and
+    writing have gates of their own, a number per channel.
+
+    S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) per key channel and
+    w = σ(W' x) per value channel, both of each value head. With b = w = β it is `KDA`'s
+    recurrence. The output gate is a SiLU. The diagnostic beta is the mean of b and w.
+    """
+
+    activation = staticmethod(jax.nn.silu)
+
+    def __init__(self, config, make, layers):
+        super().__init__(config, make, layers)
+        k, v = config.linear_key_head_dim, config.linear_value_head_dim
+        # in the place of KDA's
+        self.beta_proj = make.matrix(
+            (config.hidden_size, config.linear_num_value_heads, k + v),
+            "embed -> value_heads .",
+            parts=(("erase", k), ("write", v)),
+        )
+
+    def recurrence(self, heads, state):
+        dtype = heads.v.dtype
+        scale = heads.q.shape[-1] ** -0.5
+        repeats = heads.v.shape[2] // heads.k.shape[2]
+        erase_BTHK, write_BTHV = jnp.split(heads.beta, (heads.k.shape[-1],), axis=-1)
+        k_BTGK = l2_normalize(heads.k)
+        o_BTHV, final_state = channel_delta_rule(
+            (l2_normalize(heads.q) * scale).astype(dtype),
+            k_BTGK.astype(dtype),
+            (write_BTHV * heads.v).astype(dtype),
+            g=heads.g,
+            erase_key=erase_BTHK * jnp.repeat(k_BTGK, repeats, axis=2),
+            initial_state=state and state["state"],
+            segment_ids=heads.segment_ids,
+            axis_name=heads.axis_name,
+        )
+        return o_BTHV, {"state": final_state}
+
+
+def _low_rank(params, name, x):
+    return jnp.einsum("tr,rhk->thk", x @ params[f"{name}_down"], params[f"{name}_up"])
+
+
+def _log_decay(params, x):
+    step = jax.nn.softplus(_low_rank(params, "decay", x) + params["dt_bias"])
+    return -jnp.exp(params["a_log"])[:, None] * step
+
+
+def kda_reference(config, params, x):
+    q, k, v, _ = split_projection(config, params, x, convolved=True)
+    o = outer_product_recurrence(
+        unit(q) * q.shape[-1] ** -0.5,
+        unit(k),
+        v,
+        _log_decay(params, x),
+        jax.nn.sigmoid(x @ params["beta_proj"]),
+        erase=True,
+    )
+    gate = jax.nn.sigmoid(_low_rank(params, "gate", x))
+    return project_out(params, rms_norm(config, o) * params["norm"] * gate)
+
+
+def gdn2_reference(config, params, x):
+    q, k, v, _ = split_projection(config, params, x, convolved=True)
+    gates = jax.nn.sigmoid(jnp.einsum("td,dhc->thc", x, params["beta_proj"]))
+    b, w = gates[..., : k.shape[-1]], gates[..., k.shape[-1] :]
+    o = outer_product_recurrence(
+        unit(q) * q.shape[-1] ** -0.5,
+        unit(k),
+        w * v,
+        _log_decay(params, x),
+        erase=True,
+        erase_key=b * unit(k),
+    )
+    gate = jax.nn.silu(_low_rank(params, "gate", x))
+    return project_out(params, rms_norm(config, o) * params["norm"] * gate)
+
+
+REFERENCES = {"kda": kda_reference, "gdn2": gdn2_reference}

@@ -1,0 +1,390 @@
+"""Linear attention with a decay per head, or without one: linear transformers, RetNet, lightning
+attention, gated retention and gated random feature attention.
+
+Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.model.recurrent import Heads, Inputs, Recurrent
+from qwen3next_jax.zoo.ops import key_sum
+from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
+from qwen3next_jax.zoo.references import (
+    outer_product_recurrence,
+    project_out,
+    rms_norm,
+    split_projection,
+    unit,
+)
+
+EXAMPLES = {
+    "linear": {"linear_mixer": "linear"},
+    "retnet": {"linear_mixer": "retnet"},
+    "lightning": {"linear_mixer": "lightning"},
+    "gated_retention": {"linear_mixer": "gated_retention"},
+    "gated_rfa": {"linear_mixer": "gated_rfa"},
+}
+LINEAR_EPSILON = 1e-6  # added to the sum of the weights
+ROTATION_BASE = 10_000.0
+GATED_RETENTION_TEMPERATURE = 16.0  # the paper's τ
+# The sum of the weights of random features is kept this far from 0: with sines among the features
+# it may vanish or turn negative.
+RFA_EPSILON = 1e-6
+
+
+class ScalarDecay(Recurrent):
+    """S ← e^g S + β k vᵀ, o = Sᵀq, without convolution; q and k are taken as they are.
+
+    With `normalises` there is a second state, z ← e^g z + β k, for the sum of the weights zᵀq.
+    """
+
+    switches = ("delta_rule",)
+    convolved = False
+    normalize_qk = False
+
+    @classmethod
+    def normalises(cls, config) -> bool:
+        """Whether the mixer reads the sum of the weights."""
+        return False
+
+    @classmethod
+    def uses_delta_term(cls, config):
+        return False
+
+    def recurrence(self, heads: Heads, state):
+        # `gated_delta_rule` divides by √K
+        return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state)
+
+    def recurrence_and_weight(self, heads: Heads, state):
+        """(o float32 [B, T, H, V], the sum of the weights zᵀq [B, T, H], the states)."""
+        o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
+        weight_BTH, z_BHK = key_sum(
+            heads.q,
+            heads.k,
+            g=heads.g,
+            beta=heads.beta,
+            initial_state=state and state["normaliser"],
+            segment_ids=heads.segment_ids,
+            axis_name=heads.axis_name,
+        )
+        return o_BTHV.astype(jnp.float32), weight_BTH, states | {"normaliser": z_BHK}
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        cache = super().init_cache(config, batch, length)
+        if cls.normalises(config):
+            cache["normaliser"] = jnp.zeros(cache["state"].shape[:-1])
+        return cache
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """Those of S, and the write and the read of z."""
+        flops = super().forward_flops(config, length)
+        if cls.normalises(config):
+            flops += 4 * config.linear_num_value_heads * config.linear_key_head_dim
+        return flops
+
+
+class Linear(ScalarDecay):
+    """Linear attention (2006.16236, equations 16–20): softmax's exponential replaced by a product
+    of features.
+
+    S ← S + φ(k) vᵀ, z ← z + φ(k), o = Sᵀφ(q) / (zᵀφ(q) + ε), φ = elu + 1. With
+    `mixer.feature_map` = "identity" and `mixer.normaliser` off: the plain sum Σ v (k·q).
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # of queries and keys; elu(x) + 1 is the paper's
+        feature_map: Literal["elu", "identity"] = "elu"
+        # whether the sum of the weights divides the output; needs positive features
+        normaliser: bool = True
+
+        def __post_init__(self):
+            require(
+                self.feature_map == "elu" or not self.normaliser,
+                "model.mixer.normaliser = True with model.mixer.feature_map = "
+                "'identity': the sum of the weights may vanish: expected "
+                "model.mixer.normaliser = False, or the feature map 'elu'",
+            )
+
+    def __init__(self, config, make, layers):
+        self.config = config
+        self.make_projection(make, gate=False)
+        self.make_output(make)
+
+    def inputs(self, x_BTD, context) -> Inputs:
+        qkv, _ = self.project(x_BTD, context)
+        return Inputs(qkv)
+
+    def recurrence(self, heads, state):
+        if self.settings(self.config).feature_map == "elu":
+            heads = heads._replace(q=jax.nn.elu(heads.q) + 1, k=jax.nn.elu(heads.k) + 1)
+        if not self.settings(self.config).normaliser:
+            return super().recurrence(heads, state)
+        o_BTHV, weight_BTH, states = self.recurrence_and_weight(heads, state)
+        return (o_BTHV / (weight_BTH[..., None] + LINEAR_EPSILON)).astype(heads.v.dtype), states
+
+    @classmethod
+    def normalises(cls, config):
+        return cls.settings(config).normaliser
+
+
+class Retention(ScalarDecay):
+    """S ← γ S + k vᵀ, o = Sᵀq / √K, q and k rotated by their positions (2307.08621, equations
+    5–8); norm of each head, SiLU gate. A subclass gives ln γ in `log_decay`.
+    """
+
+    def __init__(self, config, make, layers):
+        self.config = config
+        self.make_projection(make)
+        self.make_output(make)
+
+    def log_decay(self, x_BTD: jax.Array) -> jax.Array:
+        """ln γ, [B, T, H]."""
+        raise NotImplementedError
+
+    def inputs(self, x_BTD, context) -> Inputs:
+        k = self.config.linear_key_head_dim
+        qkv, gate = self.project(x_BTD, context)
+        q_BTGK, k_BTGK, v_BTGV = jnp.split(qkv, (k, 2 * k), axis=-1)
+        q_BTGK = _rotate(q_BTGK, context.positions)
+        k_BTGK = _rotate(k_BTGK, context.positions)
+        qkv = jnp.concatenate([q_BTGK, k_BTGK, v_BTGV], axis=-1)
+        return Inputs(qkv, gate, g=self.log_decay(x_BTD))
+
+    def recurrence(self, heads, state):
+        # The operator's division by √K is the paper's.
+        return Recurrent.recurrence(self, heads, state)
+
+    @classmethod
+    def check(cls, config):
+        require(
+            config.linear_key_head_dim % 2 == 0,
+            f"model.linear_key_head_dim = {config.linear_key_head_dim}: expected an even "
+            "number, as queries and keys are rotated",
+        )
+
+
+def _rotate(x_BTGK, positions_BT):
+    """Rotate-half over the whole head, whatever the rotation of the model's attention is."""
+    first, second = jnp.split(x_BTGK.astype(jnp.float32), 2, axis=-1)
+    half = first.shape[-1]
+    frequency = ROTATION_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions_BT[:, :, None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTGK.dtype)
+
+
+class RetNet(Retention):
+    """Retention (2307.08621): γ = 1 − 2^(−5−h), the same for every token. The paper's row
+    normalisers vanish under the norm of each head.
+    """
+
+    def log_decay(self, x_BTD):
+        heads = self.config.linear_num_value_heads
+        log_decay_H = jnp.log1p(-(2.0 ** (-5 - jnp.arange(heads))))
+        return jnp.broadcast_to(log_decay_H, (*x_BTD.shape[:2], heads))
+
+
+class GatedRetention(Retention):
+    """Gated retention (2405.05254, equation 6): γ = σ(w x)^(1/τ) of each token, τ = 16."""
+
+    def __init__(self, config, make, layers):
+        super().__init__(config, make, layers)
+        self.decay_proj = make.matrix(
+            (config.hidden_size, config.linear_num_value_heads), "embed -> value_heads"
+        )
+
+    def log_decay(self, x_BTD):
+        logit_BTH = project_to_float32(x_BTD, self.decay_proj)
+        return jax.nn.log_sigmoid(logit_BTH) / GATED_RETENTION_TEMPERATURE
+
+
+class Lightning(ScalarDecay):
+    """Lightning attention (MiniMax-01, 2501.08313): the decay is a constant of the head and the
+    layer.
+
+    q, k, v = SiLU(W x), S ← e^{−s} S + k vᵀ, o = Sᵀq, s = 2^(−8(h+1)/H) (1 − layer/(layers −
+    1 + 1e-5) + 1e-5); RMSNorm over all heads together, sigmoid gate. In multi-token prediction
+    layer is layers − 1.
+    """
+
+    activation = staticmethod(jax.nn.sigmoid)
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        h = c.linear_num_value_heads
+        self.make_projection(make)
+        depth = 1 - jnp.asarray(layers) / (c.num_hidden_layers - 1 + 1e-5) + 1e-5
+        slopes = depth.reshape(*make.stack, 1) * 2.0 ** (-8 * (jnp.arange(h) + 1) / h)
+        self.log_decay = make.parameter(
+            lambda shape: jnp.broadcast_to(-slopes, shape), (h,), "value_heads", kind="rate"
+        )
+        self.make_output(make, per_head=True)
+
+    def inputs(self, x_BTD, context) -> Inputs:
+        qkv, gate = self.project(x_BTD, context)
+        log_decay_H = jax.lax.stop_gradient(self.log_decay[...])
+        return Inputs(
+            jax.nn.silu(qkv),
+            gate,
+            g=jnp.broadcast_to(log_decay_H, (*x_BTD.shape[:2], *log_decay_H.shape)),
+        )
+
+    def finish(self, o_BTHV, norm_HV, gate_BTGRV):
+        o = o_BTHV.astype(jnp.float32)
+        mean_square = jnp.mean(o * o, axis=(-2, -1), keepdims=True)
+        o = o * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps) * norm_HV
+        gate = self.activation(gate_BTGRV.reshape(o.shape).astype(jnp.float32))
+        return (o * gate).astype(o_BTHV.dtype)
+
+
+class GatedRFA(ScalarDecay):
+    """Gated random feature attention (2103.02143, equations 4 and 7).
+
+    φ(x) = [sin ωx, cos ωx] / √(K/2) of q and k of length 1, where ω ~ N(0, 1) is not trained;
+    γ = σ(w x), S ← γ S + (1 − γ) φ(k) vᵀ, z ← γ z + (1 − γ) φ(k), o = Sᵀφ(q) / (zᵀφ(q)).
+    """
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        g, k = c.linear_num_key_heads, c.linear_key_head_dim
+        self.make_projection(make, gate=False)
+        self.decay_proj = make.matrix(
+            (c.hidden_size, c.linear_num_value_heads), "embed -> value_heads"
+        )
+        self.frequencies = make.parameter(
+            lambda shape: jax.random.normal(make.rngs.params(), shape),
+            (g, k // 2, k),
+            "key_heads . .",
+            kind="rate",
+        )
+        self.make_output(make)
+
+    def inputs(self, x_BTD, context) -> Inputs:
+        logit_BTH = project_to_float32(x_BTD, self.decay_proj)
+        qkv, _ = self.project(x_BTD, context)
+        return Inputs(qkv, g=jax.nn.log_sigmoid(logit_BTH), beta=jax.nn.sigmoid(-logit_BTH))
+
+    def head_weights(self):
+        return (jax.lax.stop_gradient(self.frequencies[...]),)
+
+    def recurrence(self, heads, state):
+        (frequencies_GFK,) = heads.weights
+
+        def features(x_BTGK):
+            angle = jnp.einsum(
+                "btgk,gfk->btgf", l2_normalize(x_BTGK), frequencies_GFK, precision="highest"
+            )
+            waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+            return (waves * (x_BTGK.shape[-1] / 2) ** -0.5).astype(x_BTGK.dtype)
+
+        o_BTHV, weight_BTH, states = self.recurrence_and_weight(
+            heads._replace(q=features(heads.q), k=features(heads.k)), state
+        )
+        sign = jnp.where(weight_BTH < 0, -1, 1)
+        weight_BTH = sign * jnp.maximum(jnp.abs(weight_BTH), RFA_EPSILON)
+        return (o_BTHV / weight_BTH[..., None]).astype(heads.v.dtype), states
+
+    @classmethod
+    def normalises(cls, config):
+        return True
+
+    @classmethod
+    def check(cls, config):
+        require(
+            config.linear_key_head_dim % 2 == 0,
+            f"model.linear_key_head_dim = {config.linear_key_head_dim}: expected an even "
+            "number, as half of the features are sines",
+        )
+
+
+def linear_reference(config, params, x):
+    q, k, v, _ = split_projection(config, params, x)
+    settings = Linear.settings(config)
+    if settings.feature_map == "elu":
+        q, k = (jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))) for y in (q, k))
+    no_decay = jnp.zeros(v.shape[:2])
+    if settings.normaliser:
+        o, z = outer_product_recurrence(q, k, v, no_decay, normaliser=True)
+        o = o / (z + 1e-6)
+    else:
+        o = outer_product_recurrence(q, k, v, no_decay)
+    return project_out(params, rms_norm(config, o) * params["norm"])
+
+
+def _rotated(x):
+    """Rotate-half of base 10,000 over the whole head; x [T, H, K]."""
+    half = x.shape[-1] // 2
+    angle = (jnp.arange(len(x))[:, None] * 10_000.0 ** (-jnp.arange(half) / half))[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=-1
+    )
+
+
+def _retention(config, params, x, log_decay):
+    q, k, v, gate = split_projection(config, params, x)
+    o = outer_product_recurrence(_rotated(q), _rotated(k) * k.shape[-1] ** -0.5, v, log_decay)
+    return project_out(params, rms_norm(config, o) * params["norm"] * jax.nn.silu(gate))
+
+
+def retnet_reference(config, params, x):
+    h = config.linear_num_value_heads
+    log_decay = jnp.broadcast_to(jnp.log(1 - 2.0 ** (-5 - jnp.arange(h))), (len(x), h))
+    return _retention(config, params, x, log_decay)
+
+
+def gated_retention_reference(config, params, x):
+    return _retention(config, params, x, -jax.nn.softplus(-x @ params["decay_proj"]) / 16)
+
+
+def lightning_reference(config, params, x):
+    """The first layer."""
+    q, k, v, gate = split_projection(config, params, x)
+    h = v.shape[1]
+    slope = 2.0 ** (-8 * (jnp.arange(h) + 1) / h) * (1 + 1e-5)
+    o = outer_product_recurrence(
+        jax.nn.silu(q), jax.nn.silu(k), jax.nn.silu(v), jnp.broadcast_to(-slope, v.shape[:2])
+    )
+    return project_out(
+        params, rms_norm(config, o, (-2, -1)) * params["norm"] * jax.nn.sigmoid(gate)
+    )
+
+
+def gated_rfa_reference(config, params, x):
+    q, k, v, _ = split_projection(config, params, x)
+    repeats = v.shape[1] // config.linear_num_key_heads
+    omega = jax.lax.stop_gradient(jnp.repeat(params["frequencies"], repeats, axis=0))
+
+    def features(y):
+        angle = jnp.einsum("thk,hfk->thf", unit(y), omega)
+        return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1) / jnp.sqrt(omega.shape[1])
+
+    logit = x @ params["decay_proj"]
+    o, z = outer_product_recurrence(
+        features(q),
+        features(k),
+        v,
+        -jax.nn.softplus(-logit),
+        jax.nn.sigmoid(-logit),
+        normaliser=True,
+    )
+    o = o / (jnp.where(z < 0, -1, 1) * jnp.maximum(jnp.abs(z), 1e-6))
+    return project_out(params, rms_norm(config, o) * params["norm"])
+
+
+REFERENCES = {
+    "linear": linear_reference,
+    "retnet": retnet_reference,
+    "lightning": lightning_reference,
+    "gated_retention": gated_retention_reference,
+    "gated_rfa": gated_rfa_reference,
+}

@@ -1,0 +1,320 @@
+"""Other readings of gated attention's weights, for texts longer than those trained on: distances
+that stay within the trained ones, windows side by side, selected keys, a base that grows.
+
+Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
+key/value heads, H = N // M, K head width, R rotated numbers of a head.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.model.layers import rotate
+from qwen3next_jax.zoo.attention_references import gated_attention, places
+from qwen3next_jax.zoo.ops.pair_attention import dot
+from qwen3next_jax.zoo.pair_mixer import PairAttention
+
+EXAMPLES = {
+    "rerope": {"full_mixer": "rerope", "mixer": {"window": 5}},
+    "leaky_rerope": {"full_mixer": "leaky_rerope", "mixer": {"window": 5, "stretch": 3.0}},
+    "lambda_window": {"full_mixer": "lambda_window", "mixer": {"window": 5, "first_tokens": 2}},
+    "selected_tokens": {
+        "full_mixer": "selected_tokens",
+        "mixer": {"window": 5, "first_tokens": 2, "selected": 3},
+    },
+    "parallel_windows": {
+        "full_mixer": "parallel_windows",
+        "mixer": {"window": 4, "contexts": 3},
+    },
+    "dynamic_ntk": {
+        "full_mixer": "dynamic_ntk",
+        "max_position_embeddings": 8,
+        "yarn_factor": 8.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
+class ReRoPE(PairAttention):
+    """Rotations by the distance up to `window`, and by the window itself beyond it (Su, ReRoPE,
+    2023): two sets of scores, near and far.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(PairAttention.Settings):
+        # keys up to this distance are turned by their true distance; of lambda_window and
+        # selected_tokens: keys that a query sees, its own among them
+        window: int = 1024
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "window"})
+
+    read_time = ("window",)
+
+    def queries(self, q_BTNK, t_BT):
+        far_BT = self.far_place(t_BT, self.settings(self.config).window)
+        return rotate(q_BTNK, t_BT, self.config), rotate(q_BTNK, far_BT, self.config)
+
+    def keys(self, k_BSMK, s_BS):
+        far_BS = self.far_place(s_BS, 0)
+        return rotate(k_BSMK, s_BS, self.config), rotate(k_BSMK, far_BS, self.config)
+
+    def far_place(self, positions, window):
+        """The places by which far scores are turned, such that a query and a key are `window`
+        apart. `window` is 0 for keys.
+        """
+        return jnp.full_like(positions, window)
+
+    def score(self, q, k, t_BC1, s_B1S):
+        is_near = (t_BC1 - s_B1S < self.settings(self.config).window)[:, None]
+        return jnp.where(is_near, dot(q[0], k[0]), dot(q[1], k[1]))
+
+
+class LeakyReRoPE(ReRoPE):
+    """`ReRoPE` whose distances d beyond the window keep growing, `stretch` times slower: a query
+    and a key are window + (d - window) / stretch apart.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(ReRoPE.Settings):
+        # how much slower distances grow beyond the window
+        stretch: float = 16.0
+
+        def __post_init__(self):
+            super().__post_init__()
+            check_bounds(self, "model.mixer", {"at least 1": "stretch"})
+
+    read_time = ("window", "stretch")
+
+    def far_place(self, positions, window):
+        stretch = self.settings(self.config).stretch
+        return window - window / stretch + positions.astype(jnp.float32) / stretch
+
+
+class LambdaWindow(ReRoPE):
+    """The Λ-shaped mask of LM-Infinite (2308.16137): a query sees `window` keys and the first
+    `first_tokens` of its document, at distances up to the window.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(ReRoPE.Settings):
+        # keys at the start of a document that stay visible beyond the window
+        first_tokens: int = 0
+
+        def __post_init__(self):
+            super().__post_init__()
+            check_bounds(self, "model.mixer", {"0 or more": "first_tokens"})
+
+    read_time = ("window", "first_tokens")
+
+    def seen(self, t_BC1, s_B1S):
+        return _lambda_seen(self.settings(self.config), t_BC1, s_B1S)
+
+    @classmethod
+    def pairs(cls, config, length):
+        return _lambda_pairs(cls.settings(config), length)
+
+
+def _lambda_seen(settings, t_BC1, s_B1S):
+    in_window = t_BC1 - s_B1S < settings.window
+    return (s_B1S <= t_BC1) & (in_window | (s_B1S < settings.first_tokens))
+
+
+def _lambda_pairs(settings, length):
+    window = min(settings.window, length)
+    # Queries beyond the window see it, and of the t + 1 - window keys before it at most
+    # `first_tokens`.
+    beyond = length - window
+    few = min(settings.first_tokens, beyond)
+    first = few * (few + 1) / 2 + (beyond - few) * settings.first_tokens
+    return window * (window + 1) / 2 + beyond * window + first
+
+
+class SelectedTokens(ReRoPE):
+    """`LambdaWindow` and, of the keys between window and first tokens, the `selected` keys of the
+    highest scores for each query and head, all as far away as the window (in the manner of
+    InfLLM, 2402.04617, token by token).
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(LambdaWindow.Settings):
+        # keys beyond the window, for each query and head
+        selected: int = 64
+
+        def __post_init__(self):
+            super().__post_init__()
+            check_bounds(self, "model.mixer", {"at least 1": "selected"})
+
+    read_time = ("window", "first_tokens", "selected")
+
+    @property
+    def best(self):
+        return self.settings(self.config).selected
+
+    def seen(self, t_BC1, s_B1S):
+        always = _lambda_seen(self.settings(self.config), t_BC1, s_B1S)
+        return always, (s_B1S <= t_BC1) & ~always
+
+    @classmethod
+    def pairs(cls, config, length):
+        """Half of all causal pairs, whose scores are needed, and half of those that are seen,
+        whose values are summed: `forward_flops` counts both products for a pair.
+        """
+        s = cls.settings(config)
+        causal = length * (length + 1) / 2
+        return (causal + min(causal, _lambda_pairs(s, length) + s.selected * length)) / 2
+
+
+class ParallelWindows(PairAttention):
+    """Parallel context windows (2212.10947): the first `contexts` × `window` tokens of a document
+    are windows that do not see each other and have the same places. The tokens after them come
+    next in place and see all windows.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(PairAttention.Settings):
+        # how many windows there are
+        contexts: int = 1
+        # tokens of each window
+        window: int = 1024
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "contexts window"})
+
+    read_time = ("contexts", "window")
+
+    def place(self, position):
+        s = self.settings(self.config)
+        in_windows = s.contexts * s.window
+        return jnp.where(
+            position < in_windows, position % s.window, position - in_windows + s.window
+        )
+
+    def queries(self, q_BTNK, t_BT):
+        return rotate(q_BTNK, self.place(t_BT), self.config)
+
+    def keys(self, k_BSMK, s_BS):
+        return rotate(k_BSMK, self.place(s_BS), self.config)
+
+    def seen(self, t_BC1, s_B1S):
+        s = self.settings(self.config)
+        same_window = t_BC1 // s.window == s_B1S // s.window
+        return (s_B1S <= t_BC1) & ((t_BC1 >= s.contexts * s.window) | same_window)
+
+    @classmethod
+    def pairs(cls, config, length):
+        s = cls.settings(config)
+        in_windows = min(s.contexts * s.window, length)
+        full, rest = divmod(in_windows, s.window)
+        within = full * s.window * (s.window + 1) / 2 + rest * (rest + 1) / 2
+        return within + (length * (length + 1) - in_windows * (in_windows + 1)) / 2
+
+
+class DynamicNTK(PairAttention):
+    """RoPE whose base grows with the text (dynamic NTK scaling). A query at place t ≥ L, the
+    trained context `max_position_embeddings`, turns itself and its keys with the base
+    θ (f (t + 1) / L - f + 1)^(R / (R - 2)), f = `yarn_factor`. So every token is computed as the
+    last of its text; implementations that cache rotated keys mix the bases of different lengths.
+    """
+
+    switches = ("attention_output_gate", "qk_norm", "yarn_factor")
+    chunk = 8  # each query has keys of its own: chunk × T of them
+
+    def queries(self, q_BTNK, t_BT):
+        return q_BTNK
+
+    def keys(self, k_BSMK, s_BS):
+        return k_BSMK
+
+    def score(self, q_BCNK, k_BSMK, t_BC1, s_B1S):
+        c, (b, queries, n, width) = self.config, q_BCNK.shape
+        rotated, half = c.rotary_dim, c.rotary_dim // 2
+        length = c.yarn_factor * (t_BC1 + 1.0) / c.max_position_embeddings
+        excess = jnp.maximum(length - c.yarn_factor + 1, 1)
+        log_base_BC1 = jnp.log(c.rope_theta) + jnp.log(excess) * (rotated / (rotated - 2))
+        frequency_BC1R = jnp.exp(-log_base_BC1[..., None] * jnp.arange(half) / half)
+        angle_BCS1R = ((s_B1S - t_BC1)[..., None] * frequency_BC1R)[:, :, :, None]
+        cos, sin = jnp.cos(angle_BCS1R), jnp.sin(angle_BCS1R)
+
+        parts = jnp.split(k_BSMK.astype(jnp.float32)[:, None], (half, rotated), axis=-1)
+        first, second, rest = parts
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        rest = jnp.broadcast_to(rest, (*turned.shape[:-1], width - rotated))
+        k_BCSMK = jnp.concatenate([turned, rest], axis=-1).astype(k_BSMK.dtype)
+
+        q_BCMHK = q_BCNK.reshape(b, queries, k_BSMK.shape[2], -1, width)
+        s_BMHCS = jnp.einsum(
+            "bcmhk,bcsmk->bmhcs", q_BCMHK, k_BCSMK, preferred_element_type=jnp.float32
+        )
+        return (s_BMHCS * width**-0.5).reshape(b, n, queries, -1)
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        require(
+            config.rotary_dim > 2,
+            f"the mixer 'dynamic_ntk' with {config.rotary_dim} rotated dimensions (model.head_dim "
+            "× model.partial_rotary_factor): expected more than 2, as its base grows to the power "
+            "of R / (R − 2)",
+        )
+
+
+# ---- references
+# --------------------------------------------------------------------------------------------------
+
+
+def rerope_reference(config, params, x):
+    window = config.settings_of("rerope").window
+    i, j, causal = places(x)
+    return gated_attention(config, params, x, seen=causal, distance=np.minimum(i - j, window))
+
+
+def leaky_rerope_reference(config, params, x):
+    s = config.settings_of("leaky_rerope")
+    i, j, causal = places(x)
+    far = s.window + (i - j - s.window) / s.stretch
+    distance = np.where(i - j < s.window, i - j, far)
+    return gated_attention(config, params, x, seen=causal, distance=distance)
+
+
+def lambda_window_reference(config, params, x):
+    s = config.settings_of(config.mixers[0])
+    i, j, causal = places(x)
+    seen = causal & ((i - j < s.window) | (j < s.first_tokens))
+    selected = (causal & ~seen, s.selected) if hasattr(s, "selected") else None
+    distance = np.minimum(i - j, s.window)
+    return gated_attention(config, params, x, seen=seen, distance=distance, selected=selected)
+
+
+def parallel_windows_reference(config, params, x):
+    s = config.settings_of("parallel_windows")
+    i, j, causal = places(x)
+    in_windows = s.contexts * s.window
+    place = np.array(
+        [t % s.window if t < in_windows else t - in_windows + s.window for t in range(len(x))]
+    )
+    seen = causal & ((i // s.window == j // s.window) | (i >= in_windows))
+    distance = place[:, None] - place[None]
+    return gated_attention(config, params, x, seen=seen, distance=distance)
+
+
+def dynamic_ntk_reference(config, params, x):
+    i, j, causal = places(x)
+    length, trained, r = i + 1, config.max_position_embeddings, config.rotary_dim
+    growth = config.yarn_factor * length / trained - (config.yarn_factor - 1)
+    growth = np.where(length > trained, growth, 1.0) ** (r / (r - 2))
+    theta = config.rope_theta * growth[..., None, None]
+    return gated_attention(config, params, x, seen=causal, distance=i - j, theta=theta)
+
+
+REFERENCES = {
+    "rerope": rerope_reference,
+    "leaky_rerope": leaky_rerope_reference,
+    "lambda_window": lambda_window_reference,
+    "selected_tokens": lambda_window_reference,
+    "parallel_windows": parallel_windows_reference,
+    "dynamic_ntk": dynamic_ntk_reference,
+}

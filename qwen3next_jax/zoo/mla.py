@@ -1,0 +1,211 @@
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values are made of a latent that
+all heads share, and the cache holds the latent.
+
+Letters: B batch, T time, S slots, D model, N heads, K head width, L latent width, R width of the
+part of a key that all heads share, P = K - R width of a key's own part, and of a value.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.model.gated_attention import (
+    attend,
+    attend_cached,
+    attention_diagnostics,
+    gated_projection,
+)
+from qwen3next_jax.model.layers import rms_norm, rotate
+from qwen3next_jax.model.mixer import Mixer
+from qwen3next_jax.sharding.rules import constrain
+from qwen3next_jax.zoo.attention_references import places, rotated
+from qwen3next_jax.zoo.attention_references import rms_norm as plain_rms_norm
+
+EXAMPLES = {
+    "mla": {
+        "full_mixer": "mla",
+        "mixer": {"latent_rank": 8, "query_rank": 6, "shared_key_width": 4},
+    }
+}
+
+
+class MLA(Mixer):
+    """q = [q_p | RoPE(q_r)], k = [W c | RoPE(k_r)], v = W' c with c = norm(W'' x) of width
+    `latent_rank` and one k_r for all heads. `partial_rotary_factor` of `head_dim` is rotated
+    (0: no positions); k_r is as wide, or as `shared_key_width` says (Kimi Linear shares without
+    rotating). With `query_rank` the queries have a latent, too.
+
+    Decoding multiplies the query by W and the output by W', and attends in the latent: one key
+    head for all.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # width of the latent of a token's keys and values, which the cache holds
+        latent_rank: int = 512
+        # width of the queries' latent; 0: queries are made of the input
+        query_rank: int = 0
+        # numbers of each key that all heads share; 0: those that are rotated
+        shared_key_width: int = 0
+        # epsilon of the latents' norms; 0: rms_norm_eps
+        latent_norm_eps: float = 0.0
+
+        def __post_init__(self):
+            bounds = {
+                "at least 1": "latent_rank",
+                "0 or more": "query_rank shared_key_width latent_norm_eps",
+            }
+            check_bounds(self, "model.mixer", bounds)
+
+    switches = ("attention_output_gate", "yarn_factor", "block.rope_scaling")
+    cache_kind = "slots"
+    in_place = True
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        s, d, n, k, shared = (
+            self.settings(c),
+            c.hidden_size,
+            c.num_attention_heads,
+            c.head_dim,
+            _shared(c),
+        )
+        if s.query_rank:
+            self.q_down = make.matrix((d, s.query_rank), "embed -> .")
+            self.q_norm = make.norm(s.query_rank)
+        self.q_proj = make.matrix(
+            (s.query_rank or d, n, k),
+            f"{'.' if s.query_rank else 'embed'} -> query_heads head_width",
+        )
+        self.kv_down = make.matrix((d, s.latent_rank + shared), "embed -> .")
+        self.kv_norm = make.norm(s.latent_rank)
+        self.kv_up = make.matrix(
+            (s.latent_rank, n, 2 * (k - shared)),
+            ". -> query_heads head_width",
+            parts=(("key", k - shared), ("value", k - shared)),
+        )
+        if c.attention_output_gate:
+            self.gate_proj = make.matrix((d, n, k - shared), "embed -> query_heads head_width")
+        self.o_proj = make.matrix((n, k - shared, d), "query_heads head_width -> embed")
+
+    def __call__(self, x_BTD, context, cache=None):
+        c, shared = self.config, _shared(self.config)
+        q_BTNP, q_BTNR = self.queries(x_BTD, context)
+        latent_BTL, k_BT1R = self.latents(x_BTD, context)
+        gate_BTNP = None
+        if c.attention_output_gate:
+            gate_BTNP = jnp.einsum("btd,dnp->btnp", x_BTD, self.weight("gate_proj", x_BTD))
+        diagnostics = {}
+        if cache is None:
+            k_BTNP, v_BTNP = jnp.split(
+                jnp.einsum("btl,lnp->btnp", latent_BTL, self.weight("kv_up", x_BTD)), 2, axis=-1
+            )
+            k_BTNR = jnp.broadcast_to(k_BT1R, (*k_BTNP.shape[:3], shared))
+            k_BTNK = jnp.concatenate([k_BTNP, k_BTNR], axis=-1)
+            # the operator takes keys and values of one width
+            v_BTNK = jnp.pad(v_BTNP, [(0, 0)] * 3 + [(0, shared)])
+            q_BTNK = jnp.concatenate([q_BTNP, q_BTNR], axis=-1)
+            o_BTNP = attend(q_BTNK, k_BTNK, v_BTNK, context)[..., : c.head_dim - shared]
+            if context.collect_stats:
+                diagnostics = attention_diagnostics(
+                    lambda q, k, v: attend(q, k, v, context), q_BTNK, k_BTNK, gate_BTNP, context
+                )
+        else:
+            o_BTNP, cache = self.attend_latents(q_BTNP, q_BTNR, latent_BTL, k_BT1R, context, cache)
+        return gated_projection(o_BTNP, gate_BTNP, self.o_proj[...], context), diagnostics, cache
+
+    def weight(self, name: str, x: jax.Array) -> jax.Array:
+        return getattr(self, name)[...].astype(x.dtype)
+
+    def norm(self, x, weight):
+        """A latent's norm."""
+        eps = self.settings(self.config).latent_norm_eps or self.config.rms_norm_eps
+        return rms_norm(x, weight[...], dataclasses.replace(self.config, rms_norm_eps=eps))
+
+    def queries(self, x_BTD, context):
+        """The heads' own parts [B, T, N, P], and those [B, T, N, R] that meet the shared key."""
+        c, plain = self.config, self.config.head_dim - _shared(self.config)
+        y = x_BTD
+        if self.settings(c).query_rank:
+            y = self.norm(x_BTD @ self.weight("q_down", x_BTD), self.q_norm)
+        q_BTNK = jnp.einsum("btd,dnk->btnk", y, self.weight("q_proj", x_BTD))
+        q_BTNK = constrain(q_BTNK, context.mesh, "batch", context.time, "heads", None)
+        return q_BTNK[..., :plain], rotate(q_BTNK[..., plain:], context.positions, c)
+
+    def latents(self, x_BTD, context):
+        """The latent [B, T, L] and the shared key [B, T, 1, R] of each token."""
+        rank = self.settings(self.config).latent_rank
+        latent_BTL, k_BTR = jnp.split(x_BTD @ self.weight("kv_down", x_BTD), (rank,), axis=-1)
+        k_BT1R = rotate(k_BTR[:, :, None], context.positions, self.config)
+        return self.norm(latent_BTL, self.kv_norm), k_BT1R
+
+    def attend_latents(self, q_BTNP, q_BTNR, latent_BTL, k_BT1R, context, cache):
+        """(o [B, T, N, P], the cache with these tokens' latents and shared keys)."""
+        c, rank = self.config, self.settings(self.config).latent_rank
+        k_up_LNP, v_up_LNP = jnp.split(self.weight("kv_up", latent_BTL), 2, axis=-1)
+        q_BTNL = jnp.einsum("btnp,lnp->btnl", q_BTNP, k_up_LNP)
+        # the operator's scale is that of the cache's width, the layer's that of whole heads
+        scale = ((rank + _shared(c)) / c.head_dim) ** 0.5
+        q = jnp.concatenate([q_BTNL, q_BTNR], axis=-1) * scale
+        new = {"latent": jnp.concatenate([latent_BTL[:, :, None], k_BT1R], axis=-1)}
+        o_BTNL, cache = attend_cached(q.astype(latent_BTL.dtype), new, cache, context)
+        return jnp.einsum("btnl,lnp->btnp", o_BTNL[..., :rank], v_up_LNP), cache
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        width = cls.settings(config).latent_rank + _shared(config)
+        return {"latent": jnp.zeros((batch, length, 1, width), config.dtype)}
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """Scores over head_dim and their sum over the values' width, (T + 1)/2 keys a query."""
+        return config.num_attention_heads * (2 * config.head_dim - _shared(config)) * (length + 1)
+
+    @classmethod
+    def splits(cls, config):
+        return {"num_attention_heads": config.num_attention_heads}
+
+    @classmethod
+    def check(cls, config):
+        require(
+            config.rotary_dim < config.head_dim,
+            f"model.partial_rotary_factor = {config.partial_rotary_factor} with the mixer 'mla': "
+            "expected less than 1, as what is not rotated comes from the latent",
+        )
+        require(
+            config.rotary_dim <= _shared(config) < config.head_dim,
+            f"model.mixer.shared_key_width = {_shared(config)}: expected less "
+            f"than model.head_dim = {config.head_dim}, and at least the {config.rotary_dim} "
+            "numbers of it that are rotated",
+        )
+
+
+def _shared(config) -> int:
+    """Width of the part of each key that all heads share."""
+    return MLA.settings(config).shared_key_width or config.rotary_dim
+
+
+def mla_reference(config, params, x):
+    s, plain = config.settings_of("mla"), config.head_dim - _shared(config)
+    i, j, causal = places(x)
+    heads = lambda y, name: jnp.einsum("tl,lnk->tnk", y, params[name])
+    y = x
+    if s.query_rank:
+        y = plain_rms_norm(config, x @ params["q_down"]) * (1 + params["q_norm"])
+    q = heads(y, "q_proj")
+    latent = plain_rms_norm(config, (x @ params["kv_down"])[:, : s.latent_rank])
+    k, v = jnp.split(heads(latent * (1 + params["kv_norm"]), "kv_up"), 2, axis=-1)
+    k_shared = (x @ params["kv_down"])[:, s.latent_rank :]
+    # the query turned by its distance from each key, which stays as it is
+    q_shared = rotated(config, q[:, None, :, plain:], (i - j)[..., None])
+    scores = jnp.einsum("ink,jnk->nij", q[..., :plain], k)
+    scores = scores + jnp.einsum("ijnr,jr->nij", q_shared, k_shared)
+    scores = jnp.where(causal, scores * config.head_dim**-0.5, -jnp.inf)
+    o = jnp.einsum("nij,jnp->inp", jax.nn.softmax(scores, axis=-1), v)
+    return jnp.einsum("tnp,npd->td", o * jax.nn.sigmoid(heads(x, "gate_proj")), params["o_proj"])
+
+
+REFERENCES = {"mla": mla_reference}

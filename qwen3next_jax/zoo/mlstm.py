@@ -1,0 +1,127 @@
+"""mLSTM (xLSTM, 2405.04517, equations 19–27): linear attention with an exponential input gate.
+
+m_t = max(f_t + m_{t−1}, i_t) is taken out of all exponents, so that none is above 0; the output
+does not depend on it.
+
+Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.zoo.ops import key_sum, max_plus_scan
+from qwen3next_jax.zoo.projections import project_to_float32
+from qwen3next_jax.zoo.references import (
+    outer_product_recurrence,
+    project_out,
+    rms_norm,
+    split_projection,
+)
+
+EXAMPLES = {"mlstm": {"linear_mixer": "mlstm"}}
+
+
+class MLSTM(Recurrent):
+    """S ← σ(f) S + e^i k vᵀ, n ← σ(f) n + e^i k, o = Sᵀq / max(|nᵀq|, 1), with k scaled by
+    K^-1/2; norm of each head, then the gate σ; no convolution. The diagnostic beta is the mean
+    of i.
+    """
+
+    switches = ("delta_rule",)
+    convolved = False
+    normalize_qk = False
+    activation = staticmethod(jax.nn.sigmoid)
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        h = c.linear_num_value_heads
+        self.make_projection(make)
+        self.input_proj = make.matrix((c.hidden_size, h), "embed -> value_heads")
+        self.forget_proj = make.matrix((c.hidden_size, h), "embed -> value_heads")
+        self.input_bias = make.parameter(
+            lambda shape: jnp.full(shape, -10.0), (h,), "value_heads", kind="rate"
+        )
+        self.forget_bias = make.parameter(
+            lambda shape: jnp.broadcast_to(jnp.linspace(3.0, 6.0, h), shape),
+            (h,),
+            "value_heads",
+            kind="rate",
+        )
+        self.make_output(make)
+
+    def inputs(self, x_BTD, context) -> Inputs:
+        log_forget_BTH = jax.nn.log_sigmoid(
+            project_to_float32(x_BTD, self.forget_proj) + self.forget_bias[...]
+        )
+        qkv, gate = self.project(x_BTD, context)
+        log_input_BTH = project_to_float32(x_BTD, self.input_proj) + self.input_bias[...]
+        # In the fields of decay and write strength: the logarithms of both gates.
+        return Inputs(qkv, gate, g=log_forget_BTH, beta=log_input_BTH)
+
+    def recurrence(self, heads, state):
+        split = dict(segment_ids=heads.segment_ids, axis_name=heads.axis_name)
+        log_forget, log_input = heads.g, heads.beta
+        m, m_before, last_m = max_plus_scan(
+            log_forget, log_input, initial_state=state and state["largest"], **split
+        )
+        m = jnp.where(m == -jnp.inf, 0, m)  # a row without a token
+        # The value is held at or below 0; the gradient is that of the forget gate, also where the
+        # value is 0.
+        g = log_forget + jax.lax.stop_gradient(
+            jnp.where(m_before == -jnp.inf, 0, jnp.minimum(log_forget + m_before - m, 0))
+            - log_forget
+        )
+        heads = heads._replace(
+            k=heads.k * heads.k.shape[-1] ** -0.5, g=g, beta=jnp.exp(log_input - m)
+        )
+        # `gated_delta_rule` divides by √K
+        o_BTHV, states = super().recurrence(
+            heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state
+        )
+        o_BTHV = o_BTHV.astype(jnp.float32)
+        nq_BTH, n_BHK = key_sum(
+            heads.q,
+            heads.k,
+            g=heads.g,
+            beta=heads.beta,
+            initial_state=state and state["normaliser"],
+            **split,
+        )
+        o_BTHV = o_BTHV / jnp.maximum(jnp.abs(nq_BTH), jnp.exp(-m))[..., None]
+        states = states | {"normaliser": n_BHK, "largest": last_m}
+        return o_BTHV.astype(heads.v.dtype), states
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        cache = super().init_cache(config, batch, length)
+        # Any m serves: a weight that underflows here is nothing beside the denominator's 1.
+        return cache | {
+            "normaliser": jnp.zeros(cache["state"].shape[:-1]),
+            "largest": jnp.zeros((batch, config.linear_num_value_heads)),
+        }
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """Those of S, and the write and the read of n."""
+        of_n = 4 * config.linear_num_value_heads * config.linear_key_head_dim
+        return super().forward_flops(config, length) + of_n
+
+    @classmethod
+    def uses_delta_term(cls, config):
+        return False
+
+
+def mlstm_reference(config, params, x):
+    """As printed, without a stabiliser: e^i itself."""
+    q, k, v, gate = split_projection(config, params, x)
+    i = x @ params["input_proj"] + params["input_bias"]
+    f = x @ params["forget_proj"] + params["forget_bias"]
+    o, nq = outer_product_recurrence(
+        q, k * k.shape[-1] ** -0.5, v, -jax.nn.softplus(-f), jnp.exp(i), normaliser=True
+    )
+    o = rms_norm(config, o / jnp.maximum(jnp.abs(nq), 1))
+    return project_out(params, o * params["norm"] * jax.nn.sigmoid(gate))
+
+
+REFERENCES = {"mlstm": mlstm_reference}

@@ -1,0 +1,16 @@
+"""Operators that several families of the zoo share: arrays in, arrays out. They import jax, numpy
+and `qwen3next_jax.ops` only.
+"""
+
+from qwen3next_jax.zoo.ops.channel_delta_rule import channel_delta_rule
+from qwen3next_jax.zoo.ops.key_sum import key_sum
+from qwen3next_jax.zoo.ops.scans import expanded_scan, linear_scan, max_plus_scan, token_scan
+
+__all__ = [
+    "channel_delta_rule",
+    "expanded_scan",
+    "key_sum",
+    "linear_scan",
+    "max_plus_scan",
+    "token_scan",
+]

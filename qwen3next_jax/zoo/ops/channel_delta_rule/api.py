@@ -1,0 +1,276 @@
+"""`channel_delta_rule`: shapes checked, documents turned into decays, an implementation chosen,
+one custom gradient.
+
+B batch, T time, G key heads, H heads (head h reads key head h // (H // G)), K key width, V value
+width.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops import checks
+from qwen3next_jax.ops.delta_rule.chunked import CPU_LIMITS, LIMITS
+from qwen3next_jax.ops.delta_rule.context import last_id_before
+from qwen3next_jax.zoo.ops.channel_delta_rule import chunked, context, reference, two_sided
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
+
+IMPLEMENTATIONS = ("recurrent", "chunked")
+
+
+class Options(typing.NamedTuple):
+    """erase, before: as the operator's `erase` and read == "before"."""
+
+    implementation: str | None
+    erase: bool
+    before: bool
+
+
+def channel_delta_rule(
+    q,
+    k,
+    v,
+    *,
+    g,
+    beta=None,
+    erase: bool = True,
+    erase_key=None,
+    read: str = "after",
+    bonus=None,
+    value_decay=None,
+    initial_state=None,
+    segment_ids=None,
+    implementation: str | None = None,
+    axis_name: str | None = None,
+):
+    """The delta rule with a decay per key channel (Kimi Delta Attention,
+    https://arxiv.org/abs/2510.26692) over whole sequences.
+
+    Per head, with S the state [K, V], decay first, then the write, then the read:
+
+        S <- Diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = S^T q_t
+
+    No scale and no norm of q and k is in it.
+
+    Args:
+      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
+      multiple of G. v: [B, T, H, V] values.
+      g: [B, T, H, K] log decay, <= 0; -inf forgets the channel exactly. No decay costs accuracy,
+      however strong. beta: [B, T, H] write strength; None for 1.
+      erase: False drops the delta term -S^T k_t, which leaves gated linear attention (GLA,
+      https://arxiv.org/abs/2312.06635). erase_key: [B, T, H, K] or None for k: e_t in S + beta_t
+      k_t (v_t - S^T e_t)^T, what is erased by another key than what is written
+        (Gated DeltaNet-2, https://arxiv.org/abs/2605.22791).
+      read: "after" decay and write, or "before" both (RWKV): then o_t = S^T q_t of the state
+      before the token. bonus: [H, K] or None, with read="before": o_t += (sum_c q_c bonus_c k_c)
+      v_t, what the token reads of itself. value_decay: [B, T, H, V] or None, log decay <= 0 of
+      the state's other axis: S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
+        Without erasing only.
+      initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
+      segment. segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id
+      per document; 0 marks padding, at
+        the end only. The state is reset where the id changes. Padding rows give zeros and get
+        zero gradients.
+      implementation: "recurrent", "chunked", or None for the platform's best, which is
+      "chunked". axis_name: inside `shard_map`, the mesh axis over which T is split in order; the
+      arrays are then this shard's part and
+        the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere
+        it is ignored and has no gradient); `final_state` is the row's, the same on every shard.
+
+    Returns:
+      o: [B, T, H, V] in v's dtype.
+      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, of the
+      last segment.
+
+    Raises:
+      ValueError: shapes, dtypes, the implementation's name or the combination of arguments do
+      not fit.
+
+    Where this is traced under `jax.debug_nans(True)`, a g that is positive or NaN ends the
+    program with a ValueError.
+    """
+    q, k, v, g = map(jnp.asarray, (q, k, v, g))
+    _check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        erase,
+        erase_key,
+        read,
+        bonus,
+        value_decay,
+        initial_state,
+        segment_ids,
+        implementation,
+    )
+    wide = jnp.promote_types(jnp.float32, jnp.result_type(q, k, v))
+    batch, time, heads, value = v.shape
+    beta = jnp.ones(v.shape[:3], wide) if beta is None else jnp.asarray(beta)
+    state = (
+        jnp.zeros((batch, heads, k.shape[3], value), wide)
+        if initial_state is None
+        else initial_state.astype(wide)
+    )
+    before, own = read == "before", q
+    if segment_ids is not None:
+        ids = segment_ids
+        earlier = ids[:, :1]
+        if axis_name is not None:
+            earlier = jnp.where(
+                jax.lax.axis_index(axis_name) == 0,
+                earlier,
+                last_id_before(ids, axis_name)[:, None].astype(ids.dtype),
+            )
+        live, new = ids > 0, (ids > 0) & (ids != jnp.concatenate([earlier, ids[:, :-1]], axis=1))
+        over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
+        # a padding row neither decays nor writes nor reads
+        q, beta, g = (jnp.where(over(live, x), x, 0) for x in (q, beta, g))
+        value_decay = (
+            None if value_decay is None else jnp.where(over(live, value_decay), value_decay, 0)
+        )
+        g = jnp.where(over(new, g), -jnp.inf, g)
+        own = q
+        # what it would read is the document before
+        q = jnp.where(over(new, q), 0, q) if before else q
+    run = functools.partial(_run, Options(implementation, erase, before))
+    x = Inputs(q, k, v, g, beta, value_decay, erase_key)
+    if axis_name is None:
+        o, final = run(x, state)
+    elif value_decay is None:
+        o, final = context.across(run, axis_name, x, state)
+    else:
+        o, final = two_sided.across(run, axis_name, x, state, before)
+    if bonus is not None:
+        q_BTHK, k_BTHK = (jnp.repeat(x.astype(wide), heads // x.shape[2], axis=2) for x in (own, k))
+        o = o + jnp.sum(q_BTHK * bonus.astype(wide) * k_BTHK, axis=-1, keepdims=True) * v.astype(
+            wide
+        )
+    return o.astype(v.dtype), final
+
+
+def _check(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    erase,
+    erase_key,
+    read,
+    bonus,
+    value_decay,
+    initial_state,
+    segment_ids,
+    implementation,
+):
+    checks.implementation(implementation, IMPLEMENTATIONS)
+    checks.shapes(
+        q=(q, "BTGK"),
+        k=(k, "BTGK"),
+        v=(v, "BTHV"),
+        g=(g, "BTHK"),
+        beta=(beta, "BTH"),
+        bonus=(bonus, "HK"),
+        value_decay=(value_decay, "BTHV"),
+        erase_key=(erase_key, "BTHK"),
+        initial_state=(initial_state, "BHKV"),
+        segment_ids=(segment_ids, "BT"),
+    )
+    checks.integers(segment_ids=segment_ids)
+    if v.shape[2] % q.shape[2]:
+        raise ValueError(
+            f"v has {v.shape[2]} heads and q {q.shape[2]}: expected heads to be a multiple of key "
+            "heads"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
+            raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
+    if read not in ("after", "before"):
+        raise ValueError(f"read={read!r}: expected 'after' or 'before'")
+    if bonus is not None and read == "after":
+        raise ValueError(
+            "bonus with read='after': a token that reads after its write reads itself already; "
+            "expected read='before'"
+        )
+    if erase_key is not None and not erase:
+        raise ValueError("erase_key with erase=False: expected erase=True")
+    if value_decay is not None and erase:
+        raise ValueError("value_decay with erase=True: expected erase=False")
+    if jax.config.jax_debug_nans:
+        checks.values(
+            {
+                f"{name} is positive or NaN: expected log decay <= 0": jnp.any(~(x <= 0))
+                for name, x in (("g", g), ("value_decay", value_decay))
+                if x is not None
+            }
+        )
+
+
+def _run(options: Options, x: Inputs, initial_state):
+    """o [B, T, H, V] in the state's dtype and the final state."""
+    if options.implementation == "recurrent":
+        return reference.recurrent(x, initial_state, erase=options.erase, before=options.before)
+    if x.value_decay is not None:
+        return two_sided.forward(x, initial_state, size=chunk_size(x), before=options.before)
+    return _operator(options, x, initial_state)
+
+
+# ---- the custom gradient
+# --------------------------------------------------------------------------------------------------
+
+
+def chunk_size(x: Inputs) -> int:
+    """As operator A's (`delta_rule.dispatch.chunk_size`): 64 tokens, 16 for float32 heads of at
+    most 32 channels.
+    """
+    narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32 and x.v.dtype == jnp.float32
+    return min(16 if narrow else 64, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
+
+
+def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
+    """`pass_over` with as many chunks at once as stay in a CPU's caches, or are a small part of
+    an accelerator's memory.
+    """
+    size, chunks = chunk_size(x), -(-x.v.shape[1] // chunk_size(x))
+    numbers = size * x.v.shape[0] * x.v.shape[2] * max(x.q.shape[3], x.v.shape[3])
+
+    def bound(limits):
+        count = -(
+            -chunks
+            // (1 if numbers * size >= limits.single_chunk else max(1, limits.elements // numbers))
+        )
+        return functools.partial(
+            pass_over,
+            size=size,
+            piece=-(-chunks // count),
+            erase=options.erase,
+            before=options.before,
+        )
+
+    return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_LIMITS), default=bound(LIMITS))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _operator(options: Options, x: Inputs, initial_state):
+    return _on_platform(options, chunked.forward, x, initial_state)[:2]
+
+
+def _operator_forward(options, x, initial_state):
+    o, final, *saved = _on_platform(options, chunked.forward, x, initial_state)
+    return (o, final), (x, saved)
+
+
+def _operator_backward(options, residuals, cotangents):
+    x, saved = residuals
+    *gradients, dinitial = _on_platform(options, chunked.backward, x, *saved, *cotangents)
+    gradients = (
+        None if array is None else dx.astype(array.dtype) for dx, array in zip(gradients, x)
+    )
+    return Inputs(*gradients), dinitial
+
+
+_operator.defvjp(_operator_forward, _operator_backward)

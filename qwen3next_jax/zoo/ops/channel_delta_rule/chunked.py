@@ -1,0 +1,270 @@
+"""The chunked form in XLA alone: everything inside a chunk at once for the chunks of a piece,
+then one pass of the state over them.
+
+In a chunk of C rows, with γ = decay from its start to each row, ρ from each row to its end (both
+[C, K], see `ladder`),
+
+    EK_ij, P_ij = Σ_c e_ic, q_ic k_jc e^{Σ_{j<t≤i} g_tc}       L = strictly lower(β EK)       A =
+    (I + L)^{-1} W = A β (V − (E γ) S)       O = (Q γ) S + P W       S' = e^{total} S + (K ρ)ᵀ W
+    (no erasing: W = β V)
+
+E, what is read of the state to be taken out, is K where no other key is given.
+
+Backward, given dO and dS', explicit:
+
+    dW = Pᵀ dO + (K ρ) dS'    dR = Aᵀ dW    dV = β dR    dL = −strictly lower(dR Wᵀ)    N = β dL
+    D = lower(dO Wᵀ) dS = e^{total} dS' + (Q γ)ᵀ dO − (E γ)ᵀ dV    dβ = Σ dR (V − (E γ) S) +
+    rowsum(dL EK) read = γ (dO Sᵀ)    seen = −γ (dV Sᵀ)    left = ρ (W dS'ᵀ)    dQ = read + …
+    dK = left + …    dE = seen + …    and D, N level by level
+
+The gradient of every exponent is a row's number times its own gradient; dg is the transpose of
+the sums that made the exponents. Residuals: the inputs, the state entering each chunk, the
+chunks' inverses. Documents have become g = −∞ (see `api`), so no pass knows them.
+
+Products with A leave rounding that no later row of the chunk takes back, as the recurrence does
+with every token, and with repeated keys it adds up. So where operands are as wide as the sums, W
+and dR are corrected once by A times what their equations leave: (I + L) W = β (V − (E γ) S) and
+its transpose.
+
+In bfloat16 the decay stands inside each channel, so that a norm outside the product would not
+help; what cancels with repeated keys (EK, E S, (K ρ)ᵀ W, and W in P W) goes in two parts.
+
+N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops import blocks
+from qwen3next_jax.ops.delta_rule import inverse
+from qwen3next_jax.ops.delta_rule.chunk_math import Products, lower_mask, parts, rows_dot, stacked
+from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
+
+
+class Inputs(typing.NamedTuple):
+    """The arrays of one call by token."""
+
+    q: jax.Array  # [B, T, G, K]
+    k: jax.Array  # [B, T, G, K]
+    v: jax.Array  # [B, T, H, V]
+    g: jax.Array  # [B, T, H, K]
+    beta: jax.Array  # [B, T, H]
+    value_decay: jax.Array | None = None  # [B, T, H, V]
+    erase_key: jax.Array | None = None  # [B, T, H, K]; None: k
+
+    def wide(self) -> "Inputs":
+        """q and k repeated for the heads that read them."""
+        heads = self.v.shape[2]
+        return self._replace(
+            q=jnp.repeat(self.q, heads // self.q.shape[2], axis=2),
+            k=jnp.repeat(self.k, heads // self.k.shape[2], axis=2),
+        )
+
+
+class Chunks(typing.NamedTuple):
+    """What the passes need of the chunks of a piece."""
+
+    q: jax.Array  # [N, B, H, C, K]
+    k: jax.Array  # [N, B, H, C, K]
+    v: jax.Array  # [N, B, H, C, V]
+    beta: jax.Array  # [N, B, H, C, 1]
+    reads: tuple  # q as it enters the products of each level, [N, B, H, C, K]
+    keys: tuple  # k likewise
+    erased: tuple  # E likewise, what is read of the state to be taken out; `keys` where that is k
+    decays: ladder.Exponents  # of them e^
+    e: jax.Array  # E, [N, B, H, C, K]
+    e_enter: jax.Array  # E γ
+    q_enter: jax.Array  # Q γ
+    k_leave: jax.Array  # K ρ
+    carry: jax.Array  # e^total, [N, B, H, K, 1]
+    ek: jax.Array | None  # [N, B, H, C, C]
+    p: jax.Array  # [N, B, H, C, C]
+    inverse: jax.Array | None  # A
+
+
+def both(product, x, y, dots: Products, x_axis: int, y_axis: int):
+    """`product` of x and y, both in two parts where the operands are bfloat16."""
+    return product(*stacked(parts(x, dots.operand), parts(y, dots.operand), x_axis, y_axis))
+
+
+def _cut(x, size: int):
+    """[B, T, H, …] to [N, B, H, C, …]."""
+    return jnp.swapaxes(blocks.to_chunks(x, 1, size), 2, 3)
+
+
+def _chunks(
+    x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtype
+) -> tuple[Chunks, Products, Products]:
+    dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
+    q, k, v, g, beta = (_cut(array.astype(dtype), size) for array in x.wide()[:5])
+    e = k if x.erase_key is None else _cut(x.erase_key.astype(dtype), size)
+    beta = beta[..., None]
+    decays = jax.tree.map(jnp.exp, ladder.exponents(g, before))
+    keys = tuple(k * decay for decay in decays.levels)
+    erased = keys if x.erase_key is None else tuple(e * decay for decay in decays.levels)
+    reads = tuple(q * decay for decay in decays.reads)
+    p, ek, a = ladder.pairs(reads, keys, dots.nt), None, known_inverse
+    if not before:
+        p = p + jnp.eye(size, dtype=dtype) * rows_dot(q, k)
+    if erase:
+        ek = ladder.pairs(erased, keys, lambda x, y: dots.nt(x, y, fine=True))
+        a = inverse.unit_lower_inverse(beta * ek, exact) if a is None else a
+    return (
+        Chunks(
+            q,
+            k,
+            v,
+            beta,
+            reads,
+            keys,
+            erased,
+            decays,
+            e,
+            e * decays.enter,
+            q * decays.reads_enter,
+            k * decays.leave,
+            jnp.swapaxes(decays.total, -1, -2),
+            ek,
+            p,
+            a,
+        ),
+        dots,
+        exact,
+    )
+
+
+def _written(c: Chunks, state, dots: Products, exact: Products):
+    """W, and V − (E γ) S, or V where nothing is erased."""
+    if c.inverse is None:
+        return c.beta * c.v, c.v
+    unseen = c.v - both(dots.nn, c.e_enter, state, dots, -1, -2)
+    right = c.beta * unseen
+    written = exact.nn(c.inverse, right)
+    if dots == exact:
+        written += exact.nn(c.inverse, right - written - c.beta * exact.nn(c.ek, written))
+    return written, unseen
+
+
+def _needed(c: Chunks) -> Chunks:
+    """Without what the pass of the state does not read."""
+    return c._replace(
+        q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, p=None
+    )
+
+
+def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, before: bool):
+    """o [B, T, H, V] in the state's dtype, the final state, and for the backward pass the state
+    entering each chunk [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without
+    erasing). `piece`: how many chunks are worked at once.
+    """
+
+    def one(state, x):
+        c, dots, exact = _chunks(x, None, size, erase, before, state.dtype)
+
+        def step(state, chunk):
+            written, _ = _written(chunk, state, dots, exact)
+            return chunk.carry * state + both(dots.tn, chunk.k_leave, written, dots, -2, -2), (
+                state,
+                written,
+            )
+
+        state, (states, written) = blocks.scan(step, state, _needed(c))
+        o = dots.nn(c.q_enter, states) + dots.nn(c.p, written, fine=True)
+        return state, (_joined(o, x.v.shape[1]), states, c.inverse)
+
+    time, count = x.v.shape[1], -(-x.v.shape[1] // size)
+    final, (o, *saved) = blocks.scan(one, initial_state, blocks.to_chunks(x, 1, piece * size))
+    return blocks.from_chunks(o, 1, time), final, *blocks.from_chunks(saved, 0, count)
+
+
+def _joined(x, time: int):
+    return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
+
+
+def backward(
+    x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool
+):
+    """Gradients of q, k, v, g, β, None and E (None where it is k), and of the initial state,
+    from those of o and the final state.
+    """
+
+    def one(dstate, inputs):
+        x, states, inverses, do = inputs
+        c, dots, exact = _chunks(x, inverses, size, erase, before, dstate.dtype)
+        do = _cut(do, size)
+        written, unseen = _written(c, states, dots, exact)
+        po, qo = dots.tn(c.p, do), dots.tn(c.q_enter, do)
+
+        def step(dstate, inputs):
+            chunk, po, qo = inputs
+            dwritten = po + dots.nn(chunk.k_leave, dstate)
+            dr = exact.tn(chunk.inverse, dwritten) if erase else dwritten
+            if erase and dots == exact:
+                dr += exact.tn(chunk.inverse, dwritten - dr - exact.tn(chunk.ek, chunk.beta * dr))
+            entering = chunk.carry * dstate + qo
+            if erase:
+                entering = entering - both(dots.tn, chunk.e_enter, chunk.beta * dr, dots, -2, -2)
+            return entering, (dstate, dr)
+
+        entering, (dstates, dr) = _reverse_scan(step, dstate, (_needed(c), po, qo))
+        gradients = _gradients(
+            c, states, dstates, written, unseen, dr, do, before, dots, x.erase_key is None
+        )
+        return entering, jax.tree.map(lambda array: _joined(array, x.v.shape[1]), gradients)
+
+    saved, rows = (
+        blocks.to_chunks((states, inverses), 0, piece),
+        blocks.to_chunks((x, do.astype(dfinal.dtype)), 1, piece * size),
+    )
+    dinitial, gradients = _reverse_scan(one, dfinal, (rows[0], *saved, rows[1]))
+    dq, dk, *rest = blocks.from_chunks(gradients, 1, x.v.shape[1])
+    narrow = lambda dx: dx.reshape(*x.q.shape[:3], -1, x.q.shape[3]).sum(axis=3)
+    return narrow(dq), narrow(dk), *rest, dinitial
+
+
+def _reverse_scan(step, carry, xs):
+    if jax.tree.leaves(xs)[0].shape[0] > 1:
+        return jax.lax.scan(step, carry, xs, reverse=True)
+    return blocks.scan(step, carry, xs)
+
+
+def _gradients(
+    c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products, by_key: bool
+):
+    """dq, dk, dv, dg, dβ, None and dE by chunk (`by_key`: E is k, and dE in dk), from W, dR and
+    the states entering and leaving with their gradients.
+    """
+    dv = c.beta * dr
+    dbeta = jnp.sum(dr * unseen, axis=-1)
+    d = dots.nt(do, written, fine=True)
+    read = c.decays.reads_enter * dots.nt(do, states)
+    left = c.decays.leave * dots.nt(written, dstates, fine=True)
+    seen = n = None
+    if c.inverse is not None:
+        dl = jnp.where(lower_mask(d.shape[-1], strict=True), -dots.nt(dr, written, fine=True), 0)
+        dbeta += jnp.sum(dl * c.ek, axis=-1)
+        n, seen = c.beta * dl, -c.decays.enter * dots.nt(dv, states, fine=True)
+    dq, dk, de = read, left if seen is None or not by_key else left + seen, seen
+    if not before:
+        diagonal = jnp.diagonal(d, axis1=-2, axis2=-1)[..., None]
+        dq, dk = dq + diagonal * c.k, dk + diagonal * c.q
+    by_level, by_read = [], []
+    for level, (q, k, e) in enumerate(zip(c.reads, c.keys, c.erased)):
+        dq_scaled, dk_scaled = ladder.pairs_backward(d, q, k, level, dots.nn, dots.tn)
+        if n is not None:
+            de_scaled, of_written = ladder.pairs_backward(n, e, k, level, dots.nn, dots.tn)
+            dk_scaled = dk_scaled + de_scaled + of_written if by_key else dk_scaled + of_written
+        dq, dk = dq + c.decays.reads[level] * dq_scaled, dk + c.decays.levels[level] * dk_scaled
+        by_level.append(k * dk_scaled)
+        if not by_key:
+            de, by_level[-1] = de + c.decays.levels[level] * de_scaled, by_level[-1] + e * de_scaled
+        by_read.append(q * dq_scaled)
+    total = jnp.swapaxes(c.carry * jnp.sum(dstates * states, axis=-1, keepdims=True), -1, -2)
+    enter = jnp.zeros_like(c.k) if seen is None else c.e * seen
+    of_sums = ladder.Exponents(
+        tuple(by_level), tuple(by_read), enter, c.q * read, c.k * left, total
+    )
+    (dg,) = jax.vjp(lambda g: ladder.exponents(g, before), jnp.zeros_like(c.k))[1](of_sums)
+    return dq, dk, dv, dg, dbeta, None, None if by_key else de

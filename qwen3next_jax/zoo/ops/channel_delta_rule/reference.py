@@ -1,0 +1,34 @@
+"""The delta rule with a decay per channel token by token: the oracle, and the one-token decode
+step.
+
+B batch, T time, H heads, K key width, V value width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
+
+
+def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):
+    """The recurrence in the dtype of the state, differentiable by plain autodiff: o [B, T, H, V]
+    and the final state [B, H, K, V].
+    """
+
+    def step(state_BHKV, token):
+        q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, value_decay_BHV, erase_BHK = token
+        read = lambda state: jnp.sum(state * q_BHK[..., None], axis=-2)
+        o_BHV = read(state_BHKV)
+        state_BHKV = state_BHKV * jnp.exp(g_BHK)[..., None]
+        if value_decay_BHV is not None:
+            state_BHKV = state_BHKV * jnp.exp(value_decay_BHV)[..., None, :]
+        erase_BHK = k_BHK if erase_BHK is None else erase_BHK
+        write_BHV = v_BHV - jnp.sum(state_BHKV * erase_BHK[..., None], axis=-2) if erase else v_BHV
+        state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., None] * write_BHV[..., None, :]
+        return state_BHKV, o_BHV if before else read(state_BHKV)
+
+    tokens = jax.tree.map(
+        lambda array: jnp.moveaxis(array.astype(initial_state.dtype), 1, 0), x.wide()
+    )
+    state, o_TBHV = jax.lax.scan(step, initial_state, tokens)
+    return jnp.moveaxis(o_TBHV, 0, 1), state

@@ -1,0 +1,79 @@
+"""Decay on both axes of the state, without erasing: S ← Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ,
+chunk by chunk, by plain autodiff.
+
+Values decay by the same ladder as keys: at each level the pairs' products meet values that stand
+at the border, and what they give goes on from there. So a level's matrix is applied at once, and
+no matrix of all pairs exists.
+
+B batch, H heads, C chunk length, K key width, V value width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops import blocks
+from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products, rows_dot
+from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs, both
+
+
+def forward(x: Inputs, initial_state, *, size: int, before: bool):
+    """o [B, T, H, V] in the state's dtype and the final state [B, H, K, V]."""
+    dtype, dots = initial_state.dtype, Products(x.v.dtype, copies=True)
+
+    @jax.checkpoint  # of a chunk the backward pass keeps the inputs and the state entering
+    def step(state_BHKV, chunk: Inputs):
+        q, k, v, g, beta, value_decay = (
+            jnp.moveaxis(array.astype(dtype), 1, 2) for array in chunk.wide()[:6]
+        )
+        v = beta[..., None] * v
+        of_keys, of_values = (
+            jax.tree.map(jnp.exp, ladder.exponents(decay, before)) for decay in (g, value_decay)
+        )
+        o = of_values.reads_enter * dots.nn(q * of_keys.reads_enter, state_BHKV)
+        if not before:
+            o = o + rows_dot(q, k) * v
+        for level in range(len(of_keys.levels)):
+            reads, keys, values = (
+                q * of_keys.reads[level],
+                k * of_keys.levels[level],
+                v * of_values.levels[level],
+            )
+            o = o + of_values.reads[level] * ladder.applied(reads, keys, values, level, dots)
+        carry = jnp.swapaxes(of_keys.total, -1, -2) * of_values.total
+        state_BHKV = carry * state_BHKV + both(
+            dots.tn, k * of_keys.leave, v * of_values.leave, dots, -2, -2
+        )
+        return state_BHKV, jnp.moveaxis(o, 2, 1)
+
+    final, o = blocks.scan(step, initial_state, blocks.to_chunks(x, 1, size))
+    return blocks.from_chunks(o, 1, x.v.shape[1]), final
+
+
+def across(run, axis_name: str, x: Inputs, initial_state, before: bool):
+    """`context.across` for states that decay on both axes: what enters a shard is folded over
+    the shards before it.
+    """
+    shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    dtype = initial_state.dtype
+    o, leaving = run(x, jnp.where(shard == 0, initial_state, 0))
+    g, value_decay = (decay.astype(dtype) for decay in (x.g, x.value_decay))
+    carry = (
+        jnp.exp(jnp.sum(g, axis=1))[..., None] * jnp.exp(jnp.sum(value_decay, axis=1))[..., None, :]
+    )
+    carries, written = jax.lax.all_gather((carry, leaving), axis_name)
+    entering = jnp.zeros_like(leaving)
+    for earlier in range(shards - 1):
+        entering = jnp.where(
+            earlier < shard, carries[earlier] * entering + written[earlier], entering
+        )
+
+    def since_start(decay):
+        total = jnp.cumsum(decay, axis=1)
+        return jnp.exp(
+            jnp.pad(total[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]) if before else total
+        )
+
+    q = x.wide().q.astype(dtype) * since_start(g)
+    o = o + since_start(value_decay) * jnp.einsum("bthk,bhkv->bthv", q, entering, precision=HIGHEST)
+    return o, jax.lax.psum(jnp.where(shard == shards - 1, carry * entering + leaving, 0), axis_name)

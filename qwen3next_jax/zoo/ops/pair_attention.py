@@ -1,0 +1,100 @@
+"""Attention whose scores and mask are functions of the pair of tokens, for what the fast kernels
+have no form of. Queries are worked a chunk at a time against all keys of the row, so that memory
+is chunk × T and work T × T, whatever the mask leaves of it.
+
+Letters: B batch, T queries, S keys, C queries of a chunk, N query heads, M key/value heads
+(query head n reads head n // (N // M)), H = N // M, K head width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.ops import blocks, checks
+
+CHUNK = 64  # queries worked at once
+_HIDDEN = -1e30  # score of a pair that is not seen; finite, so that a row without keys stays finite
+
+
+def dot(q_BCNK: jax.Array, k_BSMK: jax.Array) -> jax.Array:
+    """K^-1/2 q·k of every pair, [B, N, C, S] float32."""
+    b, c, n, width = q_BCNK.shape
+    q_BCMHK = q_BCNK.reshape(b, c, k_BSMK.shape[2], -1, width)
+    s_BMHCS = jnp.einsum("bcmhk,bsmk->bmhcs", q_BCMHK, k_BSMK, preferred_element_type=jnp.float32)
+    return s_BMHCS.reshape(b, n, c, -1) * width**-0.5
+
+
+def pair_attention(
+    q: Any,
+    k: Any,
+    v: jax.Array,
+    *,
+    score: Callable,
+    seen: Callable,
+    positions: jax.Array,
+    kv_positions: jax.Array,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    best: int = 0,
+    axis_name: str | None = None,
+    chunk: int = CHUNK,
+) -> jax.Array:
+    """softmax(score) v over the pairs that are seen, with float32 softmax.
+
+    Args:
+      q, k: what the scores are made of, arrays [B, T, …] and [B, S, …] or trees of such.
+      v: [B, S, M, K].
+      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a chunk of queries and all
+        keys → [B, N, C, S] float32.
+      seen: (positions, kv_positions) → bool [B, C, S], the pairs that are seen; with `best` two
+        of these, the pairs that are seen and those that may be chosen.
+      positions, kv_positions: [B, T], [B, S] integers, places in the document.
+      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token:
+        none sees another.
+      best: so many more keys each query and head sees, those of the highest scores (of equal ones
+        all).
+      axis_name: inside `shard_map`, the mesh axis over which T and S are split in order; the keys
+        of the whole row are gathered.
+      chunk: queries worked at once.
+
+    Returns:
+      o: [B, T, N, K] in v's dtype. Padding rows hold something finite.
+    """
+    checks.shapes(
+        v=(v, "BSMK"),
+        positions=(positions, "BT"),
+        kv_positions=(kv_positions, "BS"),
+        segment_ids=(segment_ids, "BT"),
+        kv_segment_ids=(kv_segment_ids, "BS"),
+    )
+    if axis_name is not None:
+        k, v, kv_positions, kv_segment_ids = jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True),
+            (k, v, kv_positions, kv_segment_ids),
+        )
+
+    @jax.checkpoint  # scores live for one chunk at a time, in the backward pass, too
+    def attend(carry, inputs):
+        q, t_BC, ids_BC = inputs
+        t_BC1, s_B1S = t_BC[..., None], kv_positions[:, None]
+        s_BNCS, visible = score(q, k, t_BC1, s_B1S), seen(t_BC1, s_B1S)
+        same = True if ids_BC is None else ids_BC[..., None] == kv_segment_ids[:, None]
+        if best:
+            always_BCS, maybe_BCS = (x & same for x in visible)
+            far_BNCS = jnp.where(maybe_BCS[:, None], s_BNCS, -jnp.inf)
+            least = jax.lax.top_k(far_BNCS, min(best, far_BNCS.shape[-1]))[0][..., -1:]
+            visible_BNCS = always_BCS[:, None] | (maybe_BCS[:, None] & (s_BNCS >= least))
+        else:
+            visible_BNCS = (visible & same)[:, None]
+        p_BNCS = jax.nn.softmax(jnp.where(visible_BNCS, s_BNCS, _HIDDEN), axis=-1).astype(v.dtype)
+        b, n, c, keys = p_BNCS.shape
+        p_BMHCS = p_BNCS.reshape(b, v.shape[2], -1, c, keys)
+        o = jnp.einsum("bmhcs,bsmk->bcmhk", p_BMHCS, v, preferred_element_type=jnp.float32)
+        return carry, o.reshape(b, c, n, v.shape[3]).astype(v.dtype)
+
+    time = positions.shape[1]
+    chunks = blocks.to_chunks((q, positions, segment_ids), 1, min(chunk, time))
+    _, o = blocks.scan(attend, None, chunks)
+    return blocks.from_chunks(o, 1, time)

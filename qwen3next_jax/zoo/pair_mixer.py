@@ -1,0 +1,113 @@
+"""Gated attention whose scores or mask the fast kernels do not have: what the families
+`pairwise.py` and `long_context.py` build on. It is T × T work.
+
+Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
+key/value heads, K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.gated_attention import GatedAttention, write
+from qwen3next_jax.model.layers import rotate, token_mean
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
+from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot, pair_attention
+
+
+class PairAttention(GatedAttention):
+    """A subclass says what the scores are made of (`queries`, `keys`: trees of arrays), the score
+    of a pair, which pairs are seen, and how many these are. The cache holds keys without their
+    place.
+    """
+
+    weights_of = GatedAttention
+    in_place = False
+    chunk = CHUNK  # queries worked at once
+
+    def placed(self, x_BTNK, positions_BT):
+        return x_BTNK  # `queries` and `keys` give them their place
+
+    def queries(self, q_BTNK, t_BT):
+        return rotate(q_BTNK, t_BT, self.config)
+
+    def keys(self, k_BSMK, s_BS):
+        return rotate(k_BSMK, s_BS, self.config)
+
+    def per_head(self) -> tuple[jax.Array, ...]:
+        """Arrays [N, …] that `score` gets after its other arguments."""
+        return ()
+
+    def score(self, q, k, t_BC1, s_B1S, *per_head):
+        """[B, N, C, S] float32."""
+        return dot(q, k)
+
+    def seen(self, t_BC1, s_B1S):
+        """Bool [B, C, S]; with `self.best` two of them, as in `pair_attention`."""
+        return s_B1S <= t_BC1
+
+    @property
+    def best(self) -> int:
+        return 0
+
+    @classmethod
+    def pairs(cls, config, length: int) -> float:
+        """How many pairs are seen in a row of one document."""
+        return length * (length + 1) / 2
+
+    def attend(self, q_BTNK, k_BTMK, v_BTMK, context, cache=None):
+        mesh, t_BT = context.mesh, context.positions
+        k, v, s_BS, ids = k_BTMK, v_BTMK, t_BT, context.segment_ids
+        if cache is not None:
+            cache = {"k": write(cache["k"], k_BTMK, t_BT), "v": write(cache["v"], v_BTMK, t_BT)}
+            k, v, ids = cache["k"], cache["v"], None
+            s_BS = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[:2])
+        if k.shape[2] % shards(mesh, TENSOR):
+            k, v = (jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k, v))
+
+        def run(q, k, v, t, s, ids, per_head):
+            return pair_attention(
+                q,
+                k,
+                v,
+                score=lambda *pair: self.score(*pair, *per_head),
+                seen=self.seen,
+                positions=t,
+                kv_positions=s,
+                segment_ids=ids,
+                kv_segment_ids=ids,
+                best=self.best,
+                axis_name=context.time_axis,
+                chunk=self.chunk,
+            )
+
+        heads = activation_spec("batch", context.time, "heads")
+        tokens = activation_spec("batch", context.time)
+        in_specs = (heads, heads, heads, tokens, tokens, tokens, activation_spec("heads"))
+        o_BTNK = local(run, mesh, in_specs, heads)(
+            self.queries(q_BTNK, t_BT), self.keys(k, s_BS), v, t_BT, s_BS, ids, self.per_head()
+        )
+        return o_BTNK, cache
+
+    def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context):
+        """`first_token_share` and the gate's of `GatedAttention`. The largest logit is not
+        measured.
+        """
+        first_BT = context.positions == 0
+        indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(
+            k_BTMK.dtype
+        )
+        counted_BT = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT
+        share_BTN = self.attend(q_BTNK, k_BTMK, indicator_BTMK, context)[0][..., 0]
+        found = {"first_token_share": token_mean(share_BTN, counted_BT)}
+        if gate_BTNK is None:
+            return found
+        open_BTNK = jax.nn.sigmoid(gate_BTNK.astype(jnp.float32))
+        return found | {
+            "gate_mean": jnp.mean(token_mean(open_BTNK, context.stats_mask)),
+            "gate_closed": jnp.mean(token_mean(open_BTNK < 0.1, context.stats_mask)),
+        }
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """Scores and their sum: of each query the keys that it sees."""
+        return 4 * config.num_attention_heads * config.head_dim * cls.pairs(config, length) / length

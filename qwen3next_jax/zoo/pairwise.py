@@ -1,0 +1,278 @@
+"""Gated attention without positions, under other masks, and with a bias by the distance of query
+and key in place of rotations.
+
+Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
+key/value heads, K head width.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.config.registry import MIXERS, resolve
+from qwen3next_jax.model.gated_attention import GatedAttention
+from qwen3next_jax.zoo.attention_references import gated_attention, places
+from qwen3next_jax.zoo.ops.pair_attention import dot
+from qwen3next_jax.zoo.pair_mixer import PairAttention
+
+EXAMPLES = {
+    "nope_attention": {"full_mixer": "nope_attention"},
+    "masked_attention": {"full_mixer": "masked_attention"},
+    "alibi": {"full_mixer": "alibi"},
+    "t5_bias": {"full_mixer": "t5_bias", "mixer": {"buckets": 8, "max_distance": 12}},
+}
+
+
+class NoPEAttention(GatedAttention):
+    """`GatedAttention` whose queries and keys are not rotated, for some layers of a model whose
+    other layers have positions (SmolLM3, Llama 4; 2501.18795).
+    """
+
+    switches = ("attention_output_gate", "qk_norm")
+    weights_of = GatedAttention
+
+    def placed(self, x_BTNK, positions_BT):
+        return x_BTNK
+
+
+class Masked(PairAttention):
+    """Attention under `mask`. prefix (1905.03197, 1910.10683): the first `prefix_tokens` of a
+    document, an encoder's, see each other; the others, a decoder's, see what comes before them.
+    So encoder and decoder share one row. bidirectional: every token sees its whole document.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(PairAttention.Settings):
+        mask: Literal["causal", "prefix", "bidirectional"] = "causal"
+        # of the mask "prefix": tokens at a document's start that see each other
+        prefix_tokens: int = 0
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"0 or more": "prefix_tokens"})
+            require(
+                (self.mask == "prefix") == (self.prefix_tokens > 0),
+                f"model.mixer.mask = {self.mask!r} with model.mixer.prefix_tokens = "
+                f"{self.prefix_tokens}: expected mask = 'prefix' and 1 or more, or another mask "
+                "and 0",
+            )
+
+    read_time = ("mask", "prefix_tokens")
+
+    def seen(self, t_BC1, s_B1S):
+        s = self.settings(self.config)
+        is_before = s_B1S <= t_BC1
+        if s.mask == "prefix":
+            return is_before | ((t_BC1 < s.prefix_tokens) & (s_B1S < s.prefix_tokens))
+        return is_before if s.mask == "causal" else jnp.ones_like(is_before)
+
+    def attend(self, q_BTNK, k_BTMK, v_BTMK, context, cache=None):
+        if cache is not None and self.settings(self.config).mask == "bidirectional":
+            raise UserError(
+                "model.mixer.mask = 'bidirectional': a token's state changes with the tokens "
+                "after it, so that no cache can continue a text: expected 'causal' or 'prefix' to "
+                "generate"
+            )
+        return super().attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
+
+    @classmethod
+    def tokens_seen_ahead(cls, config):
+        s = cls.settings(config)
+        return math.inf if s.mask == "bidirectional" else s.prefix_tokens
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        mask = cls.settings(config).mask
+        predicts = config.mtp_depth and issubclass(
+            resolve(MIXERS, config.full_mixer, "model.full_mixer"), Masked
+        )
+        require(
+            mask == "causal" or not predicts,
+            f"model.mixer.mask = {mask!r} with model.full_mixer = {config.full_mixer!r} and "
+            f"model.mtp_depth = {config.mtp_depth}: the module would see the token that it "
+            "predicts: expected mtp_depth = 0, or "
+            "another full_mixer, these layers named by layer_types",
+        )
+
+    @classmethod
+    def pairs(cls, config, length):
+        s = cls.settings(config)
+        if s.mask == "bidirectional":
+            return length**2
+        prefix = min(s.prefix_tokens, length)
+        return length * (length + 1) / 2 + prefix * (prefix - 1) / 2
+
+
+class ALiBi(Masked):
+    """Scores less slope · |distance| (2108.12409), with slopes 2^(-8 (n + 1) / N) of N = 2^i
+    heads; other numbers of heads take the slopes of the power of two below, and every other slope
+    of the power above.
+    """
+
+    switches = ("attention_output_gate", "qk_norm")
+    weights_of = None
+
+    def __init__(self, config, make, layers):
+        super().__init__(config, make, layers)
+        slopes_N = jnp.asarray(alibi_slopes(config.num_attention_heads))
+        self.slopes = make.parameter(
+            lambda shape: jnp.broadcast_to(slopes_N, shape),
+            slopes_N.shape,
+            "query_heads",
+            kind="rate",
+        )
+
+    def queries(self, q_BTNK, t_BT):
+        return q_BTNK
+
+    def keys(self, k_BSMK, s_BS):
+        return k_BSMK
+
+    def per_head(self):
+        return (jax.lax.stop_gradient(self.slopes[...]),)
+
+    def score(self, q, k, t_BC1, s_B1S, slopes_N):
+        return dot(q, k) - slopes_N[:, None, None] * jnp.abs(t_BC1 - s_B1S)[:, None]
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    power = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (n + 1) / power) for n in range(power)]
+    return slopes + [2 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * (heads - power), 2)]
+
+
+class T5Bias(Masked):
+    """Scores plus a learned number per head and bucket of distances (1910.10683, section 2.1).
+    Half of the buckets are exact; the others grow with the logarithm, up to `max_distance`. Where
+    tokens see both ways, each way has half of the buckets. Each layer has its own numbers, and
+    scores keep their scale.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(Masked.Settings):
+        # of distances
+        buckets: int = 32
+        # the distance from which on all fall into the last bucket
+        max_distance: int = 128
+
+        def __post_init__(self):
+            super().__post_init__()
+            check_bounds(self, "model.mixer", {"at least 4": "buckets"})
+            require(
+                self.max_distance > self.buckets // 2,
+                f"model.mixer.max_distance = {self.max_distance}: expected more than half of "
+                f"model.mixer.buckets = {self.buckets}, which are exact",
+            )
+
+    switches = ("attention_output_gate", "qk_norm")
+    weights_of = None
+    # the mask says which distances the buckets stand for
+    read_time = ("prefix_tokens",)
+
+    def __init__(self, config, make, layers):
+        super().__init__(config, make, layers)
+        self.bias = make.parameter(
+            lambda shape: config.initializer_range * jax.random.normal(make.rngs.params(), shape),
+            (config.num_attention_heads, self.settings(config).buckets),
+            "query_heads .",
+            kind="rate",
+        )
+
+    def queries(self, q_BTNK, t_BT):
+        return q_BTNK
+
+    def keys(self, k_BSMK, s_BS):
+        return k_BSMK
+
+    def per_head(self):
+        return (self.bias[...],)
+
+    def score(self, q, k, t_BC1, s_B1S, bias_NR):
+        s = self.settings(self.config)
+        bucket_BCS = t5_bucket(
+            t_BC1 - s_B1S, s.buckets, s.max_distance, both_ways=s.mask != "causal"
+        )
+        return dot(q, k) + jnp.moveaxis(bias_NR[:, bucket_BCS], 0, 1)
+
+
+def t5_bucket(distance: jax.Array, buckets: int, largest: int, both_ways: bool) -> jax.Array:
+    """The buckets of distances [...], query - key. Keys behind the query have the second half of
+    the buckets, or bucket 0.
+    """
+    if both_ways:
+        buckets //= 2
+    exact, far = buckets // 2, np.arange(largest + 1)
+    steps = np.log(np.maximum(far, 1) / exact) / math.log(largest / exact) * (buckets - exact)
+    table = jnp.asarray(
+        np.where(far < exact, far, np.minimum(exact + np.floor(steps), buckets - 1)), jnp.int32
+    )
+    if not both_ways:
+        return table[jnp.clip(distance, 0, largest)]
+    return table[jnp.minimum(jnp.abs(distance), largest)] + jnp.where(distance < 0, buckets, 0)
+
+
+# ---- references
+# --------------------------------------------------------------------------------------------------
+
+
+def nope_attention_reference(config, params, x):
+    _, _, causal = places(x)
+    return gated_attention(config, params, x, seen=causal)
+
+
+def _mask(config, x):
+    s = config.settings_of(config.mixers[0])
+    i, j, causal = places(x)
+    if s.mask == "prefix":
+        return causal | (i < s.prefix_tokens) & (j < s.prefix_tokens)
+    return causal if s.mask == "causal" else causal | True
+
+
+def masked_attention_reference(config, params, x):
+    i, j, _ = places(x)
+    return gated_attention(config, params, x, seen=_mask(config, x), distance=i - j)
+
+
+def alibi_reference(config, params, x):
+    i, j, _ = places(x)
+    heads = config.num_attention_heads
+    assert heads & (heads - 1) == 0, "the paper prints slopes for powers of two"
+    slopes = 2.0 ** (-8 / heads * np.arange(1, heads + 1))
+    bias = -slopes[:, None, None] * np.abs(i - j)
+    return gated_attention(config, params, x, seen=_mask(config, x), bias=bias)
+
+
+def t5_bias_reference(config, params, x):
+    s = config.settings_of("t5_bias")
+    i, j, _ = places(x)
+    both_ways = s.mask != "causal"
+    bucket = np.vectorize(lambda d: _bucket(int(d), s.buckets, s.max_distance, both_ways))
+    bias = params["bias"][:, bucket(i - j)]
+    return gated_attention(config, params, x, seen=_mask(config, x), bias=bias)
+
+
+def _bucket(distance, buckets, largest, both_ways):
+    first = 0
+    if both_ways:
+        buckets //= 2
+        first = buckets if distance < 0 else 0
+        distance = abs(distance)
+    exact = buckets // 2
+    if distance < exact:
+        return first + max(distance, 0)
+    steps = math.log(distance / exact) / math.log(largest / exact) * (buckets - exact)
+    return first + min(exact + int(steps), buckets - 1)
+
+
+REFERENCES = {
+    "nope_attention": nope_attention_reference,
+    "masked_attention": masked_attention_reference,
+    "alibi": alibi_reference,
+    "t5_bias": t5_bias_reference,
+}

@@ -1,0 +1,36 @@
+"""Projections and the norm that several families share.
+
+Letters: B batch, T time, D model, H value heads.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen3next_jax.model.parameters import Make
+
+
+def make_low_rank(make: Make, rank: int, width: int) -> tuple[nnx.Param, nnx.Param]:
+    """Two matrices, [D, rank] and [rank, H, width], of a gate of low rank."""
+    c = make.config
+    down = make.matrix((c.hidden_size, rank), "embed -> .")
+    up = make.matrix((rank, c.linear_num_value_heads, width), ". -> value_heads .")
+    return down, up
+
+
+def project_to_float32(x_BTD: jax.Array, *matrices: nnx.Param) -> jax.Array:
+    """x times one matrix after the other, [B, T, …]: the last product is returned in float32, the
+    ones before it have the dtype of x.
+    """
+    for matrix in matrices:
+        is_last = matrix is matrices[-1]
+        x_BTD = jnp.tensordot(
+            x_BTD, matrix[...].astype(x_BTD.dtype), 1, preferred_element_type=jnp.float32
+        ).astype(jnp.float32 if is_last else x_BTD.dtype)
+    return x_BTD
+
+
+def l2_normalize(x: jax.Array) -> jax.Array:
+    """x / √(Σ x² + 1e-6) over the last axis, in float32 or the wider dtype of x."""
+    x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -1,0 +1,97 @@
+"""What the float64 references of the families share: the parts of a layer, written for one row
+[T, D] of one document, as plainly as possible.
+
+A reference is a function of the ModelConfig, the parameters by name and the row. It goes token by
+token, as the paper prints the recurrence, and computes in the dtype of its arguments, so that its
+gradients are autodiff's. Every family lists its references and its shortest example settings
+(`REFERENCES`, `EXAMPLES`); tests/test_mixers.py compares the mixers with them.
+
+Letters: T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def outer_product_recurrence(
+    q, k, v, g, beta=None, *, erase=False, erase_key=None, bonus=None, normaliser=False
+):
+    """S ← e^g S + β k vᵀ, o = Sᵀq, with S [H, K, V] from zeros.
+
+    Args:
+      q, k: [T, H, K]. v: [T, H, V].
+      g: log decay [T, H] or, for every key channel, [T, H, K]. beta: [T, H]; None for 1.
+      erase: the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ, where e is `erase_key`
+        [T, H, K], or k where that is None.
+      bonus: [H, K], reads the state before the token: o = Sᵀq + (Σ q bonus k) v.
+      normaliser: also returns zᵀq [T, H, 1], z ← e^g z + β k.
+
+    Returns:
+      o [T, H, V], or (o, zᵀq).
+    """
+    beta = jnp.ones(v.shape[:2]) if beta is None else beta
+    g = jnp.broadcast_to(g[..., None] if g.ndim == 2 else g, k.shape)
+    if normaliser:  # z is the column of a value that is always 1
+        v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1))], axis=-1)
+
+    def step(s, token):
+        q, k, v, g, beta, e = token
+
+        def read(s):
+            return jnp.einsum("hkv,hk->hv", s, q)
+
+        if bonus is not None:
+            o = read(s) + jnp.sum(q * bonus * k, axis=-1, keepdims=True) * v
+        s = jnp.exp(g)[..., None] * s
+        written = v - jnp.einsum("hkv,hk->hv", s, e) if erase else v
+        s = s + beta[:, None, None] * k[..., None] * written[:, None]
+        return s, read(s) if bonus is None else o
+
+    empty = jnp.zeros((*k.shape[1:], v.shape[-1]))
+    erase_key = k if erase_key is None else erase_key
+    _, o = jax.lax.scan(step, empty, (q, k, v, g, beta, erase_key))
+    return (o[..., :-1], o[..., -1:]) if normaliser else o
+
+
+def split_projection(config, params, x, convolved=False):
+    """q, k [T, H, K], v [T, H, V] and gate [T, H, V] (None where there is none) of the projection
+    that `Recurrent.make_projection` makes, after convolution and SiLU where `convolved`.
+    """
+    g, h = config.linear_num_key_heads, config.linear_num_value_heads
+    k, v = config.linear_key_head_dim, config.linear_value_head_dim
+    y = jnp.einsum("td,dgc->tgc", x, params["in_proj"])
+    gate = y[..., 2 * k + h // g * v :]
+    y = y[..., : 2 * k + h // g * v]
+    if convolved:
+        y = jax.nn.silu(causal_convolution(y, params["conv_kernel"]))
+    q = jnp.repeat(y[..., :k], h // g, axis=1)
+    key = jnp.repeat(y[..., k : 2 * k], h // g, axis=1)
+    value = y[..., 2 * k :].reshape(len(x), h, v)
+    return q, key, value, gate.reshape(len(x), h, -1) if gate.size else None
+
+
+def causal_convolution(x, kernel):
+    """Σ_w kernel[w] x[t - W + 1 + w] of every channel; x [T, …], kernel [W, …]."""
+    width = len(kernel)
+    padded = jnp.pad(x, [(width - 1, 0)] + [(0, 0)] * (x.ndim - 1))
+    return sum(padded[w : w + len(x)] * kernel[w] for w in range(width))
+
+
+def token_before(x):
+    """[T, D] the token before each one, zeros before the first."""
+    return jnp.pad(x, ((1, 0), (0, 0)))[:-1]
+
+
+def unit(x):
+    """x of length 1 over the last axis."""
+    return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def rms_norm(config, x, axis=-1):
+    """x over its root mean square."""
+    return x / jnp.sqrt(jnp.mean(x * x, axis=axis, keepdims=True) + config.rms_norm_eps)
+
+
+def project_out(params, o):
+    """The projection of the heads' outputs [T, H, V] back to [T, D]."""
+    return jnp.einsum("thv,hvd->td", o, params["out_proj"])

@@ -1,0 +1,166 @@
+"""Recurrent networks whose state is not linear: the plain one (Elman, 1990) and long short-term
+memory. Nothing but going from token to token computes them: a token waits for the one before it,
+and so do the shards of a row.
+
+Letters: B batch, T time, D model, H groups of V channels, C = V for each of a cell's gates.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.mixer import Mixer
+from qwen3next_jax.sharding.rules import activation_spec, local
+from qwen3next_jax.zoo.ops import token_scan
+from qwen3next_jax.zoo.references import project_out
+
+EXAMPLES = {"rnn": {"linear_mixer": "rnn"}, "lstm": {"linear_mixer": "lstm"}}
+
+
+class RecurrentNetwork(Mixer):
+    """States of linear_num_value_heads groups of linear_value_head_dim channels. Each group has a
+    recurrent matrix U of its own, so that `tensor` splits the groups: one group is the
+    textbook's. The state "h" is projected back to the model's width.
+
+    A subclass declares the gates and the states of its cell, and computes it in `cell`.
+
+    Diagnostics, per group [H]: state_norm, ‖h‖ after the last token, mean over rows.
+    """
+
+    gates: tuple[str, ...]
+    states: tuple[str, ...]
+
+    def cell(self, state: dict[str, jax.Array], x_BHC: jax.Array) -> dict[str, jax.Array]:
+        """The states after a token, from the states before it and W x + U h + b."""
+        raise NotImplementedError
+
+    def init_bias(self, shape: tuple[int, ...]) -> jax.Array:
+        """The start value of b [H, C], stacked."""
+        return jnp.zeros(shape)
+
+    def __init__(self, config, make, layers):
+        d, h, v = config.hidden_size, config.linear_num_value_heads, config.linear_value_head_dim
+        width = len(self.gates) * v
+        self.in_proj = make.matrix(
+            (d, h, width), "embed -> value_heads .", parts=[(name, v) for name in self.gates]
+        )
+        self.recurrent = make.parameter(
+            lambda shape: jax.random.normal(make.rngs.params(), shape) * v**-0.5,
+            (h, v, width),
+            "value_heads . .",
+            kind="vector",
+            operand=False,
+        )
+        self.bias = make.parameter(self.init_bias, (h, width), "value_heads .", kind="rate")
+        self.out_proj = make.matrix((h, v, d), "value_heads . -> embed")
+
+    def __call__(self, x_BTD, context, cache=None):
+        rows = activation_spec("batch", context.time, "heads")
+        first = activation_spec("batch", "heads")
+        heads = activation_spec("heads")
+        tokens = activation_spec("batch", context.time)
+
+        def run(x_BTHC, u_HVC, bias_HC, segment_ids, state):
+            def step(state, x_BHC):
+                after = self.cell(state, x_BHC + jnp.einsum("bhv,hvc->bhc", state["h"], u_HVC))
+                return after, after["h"]
+
+            if state is None:
+                shape = (x_BTHC.shape[0], *u_HVC.shape[:2])
+                state = {name: jnp.zeros(shape, jnp.float32) for name in self.states}
+            return token_scan(
+                step,
+                x_BTHC.astype(jnp.float32) + bias_HC,
+                state,
+                segment_ids=segment_ids,
+                axis_name=context.time_axis,
+            )
+
+        x_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
+        h_BTHV, state = local(
+            run, context.mesh, (rows, heads, heads, tokens, first), (rows, first)
+        )(
+            x_BTHC,
+            self.recurrent[...].astype(jnp.float32),
+            self.bias[...],
+            context.segment_ids,
+            cache,
+        )
+        y_BTD = jnp.einsum(
+            "bthv,hvd->btd", h_BTHV.astype(x_BTD.dtype), self.out_proj[...].astype(x_BTD.dtype)
+        )
+        diagnostics = {}
+        if context.collect_stats:
+            norm_BH = jnp.linalg.norm(state["h"], axis=-1)
+            diagnostics = {"state_norm": jnp.mean(norm_BH, axis=0)}
+        return y_BTD, diagnostics, cache and state
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        shape = (batch, config.linear_num_value_heads, config.linear_value_head_dim)
+        return {name: jnp.zeros(shape) for name in cls.states}
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """U h."""
+        return 2 * config.linear_num_value_heads * len(cls.gates) * config.linear_value_head_dim**2
+
+    @staticmethod
+    def splits(config):
+        return {"linear_num_value_heads": config.linear_num_value_heads}
+
+
+class RNN(RecurrentNetwork):
+    """The plain recurrent network (Elman, 1990): h ← tanh(W x + U h + b)."""
+
+    gates = ("input",)
+    states = ("h",)
+
+    def cell(self, state, x_BHC):
+        return {"h": jnp.tanh(x_BHC)}
+
+
+class LSTM(RecurrentNetwork):
+    """Long short-term memory (Hochreiter and Schmidhuber, 1997; with the forget gate of Gers et
+    al., 2000).
+
+    i, f, g, o = W x + U h + b;  c ← σ(f) c + σ(i) tanh(g);  h ← σ(o) tanh(c). b starts at 1 for
+    f, else at 0.
+    """
+
+    gates = ("input", "forget", "new", "output")
+    states = ("h", "c")
+
+    def init_bias(self, shape):
+        one_gate = shape[-1] // len(self.gates)
+        return jnp.broadcast_to(jnp.repeat(jnp.array([0.0, 1.0, 0.0, 0.0]), one_gate), shape)
+
+    def cell(self, state, x_BHC):
+        i, f, g, o = jnp.split(x_BHC, 4, axis=-1)
+        c = jax.nn.sigmoid(f) * state["c"] + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return {"h": jax.nn.sigmoid(o) * jnp.tanh(c), "c": c}
+
+
+def rnn_reference(config, params, x):
+    def step(h, row):
+        h = jnp.tanh(row + jnp.einsum("hv,hvc->hc", h, params["recurrent"]))
+        return h, h
+
+    x = jnp.einsum("td,dhc->thc", x, params["in_proj"]) + params["bias"]
+    empty = jnp.zeros(params["out_proj"].shape[:2])
+    return project_out(params, jax.lax.scan(step, empty, x)[1])
+
+
+def lstm_reference(config, params, x):
+    def step(carry, row):
+        h, c = carry
+        i, f, g, o = jnp.split(row + jnp.einsum("hv,hvc->hc", h, params["recurrent"]), 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    x = jnp.einsum("td,dhc->thc", x, params["in_proj"]) + params["bias"]
+    empty = jnp.zeros(params["out_proj"].shape[:2])
+    return project_out(params, jax.lax.scan(step, (empty, empty), x)[1])
+
+
+REFERENCES = {"rnn": rnn_reference, "lstm": lstm_reference}

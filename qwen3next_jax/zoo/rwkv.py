@@ -1,0 +1,314 @@
+"""RWKV-4 and RWKV-6: recurrences whose inputs mix each token with the one before it.
+
+Letters: B batch, T time, D model, P mixed inputs, G key heads, H value heads, K/V widths of a key
+and of a value. In RWKV-4 D is also the number of channels.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.model.layers import Context, token_mean
+from qwen3next_jax.model.mixer import Mixer
+from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.ops import causal_conv1d
+from qwen3next_jax.sharding.rules import activation_spec, local
+from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
+from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
+from qwen3next_jax.zoo.references import (
+    outer_product_recurrence,
+    project_out,
+    rms_norm,
+    token_before,
+)
+
+EXAMPLES = {"rwkv4": {"linear_mixer": "rwkv4"}, "rwkv6": {"linear_mixer": "rwkv6"}}
+RWKV4_STATES = ("largest", "weighted", "total")
+RWKV6_INPUTS = ("decay", "key", "value", "receptance", "gate")
+RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # the paper's
+
+
+def token_shift(
+    x_BTD: jax.Array, context: Context, before_B1D: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The x of the token before each one, [B, T, D] (zeros for a document's first token), and the
+    row's last x, [B, 1, D]. `before_B1D` is the x before the first token; None for zeros.
+    """
+
+    def run(x, segment_ids, before):
+        kernel = jnp.stack([jnp.ones(x.shape[-1], x.dtype), jnp.zeros(x.shape[-1], x.dtype)])
+        return causal_conv1d(
+            x,
+            kernel,
+            activation=None,
+            initial_state=before,
+            segment_ids=segment_ids,
+            axis_name=context.time_axis,
+        )
+
+    rows = activation_spec("batch", context.time)
+    first = activation_spec("batch")
+    return local(run, context.mesh, (rows, rows, first), (rows, first))(
+        x_BTD, context.segment_ids, before_B1D
+    )
+
+
+class RWKV4(Mixer):
+    """RWKV-4 (2305.13048, equations 11–16): per channel a mean of values weighted by e^k, which
+    decays by a constant.
+
+    o = σ(r) (Σ_{j<t} e^{k_j − (t−1−j) e^w} v_j + e^{u + k_t} v_t) / (the same of ones), with r,
+    k, v of μ x + (1 − μ) x₋₁. The sums are kept divided by e^m, m_t = max(m_{t−1} − e^w, k_t).
+    Channels are not split over `tensor`.
+
+    Diagnostics, per channel [D]: half_life, ln 2 / e^w; receptance, the mean σ(r).
+    """
+
+    def __init__(self, config, make, layers):
+        d = config.hidden_size
+        self.mix = make.parameter(
+            lambda shape: jnp.full(shape, 0.5), (3, d), ". embed_out", kind="rate"
+        )
+        self.receptance_proj = make.matrix((d, d), "embed -> .")
+        self.key_proj = make.matrix((d, d), "embed -> .")
+        self.value_proj = make.matrix((d, d), "embed -> .")
+        self.decay = make.parameter(
+            lambda shape: jnp.broadcast_to(jnp.linspace(-5.0, 3.0, d), shape),
+            (d,),
+            "embed_out",
+            kind="rate",
+        )
+        self.bonus = make.parameter(
+            lambda shape: jnp.full(shape, jnp.log(0.3)), (d,), "embed_out", kind="rate"
+        )
+        self.out_proj = make.matrix((d, d), ". -> embed")
+
+    def __call__(self, x_BTD, context, cache=None):
+        dtype = x_BTD.dtype
+        before, last = token_shift(x_BTD, context, cache and cache["shift"])
+        mixed = x_BTD + (before - x_BTD) * (1 - self.mix[...]).astype(dtype)[:, None, None]
+        r = mixed[0] @ self.receptance_proj[...].astype(dtype)
+        k = mixed[1] @ self.key_proj[...].astype(dtype)
+        v = mixed[2] @ self.value_proj[...].astype(dtype)
+        rows = activation_spec("batch", context.time)
+        first = activation_spec("batch")
+        whole = activation_spec()
+        state = cache and tuple(cache[name] for name in RWKV4_STATES)
+
+        def run(k, v, w, bonus, segment_ids, state):
+            return self._weighted_mean(k, v, w, bonus, segment_ids, context.time_axis, state)
+
+        o, state = local(run, context.mesh, (rows, rows, whole, whole, rows, first), (rows, first))(
+            k, v, self.decay[...], self.bonus[...], context.segment_ids, state
+        )
+        gated = (jax.nn.sigmoid(r.astype(jnp.float32)) * o).astype(dtype)
+        y = gated @ self.out_proj[...].astype(dtype)
+        diagnostics = {}
+        if context.collect_stats:
+            diagnostics = {
+                "half_life": jnp.log(2) * jnp.exp(-self.decay[...]),
+                "receptance": token_mean(jax.nn.sigmoid(r), context.stats_mask),
+            }
+        return y, diagnostics, cache and dict(zip(RWKV4_STATES, state)) | {"shift": last}
+
+    def _weighted_mean(self, k, v, w, bonus, segment_ids, axis_name, state):
+        """(the mean of the values [B, T, D], the states after the row)."""
+        split = dict(segment_ids=segment_ids, axis_name=axis_name)
+        largest, weighted, total = (None, None, None) if state is None else state
+        k = k.astype(jnp.float32)
+        v = v.astype(jnp.float32)
+        log_decay = jnp.broadcast_to(-jnp.exp(w), k.shape)
+        m, m_before, largest = max_plus_scan(log_decay, k, initial_state=largest, **split)
+        m = jnp.where(m == -jnp.inf, 0, m)  # a row without a token
+        change = jnp.where(m_before == -jnp.inf, 0, jnp.minimum(log_decay + m_before - m, 0))
+        # The value of `change`, the gradient of the decay.
+        a = log_decay + jax.lax.stop_gradient(change - log_decay)
+        own = jnp.exp(k - m)
+        _, weighted_before, weighted = linear_scan(a, own * v, initial_state=weighted, **split)
+        ones = jnp.ones_like(v)
+        _, total_before, total = linear_scan(a, own * ones, initial_state=total, **split)
+        m_before = jnp.where(total_before == 0, -jnp.inf, m_before)
+        top = jax.lax.stop_gradient(jnp.maximum(m_before, bonus + k))
+        past = jnp.exp(m_before - top)
+        now = jnp.exp(bonus + k - top)
+        mean = (past * weighted_before + now * v) / (past * total_before + now)
+        return mean, (largest, weighted, total)
+
+    @staticmethod
+    def init_cache(config, batch, length):
+        states = {name: jnp.zeros((batch, config.hidden_size)) for name in RWKV4_STATES}
+        # The largest of no keys. From 0, e^{k − 0} of lower ones would underflow.
+        states["largest"] = jnp.full_like(states["largest"], -jnp.inf)
+        return states | {"shift": jnp.zeros((batch, 1, config.hidden_size), config.dtype)}
+
+    @staticmethod
+    def forward_flops(config, length):
+        return 0.0  # no products but those of the parameters
+
+    @staticmethod
+    def halo(config):
+        return 1
+
+
+class RWKV6(Recurrent):
+    """RWKV-6 (2404.05892, equations 13–20): a decay per channel, a bonus for the current token,
+    and five inputs, each mixed with the token before in a way of its own.
+
+    The inputs are x + (x₋₁ − x) ⊙ (μ + Δ), Δ of low rank from the token itself. g = −e^w, w = w₀ +
+    W₂ tanh(W₁ x_w); o_t = S_{t−1}ᵀr + (Σ r u k) v, S ← Diag(e^g) S + k vᵀ; LayerNorm of each head,
+    SiLU gate; no convolution.
+    """
+
+    switches = ()
+    convolved = False
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
+        r, k = h // g, c.linear_key_head_dim
+        v = r * c.linear_value_head_dim
+        count, rank = len(RWKV6_INPUTS), RWKV6_MIX_RANK
+
+        def half(shape):
+            return jnp.full(shape, 0.5)
+
+        self.mix_all = make.parameter(half, (d,), "embed_out", kind="rate")
+        self.mix = make.parameter(half, (count, d), ". embed_out", kind="rate")
+        self.mix_down = make.matrix((d, count, rank), "embed -> * .")
+        self.mix_up = make.matrix((count, rank, d), "* . -> embed_out")
+        for part in (("receptance", k), ("key", k), ("value", v, r), ("gate", v, r)):
+            projection = make.matrix((d, g, part[1]), "embed -> key_heads .", parts=(part,))
+            setattr(self, f"{part[0]}_proj", projection)
+        self.decay_down, self.decay_up = make_low_rank(make, RWKV6_DECAY_RANK, k)
+        self.decay = make.parameter(
+            lambda shape: jnp.broadcast_to(jnp.linspace(-6.0, -1.0, k), shape),
+            (h, k),
+            "value_heads .",
+            kind="rate",
+        )
+        self.bonus = make.parameter(half, (h, k), "value_heads .", kind="rate")
+        self.make_output(make, per_head=True)
+
+    def __call__(self, x_BTD, context: Context, cache=None):
+        before_BTD, last = token_shift(x_BTD, context, cache and cache["shift"])
+        other_states = cache and {name: x for name, x in cache.items() if name != "shift"}
+        x_and_before_BTE = jnp.concatenate([x_BTD, before_BTD], axis=-1)
+        y_BTD, diagnostics, other_states = super().__call__(x_and_before_BTE, context, other_states)
+        return y_BTD, diagnostics, other_states and other_states | {"shift": last}
+
+    def mix_inputs(self, x_and_before_BTE: jax.Array) -> jax.Array:
+        """The inputs in the order of RWKV6_INPUTS, [P, B, T, D], from x and x₋₁ side by side."""
+        x, before = jnp.split(x_and_before_BTE, 2, axis=-1)
+        change = before - x
+        dtype = x.dtype
+        low_BTPR = jnp.tanh(
+            project_to_float32(x + change * self.mix_all[...].astype(dtype), self.mix_down)
+        ).astype(dtype)
+        delta = (
+            jnp.einsum("btpr,prd->pbtd", low_BTPR, self.mix_up[...].astype(dtype))
+            + self.mix[...].astype(dtype)[:, None, None]
+        )
+        return x + change * delta
+
+    def inputs(self, x_and_before_BTE: jax.Array, context: Context) -> Inputs:
+        dtype = x_and_before_BTE.dtype
+        mixed = dict(zip(RWKV6_INPUTS, self.mix_inputs(x_and_before_BTE)))
+
+        def project(name):
+            weight_DGC = getattr(self, f"{name}_proj")[...].astype(dtype)
+            return jnp.einsum("btd,dgc->btgc", mixed[name], weight_DGC)
+
+        low = jnp.tanh(project_to_float32(mixed["decay"], self.decay_down)).astype(dtype)
+        w_BTHK = self.decay[...] + project_to_float32(low, self.decay_up)
+        qkv = jnp.concatenate([project("receptance"), project("key"), project("value")], axis=-1)
+        return Inputs(qkv, project("gate"), g=-jnp.exp(w_BTHK))
+
+    def head_weights(self):
+        return (self.bonus[...],)
+
+    def recurrence(self, heads, state):
+        (bonus_HK,) = heads.weights
+        o_BTHV, final_state = channel_delta_rule(
+            heads.q,
+            heads.k,
+            heads.v,
+            g=heads.g,
+            beta=heads.beta,
+            erase=False,
+            read="before",
+            bonus=bonus_HK,
+            initial_state=state and state["state"],
+            segment_ids=heads.segment_ids,
+            axis_name=heads.axis_name,
+        )
+        return o_BTHV, {"state": final_state}
+
+    def finish(self, o_BTHV, norm_HV, gate_BTGRV):
+        o = o_BTHV.astype(jnp.float32)
+        o = o - jnp.mean(o, axis=-1, keepdims=True)
+        return super().finish(o.astype(o_BTHV.dtype), norm_HV, gate_BTGRV)
+
+    @classmethod
+    def uses_delta_term(cls, config):
+        return False
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        shift = jnp.zeros((batch, 1, config.hidden_size), config.dtype)
+        return super().init_cache(config, batch, length) | {"shift": shift}
+
+    @classmethod
+    def halo(cls, config):
+        return 1
+
+
+def rwkv4_reference(config, params, x):
+    """With the sum over all earlier tokens written out."""
+    before = token_before(x)
+    mix = params["mix"]
+    r = (mix[0] * x + (1 - mix[0]) * before) @ params["receptance_proj"]
+    k = (mix[1] * x + (1 - mix[1]) * before) @ params["key_proj"]
+    v = (mix[2] * x + (1 - mix[2]) * before) @ params["value_proj"]
+    i, j = np.ogrid[: len(x), : len(x)]
+    age = jnp.asarray(np.maximum(i - 1 - j, 0))[..., None]
+    past = jnp.exp(k[None] - age * jnp.exp(params["decay"]))
+    now = jnp.exp(params["bonus"] + k[None])
+    weight = jnp.where((j < i)[..., None], past, 0) + jnp.where((j == i)[..., None], now, 0)
+    mean = jnp.einsum("ijd,jd->id", weight, v) / weight.sum(axis=1)
+    return (jax.nn.sigmoid(r) * mean) @ params["out_proj"]
+
+
+def rwkv6_reference(config, params, x):
+    before = token_before(x)
+    heads = config.linear_num_value_heads
+    low = jnp.tanh(
+        jnp.einsum("td,dpr->tpr", x + (before - x) * params["mix_all"], params["mix_down"])
+    )
+    mixed = {
+        name: x + (before - x) * (params["mix"][i] + low[:, i] @ params["mix_up"][i])
+        for i, name in enumerate(RWKV6_INPUTS)
+    }
+
+    def project(name):
+        return jnp.einsum("td,dgc->tgc", mixed[name], params[f"{name}_proj"])
+
+    def for_value_heads(y):
+        return jnp.repeat(y, heads // config.linear_num_key_heads, axis=1)
+
+    w = params["decay"] + jnp.einsum(
+        "tr,rhk->thk", jnp.tanh(mixed["decay"] @ params["decay_down"]), params["decay_up"]
+    )
+    v = project("value").reshape(len(x), heads, -1)
+    gate = project("gate").reshape(len(x), heads, -1)
+    o = outer_product_recurrence(
+        for_value_heads(project("receptance")),
+        for_value_heads(project("key")),
+        v,
+        -jnp.exp(w),
+        bonus=params["bonus"],
+    )
+    o = rms_norm(config, o - o.mean(axis=-1, keepdims=True))
+    return project_out(params, o * params["norm"] * jax.nn.silu(gate))
+
+
+REFERENCES = {"rwkv4": rwkv4_reference, "rwkv6": rwkv6_reference}

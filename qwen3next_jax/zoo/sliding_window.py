@@ -1,0 +1,327 @@
+"""Attention to a window of keys (2004.05150). The first tokens of a document may stay visible
+beyond the window, and each head may have a sink logit (2309.17453; gpt-oss).
+
+Letters: B batch, T queries, S keys, W = window - 1 keys before the first query, N query heads,
+M key/value heads (query head n reads head n // (N // M)), H = N // M, K head width, C queries of
+a chunk, F first tokens.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.model.gated_attention import GatedAttention
+from qwen3next_jax.ops import blocks, checks
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
+from qwen3next_jax.zoo.attention_references import gated_attention, places
+
+EXAMPLES = {
+    "sliding_window": {
+        "linear_mixer": "sliding_window",
+        "mixer": {"window": 7, "first_tokens": 2, "sink_logit": True},
+    }
+}
+CHUNK = 128  # queries worked at once
+_HIDDEN = -1e30  # score of a key that is not seen; finite, so that a row without keys stays finite
+
+
+class SlidingWindow(GatedAttention):
+    """`GatedAttention` whose queries see `window` keys. Its cache is the window, which is as large
+    after any number of tokens.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(GatedAttention.Settings):
+        # keys that a query sees, its own among them
+        window: int = 1024
+        # keys at the start of a document that stay visible beyond the window
+        first_tokens: int = 0
+        # a learned score per head that takes weight and gives nothing
+        sink_logit: bool = False
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "window", "0 or more": "first_tokens"})
+
+    read_time = ("window", "first_tokens")
+    cache_kind = "state"
+    in_place = False
+
+    def __init__(self, config, make, layers):
+        super().__init__(config, make, layers)
+        if self.settings(config).sink_logit:
+            self.sink = make.parameter(
+                jnp.zeros, (config.num_attention_heads,), "query_heads", kind="rate"
+            )
+
+    def attend(self, q_BTNK, k_BTMK, v_BTMK, context, cache=None):
+        s, mesh, positions = self.settings(self.config), context.mesh, context.positions
+        ids, k, v, first, kv_ids = context.segment_ids, k_BTMK, v_BTMK, None, None
+        if cache is not None:
+            ids = jnp.ones_like(positions) if ids is None else (ids > 0).astype(jnp.int32)
+            # there is nothing before a row's first token
+            is_cached = jnp.arange(1 - s.window, 0) + positions[:, :1] >= 0
+            k = jnp.concatenate([cache["k"], k], axis=1)
+            v = jnp.concatenate([cache["v"], v], axis=1)
+            kv_ids = jnp.concatenate([jnp.where(is_cached, 1, -1), ids], axis=1)
+            cache = self._cache_after(cache, k, v, k_BTMK, v_BTMK, ids, positions)
+        if s.first_tokens and cache is None:
+            first = (k, v, jnp.arange(positions.shape[1]) - positions)
+        elif s.first_tokens:
+            first = (cache["first_k"], cache["first_v"], jnp.zeros_like(positions))
+        if k.shape[2] % shards(mesh, TENSOR):
+            k, v, *first_kv = (
+                jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2)
+                for x in (k, v, *(first or ())[:2])
+            )
+            first = first and (*first_kv, first[2])
+
+        def run(q, k, v, ids, kv_ids, first, positions, sink):
+            return window_attention(
+                q,
+                k,
+                v,
+                segment_ids=ids,
+                kv_segment_ids=kv_ids,
+                sink=sink,
+                first=first and First(*first, positions, s.first_tokens),
+                window=s.window,
+                axis_name=context.time_axis,
+            )
+
+        heads = activation_spec("batch", context.time, "heads")
+        tokens = activation_spec("batch", context.time)
+        firsts = first and (heads, heads, tokens)
+        in_specs = (heads, heads, heads, tokens, tokens, firsts, tokens, activation_spec("heads"))
+        sink = self.sink[...] if s.sink_logit else None
+        o_BTNK = local(run, mesh, in_specs, heads)(
+            q_BTNK, k, v, ids, kv_ids, first, positions, sink
+        )
+        return o_BTNK, cache
+
+    def _cache_after(self, cache, k_BSMK, v_BSMK, k_BTMK, v_BTMK, ids_BT, positions_BT):
+        """The cache after these tokens, without the padding at their end."""
+        s = self.settings(self.config)
+        last = jax.vmap(
+            lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, s.window - 1),
+        )
+        length_B = jnp.sum(ids_BT > 0, axis=1)
+        row_B1 = jnp.arange(ids_BT.shape[0])[:, None]
+        slot_BT = jnp.where(ids_BT > 0, positions_BT, s.first_tokens)
+        return {
+            "k": last(k_BSMK, length_B),
+            "v": last(v_BSMK, length_B),
+            "first_k": cache["first_k"].at[row_B1, slot_BT].set(k_BTMK, mode="drop"),
+            "first_v": cache["first_v"].at[row_B1, slot_BT].set(v_BTMK, mode="drop"),
+        }
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        s = cls.settings(config)
+
+        def empty(rows):
+            shape = (batch, rows, config.num_key_value_heads, config.head_dim)
+            return jnp.zeros(shape, config.dtype)
+
+        return {
+            "k": empty(s.window - 1),
+            "v": empty(s.window - 1),
+            "first_k": empty(s.first_tokens),
+            "first_v": empty(s.first_tokens),
+        }
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """Scores and their sum: of each query the keys that it sees."""
+        s = cls.settings(config)
+        window = min(s.window, length)
+        keys = sum(
+            min(t + 1, window) + min(s.first_tokens, max(0, t + 1 - window)) for t in range(length)
+        )
+        return 4 * config.num_attention_heads * config.head_dim * (keys / length)
+
+
+def sliding_window_reference(config, params, x):
+    s = config.settings_of("sliding_window")
+    i, j, causal = places(x)
+    seen = causal & ((i - j < s.window) | (j < s.first_tokens))
+    return gated_attention(config, params, x, seen=seen, distance=i - j, sink=params.get("sink"))
+
+
+REFERENCES = {"sliding_window": sliding_window_reference}
+
+
+# ---- the operator
+# --------------------------------------------------------------------------------------------------
+
+
+class First(NamedTuple):
+    """The first tokens of documents, which stay visible beyond the window.
+
+    k, v: [B, S, M, K], rows of which some are first tokens. start: [B, T], the row of k that holds
+    the first token of each query's document. position: [B, T] of each query in its document.
+    count: F, how many first tokens there are.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    start: jax.Array
+    position: jax.Array
+    count: int
+
+
+def window_attention(
+    q,
+    k,
+    v,
+    *,
+    segment_ids=None,
+    kv_segment_ids=None,
+    sink=None,
+    first: First | None = None,
+    axis_name: str | None = None,
+    window: int,
+):
+    """softmax(K^-1/2 q kᵀ) v over the keys i - window < j ≤ i of a query's document, with
+    float32 softmax. Queries are worked a chunk at a time, so that work and memory are
+    T × (window + chunk).
+
+    Args:
+      q: [B, T, N, K].
+      k, v: [B, W + T, M, K] with N % M == 0, the W = window - 1 rows before the first query in
+        front; or [B, T, M, K] where there are none.
+      segment_ids: [B, T] integers or None, the document of each query.
+      kv_segment_ids: of the keys, [B, W + T], with -1 where there is none; None where k has T
+        rows.
+      sink: [N] or None, a logit per head that takes weight and gives nothing.
+      first: None, or the first tokens that every query of a document sees.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order. k then has T
+        rows, `first.k` and `first.v` are this shard's rows of k and v, and `first.start` counts
+        rows of the whole row; keys and values of the whole row are gathered.
+      window: 1 or more.
+
+    Returns:
+      o: [B, T, N, K] in q's dtype. Padding rows hold something finite.
+
+    Raises:
+      ValueError: shapes, dtypes or the window do not fit.
+    """
+    _check_shapes(q, k, v, segment_ids, kv_segment_ids, window)
+    batch, time = q.shape[:2]
+    before = window - 1
+    ids = jnp.ones((batch, time), jnp.int32) if segment_ids is None else segment_ids
+    if kv_segment_ids is None:
+        k, v, kv_ids, first = _with_keys_before(k, v, ids, first, before, axis_name)
+    else:
+        kv_ids = kv_segment_ids
+    size = min(CHUNK, time)
+    end = [(0, 0), (0, -time % size)]
+    k_padded, v_padded = (jnp.pad(x, end + [(0, 0), (0, 0)]) for x in (k, v))
+    ids_padded = jnp.pad(kv_ids, end, constant_values=-1)
+
+    @jax.checkpoint  # scores live for one chunk at a time, in the backward pass, too
+    def attend(start, chunk):
+        rows = lambda x: jax.lax.dynamic_slice_in_dim(x, start, before + size, axis=1)
+        o_BCNK = _attend_chunk(
+            chunk, rows(k_padded), rows(v_padded), rows(ids_padded), sink, first, window
+        )
+        return start + size, o_BCNK
+
+    by_query = (q, ids) if first is None else (q, ids, first.start, first.position)
+    _, o = blocks.scan(attend, 0, blocks.to_chunks(by_query, 1, size))
+    return blocks.from_chunks(o, 1, time)
+
+
+def _check_shapes(q, k, v, segment_ids, kv_segment_ids, window):
+    if window < 1:
+        raise ValueError(f"window = {window}: expected 1 or more")
+    checks.shapes(
+        q=(q, "BTND"),
+        segment_ids=(segment_ids, "BT"),
+        k=(k, "BSMD"),
+        v=(v, "BSMD"),
+        kv_segment_ids=(kv_segment_ids, "BS"),
+    )
+    checks.integers(segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
+    heads, groups, time, keys = q.shape[2], k.shape[2], q.shape[1], k.shape[1]
+    if heads % groups:
+        raise ValueError(
+            f"q has {heads} heads and k {groups}: expected query heads to be a multiple of key "
+            "heads"
+        )
+    if kv_segment_ids is None and keys != time:
+        raise ValueError(
+            f"k has {keys} keys for {time} queries: expected kv_segment_ids [B, {window - 1} + T]"
+        )
+    if kv_segment_ids is not None and keys != window - 1 + time:
+        raise ValueError(
+            f"k has {keys} keys for {time} queries and a window of {window}: expected "
+            f"{window - 1 + time}"
+        )
+
+
+def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
+    """o [B, C, N, K] of a chunk of queries, which the W + C rows k, v reach."""
+    q_BCNK, ids_BC, *first_of_chunk = chunk
+    groups, width = k_BSMK.shape[2:]
+    size, keys = q_BCNK.shape[1], k_BSMK.shape[1]
+    q_BCMHK = q_BCNK.reshape(*q_BCNK.shape[:2], groups, -1, width)
+    scores = lambda pattern, k: (
+        jnp.einsum(pattern, q_BCMHK, k, preferred_element_type=jnp.float32) * width**-0.5
+    )
+
+    s_BMHCS = scores("bcmhd,bsmd->bmhcs", k_BSMK)
+    distance_CS = jnp.arange(size)[:, None] + (keys - size) - jnp.arange(keys)
+    seen_BCS = (
+        (distance_CS >= 0) & (distance_CS < window) & (ids_BC[:, :, None] == kv_ids_BS[:, None])
+    )
+    columns = [jnp.where(seen_BCS[:, None, None], s_BMHCS, _HIDDEN)]
+    if first is not None:
+        start_BC, position_BC = first_of_chunk
+        first_k, first_v = _rows_of_first(first, start_BC, groups, width)
+        s_BMHCF = scores("bcmhd,bcfmd->bmhcf", first_k)
+        is_beyond = position_BC[..., None] - jnp.arange(first.count) >= window
+        columns.append(jnp.where(is_beyond[:, None, None], s_BMHCF, _HIDDEN))
+    if sink is not None:
+        logit = sink.astype(jnp.float32).reshape(groups, -1)[None, :, :, None, None]
+        columns.append(jnp.broadcast_to(logit, (*s_BMHCS.shape[:-1], 1)))
+
+    p = jax.nn.softmax(jnp.concatenate(columns, axis=-1), axis=-1).astype(v_BSMK.dtype)
+    sums = lambda pattern, p, v: jnp.einsum(pattern, p, v, preferred_element_type=jnp.float32)
+    o = sums("bmhcs,bsmd->bcmhd", p[..., :keys], v_BSMK)
+    if first is not None:
+        p_first = p[..., keys:][..., : first.count]
+        o = o + sums("bmhcf,bcfmd->bcmhd", p_first, first_v)
+    return o.reshape(q_BCNK.shape).astype(q_BCNK.dtype)
+
+
+def _rows_of_first(first: First, start_BC, groups, width):
+    """k, v [B, C, F, M, K] of the first tokens of each query's document."""
+    # Rows behind the row's end are hidden later: a token that is seen comes before the query.
+    index = jnp.clip(start_BC[..., None] + jnp.arange(first.count), 0, first.k.shape[1] - 1)
+    flat = index.reshape(index.shape[0], -1, 1, 1)
+    return (
+        jnp.take_along_axis(x, flat, axis=1).reshape(*index.shape, groups, width)
+        for x in (first.k, first.v)
+    )
+
+
+def _with_keys_before(k, v, ids, first, before: int, axis_name):
+    """k, v, ids with the rows before the first query, and `first` with rows of the whole row."""
+    start, shard_count = 0, 1
+    if axis_name is not None:
+        start = jax.lax.axis_index(axis_name) * k.shape[1]
+        shard_count = jax.lax.axis_size(axis_name)
+        k, v, ids = (jax.lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (k, v, ids))
+        first = first and first._replace(k=k, v=v)
+    time = k.shape[1] // shard_count
+    front = [(0, 0), (before, 0)]
+    part = lambda x: jax.lax.dynamic_slice_in_dim(x, start, before + time, axis=1)
+    return (
+        part(jnp.pad(k, front + [(0, 0), (0, 0)])),
+        part(jnp.pad(v, front + [(0, 0), (0, 0)])),
+        part(jnp.pad(ids, front, constant_values=-1)),
+        first,
+    )

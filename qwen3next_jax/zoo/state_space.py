@@ -1,0 +1,398 @@
+"""State-space models: S4D, Mamba (S6) and Mamba-2.
+
+Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
+In S4D and Mamba: H heads of V channels (heads only to be split over `tensor`), N numbers that a
+channel keeps (S4D: pairs of conjugate numbers), R rank of Δ.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_uniform_dt_bias
+from qwen3next_jax.model.layers import Context, token_mean
+from qwen3next_jax.model.mixer import Mixer
+from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.ops import causal_conv1d
+from qwen3next_jax.sharding.rules import activation_spec, local
+from qwen3next_jax.zoo.ops import expanded_scan
+from qwen3next_jax.zoo.projections import project_to_float32
+from qwen3next_jax.zoo.references import (
+    causal_convolution,
+    outer_product_recurrence,
+    project_out,
+    rms_norm,
+    split_projection,
+)
+
+EXAMPLES = {
+    "mamba": {"linear_mixer": "mamba"},
+    "mamba2": {"linear_mixer": "mamba2"},
+    "s4d": {"linear_mixer": "s4d"},
+}
+
+
+class ChannelStates(Mixer):
+    """A small state of each of linear_num_value_heads × linear_value_head_dim channels."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # numbers that a channel keeps; S4D keeps half as many complex pairs
+        state_size: int = 16
+
+        def __post_init__(self):
+            check_bounds(self, "model.mixer", {"at least 1": "state_size"})
+
+    @classmethod
+    def forward_flops(cls, config, length):
+        """Write and read of every channel's state."""
+        channels = config.linear_num_value_heads * config.linear_value_head_dim
+        return 4 * channels * cls.settings(config).state_size
+
+    @staticmethod
+    def splits(config):
+        return {"linear_num_value_heads": config.linear_num_value_heads}
+
+
+class Mamba(ChannelStates):
+    """Mamba (S6, 2312.00752, algorithm 2): the token chooses decay and write of every channel's
+    state.
+
+    x = SiLU(conv(W x)), Δ = softplus(W₂ W₁ x + b), h ← e^{−Δ e^A} h + Δ x B, y = C h + D x, gated
+    by SiLU(z). The released models' convolution has a bias; this one has none.
+
+    Diagnostics, per head [H]: step, the mean Δ.
+    """
+
+    switches = ("linear_conv_kernel_dim",)
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        d, h, v = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim
+        n = self.settings(c).state_size
+        rank = -(-d // 16)
+        self.in_proj = make.matrix(
+            (d, h, 2 * v), "embed -> value_heads .", parts=(("x", v), ("z", v))
+        )
+        self.conv_kernel = make.matrix(
+            (c.linear_conv_kernel_dim, h, v), ". value_heads channels", kind="convolution"
+        )
+        self.x_proj = make.matrix(
+            (h, v, rank + 2 * n), "value_heads . -> .", parts=(("step", rank), ("b", n), ("c", n))
+        )
+        self.step_up = make.matrix((rank, h, v), ". -> value_heads .")
+        self.dt_bias = make.parameter(
+            lambda shape: log_uniform_dt_bias(make.rngs.params, shape),
+            (h, v),
+            "value_heads .",
+            kind="rate",
+        )
+        self.a_log = make.parameter(
+            lambda shape: jnp.broadcast_to(jnp.log(jnp.arange(1.0, n + 1)), shape),
+            (h, v, n),
+            "value_heads . .",
+            kind="rate",
+        )
+        self.skip = make.parameter(jnp.ones, (h, v), "value_heads .", kind="rate")
+        self.out_proj = make.matrix((h, v, d), "value_heads . -> embed")
+
+    def __call__(self, x_BTD, context, cache=None):
+        xz_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
+        x_BTHV, z_BTHV = jnp.split(xz_BTHC, 2, axis=-1)
+        x_BTHV, conv_state = self._convolve(x_BTHV, context, cache and cache["conv"])
+        step_BTHV, b_BTN, c_BTN = self._step_write_and_read(x_BTHV)
+        y_BTHV, state_BHVN = self._scan(
+            x_BTHV, step_BTHV, b_BTN, c_BTN, context, cache and cache["state"]
+        )
+        y_BTHV = (y_BTHV + self.skip[...] * x_BTHV) * jax.nn.silu(z_BTHV.astype(jnp.float32))
+        y_BTD = jnp.einsum(
+            "bthv,hvd->btd", y_BTHV.astype(x_BTD.dtype), self.out_proj[...].astype(x_BTD.dtype)
+        )
+        diagnostics = {}
+        if context.collect_stats:
+            diagnostics = {"step": token_mean(jnp.mean(step_BTHV, axis=-1), context.stats_mask)}
+        return y_BTD, diagnostics, cache and {"conv": conv_state, "state": state_BHVN}
+
+    def _convolve(self, x_BTHV, context: Context, state):
+        rows = activation_spec("batch", context.time, "heads")
+        first = activation_spec("batch", None, "heads")
+        tokens = activation_spec("batch", context.time)
+
+        def convolve(x, kernel, segment_ids, state):
+            return causal_conv1d(
+                x,
+                kernel,
+                activation="silu",
+                initial_state=state,
+                segment_ids=segment_ids,
+                axis_name=context.time_axis,
+            )
+
+        in_specs = (rows, activation_spec(None, "heads"), tokens, first)
+        return local(convolve, context.mesh, in_specs, (rows, first))(
+            x_BTHV, self.conv_kernel[...].astype(x_BTHV.dtype), context.segment_ids, state
+        )
+
+    def _step_write_and_read(self, x_BTHV):
+        """Δ [B, T, H, V] float32, B [B, T, N], C [B, T, N]."""
+        n = self.settings(self.config).state_size
+        rank = self.step_up.shape[0]
+        low_b_c = jnp.einsum("bthv,hvr->btr", x_BTHV, self.x_proj[...].astype(x_BTHV.dtype))
+        low_BTR, b_BTN, c_BTN = jnp.split(low_b_c, (rank, rank + n), axis=-1)
+        step_BTHV = jnp.einsum(
+            "btr,rhv->bthv",
+            low_BTR,
+            self.step_up[...].astype(x_BTHV.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return jax.nn.softplus(step_BTHV + self.dt_bias[...]), b_BTN, c_BTN
+
+    def _scan(self, x_BTHV, step_BTHV, b_BTN, c_BTN, context: Context, state_BHVN):
+        """(C h [B, T, H, V], the last h)."""
+
+        def run(x, step, b, c, a_log, segment_ids, state):
+            def expand(inputs):
+                x, step, b, _ = inputs
+                log_decay = -step[..., None] * jnp.exp(a_log)
+                return log_decay, (step * x)[..., None] * b[:, :, None, None]
+
+            def read(h, inputs):
+                return jnp.einsum("bthvn,btn->bthv", h, inputs[3])
+
+            inputs = [y.astype(jnp.float32) for y in (x, step, b, c)]
+            if state is None:
+                state = jnp.zeros((x.shape[0], *a_log.shape), jnp.float32)
+            return expanded_scan(
+                expand, read, inputs, state, segment_ids=segment_ids, axis_name=context.time_axis
+            )
+
+        rows = activation_spec("batch", context.time, "heads")
+        tokens = activation_spec("batch", context.time)
+        heads = activation_spec("heads")
+        states = activation_spec("batch", "heads")
+        in_specs = (rows, rows, tokens, tokens, heads, tokens, states)
+        return local(run, context.mesh, in_specs, (rows, states))(
+            x_BTHV, step_BTHV, b_BTN, c_BTN, self.a_log[...], context.segment_ids, state_BHVN
+        )
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        channels = (config.linear_num_value_heads, config.linear_value_head_dim)
+        window = config.linear_conv_kernel_dim - 1
+        return {
+            "conv": jnp.zeros((batch, window, *channels), config.dtype),
+            "state": jnp.zeros((batch, *channels, cls.settings(config).state_size)),
+        }
+
+    @staticmethod
+    def halo(config):
+        return config.linear_conv_kernel_dim - 1
+
+
+class S4D(ChannelStates):
+    """S4D (2206.11893, equations 3–5): the decay of every channel's state is complex, constant
+    and learned.
+
+    h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C h) + D x, x = W x, GELU, and a projection
+    whose one half gates the other (σ). A starts at −½ + i π n ("S4D-Lin"). Each channel keeps
+    `mixer.state_size` / 2 pairs of conjugate numbers.
+
+    Diagnostics, per head [H]: half_life, ln 2 / (Δ · −Re A), the longest of its channels.
+    """
+
+    def __init__(self, config, make, layers):
+        c = config
+        d, h, v = c.hidden_size, c.linear_num_value_heads, c.linear_value_head_dim
+        n = self.settings(c).state_size // 2
+        self.in_proj = make.matrix((d, h, v), "embed -> value_heads .")
+
+        def normal(shape):
+            return jax.random.normal(make.rngs.params(), shape)
+
+        def log_uniform(shape):
+            return jax.random.uniform(
+                make.rngs.params(), shape, minval=jnp.log(1e-3), maxval=jnp.log(0.1)
+            )
+
+        self.log_step = make.parameter(log_uniform, (h, v), "value_heads .", kind="rate")
+        self.a_log = make.parameter(
+            lambda shape: jnp.full(shape, jnp.log(0.5)), (h, v, n), "value_heads . .", kind="rate"
+        )
+        self.a_imag = make.parameter(
+            lambda shape: jnp.broadcast_to(jnp.pi * jnp.arange(n), shape),
+            (h, v, n),
+            "value_heads . .",
+            kind="rate",
+        )
+        # real and imaginary part
+        self.read = make.parameter(
+            normal, (h, v, n, 2), "value_heads . . .", kind="vector", operand=False
+        )
+        self.skip = make.parameter(normal, (h, v), "value_heads .", kind="rate")
+        self.out_proj = make.matrix((h, v, 2, d), "value_heads . -> * embed")
+
+    def __call__(self, x_BTD, context, cache=None):
+        x_BTHV = jnp.einsum("btd,dhv->bthv", x_BTD, self.in_proj[...].astype(x_BTD.dtype)).astype(
+            jnp.float32
+        )
+        y_BTHV, state_BHVN = self._scan(x_BTHV, context, cache and cache["state"])
+        y_BTHV = jax.nn.gelu(y_BTHV).astype(x_BTD.dtype)
+        y_BTPD = jnp.einsum("bthv,hvpd->btpd", y_BTHV, self.out_proj[...].astype(x_BTD.dtype))
+        diagnostics = {}
+        if context.collect_stats:
+            rate_HVN = jnp.exp(self.a_log[...] + self.log_step[...][..., None])
+            diagnostics = {"half_life": jnp.log(2) / jnp.min(rate_HVN, axis=(-2, -1))}
+        y_BTD = y_BTPD[:, :, 0] * jax.nn.sigmoid(y_BTPD[:, :, 1])
+        return y_BTD, diagnostics, cache and {"state": state_BHVN}
+
+    def _scan(self, x_BTHV, context: Context, state_BHVN):
+        """(2 Re(C h) + D x [B, T, H, V], the last h)."""
+
+        def run(x, log_step, a_log, a_imag, c, skip, segment_ids, state):
+            a = jax.lax.complex(-jnp.exp(a_log), a_imag)
+            rate = jnp.exp(log_step)[..., None] * a
+            write = jnp.expm1(rate) / a
+
+            def read(h, x):
+                weight = jax.lax.complex(c[..., 0], c[..., 1])
+                return 2 * jnp.einsum("bthvn,hvn->bthv", h, weight).real + skip * x
+
+            if state is None:
+                state = jnp.zeros((x.shape[0], *a.shape), a.dtype)
+            return expanded_scan(
+                lambda x: (rate, write * x[..., None]),
+                read,
+                x,
+                state,
+                segment_ids=segment_ids,
+                axis_name=context.time_axis,
+            )
+
+        rows = activation_spec("batch", context.time, "heads")
+        heads = activation_spec("heads")
+        states = activation_spec("batch", "heads")
+        in_specs = (rows, *(heads,) * 5, activation_spec("batch", context.time), states)
+        parameters = (self.log_step, self.a_log, self.a_imag, self.read, self.skip)
+        return local(run, context.mesh, in_specs, (rows, states))(
+            x_BTHV,
+            *(parameter[...].astype(jnp.float32) for parameter in parameters),
+            context.segment_ids,
+            state_BHVN,
+        )
+
+    @classmethod
+    def init_cache(cls, config, batch, length):
+        channels = (config.linear_num_value_heads, config.linear_value_head_dim)
+        pairs = cls.settings(config).state_size // 2
+        return {"state": jnp.zeros((batch, *channels, pairs), jnp.complex64)}
+
+    @classmethod
+    def check(cls, config):
+        state_size = cls.settings(config).state_size
+        require(
+            state_size % 2 == 0,
+            f"model.mixer.state_size = {state_size} with the mixer 's4d': expected an even number, "
+            "as a channel keeps pairs of conjugates",
+        )
+
+
+class Mamba2(Recurrent):
+    """Mamba-2 (2405.21060): state-space duality, in the letters of attention: q = C, k = B, v = x;
+    the G key heads are its groups.
+
+    Δ = softplus(w x + b), S ← e^{−Δ e^A} S + Δ k vᵀ, o = Sᵀq + D v; RMSNorm of o · SiLU(z) over
+    the heads of a group. The released models' convolution has a bias; this one has none.
+    """
+
+    switches = (*Recurrent.switches, "decay_init")
+    normalize_qk = False
+
+    def __init__(self, config, make, layers):
+        self.config = c = config
+        h = c.linear_num_value_heads
+        self.make_projection(make)
+        self.make_convolution(make)
+        self.step_proj = make.matrix((c.hidden_size, h), "embed -> value_heads")
+        init_a_log, init_dt_bias = DECAY_INITS[c.decay_init]
+        self.a_log = make.parameter(
+            lambda shape: init_a_log(make.rngs.params(), shape), (h,), "value_heads", kind="rate"
+        )
+        self.dt_bias = make.parameter(
+            lambda shape: init_dt_bias(make.rngs.params, shape), (h,), "value_heads", kind="rate"
+        )
+        self.skip = make.parameter(jnp.ones, (h,), "value_heads", kind="rate")
+        self.make_output(make, per_head=True)
+
+    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+        step_BTH = jax.nn.softplus(project_to_float32(x_BTD, self.step_proj) + self.dt_bias[...])
+        qkv, gate = self.project(x_BTD, context)
+        return Inputs(qkv, gate, g=-jnp.exp(self.a_log[...]) * step_BTH, beta=step_BTH)
+
+    def head_weights(self):
+        return (self.skip[...],)
+
+    def recurrence(self, heads, state):
+        (skip_H,) = heads.weights
+        # `gated_delta_rule` divides by √K
+        q_BTGK = heads.q * heads.q.shape[-1] ** 0.5
+        o_BTHV, states = super().recurrence(heads._replace(q=q_BTGK), state)
+        return o_BTHV + (skip_H[:, None] * heads.v).astype(o_BTHV.dtype), states
+
+    def finish(self, o_BTHV, norm_HV, gate_BTGRV):
+        groups = (*o_BTHV.shape[:2], self.config.linear_num_key_heads, -1)
+        y = o_BTHV.astype(jnp.float32).reshape(groups) * jax.nn.silu(gate_BTGRV.astype(jnp.float32))
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        return (y.reshape(o_BTHV.shape) * norm_HV).astype(o_BTHV.dtype)
+
+    @classmethod
+    def uses_delta_term(cls, config):
+        return False
+
+
+def mamba_reference(config, params, x):
+    x, z = jnp.split(jnp.einsum("td,dhc->thc", x, params["in_proj"]), 2, axis=-1)
+    x = jax.nn.silu(causal_convolution(x, params["conv_kernel"]))
+    rank, n = len(params["step_up"]), params["a_log"].shape[-1]
+    low_b_c = jnp.einsum("thv,hvr->tr", x, params["x_proj"])
+    low, b, c = jnp.split(low_b_c, np.cumsum([rank, n]), axis=-1)
+    dt = jax.nn.softplus(jnp.einsum("tr,rhv->thv", low, params["step_up"]) + params["dt_bias"])
+
+    def step(h, token):
+        x, b, c, dt = token
+        h = jnp.exp(-dt[..., None] * jnp.exp(params["a_log"])) * h + (dt * x)[..., None] * b
+        return h, h @ c + params["skip"] * x
+
+    _, y = jax.lax.scan(step, jnp.zeros(params["a_log"].shape), (x, b, c, dt))
+    return project_out(params, y * jax.nn.silu(z))
+
+
+def mamba2_reference(config, params, x):
+    q, k, v, gate = split_projection(config, params, x, convolved=True)
+    step = jax.nn.softplus(x @ params["step_proj"] + params["dt_bias"])
+    o = outer_product_recurrence(q, k, v, -jnp.exp(params["a_log"]) * step, step)
+    y = (o + params["skip"][:, None] * v) * jax.nn.silu(gate)
+    groups = (len(x), config.linear_num_key_heads, -1)
+    y = rms_norm(config, y.reshape(groups)).reshape(y.shape)
+    return project_out(params, y * params["norm"])
+
+
+def s4d_reference(config, params, x):
+    """As a convolution: y_t = Σ_l κ_l x_{t−l} + D x_t, κ_l = 2 Re Σ_n C B̄ e^{l Δ A}."""
+    x = jnp.einsum("td,dhv->thv", x, params["in_proj"])
+    a = jax.lax.complex(-jnp.exp(params["a_log"]), params["a_imag"])
+    step = jnp.exp(params["log_step"])[..., None]
+    read = jax.lax.complex(params["read"][..., 0], params["read"][..., 1])
+    weight = read * (jnp.exp(step * a) - 1) / a
+    powers = jnp.exp(jnp.arange(len(x))[:, None, None, None] * step * a)
+    kernel = 2 * jnp.einsum("hvn,lhvn->lhv", weight, powers).real
+    y = jnp.stack([jnp.einsum("lhv,lhv->hv", kernel[: t + 1], x[t::-1]) for t in range(len(x))])
+    y = jax.nn.gelu(y + params["skip"] * x)
+    value, gate = jnp.moveaxis(jnp.einsum("thv,hvpd->tpd", y, params["out_proj"]), 1, 0)
+    return value * jax.nn.sigmoid(gate)
+
+
+REFERENCES = {"mamba": mamba_reference, "mamba2": mamba2_reference, "s4d": s4d_reference}

@@ -1,0 +1,83 @@
+"""The group `model.mixer`: values that the mixers of the model declare."""
+
+import dataclasses
+import json
+
+import pytest
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import Config, MixerConfig, ModelConfig, from_dict, to_dict
+from qwen3next_jax.config.files import apply_overrides
+from qwen3next_jax.config.mixer import _EARLIER_DEFAULTS
+from qwen3next_jax.config.registry import MIXERS
+from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.gated_attention import GatedAttention
+
+
+def model(mixer="sliding_window", **settings):
+    return ModelConfig(linear_mixer=mixer, mixer=MixerConfig(**settings))
+
+
+def test_equal_models_have_equal_settings():
+    """Defaults are dropped, whole numbers become the setting's type, and JSON gives them back."""
+    assert model(window=1024, first_tokens=0) == model()
+    assert model(window=8) == model(window=8, sink_logit=False) != model(window=9)
+    assert model("leaky_rerope", stretch=4).mixer["stretch"] == 4.0
+    config = Config(model=model(window=8, sink_logit=True))
+    again = from_dict(Config, json.loads(json.dumps(to_dict(config))))
+    assert again == config and hash(again.model) == hash(config.model)
+    assert again.model.settings_of("sliding_window").window == 8
+
+
+def test_a_flag_is_of_the_type_that_the_mixer_declares(tmp_path, monkeypatch):
+    """Also of a mixer that no registry knows, as its user wrote it."""
+    (tmp_path / "own.py").write_text(
+        "import dataclasses\n"
+        "from qwen3next_jax.model.mixer import Mixer\n"
+        "class Own(Mixer):\n"
+        "    @dataclasses.dataclass(frozen=True)\n"
+        "    class Settings:\n"
+        "        own_rate: float = 1.0\n"
+        "        own_name: str = ''\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    values = {"model": {"linear_mixer": "own:Own"}}
+    given = {"own_rate": "3", "own_name": "5"}
+    apply_overrides(values, [(f"model.mixer.{name}", text) for name, text in given.items()])
+    config = from_dict(Config, values)
+    assert dict(config.model.mixer) == {"own_rate": 3.0, "own_name": "5"}
+    values["model"]["linear_mixer"] = "sliding_window"
+    with pytest.raises(UserError, match="model.mixer.own_name = '5': no mixer has such a setting"):
+        from_dict(Config, values)
+
+
+@pytest.mark.parametrize(
+    "mixer, settings, message",
+    [
+        ("gated_deltanet", {"window": 8}, "window = 8: .*sliding_window.* expected 1024"),
+        ("sliding_window", {"windw": 8}, "windw = 8: .*did you mean 'window'"),
+        ("sliding_window", {"window": "8"}, "window = '8' is of type str: expected int"),
+        ("sliding_window", {"window": 0}, "window = 0: expected at least 1"),
+    ],
+)
+def test_a_value_that_no_mixer_takes(mixer, settings, message):
+    with pytest.raises(UserError, match=f"model.mixer.{message}"):
+        model(mixer, **settings)
+
+
+def test_records_of_earlier_versions_hold_defaults_of_all_mixers():
+    """They load into any model, and say what mixers have as defaults now."""
+    assert from_dict(ModelConfig, {"mixer": dict(_EARLIER_DEFAULTS)}) == ModelConfig()
+    for name in MIXERS:
+        for field in dataclasses.fields(mixer_class(name).Settings):
+            assert _EARLIER_DEFAULTS.get(field.name, field.default) == field.default, field.name
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_what_a_mixer_says_of_its_settings_is_so(name):
+    mixer = mixer_class(name)
+    names = {field.name for field in dataclasses.fields(mixer.Settings)}
+    assert set(mixer.read_time) <= names
+    if mixer.weights_of is not None:  # it then reads all that gives those weights their meaning
+        others = {field.name for field in dataclasses.fields(mixer.weights_of.Settings)}
+        assert mixer.weights_of is GatedAttention and names - set(mixer.read_time) == others
