@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, Stage
-from qwen3next_jax.data.pipeline import Data, mix_of, open_data
+from qwen3next_jax.data.pipeline import Data, mix_streams, open_data
 from qwen3next_jax.data.preparation import Progress
 
 # What a stage may set, by the group it is of.
@@ -109,7 +109,7 @@ def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
     next one that is.
     """
     mix, found = (
-        mix_of(tuple(streams.values())),
+        mix_streams(tuple(streams.values())),
         {i: 0 for i, weight in enumerate(streams.values()) if not weight},
     )
     while len(found) < len(streams):
