@@ -1,3 +1,3 @@
-"""From text on disk to batches: sources (documents), tokens, packing, preparation (shards),
-pipeline (batches).
+"""Turns text on disk into batches: `sources` reads documents, `tokens` encodes them, `packing`
+fills rows, `preparation` writes and reads shards of rows, `pipeline` serves batches.
 """

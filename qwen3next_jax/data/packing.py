@@ -26,20 +26,21 @@ class Piece:
     whole: bool  # the piece is its whole document
 
     def cut(self, length: int) -> tuple["Piece", "Piece"]:
+        """The first `length` tokens and the tokens after them, as two pieces."""
         return (
             dataclasses.replace(self, tokens=self.tokens[:length], whole=False),
             dataclasses.replace(self, tokens=self.tokens[length:], whole=False),
         )
 
 
-Row = list[Piece]  # at most T tokens together, in the order in which they stand
+Row = list[Piece]  # at most T tokens in total, in the order of the row
 
 
 class Packer:
     """Collects documents and yields packed rows, in an order that depends on the documents and
     the seed alone.
 
-    `cut_documents` counts the documents that stand in more than one piece.
+    `cut_documents` counts the documents that were split into more than one piece.
     """
 
     def __init__(self, row_length: int, seed: int, buffered_tokens: int = _BUFFERED_TOKENS):
@@ -64,13 +65,15 @@ class Packer:
         if self._buffered >= self._capacity:
             rows = self._pack()
             last = rows.pop()  # the only one that ran out of pieces to fill it
-            self._pieces, self._buffered = last, sum(len(piece.tokens) for piece in last)
+            self._pieces = last
+            self._buffered = sum(len(piece.tokens) for piece in last)
             yield from self._shuffled(rows)
 
     def finish(self) -> Iterator[Row]:
-        """Yields the rest."""
+        """Yields the rows of all documents that are still buffered."""
         rows = self._pack()
-        self._pieces, self._buffered = [], 0
+        self._pieces = []
+        self._buffered = 0
         yield from self._shuffled(rows)
 
     def _shuffled(self, items: list) -> list:
@@ -81,7 +84,8 @@ class Packer:
         pool = _Pool(self._shuffled(self._pieces))
         rows = []
         while pool:
-            row, gap = [], self._row_length
+            row = []
+            gap = self._row_length
             while gap and pool:
                 piece = pool.pop_longest(gap)
                 if piece is None:

@@ -1,8 +1,8 @@
 """Batches of rows for training and evaluation: the only module that imports grain.
 
-Row i of the endless training stream is a pure function of i, and step s takes B rows from s·B on
-(and from where `begin` says). The state to resume from is therefore one integer, the step,
-whatever the number of processes that share a batch.
+Row i of the endless training stream is a pure function of i. Step s reads the B rows from row
+s·B on; `begin` may shift this start. A run therefore resumes from one integer, the step, for any
+number of processes that share a batch.
 """
 
 import json
@@ -28,13 +28,14 @@ _ENDLESS = 2**62  # rows
 
 
 class Data(Protocol):
-    """The rows of a run: what each name of `config.registry` stands for. A source subclasses this
-    and says what row i is.
+    """The rows of a run. Every data source that `config.registry` names is a subclass, which
+    defines row i.
 
     Attributes:
       tokenizer: see `tokens.Tokenizer`; `tokenizer.reads_text` says whether the rows are text.
-      fingerprint: hexadecimal digest of all that decides the rows. A run goes on only where it
-      is the same. batch_size, sequence_length: B rows of T tokens.
+      fingerprint: hexadecimal digest of everything that determines the rows. A run resumes only
+        with the same fingerprint.
+      batch_size, sequence_length: B rows of T tokens.
       heldout_rows: number of held-out rows.
       kinds: names and dtypes of a row's arrays [T].
     """
@@ -45,10 +46,11 @@ class Data(Protocol):
     sequence_length: int
     heldout_rows: int
     kinds: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
-    # that the training stream mixes: weights, by digests of all that decides their rows; {}: it is
-    # one
+    # The streams that the training stream mixes: digest of everything that determines a stream's
+    # rows → its weight. Empty where the training stream is a single stream.
     streams: Mapping[str, float] = {}
-    _first_row, _starts = 0, {}
+    _first_row = 0
+    _starts: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -58,14 +60,14 @@ class Data(Protocol):
         vocab_size: int | None = None,
         progress: Progress | None = None,
     ):
-        """Args: `vocab_size` of the model; `progress` is called while the rows are prepared,
-        where they have to be.
+        """Args: `vocab_size`: the model's. `progress`: called while rows are prepared; never called
+        if they are ready.
         """
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-        """The tokenizer of these rows, without the rows: a trained model is used where its data
-        are not.
+        """The tokenizer of these rows. The rows themselves are not opened, because a trained model
+        is also used on machines that do not have its data.
 
         Raises:
           UserError: there is none, or it does not fit the model's vocabulary.
@@ -73,21 +75,24 @@ class Data(Protocol):
 
     @classmethod
     def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
-        """What it reads of `DataConfig` ("path", "synthetic.pairs") beside the seed: the others
-        are refused where a user gives them. None: any may be read.
+        """Names of the `DataConfig` settings ("path", "synthetic.pairs") that this source reads
+        besides the seed. A user who sets another one gets an error. None: it may read any.
         """
         return None
 
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-        """Raises: UserError: these rows cannot be made. Takes no longer than a look at the
-        files.
+        """Raises UserError if these rows cannot be made. It lists files but does not read all of
+        their content, so it is fast.
         """
 
     def begin(self, row: int, starts: Mapping[str, int]) -> None:
-        """From here on step 0 takes the rows from `row` on of the training stream, whose streams
-        (or it, named by its fingerprint, where it is one) begin with their rows `starts` (not
-        named: 0): what earlier stages have read is not read again.
+        """Sets where this stage starts to read, so that it skips what earlier stages have read.
+
+        Args:
+          row: step 0 reads the training stream from this row on.
+          starts: digest of a mixed stream → the row from which that stream is read; 0 where it
+            is absent. A training stream that is a single stream goes by `fingerprint`.
         """
         self._first_row, self._starts = row + starts.get(self.fingerprint, 0), starts
 
@@ -95,7 +100,7 @@ class Data(Protocol):
         """Row `index` of the endless training stream."""
 
     def heldout_row(self, index: int) -> Batch:
-        """Held-out row `index`, in an order of which any beginning is a fair sample."""
+        """Held-out row `index`, in random order: the first n rows are a fair sample for any n."""
 
     def names(self, index: int) -> list[str]:
         """Where the documents of a training row come from: "dir/part.jsonl:17", "dir/book.txt",
@@ -103,14 +108,14 @@ class Data(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """What the data are, as JSON-ready figures; at least `title`, in words, and
-        `bits_per_nat`: bits per byte of text for each nat per token, None where the tokens are
-        no text.
+        """Facts about the data as JSON values. It has at least `title`, a short text, and
+        `bits_per_nat`, which turns a loss in nats per token into bits per byte of text; None
+        where tokens are not text.
         """
 
     def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches from `start_step` on, read ahead by background threads. `share`: which
-        rows of every batch to read (indices in the batch, ascending); None: all.
+        """Endless batches from `start_step` on; background threads read ahead. `share`: the rows
+        of every batch to read (ascending indices in the batch); None: all.
         """
         import grain
 
@@ -133,8 +138,8 @@ class Data(Protocol):
     def heldout(
         self, rows: int | None = None, share: Sequence[int] | None = None
     ) -> Iterator[Batch]:
-        """The first `rows` held-out rows (None: all of them) in batches of `batch_size`, of
-        which `share` is read as in `batches`. The last batch is filled up with empty rows
+        """The first `rows` held-out rows (None: all of them) in batches of `batch_size`.
+        `share` selects rows as in `batches`. The last batch is filled up with empty rows
         (segment ids 0).
         """
         share = range(self.batch_size) if share is None else share
@@ -163,7 +168,7 @@ class Data(Protocol):
 
 
 def source_of(config: DataConfig) -> type[Data]:
-    """What `data.source` names."""
+    """The class that `data.source` names."""
     return resolve(DATA_SOURCES, config.source, "data.source")
 
 
@@ -179,12 +184,12 @@ def open_data(
 
 
 class TrainData(Data):
-    """Text: the rows of all sources of a `DataConfig`, mixed, shuffled anew every epoch (of
-    `rows` rows). Constructing it prepares what is not prepared yet; several processes that share
-    `prepared_dir` may do so at once, but spare the double work where one goes first.
+    """Rows of text: the sources of a `DataConfig`, mixed. Every epoch (`rows` rows) shuffles the
+    sources anew. The constructor prepares the sources that are not prepared yet. Several
+    processes that share `prepared_dir` may prepare at once; letting one go first saves work.
 
     Raises:
-      UserError: whatever is wrong with the files, the tokenizer or the prepared rows.
+      UserError: the files, the tokenizer or the prepared rows are missing or wrong.
     """
 
     def __init__(
@@ -195,7 +200,7 @@ class TrainData(Data):
         vocab_size: int | None = None,
         progress: Progress | None = None,
     ):
-        import grain  # which a machine that only loads a model need not have
+        import grain  # here, because a machine that only loads a model may not have it
 
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
@@ -208,7 +213,7 @@ class TrainData(Data):
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
         self._heldout_order = _heldout_order(self._prepared, config.seed)
-        # Where a source stands in `path` decides the order of its rows, too.
+        # The position of a source in `path` also determines the order of its rows.
         names = [f"{i} {p.fingerprint}" for i, p in enumerate(self._prepared)]
         rows = [
             grain.MapDataset.source(p.rows[TRAIN])
@@ -217,7 +222,7 @@ class TrainData(Data):
             for i, p in enumerate(self._prepared)
         ]  # shuffled anew every epoch
         self.streams = dict(zip(names, self._weights, strict=True))
-        self._stream = mix_of(self._weights).map(
+        self._stream = mix_streams(self._weights).map(
             lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)])
         )
         self.fingerprint = digests.of(
@@ -264,8 +269,8 @@ class TrainData(Data):
         return [sources.describe(self._prepared[source].source, *origin) for origin in row.origins]
 
     def describe(self) -> dict[str, Any]:
-        """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` are of training and
-        held-out rows together.
+        """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` count training and held-out
+        rows together.
         """
         parts = [
             {
@@ -289,7 +294,9 @@ class TrainData(Data):
 
 
 def _files(config: DataConfig) -> list[sources.Source]:
-    """All globs are looked up before any is prepared: a mistake in the last is told at once."""
+    """Resolves every glob before any is prepared, so that a mistake in the last is reported at
+    once.
+    """
     return [
         sources.resolve(glob, config.text_field, config.on_bad_text)
         for glob in config.globs or ("",)
@@ -301,11 +308,11 @@ def _text_row(row: PackedRow) -> Batch:
 
 
 def _totals(prepared: list[Prepared]) -> dict:
-    def total(figure: str, *sides: str) -> int:
+    def total(field: str, *splits: str) -> int:
         return sum(
-            getattr(p.statistics[side], figure)
+            getattr(p.statistics[split], field)
             for p in prepared
-            for side in sides or (TRAIN, HELDOUT)
+            for split in splits or (TRAIN, HELDOUT)
         )
 
     return {
@@ -320,8 +327,10 @@ def _totals(prepared: list[Prepared]) -> dict:
     }
 
 
-def mix_of(weights: Sequence[float]) -> Any:
-    """MapDataset: row of a mix of endless streams → (number of its stream, row of that stream)."""
+def mix_streams(weights: Sequence[float]) -> Any:
+    """A grain MapDataset that mixes endless streams by `weights`: row index → (index of the
+    stream, row in that stream).
+    """
     import grain
 
     streams = [
@@ -342,14 +351,16 @@ def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
     """int64 [rows, 2] (source, row): each source's rows shuffled, the sources interleaved in
     proportion to their size.
     """
-    parts, places = [], []
+    orders = []
+    relative_positions = []  # of each row in its source, 0 … 1
     for i, p in enumerate(prepared):
         n = len(p.rows[HELDOUT])
-        parts.append(
+        orders.append(
             np.stack(
                 [np.full(n, i), np.random.default_rng(_shuffle_seed(seed, i)).permutation(n)],
                 axis=1,
             )
         )
-        places.append((np.arange(n) + 0.5) / n)
-    return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
+        relative_positions.append((np.arange(n) + 0.5) / n)
+    order = np.argsort(np.concatenate(relative_positions), kind="stable")
+    return np.concatenate(orders)[order]

@@ -1,10 +1,10 @@
 """Turns a source into shards of packed rows, once, and reads them back.
 
-`prepare` writes `<prepared_dir>/<fingerprint>/`: ArrayRecord shards (whose records carry
-checksums) of training and held-out rows and, last, `metadata.json`; the directory gets its final
-name in one rename, so that a killed preparation is never taken for a finished one and two at
-once do no harm (the slower one discards its work). Before that the files are digested once more:
-the rows of one that changed meanwhile would stand under the fingerprint of what it was.
+`pipeline` calls `prepare`, which writes `<prepared_dir>/<fingerprint>/`: ArrayRecord shards of
+training and held-out rows (their records carry checksums) and, last, `metadata.json`. The
+directory gets its final name in one rename. So a killed preparation never looks finished, and two
+preparations may run at once (the slower one discards its work). Before the rename the files are
+digested again: if one changed in between, its rows would not match the fingerprint.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ Progress = Callable[[str, int, int], None]  # (source name, bytes read, bytes in
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What one split of a source came to."""
+    """Counts over one split of a source."""
 
     documents: int = 0
-    cut_documents: int = 0  # documents that stand in more than one piece
+    cut_documents: int = 0  # documents that were split into more than one piece
     text_bytes: int = 0  # UTF-8
-    tokens: int = 0  # one end-of-document token each included
+    tokens: int = 0  # with one end-of-document token per document
     rows: int = 0
     padding: int = 0  # tokens
 
@@ -62,7 +62,7 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything besides the text that decides what the rows are."""
+    """Everything besides the text and the tokenizer that determines the rows."""
 
     row_length: int
     heldout_fraction: float
@@ -76,11 +76,11 @@ def prepare(
     prepared_dir: str | os.PathLike,
     progress: Progress | None = None,
 ) -> Prepared:
-    """The rows of `source`, prepared now unless that was done before.
+    """The rows of `source`; prepares them if that was not done before.
 
     Args:
       prepared_dir: rows are read from it at random, so it should be on a local or fast disk.
-      progress: called now and then while documents are read.
+      progress: called after each batch of documents.
 
     Raises:
       UserError: unreadable input, too little text, or prepared rows that are damaged.
@@ -92,9 +92,9 @@ def prepare(
     if not directory.exists():
         _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
     content = read_metadata(directory)
-    # Rows of older code do not name their fingerprint; this much of what it is made of they do.
-    named = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
-    for name, wanted in (named | dataclasses.asdict(recipe)).items():
+    # Rows that older code prepared do not record their fingerprint, but these inputs to it.
+    recorded = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
+    for name, wanted in (recorded | dataclasses.asdict(recipe)).items():
         if content.get(name, wanted) != wanted:
             raise _renamed(directory, f"{name} = {content[name]!r}, not {wanted!r}")
     statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
@@ -108,8 +108,8 @@ def prepare(
 
 
 def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
-    """Digest (20 hexadecimal digits) of all that decides the rows: files and the digests of
-    their `contents`, tokenizer, recipe, format.
+    """Digest (20 hexadecimal digits) of everything that determines the rows: files, the
+    digests of their `contents`, tokenizer, recipe, format.
     """
     parts = {
         "format": _FORMAT,
@@ -126,15 +126,17 @@ def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recip
 
 
 def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[str, Document]]:
-    """Streams `(TRAIN or HELDOUT, document)`, split by a hash of the text: equal texts land on
-    the same side.
+    """Streams `(TRAIN or HELDOUT, document)`. A hash of the text chooses the split, so equal texts
+    are in the same split.
 
-    Neither side stays empty. When no hash falls into the held-out share (few documents), the end
+    Neither split stays empty. If no hash falls into the held-out share (few documents), the end
     of the document with the smallest hash is held out: `heldout_fraction` of all text, at most
     the whole document.
     """
     counts, characters = {TRAIN: 0, HELDOUT: 0}, 0
-    smallest: tuple[float, Document] | None = None  # withheld, because it decides these cases
+    smallest: tuple[float, Document] | None = (
+        None  # yielded last, when it is known whether both splits have documents
+    )
     for document in sources.documents(source):
         characters += len(document.text)
         candidate = (_unit_hash(document.text), document)
@@ -206,7 +208,7 @@ def _prepare(
         )
         temporary.rename(directory)
     except OSError as error:
-        # else another process was faster, with the same rows
+        # where it exists, another process finished the same rows first
         if not (directory / METADATA).exists():
             raise UserError(f"{unwritable} ({reason(error)})") from error
     finally:
@@ -214,8 +216,8 @@ def _prepare(
 
 
 def _check_unchanged(source: Source, contents: list[str], prepared_dir: pathlib.Path) -> None:
-    """Raises UserError where a file is not what it was when its digest was taken: rows were made
-    of something else.
+    """Raises UserError if a file has changed since its digest in `contents` was taken: its rows
+    would be those of other content.
     """
     now = (
         sources.resolve(source.name, source.text_field).files
@@ -225,16 +227,16 @@ def _check_unchanged(source: Source, contents: list[str], prepared_dir: pathlib.
     after = {file.label: sources.content_digest(file) for file in now}
     for file, digest in zip(source.files, contents, strict=True):
         if after.get(file.label) != digest:
-            # it may be what is wrong: a file may keep its size and its time
+            # the cached digest may be stale: a file can change and keep its size and time
             (prepared_dir / _DIGESTS).unlink(missing_ok=True)
             raise UserError(
-                f"{file.path}: changed while it was being prepared; nothing of it is kept: start "
-                "again when it stays as it is"
+                f"{file.path}: changed while it was being prepared; its rows were discarded: start "
+                "again when the file no longer changes"
             )
 
 
 def _remove_abandoned(directory: pathlib.Path) -> None:
-    """Removes what killed preparations of this machine left behind."""
+    """Removes the temporary folders of killed preparations on this machine."""
     prefix = f".{directory.name}.{socket.gethostname()}."
     for leftover in directory.parent.glob(f"{prefix}*"):
         process = leftover.name.removeprefix(prefix).split(".")[0]
@@ -278,7 +280,7 @@ def _write_rows(
             counts[side]["text_bytes"] += len(document.text.encode())
             counts[side]["tokens"] += len(tokens)
             write(side, packers[side].add(tokens, document.file, document.record))
-        # the split withholds one and returns it late
+        # the split yields one document late, after others that were read later
         read = max(read, *(document.bytes_read for _, document in batch))
         progress(source.name, read, source.size)
     for side, packer in packers.items():
@@ -317,10 +319,10 @@ def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str,
 
 
 def read_metadata(directory: pathlib.Path) -> dict:
-    """What stands in `directory` beside the shards.
+    """The content of `directory`/metadata.json, without its digest.
 
     Raises:
-      UserError: it is damaged, or of a folder that had another name.
+      UserError: it is damaged, or was written for a folder of another name.
     """
     path = directory / METADATA
     try:
@@ -343,8 +345,8 @@ def _renamed(directory: pathlib.Path, holds: str) -> UserError:
 
 
 def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
-    """Digest of every file's content; a large corpus's unchanged files (size, modification time)
-    are not read again.
+    """Digest of every file's content. For a large corpus the digests are cached in `prepared_dir`
+    by path, size and modification time, so that unchanged files are not read again.
     """
     cache_path = prepared_dir / _DIGESTS
     if source.size < _REREAD_SIZE or sources.is_remote(source.name):
@@ -353,7 +355,8 @@ def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
         cache = json_files.read(cache_path)
     except (OSError, ValueError):
         cache = {}
-    found, new = [], {}
+    found: list[str] = []
+    new: dict[str, str] = {}
     for file in source.files:
         entry = f"{os.path.abspath(file.path)}\0{file.size}\0{file.version}"
         digest = cache.get(entry) or sources.content_digest(file)

@@ -1,5 +1,5 @@
-"""The shard format: one ArrayRecord record per packed row, read at random and checked on every
-read.
+"""The shard format: one ArrayRecord record per packed row. `preparation` writes the shards and
+`pipeline` reads their rows in random order; every read verifies a checksum.
 
 A record is a little-endian uint32 n, then n piece lengths, n source file indices and n record
 numbers (uint32 each), then the tokens (uint16 or uint32, as the metadata says). Padding is not
@@ -30,9 +30,7 @@ class Shard:
 
 
 class PackedRow(NamedTuple):
-    """One row of T tokens as stored: pieces of documents one after the other, padding (0) at the
-    end.
-    """
+    """One stored row of T tokens: pieces of documents one after the other, then padding (0)."""
 
     tokens: np.ndarray  # int32 [T]
     segment_ids: np.ndarray  # int32 [T]: 1, 2, … by piece, 0 where there is padding
@@ -69,7 +67,7 @@ class RowWriter:
             self._finish_shard()
 
     def close(self) -> list[Shard]:
-        """Finishes the last shard and names them all."""
+        """Finishes the last shard and returns all shards."""
         if self._writer is not None:
             self._finish_shard()
         return self._shards
@@ -79,7 +77,7 @@ class RowWriter:
             self._writer.close()
         self._writer = None
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
-        # as it will be read: nothing was lost without an error
+        # opened as readers will open it, which shows that no row was lost
         _open_shard(self._path, shard).close()
         self._shards.append(shard)
 
@@ -133,8 +131,8 @@ class RowReader:
 
 
 def _array_record() -> Any:
-    """The library, looked for where shards are: it is not on every machine that only loads a
-    model.
+    """The ArrayRecord library. It is imported late, because a machine that only loads a model
+    may not have it.
     """
     from array_record.python import array_record_module
 

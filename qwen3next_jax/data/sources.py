@@ -15,7 +15,7 @@ import pathlib
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 import pyarrow
@@ -53,7 +53,7 @@ _REMOTE_VERSIONS = (
     "created",
 )
 _WILDCARD = re.compile(r"[*?\[]")
-# What is read of a folder that is named without a pattern.
+# Where `data.path` is a folder without a pattern, files with these suffixes are read.
 TEXT_SUFFIXES = (
     ".txt",
     ".md",
@@ -120,7 +120,7 @@ class Document:
     text: str  # never empty, always encodable as UTF-8
     file: int  # index into Source.files
     record: int  # 0-based line (JSONL) or row (Parquet); 0 for text files
-    bytes_read: int  # how far into the source, in bytes on disk, reading is: for progress displays
+    bytes_read: int  # bytes on disk of the source read so far, for progress displays
 
 
 def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
@@ -141,23 +141,17 @@ def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
 
 
 def documents(source: Source) -> Iterator[Document]:
-    """Streams the documents of `source` in the order of its files, skipping empty ones. Where
-    `on_bad_text` says to go on, a line on standard error counts and names those that are not
-    UTF-8.
+    """Streams the documents of `source` in the order of its files, skipping empty ones. Unless
+    `on_bad_text` is "stop", a warning counts and names the documents that are not UTF-8.
 
     Raises:
       UserError: an unreadable file or record, or no text in the whole source.
     """
-    done, any_text, bad = 0, False, BadText(source.on_bad_text)
+    done = 0  # bytes of the files before this one
+    any_text = False
+    bad = BadText(source.on_bad_text)
     for index, file in enumerate(source.files):
-        suffix = file.path.name.lower()
-        read = (
-            _read_parquet
-            if suffix.endswith(".parquet")
-            else _read_jsonl
-            if suffix.endswith((".jsonl", ".jsonl.gz"))
-            else _read_text
-        )
+        read = _reader(file.path.name.lower())
         with _readable(file.path):
             for record, text, position in read(file, source.text_field, bad):
                 if text:
@@ -165,7 +159,7 @@ def documents(source: Source) -> Iterator[Document]:
                     yield Document(text, index, record, done + position)
         done += file.size
     if bad.count:
-        warn(f"{source.name}: {bad.told()}")
+        warn(f"{source.name}: {bad.summary()}")
     if not any_text:
         which = (
             f"{source.files[0].path} is"
@@ -173,14 +167,23 @@ def documents(source: Source) -> Iterator[Document]:
             else f"all {len(source.files)} files of {source.name!r} are"
         )
         raise UserError(
-            f"{which} empty{' but for ' + bad.told() if bad.count else ''}: expected text"
+            f"{which} empty{' but for ' + bad.summary() if bad.count else ''}: expected text"
         )
+
+
+def _reader(name: str) -> Callable:
+    """The function that reads a file of this lower-case name."""
+    if name.endswith(".parquet"):
+        return _read_parquet
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        return _read_jsonl
+    return _read_text
 
 
 @contextlib.contextmanager
 def _readable(path: epath.Path) -> Iterator[None]:
-    """A `with` block in which an error of the system, or whatever a remote store's library
-    raises, becomes a UserError.
+    """Turns an OSError inside the `with` block into a UserError; for a remote path, any error,
+    because every store's library has its own kinds.
     """
     try:
         yield
@@ -203,8 +206,8 @@ def describe(source: Source, file: int, record: int) -> str:
 
 
 def content_digest(file: SourceFile) -> str:
-    """SHA-256 of a local file's bytes; of size and checksum for a remote object, which is not
-    downloaded.
+    """SHA-256 of a local file's bytes. A remote object is not downloaded: the digest is taken of
+    its size and checksum.
     """
     if is_remote(os.fspath(file.path)):
         return digests.of(f"{file.size} {file.version}")
@@ -242,7 +245,9 @@ def _local_files(path: str) -> list[SourceFile]:
 
 
 def _files(found: Iterable[str], root: str) -> list[SourceFile]:
-    """The files among `found`; one that links name as well is taken once, by its shortest name."""
+    """The files among `found`. A file that links lead to as well is taken once, by its shortest
+    name.
+    """
     once: dict[str, str] = {}
     for name in sorted(found, key=lambda name: (name.count("/"), name)):
         once.setdefault(os.path.realpath(name), name)
@@ -250,8 +255,8 @@ def _files(found: Iterable[str], root: str) -> list[SourceFile]:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """As `glob.glob(pattern, recursive=True)`, but that `**` enters no folder twice: links may
-    lead in circles.
+    """As `glob.glob(pattern, recursive=True)`, except that `**` enters no folder twice, because
+    links may form a cycle.
     """
     parts = pattern.split("/")
     if "**" not in parts:
@@ -344,19 +349,21 @@ def _standard_library_files() -> tuple[SourceFile, ...]:
     )
 
 
-# ---- reading files: each yields (record number, text, bytes of the file read so far); text that
-# `bad` leaves out is ""
+# ---- reading files: each yields (record number, text, bytes of the file read so far); the
+# text is "" where `bad` leaves a document out
 
 
 class BadText:
-    """What is done about text that is not UTF-8, and to which documents it was done."""
+    """Applies `data.on_bad_text` to text that is not UTF-8, and counts the documents concerned."""
 
     def __init__(self, policy: str):
-        self.policy, self.count, self.first = policy, 0, []
+        self.policy = policy
+        self.count = 0
+        self.first: list[str] = []  # where the first five are
 
     def mend(self, data: bytes, encoding: str, where: str, what: str) -> str:
-        """Text in place of `data` at `where`, which cannot be decoded; "" to leave the document
-        out.
+        """The text to use for `data` at `where`, which cannot be decoded; "" to leave the document
+        out. `what` says what is wrong.
 
         Raises:
           UserError: the policy is to stop.
@@ -371,7 +378,8 @@ class BadText:
             self.first.append(where)
         return data.decode(encoding, "replace") if self.policy == "replace" else ""
 
-    def told(self) -> str:
+    def summary(self) -> str:
+        """How many documents were not UTF-8, what was done, and where the first five are."""
         done = "bytes replaced by U+FFFD in" if self.policy == "replace" else "left out"
         return (
             f"{done} {self.count} document{'s' * (self.count > 1)} that are not UTF-8: "

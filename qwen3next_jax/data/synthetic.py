@@ -1,17 +1,18 @@
 """Synthetic tasks as rows: each row is a pure function of the seed and its index, so any row can
 be made at any time.
 
-A task says which tokens of a row count as targets; the loss, the accuracy and the evaluations
-look at those alone.
+A task marks some tokens of a row as targets. Loss, accuracy and evaluations count only these.
 
     mqar       multi-query associative recall (2312.04927, Zoology): k v k v …, then each key
                again at a gap drawn from a
                power law, its value right after it. Targets: those values. In this next-token
-               form the answer stands in the row after its query; there each query slot has one
-               filler token in that place.
+               form the row holds each answer after its query; Zoology's rows have one filler
+               token there.
     induction  random tokens in which one token occurs twice, the second time last but one;
-               target: what followed it. copy       random tokens, a separator, the same tokens
-               again. Targets: the second time. backcopy   a Markov chain over the vocabulary in
+               target: the token that followed its first occurrence.
+    copy       random tokens, a separator, the same tokens
+               again. Targets: the second copy.
+    backcopy   a Markov chain over the vocabulary in
                which three trigger tokens are each followed by the token before
                them (2410.13835): all tokens are targets. Attention layers without a gate grow
                sinks on it.
@@ -35,7 +36,7 @@ from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer
 
 TRAIN_SPLIT, HELDOUT_SPLIT = 0, 1
-SEPARATOR = 0  # opens a row of copy and backcopy, and parts the two halves of copy
+SEPARATOR = 0  # first token of a copy or backcopy row, and between the two halves of copy
 _TRIGGERS = 3
 
 
@@ -85,7 +86,7 @@ class TaskRows:
 
 
 def _task(task: str, options: SyntheticConfig) -> tuple[Callable | None, int, int]:
-    """(maker, least row length, least vocabulary)."""
+    """(function that makes a row, smallest row length, smallest vocabulary)."""
     pairs = options.pairs
     return {
         "mqar": (_mqar, 4 * pairs, 2 * pairs + 2),
@@ -98,8 +99,8 @@ def _task(task: str, options: SyntheticConfig) -> tuple[Callable | None, int, in
 def _mqar(
     rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig
 ) -> TaskRow:
-    """Keys are ids 1 … V/2 - 1, values V/2 … V - 1. Places that hold no pair hold a random
-    value.
+    """Keys are ids 1 … V/2 - 1, values V/2 … V - 1. Other positions
+    hold random values.
     """
     pairs, half = options.pairs, vocab_size // 2
     keys = 1 + rng.permutation(half - 1)[:pairs]
@@ -172,7 +173,7 @@ def _backcopy(
 
 
 class TaskTokens:
-    """The ids of a synthetic task, which stand for no text; written as numbers."""
+    """The `Tokenizer` of a synthetic task: its ids mean no text and are written as numbers."""
 
     reads_text = False
     eos_id = -1
@@ -197,7 +198,7 @@ class TaskTokens:
         return " ".join(str(int(i)) for i in ids)
 
     def save(self, directory: epath.PathLike) -> None:
-        """Nothing to write: a Hugging Face directory without a tokenizer.json."""
+        """Writes nothing: the Hugging Face directory has no tokenizer.json."""
 
 
 class SyntheticData(Data):
@@ -208,7 +209,7 @@ class SyntheticData(Data):
     """
 
     kinds = Data.kinds | {"target_mask": bool}
-    heldout_rows = 1024  # where nobody asks for more: a task does not end
+    heldout_rows = 1024  # by default; a task has endless rows
 
     def __init__(
         self,
@@ -218,8 +219,10 @@ class SyntheticData(Data):
         vocab_size: int,
         progress: Progress | None = None,
     ):
-        self.tokenizer, self.task = self.tokenizer_of(config, vocab_size), config.source
-        self.batch_size, self.sequence_length = batch_size, sequence_length
+        self.tokenizer = self.tokenizer_of(config, vocab_size)
+        self.task = config.source
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
         self._rows, self._heldout = (
             self.task_rows(config, sequence_length, vocab_size, split)
             for split in (TRAIN_SPLIT, HELDOUT_SPLIT)
@@ -239,7 +242,7 @@ class SyntheticData(Data):
 
     @classmethod
     def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
-        if cls is not SyntheticData:  # a task of its own may read any
+        if cls is not SyntheticData:  # a subclass may read any
             return None
         return ("synthetic.pairs", "synthetic.gap_power") if config.source == "mqar" else ()
 
@@ -249,7 +252,7 @@ class SyntheticData(Data):
 
     @staticmethod
     def task_rows(config: DataConfig, length: int, vocab_size: int, split: int) -> Any:
-        """Of one split, what gives the `TaskRow` of every index."""
+        """The rows of one split: an object that maps an index to a `TaskRow`."""
         return TaskRows(config.source, length, vocab_size, config.synthetic, config.seed, split)
 
     def row(self, index: int) -> Batch:

@@ -19,21 +19,21 @@ from qwen3next_jax.common.errors import UserError, short, told
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
-# Longer documents are tokenized in parts cut at line ends: the library handles one text on one
-# core, and keeps about a hundred bytes per byte of it.
+# Longer documents are tokenized in parts cut at line ends: the library encodes a text on
+# one core and needs about a hundred bytes of memory per byte of it.
 _LONGEST_TEXT = 1 << 17
-_LARGEST_GAP = 1 << 20  # ids that stand for no token; more are a mistake that would cost gigabytes
+_LARGEST_GAP = 1 << 20  # unused ids that a vocabulary may have; a damaged one could cost gigabytes
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer.
+    """The interface of a tokenizer, as the rest of the package uses it.
 
     Attributes:
       vocab_size: number of ids (the largest id plus one).
       eos_id: the id that ends every document.
       token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
-      reads_text: whether the ids stand for text; those of a synthetic task do not.
+      reads_text: whether the ids mean text; those of a synthetic task do not.
     """
 
     reads_text: bool
@@ -43,10 +43,14 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n] ids of `text`, special tokens written out in it recognised, none added."""
+        """int32 [n] ids of `text`. A special token that is written out in it gets its id; no
+        special token is added.
+        """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 ids of each text: no text becomes a special token, and `eos_id` ends each."""
+        """int32 ids of each text, with `eos_id` at its end. A special token that is written out
+        is encoded as ordinary text.
+        """
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -60,7 +64,8 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
 
     Args:
       spec: "bytes" or "", the path of a Hugging Face `tokenizer.json`, or a directory that holds
-      one (local or gs://). vocab_size: of the model, when known.
+        one (local or gs://).
+      vocab_size: the model's, if known.
 
     Raises:
       UserError: no such file, not a tokenizer, no end-of-document token, or more ids than
@@ -78,9 +83,9 @@ def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
 
 
 def same_tokens(one: str, other: str) -> bool:
-    """Whether two fingerprints are of tokenizers that give every text the same ids, as far as
-    their files tell: bytes have a fingerprint of their own, and the one of the tokenizer.json that
-    they are saved as.
+    """Whether the tokenizers with these two fingerprints give every text the same ids, as far as
+    their files show. `ByteTokenizer` has two fingerprints: its own, and that of the
+    tokenizer.json which its `save` writes.
     """
     return one == other or {one, other} == {ByteTokenizer.fingerprint, _saved_bytes()}
 
@@ -112,8 +117,8 @@ class ByteTokenizer:
         )
 
     def save(self, directory: epath.PathLike) -> None:
-        """Writes a byte-level BPE without merges: the same ids in any program that reads Hugging
-        Face tokenizers.
+        """Writes a byte-level BPE without merges. Any program that reads Hugging Face tokenizers
+        gets the same ids from it.
         """
         _save(directory, _byte_level().to_str(pretty=True), END_OF_TEXT)
 
@@ -121,8 +126,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
-    The end-of-document token is `eos_token` of the `tokenizer_config.json` beside it, else the
-    first usual one that the vocabulary has.
+    The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory,
+    else the first of the common ones (`_COMMON_EOS`) in the vocabulary.
     """
 
     reads_text = True
@@ -141,7 +146,7 @@ class HuggingFaceTokenizer:
         ):
             with json_files.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
-        # The library lists every id that is left out, and a table of all ids is made here, too.
+        # `token_bytes` and the library allocate a table up to the largest id.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         if self.vocab_size > _LARGEST_GAP + len(ids):
@@ -177,7 +182,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, for which special tokens written out in a text are ordinary text."""
+        """The same tokenizer, but it encodes written-out special tokens as ordinary text."""
         literal = tokenizers.Tokenizer.from_str(self._json)
         literal.encode_special_tokens = True
         return literal
@@ -187,15 +192,15 @@ class HuggingFaceTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts = [_cut_at_lines(text) for text in texts]
-        flat = iter(
-            self._literal.encode_batch_fast(
-                [p for ps in parts for p in ps], add_special_tokens=False
-            )
-        )
-        return [
-            np.array([i for _ in ps for i in next(flat).ids] + [self.eos_id], np.int32)
-            for ps in parts
-        ]
+        flat_parts = [part for parts_of_text in parts for part in parts_of_text]
+        encodings = iter(self._literal.encode_batch_fast(flat_parts, add_special_tokens=False))
+        documents = []
+        for parts_of_text in parts:
+            ids = []
+            for _ in parts_of_text:
+                ids += next(encodings).ids
+            documents.append(np.array([*ids, self.eos_id], np.int32))
+        return documents
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, DataConfig, OptimizerConfig, Stage, TrainConfig
-from qwen3next_jax.data.pipeline import Data, mix_of, open_data
+from qwen3next_jax.data.pipeline import Data, mix_streams, open_data
 from qwen3next_jax.data.preparation import Progress
 
 # What a stage may set, by the group of settings that it belongs to.
@@ -211,7 +211,7 @@ def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
     number of its next row.
     """
     weights = tuple(streams.values())
-    mix = mix_of(weights)
+    mix = mix_streams(weights)
     found = {i: 0 for i, weight in enumerate(weights) if not weight}
     while len(found) < len(streams):
         stream, row = mix[rows]
