@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 
-from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.common.events import read_events
 
 ROOT = pathlib.Path(__file__).parents[1]
 

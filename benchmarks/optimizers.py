@@ -20,8 +20,8 @@ import subprocess
 import sys
 
 from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config.registry import OPTIMIZERS
-from qwen3next_jax.reporting.events import read_events
 
 ROOT = pathlib.Path(__file__).parents[1]
 RATES = (1.5e-3, 3e-3, 6e-3)

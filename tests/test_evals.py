@@ -15,6 +15,7 @@ from page import example, line
 
 from qwen3next_jax.commands import evaluate
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.figures import named, record
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -32,7 +33,6 @@ from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import sinks
 from qwen3next_jax.inference.decode import complete
-from qwen3next_jax.reporting.figures import named, record
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 from qwen3next_jax.sweeps.points import Point

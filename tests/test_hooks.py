@@ -3,7 +3,7 @@
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
-from qwen3next_jax.reporting.events import read_events
+from qwen3next_jax.common.events import read_events
 from tests.in_process import train
 from tests.test_branching import with_
 from tests.test_stages import DENSE, Stage

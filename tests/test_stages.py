@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict
 from qwen3next_jax.config.moe import MoEConfig
-from qwen3next_jax.reporting.events import read_events
 from qwen3next_jax.runs import folder
 from qwen3next_jax.training.stages import (
     DataCursor,

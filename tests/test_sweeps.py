@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.figures import Figure, named
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
-from qwen3next_jax.reporting.figures import Figure, named
 from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_points
 from qwen3next_jax.sweeps.points import load_sweep, manifest

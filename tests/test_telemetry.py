@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.events import read_events
+from qwen3next_jax.common.figures import record
 from qwen3next_jax.config import Config, ProfileConfig, TrainConfig
 from qwen3next_jax.evals.heldout import Heldout
-from qwen3next_jax.reporting.events import read_events
-from qwen3next_jax.reporting.figures import record
 from qwen3next_jax.runs import display as display_module
 from qwen3next_jax.runs.display import Display
 from qwen3next_jax.runs.telemetry import MetricsFile, TensorBoard, WeightsAndBiases, scalars

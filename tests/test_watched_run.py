@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
+from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -19,7 +20,6 @@ from qwen3next_jax.config import (
     TelemetryConfig,
     TrainConfig,
 )
-from qwen3next_jax.reporting.events import read_events
 from tests.in_process import train
 
 # The program of tests/test_training.py, so that one of the two finds it compiled.

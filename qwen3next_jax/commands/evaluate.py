@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.figures import Value, named
 from qwen3next_jax.config import Config, DataConfig, MeshConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
@@ -19,7 +20,6 @@ from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_leader, process_0_first
-from qwen3next_jax.reporting.figures import Value, named
 from qwen3next_jax.runs.display import PreparationProgress
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.runs.load import load_model

@@ -11,12 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.figures import Figure
 from qwen3next_jax.config import EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import Batch, Data
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals.scoring import Scorer, make_score_step, make_scorer
-from qwen3next_jax.reporting.figures import Figure
 
 _TEXT_IDS = 256  # in byte-level vocabularies the ids below are the single bytes
 

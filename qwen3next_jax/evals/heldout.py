@@ -14,12 +14,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from qwen3next_jax.common.figures import Figure
 from qwen3next_jax.evals.evaluation import Evaluation, Subject
 from qwen3next_jax.evals.scoring import place
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import target_positions
 from qwen3next_jax.model.visible_targets import mask_seen_targets
-from qwen3next_jax.reporting.figures import Figure
 
 Batch = dict[str, jax.Array]
 

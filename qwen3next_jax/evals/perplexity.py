@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from qwen3next_jax.common.figures import Figure
 from qwen3next_jax.evals.evaluation import Evaluation
 from qwen3next_jax.evals.scoring import Scorer
-from qwen3next_jax.reporting.figures import Figure
 
 Batch = dict[str, np.ndarray]
 

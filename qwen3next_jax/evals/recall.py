@@ -12,12 +12,12 @@ import uuid
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.figures import Figure
 from qwen3next_jax.config import ModelConfig, SyntheticConfig
 from qwen3next_jax.data.synthetic import HELDOUT_SPLIT, TaskRows
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals.evaluation import Evaluation, Options, made_up_ids
 from qwen3next_jax.evals.scoring import Scorer
-from qwen3next_jax.reporting.figures import Figure
 
 _BATCH_TOKENS = 8192  # of one scored batch
 _HAYSTACK = 2**20  # tokens

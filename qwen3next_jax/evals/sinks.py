@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from qwen3next_jax.common.figures import Figure
 from qwen3next_jax.evals.evaluation import Evaluation, Subject
 from qwen3next_jax.evals.scoring import everywhere, place
 from qwen3next_jax.model.layers import SINK_HEAD
-from qwen3next_jax.reporting.figures import Figure
 
 
 class Sinks(Evaluation):

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from qwen3next_jax.common.figures import Value, evaluation, recorded
 from qwen3next_jax.common.trees import flat
 from qwen3next_jax.reporting.charts import Line, heatmap, line_chart, short, stacked_columns, table
-from qwen3next_jax.reporting.figures import Value, evaluation, recorded
 from qwen3next_jax.reporting.runs import (
     POINTS,
     TRAINING,

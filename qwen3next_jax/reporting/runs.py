@@ -13,8 +13,8 @@ import numpy as np
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.events import each_event
 from qwen3next_jax.common.trees import flat
-from qwen3next_jax.reporting.events import each_event
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
 FAULTS = ("skip", "spike", "rewind", "damaged", "save_failed", "hook_failed", "stop")

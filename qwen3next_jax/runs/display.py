@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from qwen3next_jax.reporting.figures import evaluation, main_values, recorded
+from qwen3next_jax.common.figures import evaluation, main_values, recorded
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun

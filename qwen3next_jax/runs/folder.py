@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import to_disk
 from qwen3next_jax.common.errors import UserError, require, warn
+from qwen3next_jax.common.events import each_event
 from qwen3next_jax.common.trees import flat
 from qwen3next_jax.common.version import code_version, git
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
-from qwen3next_jax.reporting.events import each_event
 from qwen3next_jax.training.stages import (
     SETTINGS,
     ResolvedStage,

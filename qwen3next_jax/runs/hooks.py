@@ -185,7 +185,7 @@ class EvaluationHook:
         self._suites = evaluation.make(config.suites, subject(evaluation.options_of(config)))
 
     def __call__(self, info: StepInfo) -> None:
-        from qwen3next_jax.reporting.figures import main_values, named, record
+        from qwen3next_jax.common.figures import main_values, named, record
 
         params = info.state["params"]
         values = self._heldout.run(params)

@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, told
+from qwen3next_jax.common.rooms import require_room
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.data.pipeline import source_of
@@ -311,6 +312,7 @@ def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = 
     if parent:
         found_model = read_config(pathlib.Path(parent["path"])).model
     else:
+        require_room("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.hf_config import read_hf_config
 
         found_model = read_hf_config(init_from)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from qwen3next_jax.common.rooms import require_room, warn_without
 from qwen3next_jax.config import Config, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
@@ -42,6 +43,7 @@ def prepare_start(
     check_evaluations(config.eval, run.model, tokenizer)
     init_from = config.train.init_from
     if init_from and begins and not preflight.names_run(init_from):
+        require_room("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.huggingface import check_hf
 
         check_hf(init_from)
@@ -70,10 +72,11 @@ def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokeniz
     Raises:
       UserError: names the one that cannot.
     """
-    from qwen3next_jax.evals import evaluation
+    if warn_without("evals", "nothing is evaluated"):
+        from qwen3next_jax.evals import evaluation
 
-    evaluation.check(config.suites, evaluation.options_of(config), model, tokenizer)
-    if config.sample_tokens:
+        evaluation.check(config.suites, evaluation.options_of(config), model, tokenizer)
+    if config.sample_tokens and warn_without("inference", "no samples are drawn"):
         from qwen3next_jax.inference.decode import check_request
 
         prompt = tokenizer.encode(config.sample_prompt)

@@ -17,11 +17,11 @@ import jax
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, warn
+from qwen3next_jax.common.events import each_event
+from qwen3next_jax.common.rooms import warn_without
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.reporting.events import each_event
-from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sharding.chips import chip_of
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
@@ -222,6 +222,10 @@ class ReportWriter:
         self._write()
 
     def _write(self) -> None:
+        if not warn_without("reporting", "report.html is not written"):
+            return
+        from qwen3next_jax.reporting.page import write_report
+
         try:
             write_report([self._workdir], self._workdir / "report.html")
         # the run is worth more than its picture, whatever is wrong with that

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from qwen3next_jax.common.errors import ExitCode, warn
+from qwen3next_jax.common.events import each_event, ended_badly
+from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.tokens import Tokenizer
@@ -25,7 +27,6 @@ from qwen3next_jax.processes.distributed import (
     run_on_all,
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
-from qwen3next_jax.reporting.events import each_event, ended_badly
 from qwen3next_jax.runs import branching, hooks, preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display, PreparationProgress, title
@@ -263,9 +264,11 @@ def _add_hooks(
         trainer.add_hook(
             hooks.DiagnosticsHook(run, metrics), every=every, name="telemetry.diagnostics_every"
         )
-    evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer)
-    trainer.add_hook(evaluation, every=config.eval.every, at_stage_end=True, name="eval.every")
-    if config.eval.sample_tokens:
+    evaluation = None
+    if has_room("evals"):
+        evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer)
+        trainer.add_hook(evaluation, every=config.eval.every, at_stage_end=True, name="eval.every")
+    if config.eval.sample_tokens and has_room("inference"):
         trainer.add_hook(
             hooks.SampleHook(run, metrics, config.eval, tokenizer),
             every=config.eval.every,

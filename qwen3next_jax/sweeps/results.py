@@ -16,8 +16,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qwen3next_jax.reporting.events import ended_badly, read_events
-from qwen3next_jax.reporting.figures import Figure, Value, evaluation, recorded
+from qwen3next_jax.common.events import ended_badly, read_events
+from qwen3next_jax.common.figures import Figure, Value, evaluation, recorded
 from qwen3next_jax.runs.costs import count_costs
 from qwen3next_jax.sweeps.points import Point, Sweep
 

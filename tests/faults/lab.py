@@ -238,7 +238,7 @@ def wait(process, timeout: float) -> int:
 
 
 def events(workdir: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:
-    from qwen3next_jax.reporting.events import read_events
+    from qwen3next_jax.common.events import read_events
 
     return [e for e in read_events(workdir / "metrics.jsonl") if kind in (None, e["event"])]
 
