@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.kernels.tpu import routed_experts as kernels
-from qwen3next_jax.model.moe import _sorted_experts
+from qwen3next_jax.model.expert_forms import sorted_moe
 from qwen3next_jax.ops.routed_experts import layout as routed_experts
 
 NAMES = ("y", "dx", "dweight", "dgate_up", "ddown")
@@ -75,7 +75,7 @@ def exact(x, weight, expert, gate_up, down, dy):
 
 def a_row_a_choice(x, weight, expert, gate_up, down, dy):
     y, pullback = jax.vjp(
-        lambda x, w, g, d: _sorted_experts(x, w, expert, g, d), x, weight, gate_up, down
+        lambda x, w, g, d: sorted_moe(x, w, expert, g, d), x, weight, gate_up, down
     )
     return y, *pullback(dy)
 
@@ -87,7 +87,7 @@ def by_token(x, weight, expert, gate_up, down, dy, shards=1, room=None, pieces=1
 
     def shard(n):
         mine = slice(n * gate_up.shape[0] // shards, (n + 1) * gate_up.shape[0] // shards)
-        dw, rows, most = (), [], dict(room=room or expert.size // pieces)
+        dw, rows, most = (), [], dict(capacity=room or expert.size // pieces)
         for *piece, dy_piece in zip(
             *(jnp.split(a, pieces) for a in (x, weight, expert - mine.start, dy))
         ):

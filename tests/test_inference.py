@@ -29,7 +29,7 @@ from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.ops.used_experts import used_experts
+from qwen3next_jax.ops.decode_moe import decode_moe
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import storage_spec
 
@@ -406,7 +406,7 @@ def test_few_tokens_pass_the_experts_that_they_chose(tokens, skewed):
         down[expert],
     )
     run = jax.jit(
-        lambda x: used_experts(
+        lambda x: decode_moe(
             x, jnp.float32(weight), expert, jnp.float32(gate_up), jnp.float32(down)
         )
     )

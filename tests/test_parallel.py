@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from qwen3next_jax.model import declared, moe
+from qwen3next_jax.model import declared, expert_forms
 from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
@@ -247,9 +247,9 @@ def test_slices_lie_along_data():
 
 def _routed(split, x, weight, expert, gate_up, down):
     f = (
-        functools.partial(exchange.split_experts, axis="expert", axes=("data", "expert"))
+        functools.partial(exchange.expert_parallel_moe, axis="expert", axes=("data", "expert"))
         if split
-        else moe._sorted_experts
+        else expert_forms.sorted_moe
     )
     if split:
         rows, experts = P(("data", "expert")), P("expert")
@@ -269,8 +269,8 @@ def test_split_experts_are_exact_at_any_imbalance(shards, chunk, half, monkeypat
     """
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", shards)
     monkeypatch.setattr(exchange, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(exchange, "HALF_ROWS", half)
-    monkeypatch.setattr(exchange, "_room", lambda balanced: balanced // 2 + 3)
+    monkeypatch.setattr(exchange, "OVERLAP_ROWS", half)
+    monkeypatch.setattr(exchange, "_capacity", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)
     x, gate_up, down = (
         jnp.asarray(rng.standard_normal(s), jnp.float32)
@@ -404,7 +404,7 @@ def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers
     x, weight, gate_up, down = (
         jnp.ones(s) for s in ((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16))
     )
-    f = functools.partial(exchange.split_experts, axis="expert", axes=("expert",))
+    f = functools.partial(exchange.expert_parallel_moe, axis="expert", axes=("expert",))
     split = P("expert")
     layer = local(
         lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w),

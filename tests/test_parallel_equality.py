@@ -154,7 +154,7 @@ def _check(axes, depth=MODEL.mtp_depth, steps=CONFIG.train.steps):
 
 @pytest.mark.parametrize("axes", SUBSET, ids=str)
 def test_the_run_equals_that_on_one_device(axes, monkeypatch):
-    monkeypatch.setattr(exchange, "HALF_ROWS", 1)
+    monkeypatch.setattr(exchange, "OVERLAP_ROWS", 1)
     rows = jax.ShapeDtypeStruct(
         (CONFIG.train.batch_size, CONFIG.train.sequence_length, MODEL.hidden_size), jnp.float32
     )
@@ -168,7 +168,7 @@ def test_the_run_equals_that_on_one_device(axes, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [axes for axes in ALONE + PRODUCTS if axes not in SUBSET], ids=str)
 def test_the_run_on_every_mesh(axes, monkeypatch):
-    monkeypatch.setattr(exchange, "HALF_ROWS", 1)
+    monkeypatch.setattr(exchange, "OVERLAP_ROWS", 1)
     _check(axes)
 
 

@@ -15,7 +15,7 @@ from qwen3next_jax.model.layers import Context, rms_norm, token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.row_groups import apart, joined, row_groups
+from qwen3next_jax.model.row_groups import merge_rows, row_groups, split_rows
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.rules import constrain
 
@@ -163,7 +163,7 @@ class Block(nnx.Module):
             else self.mixer
         )
         xs_BTD, contexts = [], []
-        for rows_BTD, own in apart(
+        for rows_BTD, own in split_rows(
             x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1
         ):
             mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
@@ -171,7 +171,7 @@ class Block(nnx.Module):
             contexts.append(own)
         inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
         y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)
-        x_BTD = joined(
+        x_BTD = merge_rows(
             [whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])],
             context,
         )

@@ -1,5 +1,5 @@
-"""Routed experts over the devices of a mesh: tokens go to the shards that hold their experts,
-and come back. Exact and dropless at any imbalance.
+"""Expert parallelism: tokens travel to the shards that hold their experts, and back. Every token
+is computed, at any imbalance; none is dropped.
 
 Where the experts are split over the `expert` axis there are two exchanges, chosen by the number
 of shards n (the arithmetic is in docs/parallel.md):
@@ -9,12 +9,12 @@ of shards n (the arithmetic is in docs/parallel.md):
   summed where the tokens came from (reduce-scatter);
 - beyond, every choice of an expert travels alone to the shard that holds it (`ragged_all_to_all`).
 
-A shard may receive anything between nothing and everything, but buffers are static: they have
-room for somewhat more than a balanced router sends, and what exceeds them is worked off in loops
-that a balanced one never enters (of the first form in `ops/routed_experts/`, of the second in
-rounds of their own). Tokens are walked in chunks. The experts run once forward and once
-backward: only inputs are kept, and exchanged again, but for what was gathered all at once, which
-remat `dots` and `none` keep.
+A shard may receive anything between no token and all tokens, but buffers are static. Their capacity
+is a little more than a balanced router sends. The rest goes through loops that a balanced router
+never enters: for the first exchange they are in `ops/routed_experts/`, for the second they are
+further rounds, below. Long inputs are processed in chunks of tokens. The backward pass saves the
+inputs alone and exchanges them again; only tokens that were gathered all at once are saved by
+remat `dots` and `none`.
 
 Letters: R tokens of this shard, N tokens that meet this shard's experts, D model, A choices per
 token, Q choices, P rows of a round, E experts, L experts of this shard, S shards.
@@ -35,28 +35,27 @@ from qwen3next_jax.ops.ragged_exchange import exchange
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
 
 GATHERED_SHARDS = 8
-# rows of the choices of this shard's tokens in one chunk; where the device's memory is known, a
-# part of it if that is more:
+# A chunk's choices take so many bytes of rows, or this part of the device's memory if that is more.
 CHUNK_BYTES = 2**29
 CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
-OVERFLOW_PART = 8  # rows of a further round of the ragged exchange: an eighth of the first's
-# of each expert in a half, on average, from which on the gathered exchange goes in halves
-HALF_ROWS = 512
-# rows that there is room for, as a multiple of what a shard receives under perfect balance
-ROOM = 1.125
+OVERFLOW_PART = 8  # a further round of the ragged exchange has an eighth of the first round's rows
+# The gathered exchange goes in two overlapping chunks if each expert then has so many rows.
+OVERLAP_ROWS = 512
+# capacity of a buffer, as a multiple of the rows that a shard receives under perfect balance
+CAPACITY_FACTOR = 1.125
 
 
-def whole_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable | None = None):
-    """`split_experts` where this device holds all experts, without a mesh axis.
+def local_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable | None = None):
+    """`expert_parallel_moe` for a device that holds all experts.
 
     Args:
-      form: what computes a chunk, of the same arguments; None for `routed_experts`.
+      form: computes a chunk, with the same arguments; None: `routed_experts`.
     """
-    options = _Options(_Whole, _chunk(x_RD, expert_RA), form=form)
+    options = _Options(_LocalExperts, _chunk(x_RD, expert_RA), form=form)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
-def split_experts(
+def expert_parallel_moe(
     x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str, axes: tuple[str, ...]
 ):
     """Σ_a weight · SwiGLU_expert(x) for this shard's tokens, inside `shard_map`.
@@ -74,14 +73,14 @@ def split_experts(
     chunk, experts = _chunk(x_RD, expert_RA), gate_up_LD2I.shape[0]
     if jax.lax.axis_size(axis) > GATHERED_SHARDS:
         return _experts(
-            _Options(_Exchanged, chunk, axis, axes),
+            _Options(_AllToAllExperts, chunk, axis, axes),
             x_RD,
             weight_RA,
             expert_RA,
             gate_up_LD2I,
             down_LID,
         )
-    if halves(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], experts) == 2:
+    if overlap_chunks(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], experts) == 2:
         chunk = longer
     elif chunk == x_RD.shape[0]:
         # All at once: gathered outside of `_experts`, so that remat can keep it. A second gather
@@ -90,20 +89,25 @@ def split_experts(
             save_for_backward(gather(a, axis), "gathered rows")
             for gather, a in ((_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA))
         )
-        here = _Options(_Whole, x_ND.shape[0], room=_room(expert_RA.size))
+        here = _Options(_LocalExperts, x_ND.shape[0], capacity=_capacity(expert_RA.size))
         expert_NA -= jax.lax.axis_index(axis) * experts
         return _sum_rows(_experts(here, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID), axis)
     return _experts(
-        _Options(_Gathered, chunk, axis, axes), x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID
+        _Options(_AllGatherExperts, chunk, axis, axes),
+        x_RD,
+        weight_RA,
+        expert_RA,
+        gate_up_LD2I,
+        down_LID,
     )
 
 
-def halves_of_all(tokens: int, width: int, choices: int, experts: int, dtype) -> int:
-    """In how many parts the gathered exchange takes all of a shard's tokens; 1, too, where it
-    takes them in several chunks.
+def overlap_chunks_of_all(tokens: int, width: int, choices: int, experts: int, dtype) -> int:
+    """How many overlapping chunks the gathered exchange makes of a shard's tokens; 1 if the tokens
+    have to go in several chunks one after another.
     """
     x_RD, expert_RA = (jax.ShapeDtypeStruct((tokens, n), dtype) for n in (width, choices))
-    parts = halves(tokens, choices, experts)
+    parts = overlap_chunks(tokens, choices, experts)
     return parts if _chunk(x_RD, expert_RA, parts) == tokens else 1
 
 
@@ -113,23 +117,22 @@ class _Options(NamedTuple):
     axis: str = ""
     axes: tuple[str, ...] = ()
     form: Callable | None = None
-    room: int | None = None  # of a chunk, where it is not all choices
+    capacity: int | None = None  # of a chunk's buffers; None: all choices
 
 
 def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
-    """Tokens of a chunk: the largest divisor of all whose rows have room, one of its `parts`
-    after another.
+    """Tokens in a chunk: the largest divisor of all tokens whose rows fit into the bytes of a
+    chunk, if its `parts` are in memory one after another.
     """
     tokens, choices = expert_RA.shape
-    room = max(CHUNK_BYTES, (compile_target().memory_bytes or 0) // CHUNK_PART)
-    most = max(parts * room // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
+    chunk_bytes = max(CHUNK_BYTES, (compile_target().memory_bytes or 0) // CHUNK_PART)
+    most = max(parts * chunk_bytes // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
     return next(
         tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most
     )
 
 
 # ---- one custom gradient around chunks
-# ---------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -185,29 +188,28 @@ def _add(totals, terms):
     return [total + term.astype(total.dtype) for total, term in zip(totals, terms)]
 
 
-def _room(balanced: int) -> int:
-    return math.ceil(ROOM * balanced)
+def _capacity(balanced: int) -> int:
+    return math.ceil(CAPACITY_FACTOR * balanced)
 
 
 # ---- all experts here
-# --------------------------------------------------------------------------------------------
 
 
-class _Whole:
+class _LocalExperts:
     def __init__(self, options: _Options, expert_RA, experts: int):
         self.expert = expert_RA
         self.form = options.form
-        self.room = options.room or expert_RA.size
+        self.capacity = options.capacity or expert_RA.size
 
     def forward(self, x, weight, gate_up, down):
         if self.form:
             return self.form(x, weight, self.expert, gate_up, down)
-        return routed_experts(x, weight, self.expert, gate_up, down, room=self.room)
+        return routed_experts(x, weight, self.expert, gate_up, down, capacity=self.capacity)
 
     def backward(self, x, weight, gate_up, down, dy):
         if not self.form:
             return routed_experts_gradients(
-                x, weight, self.expert, gate_up, down, dy, room=self.room
+                x, weight, self.expert, gate_up, down, dy, capacity=self.capacity
             )
         form = lambda x, weight, *w: self.form(x, weight, self.expert, *w)
         _, pullback = jax.vjp(form, x, weight, gate_up, down)
@@ -216,67 +218,75 @@ class _Whole:
 
 
 # ---- all tokens to all shards
-# ------------------------------------------------------------------------------------
 
 
-def halves(tokens: int, choices: int, experts: int) -> int:
-    """In how many parts a shard's tokens go whose choices are spread over all shards: `experts`
-    of a shard get as many.
+def overlap_chunks(tokens: int, choices: int, experts: int) -> int:
+    """In how many overlapping chunks a shard's tokens are exchanged.
+
+    Args:
+      tokens, choices: of one shard; all shards together send one shard as many choices.
+      experts: of one shard.
     """
-    return 2 if tokens * choices >= 2 * HALF_ROWS * experts and tokens % 2 == 0 else 1
+    return 2 if tokens * choices >= 2 * OVERLAP_ROWS * experts and tokens % 2 == 0 else 1
 
 
-class _Gathered:
-    """Tokens gathered over the axis; the shards' parts of each summed where it came from. In two
-    halves, where that leaves experts rows enough: of one the rows travel while those of the
-    other are computed.
+class _AllGatherExperts:
+    """Every shard gathers all tokens; the shards' parts of a result are summed where its token came
+    from. If that leaves enough rows for each expert, the tokens go in two chunks: the rows of one
+    travel while the other is computed.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.axis, self.halves = options.axis, halves(*expert_RA.shape, experts)
-        self.room = _room(expert_RA.size // self.halves)
-        self.expert_RA, self.first = expert_RA, jax.lax.axis_index(self.axis) * experts
+        self.axis = options.axis
+        self.chunks = overlap_chunks(*expert_RA.shape, experts)
+        self.capacity = _capacity(expert_RA.size // self.chunks)
+        self.expert_RA = expert_RA
+        self.first = jax.lax.axis_index(self.axis) * experts
 
     def forward(self, x, weight, gate_up, down):
-        def a_half(_, expert, x, weight):
-            return (), [routed_experts(x, weight, expert, gate_up, down, room=self.room)]
+        def step(_, expert, x, weight):
+            return (), [routed_experts(x, weight, expert, gate_up, down, capacity=self.capacity)]
 
-        return self._each(a_half, x, weight)[1][0]
+        return self._each_chunk(step, x, weight)[1][0]
 
     def backward(self, x, weight, gate_up, down, dy):
-        def a_half(dw, expert, x, weight, dy):
+        def step(dw, expert, x, weight, dy):
             dx, dweight, *dw = routed_experts_gradients(
-                x, weight, expert, gate_up, down, dy, *dw, room=self.room
+                x, weight, expert, gate_up, down, dy, *dw, capacity=self.capacity
             )
             return dw, [dx, dweight]
 
-        dw, (dx, dweight) = self._each(a_half, x, weight, dy, back=True)
+        dw, (dx, dweight) = self._each_chunk(step, x, weight, dy, back=True)
         return dx, dweight, *dw
 
-    def _each(self, a_half, *arrays, back: bool = False):
-        """(the last carry, sums for this shard's tokens) of `a_half`(carry, all shards' experts
-        and rows) → (carry, parts of sums). `back`: from the last half to the first, the order in
-        which gradients come back through the mixers of `row_groups`.
+    def _each_chunk(self, step, *arrays, back: bool = False):
+        """Runs `step(carry, experts, *rows)` → (carry, parts of sums) over the chunks, with the
+        experts and rows of all shards → (the last carry, the sums for this shard's tokens).
+
+        `back`: from the last chunk to the first, which is the order in which gradients come back
+        through the mixers of `row_groups`.
         """
-        each = list(
-            zip(
-                *(
-                    [_gather(half, self.axis) for half in jnp.split(a, self.halves)]
-                    for a in (self.expert_RA, *arrays)
-                )
-            )
-        )
-        carry, parts = (), []
-        for expert, *rows in reversed(each) if back else each:
-            # what was gathered is first read when the half before is done: until then it may travel
+        gathered = [
+            [_gather(part, self.axis) for part in jnp.split(array, self.chunks)]
+            for array in (self.expert_RA, *arrays)
+        ]
+        chunks = list(zip(*gathered))
+        if back:
+            chunks.reverse()
+        carry = ()
+        parts = []
+        for expert, *rows in chunks:
+            # The rows are read when the chunk before is done; until then they may travel.
             if parts:
                 rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
-            carry, part = a_half(carry, expert - self.first, *rows)
+            carry, part = step(carry, expert - self.first, *rows)
             parts.append(part)
-        parts = reversed(parts) if back else parts
-        return carry, [
-            jnp.concatenate([_sum(part, self.axis) for part in these]) for these in zip(*parts)
+        if back:
+            parts.reverse()
+        sums = [
+            jnp.concatenate([_sum(part, self.axis) for part in of_all]) for of_all in zip(*parts)
         ]
+        return carry, sums
 
 
 def _gather(x, axis):
@@ -295,18 +305,20 @@ _sum_rows.defvjp(
 
 
 # ---- every choice to its shard
-# -----------------------------------------------------------------------------------
 
 
-class _Exchanged:
+class _AllToAllExperts:
     """This shard's choices sorted by expert, so that those for one shard lie together; each
     shard works off what it receives, in the order of the senders: one round of a balanced
     shard's rows and some more, then rounds of a part of them.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.axis, self.experts, self.shape = options.axis, experts, expert_RA.shape
-        shards, self.shard = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
+        self.axis = options.axis
+        self.experts = experts
+        self.shape = expert_RA.shape
+        shards = jax.lax.axis_size(self.axis)
+        self.shard = jax.lax.axis_index(self.axis)
         expert_Q = expert_RA.reshape(-1)
         self.order_Q = jnp.argsort(expert_Q, stable=True)
         self.token_Q = self.order_Q // self.shape[1]
@@ -320,13 +332,13 @@ class _Exchanged:
         self.first_SS = jnp.cumsum(self.sent_SS, axis=1) - self.sent_SS
         # where a sender's begin at the receiver
         self.arrives_SS = jnp.cumsum(self.sent_SS, axis=0) - self.sent_SS
-        self.room = min(_room(expert_Q.size), shards * expert_Q.size)
-        self.more = -(-self.room // OVERFLOW_PART)
+        self.capacity = min(_capacity(expert_Q.size), shards * expert_Q.size)
+        self.more = -(-self.capacity // OVERFLOW_PART)
         fullest = jnp.max(jnp.sum(self.sent_SS, axis=0))
         # Every round is a collective: all shards take part in as many as the fullest of them all
         # needs.
         self.rounds = jax.lax.pmax(
-            -(-jnp.maximum(fullest - self.room, 0) // self.more), options.axes
+            -(-jnp.maximum(fullest - self.capacity, 0) // self.more), options.axes
         )
 
     def forward(self, x, weight, gate_up, down):
@@ -335,7 +347,7 @@ class _Exchanged:
         def a_round(low, size, y_QD):
             (x_P, weight_P), expert_P = self._receive(low, size, rows)
             y_PD = routed_experts(
-                x_P, weight_P[:, None], expert_P[:, None], gate_up, down, room=size
+                x_P, weight_P[:, None], expert_P[:, None], gate_up, down, capacity=size
             )
             return self._return(low, y_PD, y_QD)
 
@@ -348,7 +360,7 @@ class _Exchanged:
             dw, dx_QD, dweight_Q = carry
             (x_P, weight_P, dy_P), expert_P = self._receive(low, size, rows)
             dx_P, dweight_P1, *terms = routed_experts_gradients(
-                x_P, weight_P[:, None], expert_P[:, None], gate_up, down, dy_P, room=size
+                x_P, weight_P[:, None], expert_P[:, None], gate_up, down, dy_P, capacity=size
             )
             return (
                 _add(dw, terms),
@@ -356,22 +368,20 @@ class _Exchanged:
                 self._return(low, dweight_P1[:, 0], dweight_Q),
             )
 
-        dw, dx_QD, dweight_Q = self._rounds(
-            a_round,
-            (
-                [_zeros_wide(w) for w in (gate_up, down)],
-                jnp.zeros_like(rows[0]),
-                _zeros_wide(rows[1]),
-            ),
+        zeros = (
+            [_zeros_wide(w) for w in (gate_up, down)],
+            jnp.zeros_like(rows[0]),
+            _zeros_wide(rows[1]),
         )
+        dw, dx_QD, dweight_Q = self._rounds(a_round, zeros)
         return self._collect(dx_QD), dweight_Q[jnp.argsort(self.order_Q)].reshape(self.shape), *dw
 
     def _rounds(self, a_round, carry):
-        carry = a_round(0, self.room, carry)
+        carry = a_round(0, self.capacity, carry)
         return jax.lax.fori_loop(
             0,
             self.rounds,
-            lambda k, carry: a_round(self.room + k * self.more, self.more, carry),
+            lambda k, carry: a_round(self.capacity + k * self.more, self.more, carry),
             carry,
         )
 
@@ -401,10 +411,8 @@ class _Exchanged:
         """[S, S] of the rows from `low` on: where sender s starts to read for receiver d, how
         many rows, where they land.
         """
-        start, end = (
-            jnp.maximum(self.arrives_SS, low),
-            jnp.minimum(self.arrives_SS + self.sent_SS, low + size),
-        )
+        start = jnp.maximum(self.arrives_SS, low)
+        end = jnp.minimum(self.arrives_SS + self.sent_SS, low + size)
         rows_SS = jnp.maximum(end - start, 0)
         # A pair that exchanges nothing would carry offsets far outside the buffers, which hardware
         # need not forgive.

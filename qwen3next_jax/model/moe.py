@@ -7,6 +7,7 @@ Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E exper
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +16,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.expert_parallelism import split_experts, whole_experts
+from qwen3next_jax.model.expert_forms import count_choices, expert_form
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.router import over_sum, rank_experts, score_experts
-from qwen3next_jax.model.row_groups import joined
-from qwen3next_jax.ops import expert_mlp
+from qwen3next_jax.model.row_groups import merge_rows
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.preferences import (
-    experts_in_caches,
-    experts_in_tiles,
-    float32_precision,
-)
-from qwen3next_jax.ops.used_experts import few_tokens, used_experts
+from qwen3next_jax.ops.decode_moe import is_decode_batch
+from qwen3next_jax.ops.preferences import experts_in_tiles, float32_precision
 from qwen3next_jax.sharding.rules import (
     EXPERTS,
     TENSOR,
@@ -88,43 +84,40 @@ class SparseMoE(nnx.Module):
     def __call__(
         self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]
     ) -> tuple[Sequence[jax.Array], dict]:
-        """Of groups of rows, each with its context, which the routed experts take as one → (of
-        each the result, auxiliary output).
+        """Rows in one or more groups (`row_groups`), each with its context; the routed experts
+        take all groups together.
+
+        Returns:
+          the result for each group; the auxiliary output.
         """
-        context, dtype, mesh = contexts[0], xs_BTD[0].dtype, contexts[0].mesh
-        tokens = activation_spec("batch", context.time)
-        gate_up_ED2I, down_EID = (
+        context = contexts[0]
+        mesh = context.mesh
+        dtype = xs_BTD[0].dtype
+        parameters = _Weights(self.router, self.expert_gate_up, self.expert_down)
+        stored = _Weights(*((p.declared, p.shape) for p in parameters))
+        specs = _Weights(None, None, None)
+        if mesh is not None:
+            specs = _Weights(*(storage_spec(*declared, mesh) for declared in stored))
+        weights = _Weights(
+            self.router[...],
             self.expert_gate_up[...].astype(dtype),
             self.expert_down[...].astype(dtype),
         )
-        weights = tuple(
-            (p.declared, p.shape) for p in (self.router, self.expert_gate_up, self.expert_down)
-        )
-        stored = (
-            (None,) * 3
-            if mesh is None
-            else tuple(storage_spec(declared, shape, mesh) for declared, shape in weights)
-        )
-        # decoding has those of all layers of the stack
-        layer = (context.layer,) * (gate_up_ED2I.ndim - 4)
+        # in decoding, the weights are those of all layers of the stack
+        layer = context.layer if weights.gate_up.ndim > 4 else None
+        bias_E = self.router_bias[...] if self.config.moe.router_bias else None
+        tokens = activation_spec("batch", context.time)
         routed = local(
-            functools.partial(_routed, self.config, mesh, weights, layer),
+            functools.partial(_routed_experts, self.config, mesh, stored, layer),
             mesh,
-            (tokens, *stored, tokens, P()),
+            (tokens, specs, tokens, P()),
             (tokens, P(), tokens),
         )
-        bias_E = self.router_bias[...] if self.config.moe.router_bias else None
-        ys_BTD, statistics, logits = routed(
-            xs_BTD,
-            self.router[...],
-            gate_up_ED2I,
-            down_EID,
-            [c.stats_mask for c in contexts],
-            bias_E,
-        )
+        stats_masks = [c.stats_mask for c in contexts]
+        ys_BTD, statistics, logits = routed(xs_BTD, weights, stats_masks, bias_E)
         if self.config.shared_expert_intermediate_size:
             ys_BTD = [y_BTD + self._shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
-        aux = statistics | {"router_logits": joined(logits, context)}
+        aux = statistics | {"router_logits": merge_rows(logits, context)}
         if context.collect_stats:
             aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.stats_mask)
         return ys_BTD, aux
@@ -139,99 +132,120 @@ class SparseMoE(nnx.Module):
         return openness_BT1.astype(x_BTD.dtype) * shared_BTD
 
 
-def _routed(
+class _Weights(NamedTuple):
+    """One of these for arrays, one for how each is declared and stored."""
+
+    router: Any  # [D, E]
+    gate_up: Any  # [E, D, 2, I], in decoding [layers, E, D, 2, I]
+    down: Any  # [E, I, D], in decoding [layers, E, I, D]
+
+
+def _routed_experts(
     config: ModelConfig,
     mesh: Mesh | None,
-    weights: tuple,
-    layer: tuple,
-    xs_BTD,
-    router_DE,
-    gate_up_ED2I,
-    down_EID,
-    counted,
-    bias_E,
-):
-    """One device's tokens, in groups → (of each the routed experts' sum, router statistics of
-    all devices, router logits of each).
+    stored: _Weights,
+    layer: jax.Array | int | None,
+    xs_BTD: Sequence[jax.Array],
+    weights: _Weights,
+    stats_masks: Sequence[jax.Array | None],
+    bias_E: jax.Array | None,
+) -> tuple[list[jax.Array], dict[str, jax.Array], list[jax.Array]]:
+    """Routes one device's tokens and computes their experts, inside `shard_map`.
+
+    Args:
+      stored: (declaration, shape) of each of `weights`.
+      layer: in decoding, which layer of the stack; else None.
+      xs_BTD: the rows, in one or more groups; `stats_masks` likewise.
+
+    Returns:
+      For each group the weighted sum of its tokens' experts; the router statistics of all devices;
+      for each group the router logits.
     """
     dtype = xs_BTD[0].dtype
-    in_tiles = shards(mesh, EXPERTS) > 1 or experts_in_tiles()
-    few = few_tokens(
-        sum(x.shape[0] * x.shape[1] for x in xs_BTD),
-        config.num_experts_per_tok,
-        config.num_experts,
-        layer,
+    split = shards(mesh, EXPERTS) > 1
+    in_tiles = split or experts_in_tiles()
+    tokens = sum(x_BTD.shape[0] * x_BTD.shape[1] for x_BTD in xs_BTD)
+    few_tokens = is_decode_batch(
+        tokens, config.num_experts_per_tok, config.num_experts, stacked=layer is not None
     )
-    if layer and (in_tiles or not few):
-        gate_up_ED2I, down_EID, layer = gate_up_ED2I[layer], down_EID[layer], ()
-    if in_tiles:  # flat before it is gathered: a TPU would copy the whole to another layout
-        gate_up_ED2I = gate_up_ED2I.reshape(*gate_up_ED2I.shape[:2], -1)
-    if mesh is not None:
-        router_DE, gate_up_ED2I, down_EID = (
-            gather_local(w, declared, shape, mesh)
-            for w, (declared, shape) in zip((router_DE, gate_up_ED2I, down_EID), weights)
-        )
-    # weights first, then rows travel: gathered together they wait for each other, and so do their
-    # gradients
-    if shards(mesh, EXPERTS) > 1:
-        first_BTD, gate_up_ED2I, down_EID = jax.lax.optimization_barrier(
-            (xs_BTD[0], gate_up_ED2I, down_EID)
+    if layer is not None and (in_tiles or not few_tokens):
+        weights = weights._replace(gate_up=weights.gate_up[layer], down=weights.down[layer])
+        layer = None
+    weights = _gather_weights(weights, stored, mesh, flat=in_tiles)
+    if split:
+        # The weights are gathered before the rows travel: both at once would wait for each other,
+        # and so would their gradients.
+        first_BTD, gate_up, down = jax.lax.optimization_barrier(
+            (xs_BTD[0], weights.gate_up, weights.down)
         )
         xs_BTD = [first_BTD, *xs_BTD[1:]]
-    # Float32 throughout: a bfloat16 router flips choices near ties.
-    precision = float32_precision(dtype)
+        weights = weights._replace(gate_up=gate_up, down=down)
 
-    def route(x_BTD, counted_BT):
+    choices = []
+    statistics = []
+    logits = []
+    for x_BTD, mask_BT in zip(xs_BTD, stats_masks):
         x_RD = x_BTD.reshape(-1, config.hidden_size)
-        logits_RE = save_for_backward(
-            keeping_inputs(
-                lambda x, w: jnp.dot(
-                    x.astype(jnp.float32), w.astype(jnp.float32), precision=precision
-                ),
-                x_RD,
-                router_DE,
-            )
-        )
+        logits_RE = _router_logits(x_RD, weights.router)
         share_RE, weight_RA, expert_RA = choose(config, logits_RE, bias_E)
-        statistics = _router_statistics(logits_RE, share_RE, expert_RA, counted_BT)
-        return (
-            (x_RD, weight_RA.astype(dtype), expert_RA),
-            statistics,
-            logits_RE.reshape(*x_BTD.shape[:2], -1),
-        )
+        choices.append((x_RD, weight_RA.astype(dtype), expert_RA))
+        statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, mask_BT))
+        logits.append(logits_RE.reshape(*x_BTD.shape[:2], -1))
 
-    rows, statistics, logits = zip(*map(route, xs_BTD, counted))
+    run = expert_form(dtype, split=split, in_tiles=in_tiles, few_tokens=few_tokens, layer=layer)
+    x_RD, weight_RA, expert_RA = map(jnp.concatenate, zip(*choices))
+    y_RD = run(x_RD, weight_RA, expert_RA, weights.gate_up, weights.down)
     statistics = jax.tree.map(lambda first, *more: sum(more, first), *statistics)
-    if shards(mesh, EXPERTS) > 1:
-        run = functools.partial(split_experts, axis=EXPERTS, axes=TOKENS)
-    elif in_tiles:
-        run = whole_experts
-    elif layer:
-        run = functools.partial(_few_tokens_of_a_stack, *layer)
-    elif few:
-        run = _used_experts if experts_in_caches() else _sorted_experts
-    elif dtype.itemsize >= 4:
-        run = _sorted_experts
-    else:  # saves its inputs alone for the backward pass
-        run = functools.partial(
-            whole_experts, form=_sorted_experts if experts_in_caches() else None
-        )
-    y_RD = run(*map(jnp.concatenate, zip(*rows)), gate_up_ED2I, down_EID)
     if mesh is not None:
-        y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard held a part of every expert's width
+        y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard holds a part of every expert's width
         statistics = jax.lax.psum(statistics, TOKENS)
+    ys_RD = jnp.split(y_RD, len(xs_BTD))
     return (
-        [y.reshape(x.shape) for x, y in zip(xs_BTD, jnp.split(y_RD, len(xs_BTD)))],
+        [y_RD.reshape(x_BTD.shape) for x_BTD, y_RD in zip(xs_BTD, ys_RD)],
         statistics,
-        list(logits),
+        logits,
     )
+
+
+def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat: bool) -> _Weights:
+    """`weights`, whole along the mesh axes that only store them. `flat`: gate_up becomes
+    [E, D, 2·I] before it is gathered; a TPU would copy the whole to that layout.
+    """
+    if flat:
+        gate_up = weights.gate_up
+        weights = weights._replace(gate_up=gate_up.reshape(*gate_up.shape[:2], -1))
+    if mesh is None:
+        return weights
+    return _Weights(
+        *(
+            gather_local(weight, declared, shape, mesh)
+            for weight, (declared, shape) in zip(weights, stored)
+        )
+    )
+
+
+def _router_logits(x_RD: jax.Array, router_DE: jax.Array) -> jax.Array:
+    """[R, E], in float32: a bfloat16 router changes choices near ties."""
+    precision = float32_precision(x_RD.dtype)
+
+    def product(x_RD, w_DE):
+        return jnp.dot(x_RD.astype(jnp.float32), w_DE.astype(jnp.float32), precision=precision)
+
+    return save_for_backward(keeping_inputs(product, x_RD, router_DE))
 
 
 def choose(
     config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(scores over their sum [R, E], weights and experts of every token's choices [R, A]);
-    `bias_E`: of `MoEConfig.router_bias`.
+    """Chooses each token's experts.
+
+    Args:
+      logits_RE: of the router.
+      bias_E: added to the scores to choose, not to weigh (`MoEConfig.router_bias`); or None.
+
+    Returns:
+      [R, E] each expert's share of the token's scores; [R, A] weights and numbers of the experts
+      that the token chose.
     """
     score_RE, share_RE = score_experts(config.moe, logits_RE)
     rank_RE = rank_experts(config.moe, score_RE, bias_E)
@@ -240,13 +254,9 @@ def choose(
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
     if config.norm_topk_prob:
         weight_RA = over_sum(weight_RA)
-    return (
-        share_RE,
-        weight_RA
-        if config.moe.routed_scaling_factor == 1
-        else weight_RA * config.moe.routed_scaling_factor,
-        expert_RA,
-    )
+    if config.moe.routed_scaling_factor != 1:
+        weight_RA = weight_RA * config.moe.routed_scaling_factor
+    return share_RE, weight_RA, expert_RA
 
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
@@ -255,60 +265,6 @@ def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Arr
         lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
     )
     return hidden @ down_ID.astype(x.dtype)
-
-
-def _sorted_experts(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
-    """Every token through its chosen experts, with a row for each choice, which CPUs do fastest:
-    sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum.
-    """
-    r, a = expert_RA.shape
-    expert_Q = expert_RA.reshape(-1)  # Q = R·A choices
-    order_Q = jnp.argsort(expert_Q, stable=True)
-    inverse_Q = jnp.argsort(order_Q)
-    group_sizes_E = _counts(expert_Q, gate_up_ED2I.shape[0])
-    x_QD = _permute(jnp.repeat(x_RD, a, axis=0), order_Q, inverse_Q)
-    y_QD = expert_mlp(x_QD, gate_up_ED2I, down_EID, group_sizes_E)
-    y_RAD = _permute(y_QD, inverse_Q, order_Q).reshape(r, a, -1)
-    return jnp.einsum("rad,ra->rd", y_RAD, weight_RA)
-
-
-def _few_tokens_of_a_stack(layer, x, weight, expert, gate_up, down):
-    """For decoding, without a gradient: with the experts of one layer of a stack."""
-    if experts_in_caches():
-        return used_experts(x, weight, expert, gate_up, down, layer=(layer,))
-    return _sorted_experts(x, weight, expert, gate_up[layer], down[layer])
-
-
-_used_experts = jax.custom_vjp(lambda *inputs: used_experts(*inputs))
-_used_experts.defvjp(
-    lambda *inputs: jax.vjp(_sorted_experts, *inputs), lambda pullback, dy: pullback(dy)
-)
-
-
-def _counts(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
-    """How often each of `experts` occurs in `expert` [Q] (int32), or the sum of `weight` [Q]
-    over its occurrences. A comparison and a sum, which fuse; a scatter-add would run serially on
-    CPU and TPU.
-    """
-    hit_QE = expert[:, None] == jnp.arange(experts)
-    return (
-        jnp.sum(hit_QE, axis=0, dtype=jnp.int32)
-        if weight is None
-        else weight @ hit_QE.astype(weight.dtype)
-    )
-
-
-@jax.custom_vjp
-def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[order] for a permutation whose inverse is known: its gradient is a gather too, not a
-    scatter.
-    """
-    return x[order]
-
-
-_permute.defvjp(
-    lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None)
-)
 
 
 def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:
@@ -330,7 +286,7 @@ def _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT) -> dict
     )
     z_R = jnp.square(jax.nn.logsumexp(logits_RE, axis=-1))
     return {
-        "load": _counts(expert_RA.reshape(-1), logits_RE.shape[-1], jnp.repeat(counted_R, a)),
+        "load": count_choices(expert_RA.reshape(-1), logits_RE.shape[-1], jnp.repeat(counted_R, a)),
         "probability": counted_R @ probability_RE,
         "z": counted_R @ z_R,
         "tokens": jnp.sum(counted_R),

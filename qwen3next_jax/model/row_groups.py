@@ -1,8 +1,9 @@
-"""Groups of a device's rows that go through a layer one beside the other and meet in its routed
-experts alone: what the experts of one group send over `expert` travels beside the mixer, the
-norms and the shared expert of another (docs/pod_step.md).
+"""Row groups: a device's rows go through a layer in groups that meet only in the routed experts, so
+that communication overlaps with computation. While the tokens of one group travel over the mesh
+axis `expert`, the mixer, the norms and the shared expert of another group are computed
+(docs/pod_step.md).
 
-Each group has a part of every device's rows. B rows, T time.
+Every group has rows of every device. Letters: B rows, T time, D model.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ from qwen3next_jax.sharding.rules import CONTEXT, EXPERTS, ROWS, constrain, shar
 
 
 def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
-    """In how many groups rows should go: in as many parts as the gathered exchange takes their
-    tokens, where that divides them.
+    """How many groups to make: as many as the exchange makes chunks of the tokens, if that divides
+    the rows; else 1.
     """
     split = shards(mesh, EXPERTS)
     rows, time = x_BTD.shape[0] // shards(mesh, *ROWS), x_BTD.shape[1] // shards(mesh, CONTEXT)
-    groups = expert_parallelism.halves_of_all(
+    groups = expert_parallelism.overlap_chunks_of_all(
         rows * time,
         x_BTD.shape[2],
         config.num_experts_per_tok,
@@ -33,12 +34,12 @@ def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
     return groups if 1 < split <= expert_parallelism.GATHERED_SHARDS and rows % groups == 0 else 1
 
 
-def apart(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Array, Any]]:
-    """Of each group its rows of x, and `context` (a `model.layers.Context`) with its tokens."""
+def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Array, Any]]:
+    """[(rows of x, `context` for these rows)] for each group. `context`: `model.layers.Context`."""
     if groups == 1:
         return [(x_BTD, context)]
 
-    def cut(x):
+    def split(x):
         parts = jnp.split(
             x.reshape(shards(context.mesh, *ROWS), groups, -1, *x.shape[1:]), groups, axis=1
         )
@@ -48,15 +49,15 @@ def apart(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Array, 
         ]
 
     fields = {name: getattr(context, name) for name in ("positions", "segment_ids", "stats_mask")}
-    tokens = {name: cut(x) for name, x in fields.items() if x is not None}
+    tokens = {name: split(x) for name, x in fields.items() if x is not None}
     return [
         (x, context._replace(**{name: parts[i] for name, parts in tokens.items()}))
-        for i, x in enumerate(cut(x_BTD))
+        for i, x in enumerate(split(x_BTD))
     ]
 
 
-def joined(xs: Sequence[jax.Array], context: Any) -> jax.Array:
-    """The inverse of `apart`, of arrays [B / groups, T, …]."""
+def merge_rows(xs: Sequence[jax.Array], context: Any) -> jax.Array:
+    """Inverts `split_rows`: arrays [B / groups, T, …] → [B, T, …]."""
     if len(xs) == 1:
         return xs[0]
     parts = [x.reshape(shards(context.mesh, *ROWS), 1, -1, *x.shape[1:]) for x in xs]

@@ -18,7 +18,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, TrainConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, halves
+from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, overlap_chunks
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
 from qwen3next_jax.planner.ideal import DENSE, GROUPED, layer_bytes
 from qwen3next_jax.planner.planning import check_exchange
@@ -199,7 +199,7 @@ def _at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
     return (
         m.has_experts
         and 1 < n <= GATHERED_SHARDS
-        and halves(tokens, m.num_experts_per_tok, m.num_experts // n) == 1
+        and overlap_chunks(tokens, m.num_experts_per_tok, m.num_experts // n) == 1
     )
 
 

@@ -25,19 +25,19 @@ _LOOP_ROWS = 512
 _LARGEST_NUMBER = 2**31
 
 
-def routed_experts(x, weight, expert, gate_up, down, *, room: int):
+def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
     """Σ_a weight · SwiGLU_expert(x) over the choices whose expert is here.
 
     Args:
       x: [N, D]. weight: [N, A]. expert: [N, A] integers, those below 0 or from E on are
       elsewhere; a token's choices differ. gate_up: [E, D, 2, I], or flat [E, D, F]. down: [E, I,
       D].
-      room: choices of experts here that the layout holds; all are computed, however many.
+      capacity: choices of experts here that the layout holds; all are computed, however many.
 
     Returns:
       [N, D] in x's dtype, accumulated in float32 (but for what passes through the loop).
     """
-    plan = _arrange(weight, expert, gate_up.shape[0], room)
+    plan = _arrange(weight, expert, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     y_PD = _mlp(plan, _rows(x, plan.token_P), flat, down)
 
@@ -57,7 +57,7 @@ def routed_experts(x, weight, expert, gate_up, down, *, room: int):
     )
 
 
-def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *before, room: int):
+def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *before, capacity: int):
     """Gradients of `routed_experts` for that of its result, dy [N, D]. before: what those of
     gate_up and down are added to, in their shapes and dtypes (of other tokens, so far).
 
@@ -65,7 +65,7 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *before, room
       dx [N, D], dweight [N, A] in float32, dgate_up and ddown; all but dweight in the arguments'
       shapes and dtypes.
     """
-    plan = _arrange(weight, expert, gate_up.shape[0], room)
+    plan = _arrange(weight, expert, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     before = [d.reshape(w.shape) for d, w in zip(before, (flat, down))]
     dx_PD, dweight_P, *dw = _mlp_gradients(
@@ -162,13 +162,13 @@ class _Plan(NamedTuple):
     first: jax.Array | None
 
 
-def _arrange(weight_NA, expert_NA, experts: int, room: int) -> _Plan:
+def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
     choices = expert_NA.size
-    room = min(room, choices)
+    capacity = min(capacity, choices)
     # A fourth of the rows of an expert at most: half a tile of each is wasted.
-    size = min(1 << max((room // experts // 4).bit_length() - 1, 4), _LARGEST_TILE)
+    size = min(1 << max((capacity // experts // 4).bit_length() - 1, 4), _LARGEST_TILE)
     most = choices // size + experts  # tiles, with at least one for each expert
-    tiles = most if room == choices else min(-(-room // size) + experts // 2, most)
+    tiles = most if capacity == choices else min(-(-capacity // size) + experts // 2, most)
 
     expert_Q = (
         jnp.where((expert_NA >= 0) & (expert_NA < experts), expert_NA, experts)

@@ -1,4 +1,6 @@
-"""The experts of a few tokens, such as cached decoding has, on a CPU."""
+"""Routed experts for a small batch, such as cached decoding has, on a CPU: only the experts that
+some token chose are computed.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +8,14 @@ import jax.numpy as jnp
 _ROWS = 4  # a product of fewer takes as long: that of reading the weights
 
 
-def few_tokens(tokens: int, choices: int, experts: int, layer=()) -> bool:
-    """Whether `used_experts` is faster than sorting the choices."""
-    return tokens <= (64 if _together(tokens, choices, experts, layer) else 24)
+def is_decode_batch(tokens: int, choices: int, experts: int, stacked: bool = False) -> bool:
+    """Whether `decode_moe` is faster than sorting the choices of so many tokens. `stacked`:
+    whether the weights hold the experts of several layers.
+    """
+    return tokens <= (64 if _together(tokens, choices, experts, stacked) else 24)
 
 
-def used_experts(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
+def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
     """Each token through the experts that it chose.
 
     Args:

@@ -1,0 +1,101 @@
+"""How one device computes its routed experts: the forms, and the choice of one.
+
+All forms take the same arguments and give the same numbers:
+  x_RD: the tokens. weight_RA, expert_RA: the weights and numbers of the experts that each token
+  chose. gate_up_ED2I, down_EID: the experts.
+and return [R, D], the weighted sum of each token's experts.
+
+Letters: R tokens, D model, A choices per token, Q = R·A choices, E experts, I expert width.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_moe
+from qwen3next_jax.ops import expert_mlp
+from qwen3next_jax.ops.decode_moe import decode_moe
+from qwen3next_jax.ops.preferences import experts_in_caches
+from qwen3next_jax.sharding.rules import EXPERTS, TOKENS
+
+
+def expert_form(
+    dtype: jnp.dtype, *, split: bool, in_tiles: bool, few_tokens: bool, layer: jax.Array | None
+) -> Callable:
+    """Chooses the form that is fastest.
+
+    Args:
+      split: whether the mesh splits the experts, so that tokens travel to them.
+      in_tiles: whether this platform computes all experts in tiles (`ops.preferences`).
+      few_tokens: whether there are as few tokens as in cached decoding.
+      layer: in decoding, the number of the layer whose experts are wanted; the weights are then
+        those of all layers of its stack. None: the weights are those of the layer.
+    """
+    if split:
+        return functools.partial(expert_parallel_moe, axis=EXPERTS, axes=TOKENS)
+    if in_tiles:
+        return local_moe
+    if layer is not None:
+        return functools.partial(_decode_with_stack, layer)
+    if few_tokens:
+        return _decode_or_sorted if experts_in_caches() else sorted_moe
+    if dtype.itemsize >= 4:
+        return sorted_moe
+    # in bfloat16 saves nothing but its inputs for the backward pass
+    return functools.partial(local_moe, form=sorted_moe if experts_in_caches() else None)
+
+
+def sorted_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
+    """Every token through its chosen experts, with a row for each choice, which CPUs do fastest:
+    sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum.
+    """
+    r, a = expert_RA.shape
+    expert_Q = expert_RA.reshape(-1)  # Q = R·A choices
+    order_Q = jnp.argsort(expert_Q, stable=True)
+    inverse_Q = jnp.argsort(order_Q)
+    group_sizes_E = count_choices(expert_Q, gate_up_ED2I.shape[0])
+    x_QD = _permute(jnp.repeat(x_RD, a, axis=0), order_Q, inverse_Q)
+    y_QD = expert_mlp(x_QD, gate_up_ED2I, down_EID, group_sizes_E)
+    y_RAD = _permute(y_QD, inverse_Q, order_Q).reshape(r, a, -1)
+    return jnp.einsum("rad,ra->rd", y_RAD, weight_RA)
+
+
+def _decode_with_stack(layer, x, weight, expert, gate_up, down):
+    """For decoding, without a gradient: with the experts of one layer of a stack."""
+    if experts_in_caches():
+        return decode_moe(x, weight, expert, gate_up, down, layer=(layer,))
+    return sorted_moe(x, weight, expert, gate_up[layer], down[layer])
+
+
+_decode_or_sorted = jax.custom_vjp(lambda *inputs: decode_moe(*inputs))
+_decode_or_sorted.defvjp(
+    lambda *inputs: jax.vjp(sorted_moe, *inputs), lambda pullback, dy: pullback(dy)
+)
+
+
+def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
+    """How often each of `experts` occurs in `expert` [Q] (int32), or the sum of `weight` [Q]
+    over its occurrences. A comparison and a sum, which fuse; a scatter-add would run serially on
+    CPU and TPU.
+    """
+    hit_QE = expert[:, None] == jnp.arange(experts)
+    return (
+        jnp.sum(hit_QE, axis=0, dtype=jnp.int32)
+        if weight is None
+        else weight @ hit_QE.astype(weight.dtype)
+    )
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[order] for a permutation whose inverse is known: its gradient is a gather too, not a
+    scatter.
+    """
+    return x[order]
+
+
+_permute.defvjp(
+    lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None)
+)
