@@ -83,7 +83,7 @@ def test_a_move_that_was_cut_short_is_finished(tmp_path, monkeypatch, renames):
     (aside,) = run.iterdir()
     assert {name: (aside / name).read_text() for name in contents} == contents
     # a run that was begun meanwhile by code that does not know of the move
-    aside.rename(run / "before-1.partial")
+    aside.rename(run / "before-20260101-000000.partial")
     (run / "run.json").write_text("new")
     with pytest.raises(UserError, match="run.json"):
         folder.move_aside(run)

@@ -104,6 +104,13 @@ class ChatTemplate:
           UserError: the template fails, or reaches for what it may not.
         """
         text = self._rendered(list(messages))
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{self._where}: the chat template makes a lone surrogate, which no tokenizer can "
+                "read: correct the template"
+            ) from error
         if not text or len(text) > _LONGEST:
             count = f"more than {_LONGEST}" if text else "0"
             raise UserError(

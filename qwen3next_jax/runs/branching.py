@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import read_config, read_run
+from qwen3next_jax.runs.folder import check_versions, read_config, read_run
 from qwen3next_jax.runs.preflight import Parent, compare_tokens
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -40,6 +40,9 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
     # Read before the checkpoint, which is then found to be the one of `parent` and of that run.
     record = read_run(folder)
     theirs = read_config(folder)
+    # Preparing the data may have taken hours: another run may lie at this path by now.
+    preflight.check_structure(run.model, config.train.init_from, parent)
+    check_versions(folder)
     takes_all = config.train.init_state == "all"
     if takes_all:  # the guards' window may be another one here
         wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)

@@ -103,6 +103,7 @@ _RESTART = "start anew with --restart, which keeps what is there in WORKDIR/befo
 # before the commit named here, which gave a mixer other mathematics, as version 0 of it.
 _CHANGED_UNVERSIONED = {"gdn2": "c4831c447c9daa4279017641b02c9c77a02be147"}
 _PARTIAL = ".partial"  # ends the name of before-TIME until all is in it
+_MOVE = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
 _FORMAT = 2  # of run.json; 1 had no such field, and could stand in a folder without metrics.jsonl
 
 
@@ -498,7 +499,9 @@ def restart_has_begun(workdir: pathlib.Path) -> bool:
 
 
 def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
-    return min(workdir.glob(f"before-*{_PARTIAL}"), default=None)
+    """The folder of a move that was cut short; another program's folder is none."""
+    found = [path for path in workdir.glob(f"before-*{_PARTIAL}") if _MOVE.fullmatch(path.name)]
+    return min(found, default=None)
 
 
 def written(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:

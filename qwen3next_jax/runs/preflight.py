@@ -117,8 +117,9 @@ def tokenizer_of_model(init_from: str) -> str:
     where it names none, or nothing that is there.
 
     Raises:
-      UserError: it names a Hugging Face directory without a tokenizer.json.
+      UserError: it names a Hugging Face directory without a tokenizer.json, or is no path.
     """
+    require_path(f"train.init_from = {init_from!r}", init_from)
     path, _ = _split(init_from)
     if init_from and (path / "run.json").exists():
         own, name = path / "tokenizer", read_config(path).data.tokenizer
