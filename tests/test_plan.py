@@ -193,7 +193,7 @@ def test_libtpu_missing(monkeypatch):
         ("", "--mesh=: '' is not AXIS=SIZE"),
         ("data=two", "'data=two' is not AXIS=SIZE"),
         ("data=--1", "'data=--1' is not AXIS=SIZE"),
-        ("data=2,data=2", "data stands there twice"),
+        ("data=2,data=2", "data is given twice"),
         ("data=0", "parallel.mesh.data = 0"),
     ],
 )

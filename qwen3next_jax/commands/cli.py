@@ -180,8 +180,8 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
     """Takes `--config.a.b=value` (or `--config.a.b value`) out of the arguments, where the
-    command has `--config`, into `_overrides`. Names are checked here, so that a misspelled one
-    is told before any file is read.
+    command has `--config`, into `_overrides`. It checks the names, so that the user learns of
+    a misspelled one before any file is read.
     """
     rest, arguments = [argv[0]], collections.deque(argv[1:])
     while arguments:
@@ -428,7 +428,7 @@ def read_mesh(text: str | None) -> dict[str, int]:
                 f"{', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}"
             )
         if axis in sizes:
-            raise UserError(f"--mesh={text}: {axis} stands there twice")
+            raise UserError(f"--mesh={text}: {axis} is given twice")
         sizes[axis] = int(size)
     return sizes
 
