@@ -110,7 +110,7 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     }
     same(saved(tmp_path / "branch", STEPS), trained)
     assert np.any(trained["params"]["layers"][0]["mlp"]["router_bias"])
-    digest = digests.of_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
+    digest = digests.sha256_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
     record = read_run(tmp_path / "branch")["parent"]
     whose = {"path": str(gone), "step": BRANCHED, "run": read_run(parent)["id"]}
     assert record == whose | {"manifest": digest}
@@ -265,7 +265,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     (tmp_path / "older/checkpoints/10/manifest.json").write_text("{}")
     record("second", "2", "first", run="1")
     record("third", "3", "second", run="2")
-    record("from older", "4", "older", manifest=digests.of("{}")[:20])
+    record("from older", "4", "older", manifest=digests.sha256("{}")[:20])
     for folder in ("first", "third", "from older"):
         assert began_with(tmp_path / folder) == tmp_path / "hf"
 

@@ -311,7 +311,7 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
     killed_at(-1)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
         # the disk fails at the very end
-        patch.setattr(writing, "to_disk", lambda path: open(path / "none"))
+        patch.setattr(writing, "fsync", lambda path: open(path / "none"))
         save_hf(model, tmp_path / "other", identity="b")  # other weights: nothing is kept
     assert written[count + 3 : count + 6] == written[count : count + 3]
     count = len(written)

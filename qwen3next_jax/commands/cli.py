@@ -28,7 +28,7 @@ from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
     did_you_mean,
-    escaped,
+    escape_lines,
     out_of_memory,
     require_path,
 )
@@ -152,7 +152,7 @@ class _Interrupts(threading.Thread):
 
 
 def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
-    print(f"error: {escaped(message)}", file=sys.stderr)
+    print(f"error: {escape_lines(message)}", file=sys.stderr)
     return code
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.common.errors import ExitCode, UserError, printable
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
 ARGUMENTS = "PATH"  # what stands behind the flags
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         for name, damage in verify(path):
             table.add_row(
                 escape(str(path)),
-                escape(printable(name)),
+                escape(escape_control(name)),
                 "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}",
             )
             looked, damaged = looked + 1, damaged + (damage is not None)

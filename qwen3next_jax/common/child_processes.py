@@ -6,12 +6,12 @@ import signal
 import sys
 
 
-def end_with(parent: int, number: signal.Signals) -> None:
-    """In a child process: asks Linux for the signal `number` when the process `parent` dies,
-    however it dies.
+def die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Called by a child process: Linux will send it the signal `number` when its parent dies, for
+    whatever reason. Exits at once if the process `parent` is already dead.
     """
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
-    if os.getppid() != parent:  # dead before that
+    if os.getppid() != parent:
         os._exit(1)

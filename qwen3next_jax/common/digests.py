@@ -8,19 +8,19 @@ import sys
 from typing import Any
 
 
-def of(content: str | bytes) -> str:
-    """Of bytes, or of a text's UTF-8."""
+def sha256(content: str | bytes) -> str:
+    """The SHA-256 of bytes, or of a text encoded as UTF-8."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
-def of_json(value: Any) -> str:
-    """Of what JSON can hold, whatever the order of keys."""
-    return of(json.dumps(value, sort_keys=True))
+def sha256_json(value: Any) -> str:
+    """The SHA-256 of a value that JSON can hold; the order of its keys does not matter."""
+    return sha256(json.dumps(value, sort_keys=True))
 
 
-def of_file(path: str | os.PathLike, start: int = 0, length: int = sys.maxsize) -> str:
-    """Of the local file's bytes from `start` on, `length` of them at most; nothing but a buffer
-    is in memory.
+def sha256_file(path: str | os.PathLike, start: int = 0, length: int = sys.maxsize) -> str:
+    """The SHA-256 of a local file's bytes from `start` on, at most `length` of them. The file is
+    read in pieces of 256 KiB.
     """
     digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 18))
     with pathlib.Path(path).open("rb", buffering=0) as file:

@@ -1,13 +1,11 @@
-"""What is on disk stays there."""
+"""Writes that survive a power failure."""
 
 import os
 import pathlib
 
 
-def to_disk(path: pathlib.Path) -> None:
-    """Returns when a power failure can no longer take the content of a file, or the names in a
-    folder.
-    """
+def fsync(path: pathlib.Path) -> None:
+    """Writes the content of a file, or the names in a folder, from memory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

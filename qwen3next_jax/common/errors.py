@@ -1,5 +1,7 @@
-"""How a command ends: the one exception for mistakes a user can make (a single line that says
-what, where, what was expected, what to do), and the exit codes.
+"""Errors that users can cause, and the exit codes of commands.
+
+A mistake of the user raises UserError, whose one line says what is wrong, where, what was expected
+and what to do.
 """
 
 import contextlib
@@ -9,83 +11,83 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 
-# of Linux, in bytes
+# Linux's limits, in bytes
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255
 
 
 class ExitCode(enum.IntEnum):
-    """What a scheduler or supervisor sees. A process ended by a signal from outside has the
+    """The exit code that a scheduler or supervisor sees. A process that a signal killed has the
     signal's code instead.
     """
 
-    # trained to the last step, or the command did what it was asked
+    # The command finished its work.
     DONE = 0
-    # an error nobody foresaw (a traceback says which); of `verify`: something is damaged
+    # An unexpected error, shown as a traceback. `verify` exits with it when it finds damage.
     CRASHED = 1
-    # a mistake in what was given: the same command fails again
+    # A mistake in the settings or files: the same command would fail again.
     USER_ERROR = 2
-    # the guards stopped the run: the same command stops again
+    # The guards stopped a run that diverged: the same command would stop again.
     DIVERGED = 3
-    # no step ended within the limit; the stacks are in the run's folder
+    # No step ended within the limit. The stacks of all threads are in the run's folder.
     HANG = 4
-    # ended or interrupted, but the last save failed: the same command goes on from the one before
+    # The last save failed: the same command continues from the save before it.
     NOT_SAVED = 5
-    # the supervisor: too many restarts, or none of them got anywhere
+    # The supervisor restarted too often, or its restarts made no progress.
     GAVE_UP = 6
-    # the run's processes did not find each other in time
+    # The processes of the run did not find each other in time.
     UNREACHABLE = 7
-    # a signal: saved, and the same command goes on from there
+    # A signal asked the run to end. It saved, and the same command continues from there.
     INTERRUPTED = 130
-    # a second signal: left at once, without saving
+    # A second signal ended the run at once, without a save.
     ABORTED = 131
 
 
-# Ends after which the same command may go on, besides those by a signal.
+# After these exit codes the supervisor runs the same command again, as after a signal.
 RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE)
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. Commands print its text as one line, without a traceback,
-    and exit with `exit_code`.
+    """A mistake of the user. Commands print its message as one line, without a traceback, and
+    exit with `exit_code`.
     """
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.USER_ERROR):
-        super().__init__(printable(message))
+        super().__init__(escape_control(message))
         self.exit_code = exit_code
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises a UserError of this message unless the condition holds."""
+    """Raises a UserError with `message` unless `condition` holds."""
     if not condition:
         raise UserError(message)
 
 
 @contextlib.contextmanager
-def told(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """A `with` block in which an error of these kinds becomes a UserError: `what`, and the
-    reason in brackets.
+def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """In this `with` block, an error of one of `kinds` becomes a UserError: `what`, then the
+    error's message in brackets.
     """
     try:
         yield
     except kinds as error:
-        raise UserError(f"{what} ({reason(error)})") from error
+        raise UserError(f"{what} ({error_message(error)})") from error
 
 
-def reason(error: Exception) -> str:
-    """What an error of the system or of a library says, in one line and without the path that is
-    named beside it.
+def error_message(error: Exception) -> str:
+    """The message of an error of the system or of a library in one line. The path of an OSError
+    is left out, since the caller names it.
     """
-    return getattr(error, "strerror", None) or short_text(str(error))
+    return getattr(error, "strerror", None) or one_line(str(error))
 
 
-def short_text(text: str) -> str:
-    """The beginning of a text of many lines, in one."""
+def one_line(text: str) -> str:
+    """The first 200 characters of a text, with each run of white space as one space."""
     return " ".join(text.split())[:200]
 
 
 def require_path(where: str, path: str | os.PathLike) -> None:
-    """Raises a UserError, which begins with `where`, unless a file or folder may have this path.
-    Orbax, JSON and reports write names as UTF-8, so that a name that is not UTF-8 is refused too.
+    """Raises a UserError that begins with `where` if no file or folder can have this path. Orbax,
+    JSON and reports write paths as UTF-8, so a path that is not UTF-8 is refused too.
     """
     text = os.fspath(path)
     where = where if len(where) <= 200 else where[:197] + "…"
@@ -100,7 +102,7 @@ def require_path(where: str, path: str | os.PathLike) -> None:
         len(encoded) <= _LONGEST_PATH,
         f"{where}: a path of {len(encoded):,} bytes: expected at most {_LONGEST_PATH:,}",
     )
-    # a pattern may be longer than the names that it matches
+    # Parts with wildcards are not checked: a pattern may be longer than the names it matches.
     names = [name for name in encoded.split(b"/") if not set(name) & set(b"*?[")]
     longest = max(map(len, names), default=0)
     require(
@@ -109,36 +111,34 @@ def require_path(where: str, path: str | os.PathLike) -> None:
     )
 
 
-def printable(text: str) -> str:
-    """`text` with control characters and lone surrogates as Python escapes them: a name in a file
-    that others wrote breaks no line and moves no cursor.
+def escape_control(text: str) -> str:
+    """`text` with control characters and lone surrogates written as Python's escapes, so that a
+    name from somebody else's file cannot break a line or move the terminal's cursor.
     """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def escaped(text: str) -> str:
-    """Lines for a terminal: `printable`, but line ends stay."""
-    return "\n".join(printable(line) for line in text.split("\n"))
+def escape_lines(text: str) -> str:
+    """`escape_control` for a text of several lines: line ends stay."""
+    return "\n".join(escape_control(line) for line in text.split("\n"))
 
 
 def out_of_memory(error: RuntimeError) -> str:
-    """What XLA says of the memory that it did not get; "" where `error` is about something else."""
+    """XLA's message when it could not allocate memory; "" if `error` is about something else."""
     _, found, said = str(error).partition("RESOURCE_EXHAUSTED: ")
-    return short_text(said) if found else ""
+    return one_line(said) if found else ""
 
 
 def warn(message: str, word: str = "warning") -> None:
-    """One line on standard error. Where that is a file on a full disk, the run goes on all the
-    same.
-    """
+    """Prints one line on standard error. Raises nothing if that fails (a full disk)."""
     with contextlib.suppress(OSError):
-        print(f"{word}: {printable(message)}", file=sys.stderr, flush=True)
+        print(f"{word}: {escape_control(message)}", file=sys.stderr, flush=True)
 
 
-def short(value: object) -> str:
-    """`value` as Python writes it, cut where a line would no longer be one to read."""
+def short_repr(value: object) -> str:
+    """`repr(value)`, cut to 80 characters."""
     text = (
         repr(value)
         if not isinstance(value, int) or abs(value) < 10**40
@@ -148,6 +148,6 @@ def short(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` for the known name closest to `name`, or `""` when none is close."""
+    """`" (did you mean 'x'?)"` with the known name closest to `name`; `""` if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,8 +1,7 @@
-"""JSON that others wrote: from regular files only, of bounded size and depth, and what is wrong
-with it in one line.
+"""Reading JSON files that other programs wrote: regular files only, of bounded size and depth.
 
-Python's own reader waits at a FIFO for ever, and answers deep nesting and long integers with
-errors of kinds of their own.
+Python's own reader would wait for ever at a FIFO, and raises RecursionError at deep nesting. Here
+whatever is wrong with a file is one line.
 """
 
 import errno
@@ -13,8 +12,8 @@ from typing import Any
 
 from etils import epath
 
-DEPTH = 100  # levels of lists and objects: whoever walks through the result may do so by recursion
-MAX_BYTES = 1 << 28  # the index of the released model's shards has 8 MB
+DEPTH = 100  # levels of lists and objects; few enough for recursive functions
+MAX_BYTES = 1 << 28  # the released model's index of shards has 8 MB
 _NAMES = {
     dict: "object",
     list: "list",
@@ -27,10 +26,11 @@ _NAMES = {
 
 
 def parse(text: str | bytes, kind: type = dict) -> Any:
-    """The value of `kind` (dict or list) in `text`.
+    """The JSON value in `text`, which must be of `kind` (dict or list).
 
     Raises:
-      ValueError: it is no JSON, something else, or nested beyond DEPTH; one line that says which.
+      ValueError: the text is not JSON, of another kind, or nested deeper than DEPTH; the message
+        is one line.
     """
     try:
         value = json.loads(text)
@@ -39,7 +39,7 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
         raise ValueError(f"not JSON: {error.msg} at {line}column {error.colno}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text at byte {error.start}") from error
-    except ValueError as error:  # Python's limit, told in Python's terms
+    except ValueError as error:  # Python's limit on digits
         raise ValueError("an integer of more than 4300 digits") from error
     except RecursionError as error:
         raise ValueError(f"nested more than {DEPTH} levels deep") from error
@@ -61,11 +61,11 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
 
 
 def read(path: str | os.PathLike, kind: type = dict) -> Any:
-    """The value of `kind` in a file, local or gs://.
+    """The JSON value of `kind` in a file, local or gs://.
 
     Raises:
-      OSError: the file cannot be read, or is no regular one; `strerror` says why.
-      ValueError: as `parse`, or the file has more than MAX_BYTES.
+      OSError: the file cannot be read or is not a regular file; `strerror` says why.
+      ValueError: as `parse` raises it, or the file is larger than MAX_BYTES.
     """
     with open_regular(path) as file:
         content = file.read(MAX_BYTES + 1)
@@ -75,18 +75,18 @@ def read(path: str | os.PathLike, kind: type = dict) -> Any:
 
 
 def open_regular(path: str | os.PathLike) -> Any:
-    """The file opened for reading bytes.
+    """Opens the file for reading bytes.
 
     Raises:
-      OSError: it is missing, a folder, or something that waits for a writer or never ends.
+      OSError: the file is missing, a folder, a FIFO, a socket or a device.
     """
     check_regular(path)
     return epath.Path(path).open("rb")
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Raises OSError where a local `path` is missing or no regular file, which for many a reader
-    means to wait for ever.
+    """Raises OSError if a local `path` is missing or not a regular file. Reading from a FIFO or
+    a device might never end.
     """
     if "://" in os.fspath(path):
         return

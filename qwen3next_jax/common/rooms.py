@@ -1,6 +1,4 @@
-"""Rooms of the package whose folders may be deleted: what a run would have done with one is left
-out, and said in one line.
-"""
+"""Subpackages that may be deleted. A run then does without them, and says so in one line."""
 
 import functools
 import importlib.util
@@ -16,14 +14,14 @@ def has_room(name: str) -> bool:
 
 @functools.cache
 def warn_without(name: str, lost: str) -> bool:
-    """Whether the room is there; where it is not, says once what the run does not do (`lost`)."""
+    """Whether the folder is there. If not, warns once: `lost` says what the run will not do."""
     if not has_room(name):
         warn(f"qwen3next_jax/{name} is missing: {lost}")
     return has_room(name)
 
 
 def require_room(name: str, needed_for: str) -> None:
-    """Raises UserError where the room that `needed_for` needs is missing."""
+    """Raises UserError if the folder that `needed_for` needs is missing."""
     if not has_room(name):
         raise UserError(
             f"{needed_for}: this installation does not have qwen3next_jax/{name}: restore that "

@@ -11,7 +11,9 @@ def code_commit() -> str | None:
 
 
 def code_version() -> str:
-    """The first digits of that commit ("+": with changes), else the version of the package."""
+    """The first 12 digits of that commit, with a "+" if files were changed; else the version of the
+    package.
+    """
     if commit := code_commit():
         status = git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax")
         return commit[:12] + ("" if status == "" else "+")
@@ -22,8 +24,8 @@ def code_version() -> str:
 
 
 def git(*command: str) -> str | None:
-    """What git says about the checkout that the package runs from; None where there is no
-    checkout, no git, or none that trusts the checkout.
+    """The output of a git command about the checkout that the package runs from. None if there is
+    no checkout, no git, or git refuses the checkout (another user owns it).
     """
     root = pathlib.Path(__file__).parents[2]
     if not (root / ".git").exists():

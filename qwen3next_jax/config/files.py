@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, short
+from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, short_repr
 from qwen3next_jax.config import Config, default_config
 from qwen3next_jax.config.mixer import is_mixer_setting
 from qwen3next_jax.config.reading import FlagText, parse
@@ -82,7 +82,7 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
     """
     config = call_file(path, "get_config", flag)
     if not hasattr(config, "to_dict"):
-        what = "nothing (is a `return config` missing?)" if config is None else short(config)
+        what = "nothing (is a `return config` missing?)" if config is None else short_repr(config)
         raise UserError(
             f"{flag}{path}: get_config() returned {what}: expected the ConfigDict of a run, as in "
             "configs/tiny.py"

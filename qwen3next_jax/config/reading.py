@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from qwen3next_jax.common.errors import UserError, did_you_mean, require, short
+from qwen3next_jax.common.errors import UserError, did_you_mean, require, short_repr
 
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -55,11 +55,14 @@ def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
-        require(isinstance(value, dict), f"{where} = {short(value)}: expected a group of settings")
+        require(
+            isinstance(value, dict), f"{where} = {short_repr(value)}: expected a group of settings"
+        )
         return from_dict(hint, value, where)
     if isinstance(hint, type) and issubclass(hint, Mapping):
         require(
-            isinstance(value, Mapping), f"{where} = {short(value)}: expected a group of settings"
+            isinstance(value, Mapping),
+            f"{where} = {short_repr(value)}: expected a group of settings",
         )
         return hint(**value)
     origin = typing.get_origin(hint)
@@ -69,12 +72,12 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         choices = typing.get_args(hint)
         require(
             isinstance(value, str) and value in choices,
-            f"{where} = {short(value)}: expected one of {', '.join(map(repr, choices))}"
+            f"{where} = {short_repr(value)}: expected one of {', '.join(map(repr, choices))}"
             f"{did_you_mean(str(value), choices)}",
         )
         return value
     if origin is tuple:
-        require(isinstance(value, (tuple, list)), f"{where} = {short(value)}: expected a list")
+        require(isinstance(value, (tuple, list)), f"{where} = {short_repr(value)}: expected a list")
         return tuple(
             _checked(v, typing.get_args(hint)[0], f"{where}[{i}]") for i, v in enumerate(value)
         )
@@ -83,16 +86,19 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
 
 def _checked_scalar(value: Any, hint: type, where: str) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
-        require(-(2**64) < value < 2**64, f"{where} = {short(value)}: expected at most 64 bits")
+        require(
+            -(2**64) < value < 2**64, f"{where} = {short_repr(value)}: expected at most 64 bits"
+        )
         value = float(value) if hint is float else value
     right_type = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     require(
         right_type,
-        f"{where} = {short(value)} is of type {type(value).__name__}: expected {hint.__name__}",
+        f"{where} = {short_repr(value)} is of type {type(value).__name__}: "
+        f"expected {hint.__name__}",
     )
     require(
         hint is not str or _is_unicode(value),
-        f"{where} = {short(value)}: expected text that UTF-8 can write",
+        f"{where} = {short_repr(value)}: expected text that UTF-8 can write",
     )
     require(
         hint is not float or math.isfinite(value), f"{where} = {value}: expected a finite number"

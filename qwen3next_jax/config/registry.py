@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, did_you_mean, reason, require
+from qwen3next_jax.common.errors import UserError, did_you_mean, error_message, require
 
 # Token mixers: model.layer_types, model.linear_mixer, model.full_mixer.
 MIXERS = {
@@ -170,7 +170,7 @@ def resolve(table: Table, name: str, setting: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module's code can raise anything
-        found = f"{type(error).__name__}: {reason(error)}"
+        found = f"{type(error).__name__}: {error_message(error)}"
         if name not in table:
             raise UserError(
                 f"{setting} = {name!r} cannot be imported ({found}): correct the name or the "

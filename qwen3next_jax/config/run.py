@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any, Literal
 
-from qwen3next_jax.common.errors import escaped, require, require_path, short
+from qwen3next_jax.common.errors import escape_lines, require, require_path, short_repr
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.reading import to_dict
@@ -128,8 +128,10 @@ class Stage:
 
     def __post_init__(self):
         require(
-            len(self.name) <= 100 and escaped(self.name) == self.name and "\n" not in self.name,
-            f"train.stages: name = {short(self.name)}: expected at most 100 characters that a "
+            len(self.name) <= 100
+            and escape_lines(self.name) == self.name
+            and "\n" not in self.name,
+            f"train.stages: name = {short_repr(self.name)}: expected at most 100 characters that a "
             "terminal can show",
         )
 
@@ -489,7 +491,7 @@ class Config:
     def __post_init__(self):
         require(
             bool(re.fullmatch(r"[^/\n]{1,100}", self.name))
-            and escaped(self.name) == self.name
+            and escape_lines(self.name) == self.name
             and self.name not in (".", ".."),
             f"name = {self.name[:120]!r}: expected the name of a folder, without '/' and control "
             "characters: the workdir defaults to runs/<name>",

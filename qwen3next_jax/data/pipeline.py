@@ -225,7 +225,7 @@ class TrainData(Data):
         self._stream = mix_streams(self._weights).map(
             lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)])
         )
-        self.fingerprint = digests.of(
+        self.fingerprint = digests.sha256(
             json.dumps([[p.fingerprint for p in self._prepared], self._weights, config.seed])
         )[:20]
 
@@ -344,7 +344,7 @@ def mix_streams(weights: Sequence[float]) -> Any:
 def _shuffle_seed(seed: int, source: int) -> int:
     # grain adds the epoch to the seed, so neighbouring seeds would replay each other's epochs; a
     # hash keeps them apart.
-    return int(digests.of(f"{seed} {source}")[:8], 16)
+    return int(digests.sha256(f"{seed} {source}")[:8], 16)
 
 
 def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, reason, told
+from qwen3next_jax.common.errors import UserError, error_message, as_user_error
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.packing import Packer, Row
 from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
@@ -122,7 +122,7 @@ def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recip
         "tokenizer": tokenizer.fingerprint,
         **dataclasses.asdict(recipe),
     }
-    return digests.of(json.dumps(parts))[:20]
+    return digests.sha256(json.dumps(parts))[:20]
 
 
 def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[str, Document]]:
@@ -191,7 +191,7 @@ def _prepare(
     progress: Progress,
 ) -> None:
     unwritable = f"data.prepared_dir {str(directory.parent)!r}: cannot be written to"
-    with told(unwritable, OSError):
+    with as_user_error(unwritable, OSError):
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
         temporary = (
@@ -204,13 +204,13 @@ def _prepare(
         content |= _write_rows(source, tokenizer, recipe, temporary, progress)
         _check_unchanged(source, contents, directory.parent)
         (temporary / METADATA).write_text(
-            json.dumps(content | {"digest": digests.of_json(content)}, indent=1) + "\n"
+            json.dumps(content | {"digest": digests.sha256_json(content)}, indent=1) + "\n"
         )
         temporary.rename(directory)
     except OSError as error:
         # where it exists, another process finished the same rows first
         if not (directory / METADATA).exists():
-            raise UserError(f"{unwritable} ({reason(error)})") from error
+            raise UserError(f"{unwritable} ({error_message(error)})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -327,7 +327,7 @@ def read_metadata(directory: pathlib.Path) -> dict:
     path = directory / METADATA
     try:
         content = json_files.read(path)
-        intact = content.pop("digest") == digests.of_json(content)
+        intact = content.pop("digest") == digests.sha256_json(content)
     except (OSError, ValueError, KeyError):
         intact = False
     if not intact:

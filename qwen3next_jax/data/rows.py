@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, reason, told
+from qwen3next_jax.common.errors import UserError, error_message, as_user_error
 from qwen3next_jax.data.packing import Row
 
 _SHARD_BYTES = 1 << 28  # uncompressed
@@ -60,7 +60,7 @@ class RowWriter:
             *(p.record for p in row),
         ]
         tokens = np.concatenate([piece.tokens for piece in row]).astype(self._dtype)
-        with told(f"{self._path}: cannot be written", RuntimeError):
+        with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.write(np.array(header, _INTEGER).tobytes() + tokens.tobytes())
         self._in_shard += 1
         if self._in_shard == self._rows_per_shard:
@@ -73,7 +73,7 @@ class RowWriter:
         return self._shards
 
     def _finish_shard(self) -> None:
-        with told(f"{self._path}: cannot be written", RuntimeError):
+        with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.close()
         self._writer = None
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
@@ -106,7 +106,9 @@ class RowReader:
         try:
             (record,) = self._readers[shard].read([position])
         except (RuntimeError, IndexError, ValueError) as error:
-            raise _damaged(path, f"row {position} cannot be read: {reason(error)}") from error
+            raise _damaged(
+                path, f"row {position} cannot be read: {error_message(error)}"
+            ) from error
         return self._decode(record, path, position)
 
     def _decode(self, record: bytes, path: pathlib.Path, position: int) -> PackedRow:

@@ -23,7 +23,7 @@ import pyarrow.parquet
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, did_you_mean, reason, told, warn
+from qwen3next_jax.common.errors import UserError, did_you_mean, error_message, as_user_error, warn
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -192,7 +192,7 @@ def _readable(path: epath.Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError) and not is_remote(os.fspath(path)):
             raise
-        raise UserError(f"{path}: cannot be read ({reason(error)})") from error
+        raise UserError(f"{path}: cannot be read ({error_message(error)})") from error
 
 
 def describe(source: Source, file: int, record: int) -> str:
@@ -210,9 +210,9 @@ def content_digest(file: SourceFile) -> str:
     its size and checksum.
     """
     if is_remote(os.fspath(file.path)):
-        return digests.of(f"{file.size} {file.version}")
-    with told(f"{file.path}: cannot be read", OSError):
-        return digests.of_file(file.path)
+        return digests.sha256(f"{file.size} {file.version}")
+    with as_user_error(f"{file.path}: cannot be read", OSError):
+        return digests.sha256_file(file.path)
 
 
 # ---- finding files
@@ -289,9 +289,9 @@ def _remote_files(path: str) -> list[SourceFile]:
             f"data.path {path!r}: expected a local path or one of {', '.join(_REMOTE_SCHEMES)}"
         )
     with (
-        told(f"data.path {path!r}: {scheme}:// needs another package", ImportError),
+        as_user_error(f"data.path {path!r}: {scheme}:// needs another package", ImportError),
         # every store's library has its own errors
-        told(f"data.path {path!r}: cannot be listed", Exception),
+        as_user_error(f"data.path {path!r}: cannot be listed", Exception),
     ):
         filesystem, pattern = fsspec.core.url_to_fs(path)
         found = filesystem.glob(pattern, detail=True)
@@ -409,7 +409,9 @@ def _read_jsonl(file: SourceFile, text_field: str, bad: BadText) -> Iterator[tup
     with file.path.open("rb") as raw:
         stream: BinaryIO = gzip.open(raw) if file.path.name.lower().endswith(".gz") else raw
         offset = 0
-        with told(f"{file.path}: damaged gzip file", EOFError, gzip.BadGzipFile, zlib.error):
+        with as_user_error(
+            f"{file.path}: damaged gzip file", EOFError, gzip.BadGzipFile, zlib.error
+        ):
             for record, line in enumerate(stream):
                 where = f"{file.path}:{record + 1}"
                 if line.strip() and (
@@ -452,7 +454,7 @@ def _read_parquet(
 ) -> Iterator[tuple[int, str, int]]:
     with (
         file.path.open("rb") as stream,
-        told(f"{file.path}: not a readable Parquet file", pyarrow.ArrowException),
+        as_user_error(f"{file.path}: not a readable Parquet file", pyarrow.ArrowException),
     ):
         table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
         schema = table.schema_arrow

@@ -181,7 +181,7 @@ class TaskTokens:
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self.token_bytes = np.zeros(vocab_size, np.int32)
-        self.fingerprint = digests.of(f"{vocab_size} ids of a synthetic task")
+        self.fingerprint = digests.sha256(f"{vocab_size} ids of a synthetic task")
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -234,7 +234,7 @@ class SyntheticData(Data):
             vocab_size,
             config.seed,
         ]
-        self.fingerprint = digests.of(json.dumps(parts))[:20]
+        self.fingerprint = digests.sha256(json.dumps(parts))[:20]
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int) -> Tokenizer:

@@ -15,7 +15,7 @@ import tokenizers
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, short, told
+from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -97,7 +97,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     token_bytes = np.array([1] * 256 + [0], np.int32)
-    fingerprint = digests.of("bytes, 256 = end of document")
+    fingerprint = digests.sha256("bytes, 256 = end of document")
 
     def encode(self, text: str) -> np.ndarray:
         documents = self.encode_documents(text.split(END_OF_TEXT))
@@ -141,8 +141,8 @@ class HuggingFaceTokenizer:
                 "tokenizer.json"
             )
         with (
-            told(f"tokenizer {path}: cannot be read", OSError),
-            told(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError),
+            as_user_error(f"tokenizer {path}: cannot be read", OSError),
+            as_user_error(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError),
         ):
             with json_files.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
@@ -228,7 +228,7 @@ def _saved_bytes() -> str:
 
 
 def _fingerprint(tokenizer_json: str, eos_id: int) -> str:
-    return digests.of(f"{tokenizer_json}\0{eos_id}")
+    return digests.sha256(f"{tokenizer_json}\0{eos_id}")
 
 
 def _save(directory: epath.PathLike, tokenizer_json: str, eos_token: str) -> None:
@@ -245,15 +245,15 @@ def _save(directory: epath.PathLike, tokenizer_json: str, eos_token: str) -> Non
 def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     config_path = path.parent / "tokenizer_config.json"
     if config_path.exists():
-        with told(f"{config_path}: cannot be read", OSError, ValueError):
+        with as_user_error(f"{config_path}: cannot be read", OSError, ValueError):
             token = json_files.read(config_path).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             # not by `token_to_id`, which fails at a lone surrogate
             if not isinstance(token, str) or token not in tokenizer.get_vocab():
                 raise UserError(
-                    f"{config_path}: eos_token {short(token)} is not in the vocabulary of {path}: "
-                    "expected one of its tokens"
+                    f"{config_path}: eos_token {short_repr(token)} is not in the vocabulary "
+                    f"of {path}: expected one of its tokens"
                 )
             return token
     for token in _COMMON_EOS:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from etils import epath
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, short, told
+from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
 
 _LONGEST = 1 << 20  # characters of a template, and of what it makes
 _MEMORY = 1 << 30  # bytes that it may take
@@ -29,7 +29,7 @@ def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
         file = epath.Path(folder) / name
         if not file.exists():
             continue
-        with told(f"{file}: cannot be read", OSError, ValueError):
+        with as_user_error(f"{file}: cannot be read", OSError, ValueError):
             fields = json_files.read(file)
         inner = fields.get("text_config")
         if "eos_token_id" not in fields and isinstance(inner, dict):
@@ -40,7 +40,7 @@ def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
             isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids
         ):
             raise UserError(
-                f"{file}: eos_token_id = {short(ids)}: expected a token's number, 0 … "
+                f"{file}: eos_token_id = {short_repr(ids)}: expected a token's number, 0 … "
                 f"{vocab_size - 1}, or a list of them"
             )
         found |= set(ids)
@@ -58,7 +58,7 @@ class ChatTemplate:
         file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         fields = {}
         if config.exists():
-            with told(f"{config}: cannot be read", OSError, ValueError):
+            with as_user_error(f"{config}: cannot be read", OSError, ValueError):
                 fields = json_files.read(config)
         text = fields.get("chat_template")
         if isinstance(text, list):  # several, by name
@@ -73,7 +73,7 @@ class ChatTemplate:
         self._where = config
         if file.exists():
             self._where = file
-            with told(f"{file}: cannot be read", OSError, ValueError):
+            with as_user_error(f"{file}: cannot be read", OSError, ValueError):
                 with json_files.open_regular(file) as opened:
                     content = opened.read(4 * _LONGEST + 1)
                 if len(content) > 4 * _LONGEST:

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterator
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, short
+from qwen3next_jax.common.errors import UserError, short_repr
 from qwen3next_jax.interop.weights import is_file_name, weight_files
 from qwen3next_jax.interop.writing import DIGESTS
 
@@ -45,7 +45,7 @@ def verify_hf(
     for name in list(recorded):
         if wrong := _wrong_name(name):
             del recorded[name]
-            yield DIGESTS, f"it names {short(name)}, {wrong}"
+            yield DIGESTS, f"it names {short_repr(name)}, {wrong}"
     for file in weight_files(directory):
         if file.name not in recorded:
             yield file.name, f"{DIGESTS} does not name it"
@@ -77,7 +77,7 @@ def _wrong_name(name: str) -> str | None:
 
 
 def _digest(file: pathlib.Path) -> str | None:
-    return digests.of_file(file) if os.path.isfile(file) else None
+    return digests.sha256_file(file) if os.path.isfile(file) else None
 
 
 def _damage(digest: str | None, recorded: str) -> str | None:

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from qwen3next_jax.common.errors import UserError, require, short
+from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import MixerConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.interop.families import FORMS, form_of
@@ -114,7 +114,7 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
     dtype = first_given(fields, "dtype", "torch_dtype")
     require(
         dtype is None or isinstance(dtype, str),
-        f"{where}: dtype = {short(dtype)}: expected a name, such as 'bfloat16'",
+        f"{where}: dtype = {short_repr(dtype)}: expected a name, such as 'bfloat16'",
     )
     values["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
     values["mtp_depth"] = _mtp_depth(form, fields, names)
@@ -148,7 +148,7 @@ def _token(fields: Fields, name: str, where: str) -> Any:
     if isinstance(token, list):
         require(
             all(type(number) is int for number in token),
-            f"{where}: {name} = {short(token)}: expected a token's number, or a list of them",
+            f"{where}: {name} = {short_repr(token)}: expected a token's number, or a list of them",
         )
         token = token[0] if token else None
     return -1 if token is None else token
@@ -183,13 +183,14 @@ def check_sizes(
     for name in ("num_hidden_layers", "layer_types", "mlp_only_layers"):
         require(
             _size(fields, name) <= len(layers),
-            f"{where}: {name}: {short(_size(fields, name))} layers, the weights have {len(layers)}",
+            f"{where}: {name}: {short_repr(_size(fields, name))} layers, "
+            f"the weights have {len(layers)}",
         )
     # A width that no layer uses may be larger than those there are, but not by so much that a
     # table of it would be a burden.
     widest = max((max(shape, default=0) for shape in shapes.values()), default=0)
     for names in form.sizes:
-        product = " × ".join(f"{name} = {short(_size(fields, name))}" for name in names)
+        product = " × ".join(f"{name} = {short_repr(_size(fields, name))}" for name in names)
         require(
             math.prod(_size(fields, name) for name in names) <= max(widest, _SMALL_WIDTH),
             f"{where}: {product}: the widest of the weights has {widest}",

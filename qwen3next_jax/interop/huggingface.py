@@ -322,7 +322,7 @@ def save_hf(
     fields = format_hf_config(config, dtype or str(params["embedding"][...].dtype), origin.fields)
     if identity:
         written = [[t.name, t.dtype.name, t.shape] for file in files.values() for t in file]
-        identity = digests.of_json([identity, fields, written])
+        identity = digests.sha256_json([identity, fields, written])
     spans_processes = any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
 
     def write_other_files(directory: pathlib.Path) -> None:

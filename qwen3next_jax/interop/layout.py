@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ModelConfig, to_dict
 from qwen3next_jax.interop.entries import Entries, Entry, below, one, swiglu, vector
 from qwen3next_jax.interop.families import FORMS
@@ -134,8 +134,8 @@ def check_hf_form(config: ModelConfig) -> None:
             f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected "
             f"mixers that have one in {form.name}{_other_mixers(form)}"
         )
-    default = flat(to_dict(ModelConfig()))
-    for name, value in flat(to_dict(config)).items():
+    default = flatten(to_dict(ModelConfig()))
+    for name, value in flatten(to_dict(config)).items():
         if name.partition(".")[0] in form.settings | WITHOUT_MEANING:
             continue
         expected = repr(default[name]) if name in default else "its default"

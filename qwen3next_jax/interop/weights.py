@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, short, told
+from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
 _LONGEST_NAME = 255  # bytes: file systems have no longer names
@@ -79,8 +79,8 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
             or not is_file_name(file)
         ):
             raise UserError(
-                f"{directory / INDEX}: weight_map names {short(file)}: expected a .safetensors "
-                "file in that directory"
+                f"{directory / INDEX}: weight_map names {short_repr(file)}: expected a "
+                ".safetensors file in that directory"
             )
     return weight_map
 
@@ -204,7 +204,7 @@ class Weights:
         row_bytes, row_step = (right - left) * dtype.itemsize, width * dtype.itemsize
         if right - left == width:  # the rows follow each other in the file
             row_bytes = values.nbytes
-        with told(f"{file}: cannot be read: restore it, or start again", OSError):
+        with as_user_error(f"{file}: cannot be read: restore it, or start again", OSError):
             descriptor = self._descriptor(file)
             for begin in range(0, values.nbytes, row_bytes or 1):
                 if not _fill(target[begin : begin + row_bytes], descriptor, position):

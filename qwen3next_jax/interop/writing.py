@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.durable import to_disk
-from qwen3next_jax.common.errors import UserError, require, told, warn
+from qwen3next_jax.common.durable import fsync
+from qwen3next_jax.common.errors import UserError, require, as_user_error, warn
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
@@ -152,7 +152,7 @@ class PartialExport:
         with _writable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
-        with told(
+        with as_user_error(
             f"{self.out}: another export is writing there, in {self.folder}: wait for it, or give "
             "another folder",
             OSError,
@@ -204,11 +204,11 @@ class PartialExport:
                 self._write_index()
             self._add_other_files(write_other_files)
             for file in self._write_digests():
-                to_disk(file)
+                fsync(file)
             self.folder.rename(self._place)
             # not before: an attempt cannot continue in a folder without it
             (self._place / _PROGRESS).unlink()
-            to_disk(self._place.parent)
+            fsync(self._place.parent)
 
     def _write_index(self) -> None:
         weight_map = {
@@ -236,7 +236,7 @@ class PartialExport:
         for file in files:
             name = file.relative_to(self.folder).as_posix()
             known = self._complete.get(name)
-            digest = known["sha256"] if known else digests.of_file(file)
+            digest = known["sha256"] if known else digests.sha256_file(file)
             lines.append(f"{digest}  {name}\n")
         (self.folder / DIGESTS).write_text("".join(lines))
         return [*files, self.folder / DIGESTS]
@@ -269,7 +269,7 @@ class PartialExport:
             return (
                 file.is_file()
                 and file.stat().st_size == expected["bytes"]
-                and digests.of_file(file) == expected["sha256"]
+                and digests.sha256_file(file) == expected["sha256"]
             )
 
         names = [name for name in self._files if name in recorded]
@@ -314,7 +314,7 @@ class PartialExport:
 
 
 def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
-    return told(f"{path}: cannot be written: make room, or give another folder", OSError)
+    return as_user_error(f"{path}: cannot be written: make room, or give another folder", OSError)
 
 
 def require_new(out: pathlib.Path) -> None:

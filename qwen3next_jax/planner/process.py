@@ -18,7 +18,7 @@ import time
 
 import jax
 
-from qwen3next_jax.common.child_processes import end_with
+from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config
 from qwen3next_jax.planner.planning import Plan, cpu_seconds, make_plan
@@ -94,7 +94,7 @@ def _answer(planner: int, fd: int, dumped: str) -> None:
 
     It ends with the process `planner`, however that dies.
     """
-    end_with(planner, signal.SIGKILL)
+    die_with_parent(planner, signal.SIGKILL)
     jax.config.update("jax_platforms", "cpu")
     # such programs can be written to it, but not read back
     jax.config.update("jax_enable_compilation_cache", False)

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import ExitCode, UserError, reason
-from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.errors import ExitCode, UserError, error_message
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
 
@@ -129,25 +129,21 @@ def _leave(code: ExitCode) -> None:
 
 def _give_up(launch: Launch, seconds: float) -> None:
     if launch.coordinator is None:
-        reason = "the other hosts of the TPU slice did not all answer"
+        why = "the other hosts of the TPU slice did not all answer"
     elif launch.process == 0:
-        reason = (
-            f"not all of the other {launch.processes - 1} processes came to {launch.coordinator}"
-        )
+        why = f"not all of the other {launch.processes - 1} processes came to {launch.coordinator}"
     else:
         host, _, port = launch.coordinator.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-            reason = (
+            why = (
                 f"process 0 answers at {launch.coordinator}, but not all of {launch.processes} "
                 "processes came"
             )
         except OSError as error:
-            reason = (
-                f"process 0 does not answer at {launch.coordinator} ({error.strerror or error})"
-            )
+            why = f"process 0 does not answer at {launch.coordinator} ({error.strerror or error})"
     print(
-        f"error: {reason} within {seconds:g} s (parallel.start_timeout); where to meet came from "
+        f"error: {why} within {seconds:g} s (parallel.start_timeout); where to meet came from "
         f"{launch.source}: check that "
         "every process was started, and that the hosts reach each other on this port",
         file=sys.stderr,
@@ -285,7 +281,7 @@ def _code_digests() -> dict[str, str]:
     """
     package = pathlib.Path(__file__).parents[1]
     files = {
-        f"code: qwen3next_jax/{path.relative_to(package)}": digests.of_file(path)[:12]
+        f"code: qwen3next_jax/{path.relative_to(package)}": digests.sha256_file(path)[:12]
         for path in sorted(package.rglob("*.py"))
     }
     versions = {d.name: d.version for d in importlib.metadata.distributions()}
@@ -301,7 +297,7 @@ def _settings(settings: dict[str, Any]) -> dict[str, str]:
     """
     return {
         name: repr(value)
-        for name, value in flat(settings, "config.").items()
+        for name, value in flatten(settings, "config.").items()
         if name != "config.data.prepared_dir"
     }
 
@@ -322,7 +318,7 @@ def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[
     except Exception as error:
         traceback.print_exc()
         return None, {
-            "error": f"{type(error).__name__}: {reason(error)}",
+            "error": f"{type(error).__name__}: {error_message(error)}",
             "code": int(ExitCode.CRASHED),
         }
     return result, {keep: result} if keep else {}

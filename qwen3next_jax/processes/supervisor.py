@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import flags
 
-from qwen3next_jax.common.child_processes import end_with
+from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode
 
 # seconds before a restart; doubled while there is no progress
@@ -62,7 +62,7 @@ def supervise(
     ]
     stop, child, early = threading.Event(), None, None
     # the signal after which a run saves
-    with_us = functools.partial(end_with, os.getpid(), signal.SIGTERM)
+    with_us = functools.partial(die_with_parent, os.getpid(), signal.SIGTERM)
 
     def forward(number: int, frame: object) -> None:
         nonlocal early

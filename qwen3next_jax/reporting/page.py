@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.common.figures import Value, evaluation, recorded
-from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.reporting.charts import Line, heatmap, line_chart, short, stacked_columns, table
 from qwen3next_jax.reporting.runs import (
     POINTS,
@@ -700,7 +700,7 @@ def _configuration(runs: Sequence[Run]) -> str:
             else "<p>No setting differs.</p>"
         )
     for run in runs:
-        rows = [[name, _shown(value)] for name, value in flat(run.config).items()]
+        rows = [[name, _shown(value)] for name, value in flatten(run.config).items()]
         parts.append(
             "<details><summary>every setting of "
             f"{html.escape(run.name)}</summary>{table(['setting', 'value'], rows)}</details>"

@@ -14,7 +14,7 @@ import numpy as np
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import each_event
-from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.trees import flatten
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
 FAULTS = ("skip", "spike", "rewind", "damaged", "save_failed", "hook_failed", "stop")
@@ -299,7 +299,7 @@ def stages(run: Run) -> list[tuple[int, str]]:
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
     """(setting, its value in each run; None where absent) of the settings that differ."""
-    configs = [flat(run.config) for run in runs]
+    configs = [flatten(run.config) for run in runs]
     names = sorted({name for config in configs for name in config})
     rows = [(name, [config.get(name) for config in configs]) for name in names]
     return [

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.durable import to_disk
+from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.events import each_event
-from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.version import code_version, git
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
@@ -330,7 +330,7 @@ def _checked_changes(
         old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         before, now = before | {"data": old_data}, now | {"data": new_data}
     old, new = (
-        flat(_by_number({name: record.get(name) for name in now})) for record in (before, now)
+        flatten(_by_number({name: record.get(name) for name in now})) for record in (before, now)
     )
     changes = [
         Change(name, old.get(name), new.get(name))
@@ -476,7 +476,7 @@ def move_aside(workdir: pathlib.Path) -> None:
             name = next(name for name in names if not os.path.lexists(workdir / name))
             partial = workdir / (name + _PARTIAL)
             partial.mkdir()
-            to_disk(workdir)
+            fsync(workdir)
         for name in written(workdir):
             require(
                 not os.path.lexists(partial / name),
@@ -484,9 +484,9 @@ def move_aside(workdir: pathlib.Path) -> None:
                 f"it: rename {partial.name}, or give another --workdir",
             )
             (workdir / name).rename(partial / name)
-        to_disk(partial)
+        fsync(partial)
         partial.rename(workdir / partial.name.removesuffix(_PARTIAL))
-        to_disk(workdir)
+        fsync(workdir)
     except OSError as error:
         raise unwritable(workdir, error) from error
 
@@ -534,7 +534,7 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
         raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
         record = json_files.read(path)
-        intact = record.pop("digest") == digests.of_json(record)
+        intact = record.pop("digest") == digests.sha256_json(record)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}): restore it, or give another --workdir"
@@ -589,7 +589,7 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("w") as file:
-            json.dump(record | {"digest": digests.of_json(record)}, file, indent=2)
+            json.dump(record | {"digest": digests.sha256_json(record)}, file, indent=2)
             file.flush()
             # else a power failure may leave an empty one, and the run could not go on
             os.fsync(file.fileno())

@@ -109,7 +109,7 @@ def load_model(
         found = (
             load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None
         )
-        return LoadedModel(model, found, None, places, digests.of_json(files))
+        return LoadedModel(model, found, None, places, digests.sha256_json(files))
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")
 

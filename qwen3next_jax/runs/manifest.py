@@ -16,7 +16,7 @@ import os
 import pathlib
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.durable import to_disk
+from qwen3next_jax.common.durable import fsync
 
 NAME = "manifest.json"
 PIECE = 1 << 25  # bytes
@@ -28,7 +28,7 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
     """
     files = {str(f.relative_to(directory)): f for f in _files(directory)}
     for file in files.values():
-        to_disk(file)  # else, after a power failure, the manifest could be there and its files not
+        fsync(file)  # else, after a power failure, the manifest could be there and its files not
     sizes = {name: file.stat().st_size for name, file in files.items()}
     pieces = {name: [] for name in files}
     for name, _, digest in _digests(directory, sizes, PIECE):
@@ -37,9 +37,9 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
     record = of | {"piece": PIECE, "files": {n: [sizes[n], pieces[n]] for n in files}}
     temporary = directory / (NAME + ".tmp")
     temporary.write_text(json.dumps(record, indent=1))
-    to_disk(temporary)
+    fsync(temporary)
     os.replace(temporary, directory / NAME)
-    to_disk(directory)
+    fsync(directory)
     return sum(sizes.values())
 
 
@@ -104,7 +104,7 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
 def digest(directory: pathlib.Path) -> str | None:
     """Of the manifest, and so of every byte that it names; None where there is none to read."""
     try:
-        return digests.of_file(directory / NAME)
+        return digests.sha256_file(directory / NAME)
     except OSError:
         return None
 
@@ -132,7 +132,7 @@ def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
     """Yields (name, start, SHA-256) of every piece, in order; one thread a core reads ahead."""
     pieces = [(name, start) for name, size in sizes.items() for start in _pieces(size, piece)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda p: digests.of_file(directory / p[0], p[1], piece), pieces)
+        found = pool.map(lambda p: digests.sha256_file(directory / p[0], p[1], piece), pieces)
         try:
             for (name, start), digest in zip(pieces, found, strict=True):
                 yield name, start, digest

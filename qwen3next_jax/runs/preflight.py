@@ -11,7 +11,7 @@ import pathlib
 import re
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, require, require_path, told
+from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
 from qwen3next_jax.common.rooms import require_room
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.compatibility import weights_differ
@@ -175,7 +175,7 @@ def _check_packages(telemetry: TelemetryConfig) -> None:
     ):
         if wanted:
             how = f"pip install 'qwen3next-jax[{extra}]', or leave the setting out"
-            with told(f"{setting} needs the package {package}: {how}", ImportError):
+            with as_user_error(f"{setting} needs the package {package}: {how}", ImportError):
                 importlib.import_module(package)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import FULL, LINEAR, Config, OptimizerConfig, to_dict
 from qwen3next_jax.config.files import Given, names_in
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
@@ -87,7 +87,7 @@ def unread(config: Config) -> dict[str, str]:
     if read is not None:
         found |= {
             f"data.{name}": f"data.source = {config.data.source!r} does not read it"
-            for name in flat(to_dict(config.data))
+            for name in flatten(to_dict(config.data))
             if name not in (*read, "source", "seed")
         }
     return found | _of_stages(config, found.get("data.weights"))
@@ -174,7 +174,7 @@ def check_targets(config: Config, begun: Config | None = None) -> None:
 
 def values(config: Config) -> dict[str, Any]:
     """Every setting by its dotted name, those that stages set included."""
-    found = flat(to_dict(config))
+    found = flatten(to_dict(config))
     for i, stage in enumerate(config.train.stages):
         found |= {
             f"train.stages[{i}].{name}": value

@@ -26,7 +26,7 @@ from typing import Any
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, did_you_mean
-from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
 from qwen3next_jax.config.files import call_file, load_config_file
 from qwen3next_jax.config.mixer import is_mixer_setting, without_earlier_defaults
@@ -255,7 +255,7 @@ def _point_name(chosen: dict[str, str]) -> str:
     )
     if len(name.encode()) <= _LONGEST_NAME:
         return name
-    end = f"-{digests.of(name)[:16]}"
+    end = f"-{digests.sha256(name)[:16]}"
     return name.encode()[: _LONGEST_NAME - len(end)].decode(errors="ignore") + end
 
 
@@ -355,7 +355,9 @@ def settings_of(config: Config) -> dict[str, Any]:
     """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which
     model.layer_types is what came out.
     """
-    settings = flat(_jsonable(to_dict(config))) | {"model.layer_types": list(config.model.pattern)}
+    settings = flatten(_jsonable(to_dict(config))) | {
+        "model.layer_types": list(config.model.pattern)
+    }
     del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
     return settings
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.child_processes import end_with
+from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, require
 from qwen3next_jax.sweeps.check import unread_settings
 from qwen3next_jax.sweeps.points import Point, Sweep, as_text, check_unchanged, manifest
@@ -185,7 +185,7 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=(lock,),
-                preexec_fn=functools.partial(end_with, os.getpid(), signal.SIGTERM),
+                preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         self.running[point.name] = point, process, time.monotonic(), size
         # the signal came while the point was being started, and did not reach it

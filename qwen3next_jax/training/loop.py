@@ -26,7 +26,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qwen3next_jax.common.errors import ExitCode, UserError, reason
+from qwen3next_jax.common.errors import ExitCode, UserError, error_message
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model import declared
 from qwen3next_jax.sharding.batch_layout import BatchLayout
@@ -208,8 +208,9 @@ def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
 def describe_hook_error(name: str, step: int, error: Exception) -> str:
     """Which hook failed at which step, and the line of code that raised the error."""
     place = traceback.extract_tb(error.__traceback__)[-1]
+    kind = type(error).__name__
     return (
-        f"the hook {name} failed after step {step} ({type(error).__name__}: {reason(error)}; "
+        f"the hook {name} failed after step {step} ({kind}: {error_message(error)}; "
         f"{place.filename}, line {place.lineno})"
     )
 

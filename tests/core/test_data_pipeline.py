@@ -426,7 +426,7 @@ def test_rows_of_another_folder_are_refused(config):
             for folder in folders:
                 content = read_metadata(folder)
                 del content["fingerprint"]
-                text = json.dumps(content | {"digest": digests.of_json(content)})
+                text = json.dumps(content | {"digest": digests.sha256_json(content)})
                 (folder / "metadata.json").write_text(text)
         load(config)
         exchange()

@@ -5,7 +5,7 @@ each is described where `--help` shows it.
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.trees import flat
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.config.describe import settings
 from qwen3next_jax.config.registry import resolve
@@ -50,10 +50,10 @@ def test_every_setting_of_a_run_is_described_with_its_default():
     # of the mixers' settings, which the model's mixers declare, there is the group alone
     assert described.pop("model.mixer").default == {}
     assert described.keys() == {
-        name for name, value in flat(to_dict(Config())).items() if not isinstance(value, dict)
+        name for name, value in flatten(to_dict(Config())).items() if not isinstance(value, dict)
     }
     assert all(
-        setting.default == flat(to_dict(Config()))[name] for name, setting in described.items()
+        setting.default == flatten(to_dict(Config()))[name] for name, setting in described.items()
     )
     meanings = [setting.meaning for setting in described.values() if setting.meaning]
     assert len(set(meanings)) == len(meanings) > 80

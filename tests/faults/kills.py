@@ -178,7 +178,7 @@ def whole_state_branch(lab: Lab) -> Config:
 def digests_of(folder: pathlib.Path) -> dict[str, str]:
     """Path → digest of every file in `folder`, but for the locks that processes leave."""
     return {
-        path.relative_to(folder).as_posix(): digests.of_file(path)
+        path.relative_to(folder).as_posix(): digests.sha256_file(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "lock"
     }

@@ -1,6 +1,6 @@
 """The families of checkpoints that this project reads and writes: one file each."""
 
-from qwen3next_jax.common.errors import UserError, did_you_mean, short
+from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
 from qwen3next_jax.interop.families import kimi_linear, qwen3_5, qwen3_next
 from qwen3next_jax.interop.families.form import Fields, Form
 
@@ -22,6 +22,6 @@ def form_of(fields: Fields, where: str) -> Form:
         return model_types[model_type]
     guess = did_you_mean(model_type, model_types) if isinstance(model_type, str) else ""
     raise UserError(
-        f"{where}: model_type = {short(model_type)}: expected one of {', '.join(model_types)}, the "
-        f"families that this project reads{guess}"
+        f"{where}: model_type = {short_repr(model_type)}: "
+        f"expected one of {', '.join(model_types)}, the families that this project reads{guess}"
     )

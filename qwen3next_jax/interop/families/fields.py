@@ -7,7 +7,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, short, warn
+from qwen3next_jax.common.errors import UserError, short_repr, warn
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.families.form import Fields
 
@@ -68,7 +68,7 @@ def refuse_other_values(fields: Fields, supported: Mapping[str, tuple], where: s
         quantized = name == "quantization_config"
         advice = "; convert the checkpoint to bfloat16 first" if quantized else ""
         raise UserError(
-            f"{where}: {name} = {short(value)} is not supported: expected "
+            f"{where}: {name} = {short_repr(value)} is not supported: expected "
             f"{' or '.join(map(repr, values))}{advice}"
         )
 
@@ -82,8 +82,8 @@ def note_unknown(fields: Fields, known: Collection[str], where: str) -> None:
     )
     if unknown:
         note(
-            f"{where}: {', '.join(short(name) for name in unknown)}: not known here, and taken to "
-            "change nothing that is computed"
+            f"{where}: {', '.join(short_repr(name) for name in unknown)}: not known here, and "
+            "taken to change nothing that is computed"
         )
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3next_jax.common.errors import require, short
+from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.interop.entries import Entry, TensorSlice, one, swiglu, vector
 from qwen3next_jax.interop.families import rope
@@ -165,7 +165,7 @@ def _text_fields(fields: Fields, where: str) -> Fields:
     inner = {} if inner is None else inner
     require(
         isinstance(inner, dict),
-        f"{where}: linear_attn_config = {short(inner)}: expected a group of settings",
+        f"{where}: linear_attn_config = {short_repr(inner)}: expected a group of settings",
     )
     renamed = {}
     for name, value in fields.items():
@@ -174,8 +174,8 @@ def _text_fields(fields: Fields, where: str) -> Fields:
         canonical = _NAMES.get(name, name)
         require(
             canonical not in renamed or renamed[canonical] == value,
-            f"{where}: {name} = {short(value)}, and {short(renamed.get(canonical))} under its "
-            "other name",
+            f"{where}: {name} = {short_repr(value)}, and {short_repr(renamed.get(canonical))} "
+            "under its other name",
         )
         renamed[canonical] = value
     for name, value in inner.items():
@@ -185,7 +185,7 @@ def _text_fields(fields: Fields, where: str) -> Fields:
     count = renamed.get("num_hidden_layers", _DEFAULTS["num_hidden_layers"])
     require(
         type(count) is int and 0 < count < 2**16,
-        f"{where}: num_hidden_layers = {short(count)}: expected a number of layers",
+        f"{where}: num_hidden_layers = {short_repr(count)}: expected a number of layers",
     )
     if "layer_types" not in renamed:
         renamed["layer_types"] = _layer_types(inner, count, where)
@@ -193,7 +193,7 @@ def _text_fields(fields: Fields, where: str) -> Fields:
         dense = renamed.get("first_k_dense_replace", _DEFAULTS["first_k_dense_replace"])
         require(
             type(dense) is int,
-            f"{where}: first_k_dense_replace = {short(dense)}: expected a number of layers",
+            f"{where}: first_k_dense_replace = {short_repr(dense)}: expected a number of layers",
         )
         renamed["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(count)]
     return renamed
@@ -208,7 +208,7 @@ def _layer_types(linear_attn_config: Fields, count: int, where: str) -> list[str
         layers = linear_attn_config.get(name, [])
         require(
             isinstance(layers, list) and all(type(layer) is int for layer in layers),
-            f"{where}: linear_attn_config.{name} = {short(layers)}: expected a list of layers",
+            f"{where}: linear_attn_config.{name} = {short_repr(layers)}: expected a list of layers",
         )
         kinds += [(layer, kind) for layer in layers]
     kinds.sort()
@@ -272,8 +272,8 @@ def _check_fields(f: Fields, where: str) -> None:
     ):
         require(
             f.get(name, f[same_as]) == f[same_as],
-            f"{where}: {name} = {short(f.get(name))} is not supported: expected "
-            f"{short(f[same_as])}, as {same_as}",
+            f"{where}: {name} = {short_repr(f.get(name))} is not supported: expected "
+            f"{short_repr(f[same_as])}, as {same_as}",
         )
     for name, known in (("layer_types", _MIXER_OF_LAYER_TYPE), ("mlp_layer_types", _MLP_TYPES)):
         kinds = f[name]
@@ -281,7 +281,7 @@ def _check_fields(f: Fields, where: str) -> None:
             isinstance(kinds, list)
             and set(map(str, kinds)) <= set(known)
             and len(kinds) == f["num_hidden_layers"],
-            f"{where}: {name} = {short(kinds)}: expected {f['num_hidden_layers']} of "
+            f"{where}: {name} = {short_repr(kinds)}: expected {f['num_hidden_layers']} of "
             f"{' and '.join(known)}",
         )
     require(FULL in f["layer_types"], f"{where}: layer_types has no {FULL}: expected a layer of it")
@@ -291,7 +291,7 @@ def _check_fields(f: Fields, where: str) -> None:
     for name in positive:
         require(
             type(f[name]) is int and f[name] > 0,
-            f"{where}: {name} = {short(f[name])}: expected a positive number",
+            f"{where}: {name} = {short_repr(f[name])}: expected a positive number",
         )
 
 

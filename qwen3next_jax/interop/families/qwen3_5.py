@@ -8,7 +8,7 @@ recurrent layers are stored apart: all q, all k, all v; z; b; a.
 import dataclasses
 from collections.abc import Iterator
 
-from qwen3next_jax.common.errors import require, short
+from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.entries import Entry, TensorSlice
 from qwen3next_jax.interop.families import qwen3_next, rope
@@ -98,12 +98,12 @@ def _text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
     model_type, text = fields["model_type"], fields.get("text_config")
     require(
         isinstance(text, dict),
-        f"{where}: text_config = {short(text)}: expected the fields of the text model",
+        f"{where}: text_config = {short_repr(text)}: expected the fields of the text model",
     )
     inner_type = text.get("model_type", f"{model_type}_text")
     require(
         inner_type in (model_type, f"{model_type}_text"),
-        f"{where}: text_config.model_type = {short(inner_type)} in a {model_type}: expected "
+        f"{where}: text_config.model_type = {short_repr(inner_type)} in a {model_type}: expected "
         f"'{model_type}_text'",
     )
     tied = [

@@ -6,7 +6,7 @@ fields at the top (`rope_theta`, `partial_rotary_factor`, `rope_scaling`), or th
 import math
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, require, short
+from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.families.fields import given, note, note_unknown, refuse_other_values
 from qwen3next_jax.interop.families.form import Fields
@@ -60,7 +60,7 @@ def read_rope(
         settings |= _read_yarn(rope, context, where)
     elif rope["rope_type"] != "default":
         raise UserError(
-            f"{where}: rope_type = {short(rope['rope_type'])} is not supported: expected "
+            f"{where}: rope_type = {short_repr(rope['rope_type'])} is not supported: expected "
             "'default' or 'yarn' (remove the scaling to use the model within its trained context)"
         )
     unknown = {name: value for name, value in rope.items() if name not in known}
@@ -71,7 +71,8 @@ def read_rope(
 def _group(fields: Fields, name: str, where: str) -> Fields:
     group = {} if fields.get(name) is None else fields[name]
     require(
-        isinstance(group, dict), f"{where}: {name} = {short(group)}: expected a group of settings"
+        isinstance(group, dict),
+        f"{where}: {name} = {short_repr(group)}: expected a group of settings",
     )
     return {
         "rope_type" if key == "type" else key: value
@@ -87,12 +88,12 @@ def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
     for name, value in (("factor", factor), ("original_max_position_embeddings", trained)):
         require(
             type(value) in (int, float) and 1 <= value < 2**40,
-            f"{where}: rope_type = 'yarn' with {name} = {short(value)}: expected a "
+            f"{where}: rope_type = 'yarn' with {name} = {short_repr(value)}: expected a "
             "number of at least 1",
         )
     require(
         context in (trained, int(trained * factor)),
-        f"{where}: max_position_embeddings = {short(context)}, and YaRN reaches {factor:g} × "
+        f"{where}: max_position_embeddings = {short_repr(context)}, and YaRN reaches {factor:g} × "
         f"{trained:g} positions: expected "
         "max_position_embeddings to be that product, or original_max_position_embeddings",
     )
@@ -100,8 +101,8 @@ def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
     expected = 0.1 * math.log(factor) + 1
     require(
         scale is None or scale == expected,
-        f"{where}: attention_factor = {short(scale)} is not supported: expected {expected} by the "
-        "factor, or none",
+        f"{where}: attention_factor = {short_repr(scale)} is not supported: expected {expected} by "
+        "the factor, or none",
     )
     return {"yarn_factor": factor, "max_position_embeddings": trained}
 
