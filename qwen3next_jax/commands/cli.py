@@ -293,14 +293,18 @@ def define_config_flag() -> Callable[..., Config | None]:
     return get
 
 
-def given_settings(goes_on: bool = False) -> Given:
-    """What the user gives by `--config` and its overrides. goes_on: see `define_config_flag`."""
+def given_settings(goes_on: bool = False) -> Given | None:
+    """What the user gives by `--config` and its overrides; None without `--config`. goes_on: see
+    `define_config_flag`.
+    """
+    file = flags.FLAGS["config"].value
+    if file is None:
+        return None
     try:
         alone = _read(copy.deepcopy(_file_values), goes_on)
     except UserError:  # the overrides complete it
         alone = None
-    file = pathlib.Path(flags.FLAGS["config"].value)
-    return Given(frozenset(name for name, _ in _overrides), file, alone)
+    return Given(frozenset(name for name, _ in _overrides), pathlib.Path(file), alone)
 
 
 def _read(values: dict[str, Any], goes_on: bool) -> Config:

@@ -38,7 +38,7 @@ def main() -> int:
         check_name(EVALUATIONS, name, "--suite")
     cli.check_writable("json", _json.value)
     cli.check_model("workdir", workdir)
-    given = cli.given_settings(goes_on=True) if config else None
+    given = cli.given_settings(goes_on=True)
     if config:
         unread.check(config, given, workdir)
     loading = get_loading()
