@@ -17,18 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, GuardConfig, from_dict
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.model.visible_targets import why_no_targets
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import read_arrays, write_arrays
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.gradients import Batch
-from qwen3next_jax.training.guards import HALTED, NON_FINITE, SKIPPED, SPIKE
+from qwen3next_jax.training.guards import HALTED, NO_TARGETS, NON_FINITE, SKIPPED, SPIKE
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.stages import DataCursors
 from qwen3next_jax.training.state import State
 
 
@@ -43,10 +45,15 @@ class Halted(Exception):
 
 
 class Incidents:
-    """Reads the guards' flags of every step, and writes an event where one is raised."""
+    """Reads the flags of every step, and writes an event where one is raised."""
 
-    def __init__(self, config: GuardConfig, metrics: MetricsFile):
-        self._config = config
+    def __init__(
+        self, guards: GuardConfig, model: ModelConfig, cursors: DataCursors, metrics: MetricsFile
+    ):
+        """`cursors`: where every stage of the run reads the data."""
+        self._config = guards
+        self._model = model
+        self._first_steps = {cursor.step + 1 for cursor in cursors if cursor}
         self._metrics = metrics
 
     def look(self, step: int, values: dict[str, Any], state: State) -> None:
@@ -54,9 +61,15 @@ class Incidents:
 
         Raises:
           Halted: the guards ended the run at this step.
+          UserError: the first batch of a stage has nothing to predict. All processes raise it,
+            as all of them have the same flags.
         """
         flags = int(values["flags"])
         if not flags:
+            return
+        if flags & NO_TARGETS:
+            self._without_targets(step)
+        if not flags & ~NO_TARGETS:
             return
         what = self._describe(flags, values)
         numbers = {
@@ -81,6 +94,14 @@ class Incidents:
                 spike,
                 state,
             )
+
+    def _without_targets(self, step: int) -> None:
+        """Of the first batch of a stage the settings are to blame: the run would learn nothing,
+        at a loss of 0. A later one may be a matter of its documents.
+        """
+        reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
+        require(step not in self._first_steps, f"step {step}: {reason}")
+        self._metrics.write("no_targets", step, reason=reason)
 
     def _describe(self, flags: int, values: dict[str, Any]) -> str:
         if flags & NON_FINITE:

@@ -186,7 +186,7 @@ def train(
                     hooks.WatchdogHook(watchdog, config.train),
                     hooks.StopHook(trainer, signals),
                     hooks.ProfilerHook(profiler),
-                    hooks.IncidentsHook(Incidents(config.guards, metrics)),
+                    hooks.IncidentsHook(Incidents(config.guards, run.model, cursors, metrics)),
                     hooks.DisplayHook(display),
                 ),
                 add_hooks=add_hooks,
