@@ -25,14 +25,14 @@ from qwen3next_jax.config import (
     OptimizerConfig,
     TelemetryConfig,
     TrainConfig,
+    registry,
     to_dict,
 )
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.moe import MoEConfig
-from qwen3next_jax.config.run import SyntheticConfig
+from qwen3next_jax.config.run import MuonConfig, SyntheticConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
-from qwen3next_jax.runs import folder as run_folder
+from qwen3next_jax.runs import branching, checkpoint, manifest, preflight, versions
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
 from qwen3next_jax.runs.load import began_with
@@ -41,6 +41,7 @@ from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
 
 STEPS, BRANCHED = 30, 10
+MUON_PER_HEAD = {"name": "muon", "muon": MuonConfig(per_head=True)}
 CONFIG = Config(
     model=ModelConfig(
         vocab_size=32,
@@ -317,7 +318,7 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
 
 def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkeypatch):
     """Where a run goes on, begins with another one, is loaded; a record without versions counts as
-    the first, and of a mixer that changed before there were any, as its commit says.
+    the first.
     """
     folder = tmp_path / "parent"
     shutil.copytree(parent, folder)
@@ -339,28 +340,63 @@ def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkey
                     meets()
     assert not (tmp_path / "branch" / "checkpoints").exists()
 
-    of_gdn2 = dataclasses.replace(CONFIG.model, full_mixer="gdn2")
-    config = to_dict(dataclasses.replace(CONFIG, model=of_gdn2))
-    changed = run_folder._CHANGED_UNVERSIONED["gdn2"]
+
+@pytest.mark.parametrize(
+    "model, optimizer, change, trust, in_weights",
+    [
+        ({"full_mixer": "gdn2"}, {}, "gdn2", "gdn2", True),
+        ({"full_mixer": "lightning", "mtp_depth": 1}, {}, "lightning in multi", "lightning", True),
+        ({"full_mixer": "hgrn2", "mtp_depth": 1}, {}, "hgrn2 in multi", "hgrn2", True),
+        ({"full_mixer": "gla"}, MUON_PER_HEAD, "muon.per_head", "muon", False),
+        # which changed nothing for these
+        ({"full_mixer": "lightning"}, {}, None, "", True),
+        ({}, MUON_PER_HEAD, None, "", False),
+    ],
+    ids=str,
+)
+def test_a_run_from_before_versions_is_told_by_its_commit(
+    parent, tmp_path, monkeypatch, model, optimizer, change, trust, in_weights
+):
+    """A record that does not tell is refused, too, unless the user vouches for it."""
+    config = with_(
+        model={"linear_num_key_heads": 1, "linear_num_value_heads": 2} | model, optimizer=optimizer
+    )
+    record = {"config": to_dict(config)}
+    commits = [found.commit for found in versions._CHANGES if change and change in found.name]
     # commits of a history in which the change stands between the first and the last
-    history = ["a" * 12, changed, "b" * 12]
+    history = ["a" * 12, *commits, "b" * 12]
 
     def git(command, *arguments):
-        commits = [argument.split("^")[0] for argument in arguments if argument[0] != "-"]
-        if not set(commits) <= set(history):
+        named = [argument.split("^")[0] for argument in arguments if argument[0] != "-"]
+        if not set(named) <= set(history):
             return None
-        ancestor = command == "cat-file" or history.index(commits[0]) <= history.index(commits[1])
-        return "" if ancestor else None
+        known = command == "cat-file" or history.index(named[0]) <= history.index(named[1])
+        return "" if known else None
 
-    monkeypatch.setattr(run_folder, "git", git)
-    for code, version in ((history[0], 0), (f"{history[0]}+", 0), (history[2], 1), ("0.1.0", 1)):
-        write_run(folder, record | {"config": config, "code": code})
-        with (
-            contextlib.nullcontext()
-            if version
-            else pytest.raises(UserError, match="version 0 of gdn2")
-        ):
-            run_folder.check_versions(folder)
+    def check(code, trains=in_weights):
+        versions.check_versions(tmp_path, record | {"code": code}, config, trains)
+
+    monkeypatch.setattr(versions, "git", git)
+    monkeypatch.setattr(registry, "_trusted", set())
+    check("b" * 12)
+    if change is None:
+        check("a" * 12, trains=True)
+        check("0.1.0", trains=True)
+        return
+    for code, says in (
+        ("a" * 12, f"version 0 of .*{change}"),
+        ("a" * 12 + "+", f"version 0 of .*{change}"),
+        ("0.1.0", f"--trust={trust}"),
+        ("c" * 12, f"--trust={trust}"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check(code, trains=True)
+        if not in_weights:
+            check(code, trains=False)
+    registry.trust(trust)
+    check("0.1.0", trains=True)
+    with pytest.raises(UserError, match="version 0"):
+        check("a" * 12, trains=True)
 
 
 def test_a_dry_run_of_a_branch_counts_what_it_has_left(parent, tmp_path, capsys):

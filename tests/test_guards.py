@@ -27,7 +27,9 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.incidents import read_dump
 from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.loss import total_loss
@@ -202,7 +204,9 @@ def test_a_batch_with_nothing_to_predict_is_said_and_ends_the_run_if_it_is_the_f
         assert not _events(tmp_path / "first", "train")
 
 
-def test_too_many_skips_end_the_run_with_a_dump_that_replays(config, poisoned, tmp_path, capsys):
+def test_too_many_skips_end_the_run_with_a_dump_that_replays(
+    config, poisoned, tmp_path, capsys, monkeypatch
+):
     poisoned({6: POISON, 7: POISON, 8: POISON})
     assert train(config, tmp_path) == ExitCode.DIVERGED
     (stop,) = _events(tmp_path, "stop")
@@ -213,6 +217,10 @@ def test_too_many_skips_end_the_run_with_a_dump_that_replays(config, poisoned, t
     )
     assert result.returncode == 0 and "halted because of loss nan" in result.stdout, result.stderr
     assert "embedding" in result.stdout and ".txt" in result.stdout
+    # the same step of a run that was trained with another version of its mixer
+    monkeypatch.setattr(GatedAttention, "version", 2, raising=False)
+    with pytest.raises(UserError, match="version 1 of gated_attention .* version 2"):
+        read_dump(tmp_path / "dumps" / "9")
 
 
 def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, poisoned, tmp_path):

@@ -67,7 +67,8 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
         "trust",
         [],
         "packages of your own whose parts (my_package.module:Name) a run.json may name: to load "
-        "such a run is to run their code",
+        "such a run is to run their code. Also modules (gdn2) of a run whose record does not say "
+        "with which of their versions it was trained",
     )
 
     def guarded(argv: Sequence[str]) -> int | None:

@@ -7,14 +7,17 @@ that the parent took, as the stages of a run do (`stages`); where data, batch si
 guards' window are the same, every bit is that of the parent's own continuation.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
+from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import check_versions, read_config, read_run
+from qwen3next_jax.runs.folder import config_of, read_config, read_run
 from qwen3next_jax.runs.preflight import Parent, compare_tokens
+from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
@@ -42,7 +45,7 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
     theirs = read_config(folder)
     # Preparing the data may have taken hours: another run may lie at this path by now.
     preflight.check_structure(run.model, config.train.init_from, parent)
-    check_versions(folder)
+    check_parent_versions(config, parent)
     takes_all = config.train.init_state == "all"
     if takes_all:  # the guards' window may be another one here
         wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)
@@ -60,6 +63,18 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
     same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
     state["guards"] = guards.reset(config.guards, state["guards"], 0, same_window)
     return state, now
+
+
+def check_parent_versions(config: Config, parent: Parent) -> None:
+    """Raises UserError unless what a run of `config` takes over of `parent` was trained with the
+    mathematics that this code has.
+    """
+    folder = pathlib.Path(parent["path"])
+    record = read_run(folder)
+    theirs = config_of(record, folder)
+    depth = min(theirs.model.mtp_depth, config.model.mtp_depth)
+    taken = dataclasses.replace(theirs, model=dataclasses.replace(theirs.model, mtp_depth=depth))
+    check_versions(folder, record, taken, trains=config.train.init_state == "all")
 
 
 def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> str:

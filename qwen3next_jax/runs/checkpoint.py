@@ -29,12 +29,13 @@ from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_lea
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_nothing_lost,
-    check_versions,
-    read_config,
+    config_of,
+    read_run,
     run_id,
     saved_steps,
     unwritable,
 )
+from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.sharding.rules import shardings
 from qwen3next_jax.training.state import State, abstract_model
@@ -378,8 +379,9 @@ def load_trained(
     """(model, configuration, step) of a run's newest checkpoint, or of the one after `step`
     steps; on `mesh`, or (None) one device.
     """
-    config = read_config(workdir)
-    check_versions(workdir)
+    record = read_run(workdir)
+    config = config_of(record, workdir)
+    check_versions(workdir, record, config)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
         if step is None:

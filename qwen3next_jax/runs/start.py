@@ -13,7 +13,8 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import check_mixers
 from qwen3next_jax.processes.distributed import is_leader
 from qwen3next_jax.runs import branching, preflight
-from qwen3next_jax.runs.folder import check_versions, saved_steps
+from qwen3next_jax.runs.folder import config_of, read_run, saved_steps
+from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursor, resolve_stages
 from qwen3next_jax.training.state import State
@@ -34,9 +35,10 @@ def prepare_start(
     preflight.check(config, workdir, restart, records=is_leader())
     begins = restart or not saved_steps(workdir)
     if not begins:
-        check_versions(workdir)
+        record = read_run(workdir)
+        check_versions(workdir, record, config_of(record, workdir), trains=True)
     elif parent := preflight.find_parent(config, workdir, restart):
-        check_versions(pathlib.Path(parent["path"]))
+        branching.check_parent_versions(config, parent)
     config = preflight.with_tokenizer(config, workdir, restart)
     run = resolve_run(config, mesh)
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)

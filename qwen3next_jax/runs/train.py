@@ -15,7 +15,7 @@ import jax
 from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.common.events import each_event, ended_badly
 from qwen3next_jax.common.rooms import has_room
-from qwen3next_jax.config import Config, to_dict
+from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import partial_ablations
@@ -328,8 +328,7 @@ def _end_with_dump(
     """Ends a halted run with a dump of what the step met."""
     number = stage_number(cursors, halt.step)
     index = cursors[number].batch(halt.step, int(halt.state["guards"]["data_offset"]))
-    config = trainer.run.config
-    folder, documents = write_dump(workdir, to_dict(config), trainer.data, index, halt)
+    folder, documents = write_dump(workdir, trainer.run.config, trainer.data, index, halt)
     metrics.write(
         "stop",
         halt.step,
