@@ -32,10 +32,10 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.run import MuonConfig, SyntheticConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.runs import branching, checkpoint, manifest, preflight, versions
+from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight, versions
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
-from qwen3next_jax.runs.load import began_with
+from qwen3next_jax.runs.load import began_with, load_model
 from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
@@ -238,6 +238,41 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
         elif when == "while it is read":
             monkeypatch.setattr(checkpoint, "read_arrays", read)
         start_state(run, opened(run), found)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("when", ["record", "settings", "newest step", "structure"])
+def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypatch, when):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    for copy in (folder, other):
+        shutil.copytree(parent, copy)
+    state = saved(parent, STEPS)
+    state["params"] = jax.tree.map(lambda leaf: leaf + 1, state["params"])
+    shutil.rmtree(other / "checkpoints")
+    write_run(other, read_run(other) | {"id": "other"})
+    with Checkpoints(other, CheckpointConfig()) as checkpoints:
+        checkpoints.save(STEPS, state)
+
+    def then_exchanged(function):
+        def call(*arguments):
+            result = function(*arguments)
+            monkeypatch.undo()
+            folder.rename(tmp_path / "away")
+            other.rename(folder)
+            return result
+
+        return call
+
+    module, name = {
+        "record": (load, "read_run"),
+        "settings": (checkpoint, "check_versions"),
+        "newest step": (Checkpoints, "newest_good_step"),
+        "structure": (checkpoint, "abstract_model"),
+    }[when]
+    assert load_model(folder).step == STEPS
+    monkeypatch.setattr(module, name, then_exchanged(getattr(module, name)))
+    with pytest.raises(UserError, match=f"^{folder}.*: (another run|not the checkpoint)") as told:
+        load_model(folder)
     assert "\n" not in str(told.value)
 
 

@@ -282,7 +282,7 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
 
 
 def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
-    model, _, _ = load_trained(finished)
+    model = load_trained(finished).model
     save_hf(model, tmp_path / "hf")
     again = dataclasses.replace(
         config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf"))

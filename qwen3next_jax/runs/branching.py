@@ -10,7 +10,9 @@ guards' window are the same, every bit is that of the parent's own continuation.
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
@@ -42,10 +44,15 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
     step = parent["step"]
     # Read before the checkpoint, which is then found to be the one of `parent` and of that run.
     record = read_run(folder)
-    theirs = read_config(folder)
+    theirs = config_of(record, folder)
     # Preparing the data may have taken hours: another run may lie at this path by now.
-    preflight.check_structure(run.model, config.train.init_from, parent)
-    check_parent_versions(config, parent)
+    require(
+        record.get("id", "") == parent.get("run", record.get("id", "")),
+        f"{folder}: another run took the place of the one that this run begins with: put it back, "
+        "or begin a new --workdir",
+    )
+    preflight.compare_structure(run.model, theirs.model, config.train.init_from)
+    check_parent_versions(folder, record, config)
     takes_all = config.train.init_state == "all"
     if takes_all:  # the guards' window may be another one here
         wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)
@@ -65,12 +72,10 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
     return state, now
 
 
-def check_parent_versions(config: Config, parent: Parent) -> None:
-    """Raises UserError unless what a run of `config` takes over of `parent` was trained with the
-    mathematics that this code has.
+def check_parent_versions(folder: pathlib.Path, record: dict[str, Any], config: Config) -> None:
+    """Raises UserError unless what a run of `config` takes over of the run in `folder`, whose
+    run.json holds `record`, was trained with the mathematics that this code has.
     """
-    folder = pathlib.Path(parent["path"])
-    record = read_run(folder)
     theirs = config_of(record, folder)
     depth = min(theirs.model.mtp_depth, config.model.mtp_depth)
     taken = dataclasses.replace(theirs, model=dataclasses.replace(theirs.model, mtp_depth=depth))

@@ -23,9 +23,8 @@ from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import Launch
-from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import load_trained
-from qwen3next_jax.runs.folder import read_config, read_run
+from qwen3next_jax.runs.folder import config_of, read_config, read_run
 from qwen3next_jax.runs.preflight import is_parent
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
 
@@ -68,7 +67,8 @@ def load_model(
     """
     folder = epath.Path(path)
     if (folder / "run.json").exists():
-        config = read_config(folder)
+        record = read_run(folder)
+        config = config_of(record, folder)
         places = _mesh(
             f"{path}: the mesh of its run does not fit here",
             config.model,
@@ -76,14 +76,11 @@ def load_model(
             config.parallel.mesh,
             devices,
         )
-        model, config, step = load_trained(folder, step, places)
-        where = folder / "checkpoints" / str(step)
-        identity = manifest.digest(where)
-        require(identity is not None, f"{where}: removed while it was read: start again")
+        model, config, step, identity = load_trained(folder, step, places, record)
         own = folder / "tokenizer"
         data = dataclasses.replace(config.data, tokenizer=str(own)) if own.exists() else config.data
         tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
-        if tokenizer.fingerprint != read_run(folder)["tokenizer"]:
+        if tokenizer.fingerprint != record["tokenizer"]:
             raise UserError(
                 f"{data.tokenizer}: not the tokenizer that {path} was trained with (its "
                 "fingerprint differs from that in run.json): damaged, or another; restore it"

@@ -21,6 +21,7 @@ from qwen3next_jax.data.tokens import load_tokenizer, same_tokens
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_settings,
+    config_of,
     is_trained,
     read_config,
     read_run,
@@ -240,7 +241,8 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
         path.resolve() != workdir.resolve(),
         f"{where}: that is the folder of this run: give another --workdir",
     )
-    theirs, saved, theirs_id = read_config(path), saved_steps(path), run_id(path)
+    record, saved = read_run(path), saved_steps(path)
+    theirs, theirs_id = config_of(record, path), record.get("id", "")
     begun = read_run(workdir).get("parent", {}) if not restart and is_trained(workdir) else {}
     if step is None:
         step = begun.get("step")
@@ -340,6 +342,13 @@ def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = 
         from qwen3next_jax.interop.hf_config import read_hf_config
 
         found_model = read_hf_config(init_from)
+    compare_structure(model, found_model, init_from)
+
+
+def compare_structure(model: ModelConfig, found_model: ModelConfig, init_from: str) -> None:
+    """Raises UserError unless `found_model`, that of `train.init_from`, has the structure of
+    `model`.
+    """
     for name in weights_differ(model, found_model):
         if (
             name not in NOT_STRUCTURE

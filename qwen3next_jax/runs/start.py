@@ -38,7 +38,8 @@ def prepare_start(
         record = read_run(workdir)
         check_versions(workdir, record, config_of(record, workdir), trains=True)
     elif parent := preflight.find_parent(config, workdir, restart):
-        branching.check_parent_versions(config, parent)
+        folder = pathlib.Path(parent["path"])
+        branching.check_parent_versions(folder, read_run(folder), config)
     config = preflight.with_tokenizer(config, workdir, restart)
     run = resolve_run(config, mesh)
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)
