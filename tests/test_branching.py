@@ -35,7 +35,8 @@ from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight, versions
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
-from qwen3next_jax.runs.load import began_with, load_model
+from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.runs.origin import Origin, began_with, find_source
 from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
@@ -123,6 +124,7 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0
     same(saved(tmp_path / "branch", STEPS), trained)
     assert read_run(tmp_path / "branch")["parent"] == record
+    assert began_with(tmp_path / "branch") == Origin(None)
 
 
 def opened(run):
@@ -289,6 +291,8 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
 
 
 def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
+    """Of older records; newer ones hold it themselves, whatever became of the runs before."""
+
     def record(folder, its_id, parent=None, **of_parent):
         config = with_(train={"init_from": parent or f"{tmp_path}/hf"})
         record = {"config": to_dict(config)} | ({"id": its_id} if its_id else {})
@@ -303,7 +307,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     record("third", "3", "second", run="2")
     record("from older", "4", "older", manifest=digests.sha256("{}")[:20])
     for folder in ("first", "third", "from older"):
-        assert began_with(tmp_path / folder) == tmp_path / "hf"
+        assert began_with(tmp_path / folder).directory == tmp_path / "hf"
 
     record("replaced", "5", "first", run="another")
     record("unknown", "6", "older")
@@ -317,6 +321,24 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     for folder, named in (ways | {"one": "one", "two": "two"}).items():
         with pytest.raises(UserError, match=f"{tmp_path}/{named}: .*--source"):
             began_with(tmp_path / folder)
+
+    for folder, source in (
+        ("first", {"path": f"{tmp_path}/hf", "form": ""}),
+        ("from older", {"path": f"{tmp_path}/hf", "form": ""}),
+        ("unknown", None),
+    ):
+        parent = {"path": f"{tmp_path}/{folder}"}
+        begins = with_(train={"init_from": parent["path"]})
+        expected = {} if folder == "unknown" else {"source": source}
+        assert find_source(begins, parent, "") == expected
+    shutil.rmtree(tmp_path / "first")
+    for folder, source in (
+        ("second", {"path": f"{tmp_path}/hf", "form": "qwen3_5"}),
+        ("unknown", None),
+    ):
+        write_run(tmp_path / folder, read_run(tmp_path / folder) | {"source": source})
+        directory = source and tmp_path / "hf"
+        assert began_with(tmp_path / folder) == Origin(directory, source["form"] if source else "")
 
 
 def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are_read(

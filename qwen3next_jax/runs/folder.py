@@ -172,16 +172,19 @@ def open_run(
     data_fingerprints: list[str],
     tokenizer_fingerprint: str,
     parent: dict[str, Any] | None = None,
+    source: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Change]]:
     """Whether this run may start, or go on, in `workdir`; writes nothing. → (what run.json is to
     hold, or {} where it stays as it is; the allowed changes since the run before).
-    `data_fingerprints`: of every stage's data. `parent`: of the run that it begins with, where
-    it begins with one.
+
+    Args:
+      data_fingerprints: of every stage's data.
+      parent: of the run that it begins with, where it begins with one.
+      source: what `origin.find_source` says of a new run.
 
     Raises:
       UserError: the folder holds a run with another configuration, data or tokenizer (the first
-      difference is named), or one
-        of which a part is missing.
+        difference is named), or one of which a part is missing.
     """
     import jax
 
@@ -202,7 +205,7 @@ def open_run(
     } | ({"parent": parent} if parent else {})
     before = trained_run(workdir)
     if before is None:
-        return now | {"id": uuid.uuid4().hex, "changes": []}, []
+        return now | (source or {}) | {"id": uuid.uuid4().hex, "changes": []}, []
     changes = _checked_changes(workdir, before, now)
     if not (workdir / "metrics.jsonl").exists():
         warn(
@@ -212,7 +215,7 @@ def open_run(
     if not changes and "format" in before:
         return {}, []
     # the parent is not looked at again
-    kept = {name: before[name] for name in ("parent", "id") if name in before}
+    kept = {name: before[name] for name in ("parent", "source", "id") if name in before}
     return now | kept | {
         "changes": before.get("changes", []) + [[*change] for change in changes]
     }, changes

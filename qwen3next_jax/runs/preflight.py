@@ -311,16 +311,6 @@ def passed_over(init_from: str, parent: Parent) -> str:
     )
 
 
-def is_parent(folder: pathlib.Path, parent: Parent) -> bool:
-    """Whether `folder` still holds the run that `parent` was taken from, whose checkpoint may be
-    gone. A record without an id is told by the checkpoint alone.
-    """
-    if "run" in parent:
-        return run_id(folder) == parent["run"]
-    digest = manifest.digest(folder / "checkpoints" / str(parent["step"])) or ""
-    return digest[:20] == parent["manifest"]
-
-
 def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
     """RUN@STEP → (RUN, STEP); (RUN, None) where no step is named, or a folder has that very
     name.

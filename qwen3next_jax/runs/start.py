@@ -11,8 +11,8 @@ from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import check_mixers
-from qwen3next_jax.processes.distributed import is_leader
-from qwen3next_jax.runs import branching, preflight
+from qwen3next_jax.processes.distributed import is_leader, run_on_all
+from qwen3next_jax.runs import branching, origin, preflight
 from qwen3next_jax.runs.folder import config_of, read_run, saved_steps
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
@@ -87,10 +87,20 @@ def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokeniz
 
 
 def start_state(
-    run: ResolvedRun, data: Sequence[Data], parent: preflight.Parent | None = None
+    run: ResolvedRun,
+    data: Sequence[Data],
+    parent: preflight.Parent | None = None,
+    files: str = "",
 ) -> tuple[State, DataCursor]:
     """(the state before the first step, the cursor of that step): random weights, or what
-    `train.init_from` names. `parent` is the run that it names, if it names one.
+    `train.init_from` names.
+
+    Args:
+      parent: the run that `train.init_from` names, if it names one.
+      files: what `stamp_hf` must say of the Hugging Face directory that it names, if it does.
+
+    Raises:
+      UserError: what it names is not what it was, is damaged, or of another structure.
     """
     if parent:
         return branching.start_state(run, data, parent)
@@ -100,5 +110,7 @@ def start_state(
         return run.init_state(), cursor
     from qwen3next_jax.interop.huggingface import load_params
 
+    if files:
+        run_on_all(lambda: origin.check_files(init_from, files))
     preflight.check_structure(run.model, init_from)
     return run.init_state(load_params(init_from, run.abstract_state["params"])), cursor
