@@ -224,7 +224,7 @@ def _open_folder(
     compares the run with the one that is recorded there. Process 0 does so for all.
     """
     config = run.config
-    begins = run_on_all(lambda: restart or not saved_steps(workdir))
+    begins = broadcast_from_process_0(lambda: restart or not saved_steps(workdir))
     files = run_on_all(lambda: origin.stamp_of_files(config) if begins else "")
 
     def open_folder():

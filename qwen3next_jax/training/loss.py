@@ -45,15 +45,15 @@ def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
         return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
     depths = range(mtp_depth)
-    is_target_BT = target_positions(batch, 1)
+    targets = jnp.sum(target_positions(batch, 1), dtype=jnp.float32)
     return Counts(
-        total(is_target_BT),
+        jnp.maximum(targets, 1.0),
         tuple(total(target_positions(batch, 2 + d)) for d in depths),
         total(batch["segment_ids"] > 0),
         sum(
             (total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())
         ),
-        jnp.any(is_target_BT),
+        targets > 0,
     )
 
 
