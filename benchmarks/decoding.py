@@ -43,8 +43,8 @@ from qwen3next_jax import ModelConfig, Qwen3Next, save_hf
 from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.inference import plain, speculative
-from qwen3next_jax.inference.cache import after_token, cache_bytes
-from qwen3next_jax.inference.decode import cache_length, generate, joined
+from qwen3next_jax.inference.cache import cache_after_token, cache_bytes
+from qwen3next_jax.inference.decode import cache_length, generate, concatenate_pieces
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.runs.load import load_model
@@ -120,7 +120,7 @@ def _timed(model: Qwen3Next, prompts: list[np.ndarray], new: int, **options):
     pieces += stream
     seconds, cpu = time.perf_counter() - first, time.process_time() - cpu
     return (
-        joined(pieces, len(prompts)),
+        concatenate_pieces(pieces, len(prompts)),
         first - started,
         seconds,
         cpu,
@@ -362,7 +362,7 @@ def _replay(args: argparse.Namespace) -> None:
                 )
                 hidden_BTD, cache = model.decode(tokens_BT, positions_BT, cache, each=each)
                 if each:
-                    cache = after_token(model.config, cache, jnp.full(batch, size - 1))
+                    cache = cache_after_token(model.config, cache, jnp.full(batch, size - 1))
                 return cache, (
                     tokens_BT + jnp.argmax(model.logits(hidden_BTD), axis=-1)
                 ) % model.config.vocab_size
@@ -455,7 +455,7 @@ def _transformers(args: argparse.Namespace) -> None:
             for _ in range(args.runs + 1):
                 stream = generate(model, prompts, max_new_tokens=new)
                 cpu = time.process_time()
-                tokens = joined(stream, batch)
+                tokens = concatenate_pieces(stream, batch)
                 ours.append(batch * new / (time.process_time() - cpu))
                 peer.stdin.write(
                     json.dumps({"prompts": [prompt.tolist() for prompt in prompts], "new": new})

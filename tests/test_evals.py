@@ -15,7 +15,7 @@ from page import example, line
 
 from qwen3next_jax.commands import evaluate
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.figures import named, record
+from qwen3next_jax.common.metrics import to_metric_values, event_fields
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -31,7 +31,7 @@ from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
-from qwen3next_jax.evals.sinks import sinks
+from qwen3next_jax.evals.sinks import measure_sinks
 from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
@@ -112,7 +112,7 @@ def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypa
 
     def texts(*stops):
         steps.clear()
-        return continuation.continued(
+        return continuation.generate_until(
             None, ByteTokenizer(), prompts, stops, rows=4, max_new_tokens=20
         )
 
@@ -192,7 +192,7 @@ def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
         )
 
     batches = [{"tokens": np.full((1, 2), n), "segment_ids": np.ones((1, 2))} for n in (4, 8)]
-    assert sinks(step, None, batches, 2) == pytest.approx(
+    assert measure_sinks(step, None, batches, 2) == pytest.approx(
         {
             "first_token_share": (0.1 + 0.6) / 2,
             "first_token_heads": 0.5,
@@ -252,10 +252,10 @@ def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
 def test_what_cannot_run_is_refused_before_anything_is_computed(
     names, options, tokens, model, message
 ):
-    options = evaluation.Options(**{"lengths": (256, 2048), "pairs": (4, 64)} | options)
+    options = evaluation.EvalOptions(**{"lengths": (256, 2048), "pairs": (4, 64)} | options)
     config = ModelConfig(**{"vocab_size": 257, "max_position_embeddings": 2048} | model)
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        evaluation.check(names, options, config, tokens)
+        evaluation.check_evaluations(names, options, config, tokens)
 
 
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
@@ -268,22 +268,25 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(EVALUATIONS, *line("EVALUATIONS"))
-    config, options = ModelConfig(max_position_embeddings=64), evaluation.Options(lengths=(8, 16))
+    config, options = (
+        ModelConfig(max_position_embeddings=64),
+        evaluation.EvalOptions(lengths=(8, 16)),
+    )
     with pytest.raises(
         UserError, match="suite repetition needs a context of 256 tokens, the model's is 64"
     ):
-        evaluation.check(("repetition",), evaluation.Options(), config, IDS)
-    subject = evaluation.Subject(config, None, IDS, None, options)
+        evaluation.check_evaluations(("repetition",), evaluation.EvalOptions(), config, IDS)
+    subject = evaluation.EvalContext(config, None, IDS, None, options)
     monkeypatch.setattr(
-        evaluation.Subject,
+        evaluation.EvalContext,
         "scorer",
         lambda self, params: knows(lambda t: np.arange(t.shape[1] - 1) % 2 < t[:, :1] + 1),
     )
-    (made,) = evaluation.make(("repetition",), subject).values()
+    (made,) = evaluation.make_evaluations(("repetition",), subject).values()
     values = made.run(None)
     assert values == {"accuracy/8 tokens": 1.0, "accuracy/16 tokens": 1.0, "rows_read": 32}
 
-    evaluate._print("repetition", named(values, made.figures))
+    evaluate._print("repetition", to_metric_values(values, made.metrics))
     printed = capsys.readouterr().out
     assert "accuracy 8 tokens" in printed and "100.0%" in printed and "rows read" in printed
 
@@ -295,7 +298,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     events = [
         {"event": "heldout", "loss": 1.0},
         old,
-        {"event": "suite", "suite": "repetition", **record(values, made.figures)},
+        {"event": "suite", "suite": "repetition", **event_fields(values, made.metrics)},
     ]
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(event | {"step": 5, "time": 1.0}) + "\n" for event in events)
@@ -335,13 +338,13 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
         mesh = make_mesh(
             ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[: math.prod(axes.values())]
         )
-        options = evaluation.Options(rows=3, pairs=(3,))  # rows that do not divide
-        subject = evaluation.Subject(
+        options = evaluation.EvalOptions(rows=3, pairs=(3,))  # rows that do not divide
+        subject = evaluation.EvalContext(
             NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh)
         )
         params = resolved(NANO, mesh).init_state()["params"]
         # of "sinks" test_diagnostics.py measures the step
-        evaluations = evaluation.make(("heldout", "mqar"), subject)
+        evaluations = evaluation.make_evaluations(("heldout", "mqar"), subject)
         found.append(
             {
                 f"{name} {kind}": value

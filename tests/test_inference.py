@@ -20,11 +20,11 @@ from qwen3next_jax.commands import generate as generate_command
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.inference import complete, decode, generate, plain, texts
-from qwen3next_jax.inference.cache import cache_bytes, rounded_length
-from qwen3next_jax.inference.decode import joined
+from qwen3next_jax.inference import chat, complete, decode, generate, plain
+from qwen3next_jax.inference.cache import cache_bytes, round_up_length
+from qwen3next_jax.inference.decode import concatenate_pieces
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
-from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
+from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
@@ -146,7 +146,7 @@ def test_prefill_in_chunks_is_one_prefill(model, prompts):
             jnp.array([f(prompt) for prompt in prompts], jnp.int32)
             for f in (lambda p: p[-1], lambda p: len(p) - 1)
         )
-        rows = plain.start(model, 64, last_B, known_B, known_B)
+        rows = plain.init_state(model, 64, last_B, known_B, known_B)
         for begin, tokens_BT in decode.prompt_chunks(prompts, chunk=chunk):
             rows = fill(rows, tokens_BT, begin)
         return rows.cache
@@ -244,7 +244,7 @@ def test_samples_follow_the_distribution(drafts):
         stream = generate(
             model, [prompt] * batch, max_new_tokens=3, seed=seed, speculative=drafts, **options
         )
-        for a, b, c in joined(stream, batch):
+        for a, b, c in concatenate_pieces(stream, batch):
             observed[a, b, c] += 1
         if drafts:
             assert 0.2 < stream.accepted[0] / stream.drafted[0] < 0.95
@@ -299,7 +299,7 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
     graphdef, params = nnx.split(model)
     whole = np.pad(greedy[1], ((0, 0), (0, drafts)))
     rng = np.random.default_rng(drafts)
-    run = decode.programs(graphdef, drafts=drafts)
+    run = decode.compiled_programs(graphdef, drafts=drafts)
     state = run.start(
         model,
         64,
@@ -447,7 +447,7 @@ def test_recurrent_cache_is_constant(model):
 
 
 def test_cache_lengths_are_few_and_close():
-    lengths = {n: rounded_length(n) for n in range(1, 20_000)}
+    lengths = {n: round_up_length(n) for n in range(1, 20_000)}
     assert all(n <= length <= max(64, 1.25 * n) for n, length in lengths.items())
     assert len(set(lengths.values())) < 40
 
@@ -538,8 +538,8 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     ids=lambda value: str(value)[:40],
 )
 def test_chat_templates(template, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "_SECONDS", 1)
-    monkeypatch.setattr(texts, "_MEMORY", 1 << 28)
+    monkeypatch.setattr(chat, "_SECONDS", 1)
+    monkeypatch.setattr(chat, "_MEMORY", 1 << 28)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<E>", "chat_template": template})
     )

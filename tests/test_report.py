@@ -88,7 +88,7 @@ def test_no_spike_is_lost_when_a_series_is_shortened():
     x = np.arange(100_000.0)
     y = np.sin(x / 1e4)
     y[31_415], y[500:700], y[92_653] = 99.0, np.nan, np.inf
-    series = runs.shorten(x, y, 400)
+    series = runs.downsample(x, y, 400)
     assert len(series.x) <= 400 and (np.diff(series.x) > 0).all() and np.nanmax(series.high) == 99.0
     inside = np.isfinite(series.y)
     assert (series.low[inside] <= series.y[inside]).all() and (
@@ -125,8 +125,8 @@ def test_goodput_is_the_share_of_training_that_stayed():
         },
         {"event": "train", "step": 30, "time": 110.0, "seconds": 10.0},
     ]
-    run = runs.make_run("r", {}, events)
-    share = runs.goodput(runs.wall_time(run))
+    run = runs.run_from_events("r", {}, events)
+    share = runs.goodput(runs.wall_time_spans(run))
     assert {use: round(value * 110, 6) for use, value in share.items()} == {
         TRAINING: 30,
         STARTING: 35,
@@ -134,7 +134,7 @@ def test_goodput_is_the_share_of_training_that_stayed():
         LOST: 10,
         DOWN: 30,
     }
-    _, columns = runs.wall_time_columns(runs.wall_time(run), 37)
+    _, columns = runs.wall_time_columns(runs.wall_time_spans(run), 37)
     np.testing.assert_allclose(columns.sum(axis=1), 1, atol=1e-9)
     np.testing.assert_allclose(columns.mean(axis=0), list(share.values()), atol=1e-9)
     assert [(fault.kind, fault.step) for fault in runs.faults(run)] == [("restart", 20)]
@@ -146,15 +146,15 @@ def test_a_step_logged_with_its_compilation_is_no_training():
         {"event": "train", "step": 1, "time": 9.0, "seconds": 8.0},
         {"event": "train", "step": 2, "time": 10.0, "seconds": 1.0},
     ]
-    assert runs.goodput(runs.wall_time(runs.make_run("r", {}, events)))[TRAINING] == pytest.approx(
-        0.1
-    )
+    assert runs.goodput(runs.wall_time_spans(runs.run_from_events("r", {}, events)))[
+        TRAINING
+    ] == pytest.approx(0.1)
 
 
 def test_differences_name_what_differs(folder):
     names = [
         name
-        for name, _ in runs.differences(
+        for name, _ in runs.setting_differences(
             [runs.load_run(folder / name) for name in ("small", "other")]
         )
     ]

@@ -35,10 +35,10 @@ def main() -> int:
         )
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.inference import speculative
-    from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
+    from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
 
     if _speculative.value:
-        speculative.check(config, _speculative.value)
+        speculative.check_drafts(config, _speculative.value)
     folder = pathlib.Path(_model.value)
     template = (
         ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder)

@@ -12,7 +12,7 @@ from qwen3next_jax.model.block import mixer_class
 SMALLEST = 64  # slots of the smallest cache
 
 
-def rounded_length(tokens: int) -> int:
+def round_up_length(tokens: int) -> int:
     """Slots of the cache that holds `tokens`: the next of four sizes per octave, so that calls
     of similar length share their compiled programs and at most a quarter of the slots is unused.
     """
@@ -37,7 +37,7 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
     return total
 
 
-def after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
+def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
     """Of what `Qwen3Next.decode(…, each=True)` gave, the cache of each row after its token
     number `index` [B].
 

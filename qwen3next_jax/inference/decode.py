@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.inference import plain
 from qwen3next_jax.inference import speculative as drafting
-from qwen3next_jax.inference.cache import rounded_length
+from qwen3next_jax.inference.cache import round_up_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.visible_targets import check_prompts
@@ -31,7 +31,7 @@ LATE = 0.05  # seconds that one call may take: its first token is seen when it e
 _TOGETHER = 8
 
 
-class Stream:
+class TokenStream:
     """An iterator over pieces: lists with one int32 array for every prompt, its new tokens since
     the piece before, maybe none.
 
@@ -40,7 +40,7 @@ class Stream:
     with all before it; a row's first round has made-up drafts and does not count.
     """
 
-    def __init__(self, pieces: Callable[["Stream"], Iterator[list[np.ndarray]]], drafts: int):
+    def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
         self.tokens = self.passes = 0
         self.drafted, self.accepted = np.zeros(drafts, int), np.zeros(drafts, int)
         self._pieces = pieces(self)
@@ -74,7 +74,7 @@ def generate(
     room: int = 0,
     mesh: Mesh | None = None,
     on_compile: Callable[[], None] = lambda: None,
-) -> Stream:
+) -> TokenStream:
     """Continues every prompt. What is not compiled yet is compiled before this returns.
 
     Args:
@@ -103,14 +103,14 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     sampling.check()
     stop_ids = np.asarray(stop_ids, np.int64).reshape(-1)
-    _check_ids(model.config, stop_ids, "stop_ids")
+    _check_token_ids(model.config, stop_ids, "stop_ids")
     if speculative:
-        drafting.check(model.config, speculative)
+        drafting.check_drafts(model.config, speculative)
     wanted = len(prompts)
     if mesh is not None:  # as many rows as its axes divide
         prompts = prompts + [prompts[-1]] * (-wanted % shards(mesh, *ROWS))
     graphdef, params = nnx.split(model)
-    run = programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)
+    run = compiled_programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)
     length = cache_length(prompts, max_new_tokens, speculative, room)
     state = run.start(
         model,
@@ -138,7 +138,7 @@ def generate(
         )
     advance = run.compiled("advance", on_compile, params, state, np.int32(1), *arguments)
 
-    def pieces(stream: Stream) -> Iterator[list[np.ndarray]]:
+    def pieces(stream: TokenStream) -> Iterator[list[np.ndarray]]:
         rows = state
         for prefill, (_, _, *chunk) in zip(prefills, chunks):
             rows = prefill(params, rows, *chunk)
@@ -152,25 +152,25 @@ def generate(
                 :wanted
             ]
             stream.count(piece, emitted)
-            size = _next_size(size, time.perf_counter() - started, run.most)
+            size = _next_step_count(size, time.perf_counter() - started, run.most)
             if any(map(len, piece)):
                 yield piece
 
-    return Stream(pieces, speculative)
+    return TokenStream(pieces, speculative)
 
 
 def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
     """`generate` run to its end: the new tokens of every row, without the stop token."""
-    return joined(generate(model, prompts, **options), len(prompts))
+    return concatenate_pieces(generate(model, prompts, **options), len(prompts))
 
 
-def joined(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np.ndarray]:
+def concatenate_pieces(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np.ndarray]:
     return [np.concatenate([np.zeros(0, np.int32), *of_row]) for of_row in zip(*pieces)] or [
         np.zeros(0, np.int32)
     ] * rows
 
 
-def _next_size(size: int, seconds: float, most: int) -> int:
+def _next_step_count(size: int, seconds: float, most: int) -> int:
     if jax.process_count() > 1:
         return min(2 * size, _TOGETHER)
     if seconds > LATE:
@@ -249,7 +249,7 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=8)
-def programs(
+def compiled_programs(
     graphdef: nnx.GraphDef,
     mesh: Mesh | None = None,
     greedy: bool = True,
@@ -265,8 +265,8 @@ def cache_length(
 ) -> int:
     """Slots of the cache that `generate` uses: all tokens and a last chunk's padding have one."""
     longest = max(map(len, prompts))
-    ends = (start + size for start, size in _chunks(longest - 1, even=bool(room)))
-    return rounded_length(max(longest + max_new_tokens + 2 * speculative, room, *ends))
+    ends = (start + size for start, size in _chunk_bounds(longest - 1, even=bool(room)))
+    return round_up_length(max(longest + max_new_tokens + 2 * speculative, room, *ends))
 
 
 def check_request(
@@ -287,7 +287,7 @@ def check_request(
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {i} is empty: expected at least one token")
-        _check_ids(config, prompt, f"prompt {i}")
+        _check_token_ids(config, prompt, f"prompt {i}")
     longest = max(map(len, prompts))
     if longest + max_new_tokens > config.context_length:
         stretched = (
@@ -305,7 +305,7 @@ def check_request(
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _check_ids(config, ids: np.ndarray, name: str) -> None:
+def _check_token_ids(config, ids: np.ndarray, name: str) -> None:
     if ids.dtype.kind not in "iu":
         raise UserError(f"{name} is of dtype {ids.dtype}: expected integers, the ids of tokens")
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
@@ -316,7 +316,7 @@ def _check_ids(config, ids: np.ndarray, name: str) -> None:
         )
 
 
-def _chunks(total: int, chunk: int = CHUNK, even: bool = False) -> Iterator[tuple[int, int]]:
+def _chunk_bounds(total: int, chunk: int = CHUNK, even: bool = False) -> Iterator[tuple[int, int]]:
     """(start, size) of the chunks of so many tokens: sizes are powers of two up to `chunk`, or
     of two `even` ones.
     """
@@ -334,7 +334,7 @@ def prompt_chunks(
     """Cuts all but the last token of the right-padded prompts into (start, [B, T + ahead]), T as
     `_chunks` says, each with the `ahead` tokens that follow it.
     """
-    for start, size in _chunks(max(map(len, prompts)) - 1, chunk, even):
+    for start, size in _chunk_bounds(max(map(len, prompts)) - 1, chunk, even):
         tokens_BX = np.zeros((len(prompts), size + ahead), np.int32)
         for row, prompt in zip(tokens_BX, prompts):
             part = prompt[start : start + size + ahead]

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.inference.sampling import Sampling, draw, likeliest, log_probabilities
+from qwen3next_jax.inference.sampling import Sampling, sample_token, argmax_token, log_probabilities
 from qwen3next_jax.model import Qwen3Next
 
 STEPS = 64  # of one call at most: a call costs as much as some steps of a small model
 
 
-class Rows(NamedTuple):
+class DecodeState(NamedTuple):
     """Decoding in progress. Donated to every call that continues it.
 
     cache: as `Qwen3Next.init_cache`, holding the tokens before `position`.
@@ -43,12 +43,12 @@ class Emitted(NamedTuple):
     accepted: jax.Array
 
 
-def start(model: Qwen3Next, length: int, token_B, position_B, left_B) -> Rows:
+def init_state(model: Qwen3Next, length: int, token_B, position_B, left_B) -> DecodeState:
     """Before the first token, with a cache of `length` slots."""
-    return Rows(model.init_cache(len(token_B), length), token_B, position_B, left_B)
+    return DecodeState(model.init_cache(len(token_B), length), token_B, position_B, left_B)
 
 
-def prefill(model: Qwen3Next, mesh, rows: Rows, tokens_BT, begin) -> Rows:
+def prefill(model: Qwen3Next, mesh, rows: DecodeState, tokens_BT, begin) -> DecodeState:
     """Puts the tokens at positions `begin` … that are below `rows.position` into the cache."""
     positions_BT = jnp.broadcast_to(
         begin + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
@@ -64,12 +64,12 @@ def advance(
     mesh,
     greedy: bool,
     filters: bool,
-    rows: Rows,
+    rows: DecodeState,
     steps,
     stop_ids,
     sampling: Sampling,
     seed,
-) -> tuple[Rows, Emitted]:
+) -> tuple[DecodeState, Emitted]:
     """`steps` ≤ STEPS steps, fewer where every row has ended."""
 
     def more(carry):
@@ -83,14 +83,16 @@ def advance(
         )
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
-            next_B = likeliest(logits_BV)
+            next_B = argmax_token(logits_BV)
         else:
-            next_B = draw(log_probabilities(logits_BV, sampling, filters), seed, rows.position + 1)
+            next_B = sample_token(
+                log_probabilities(logits_BV, sampling, filters), seed, rows.position + 1
+            )
         live_B = rows.left > 0
         emits_B = live_B & ~jnp.isin(next_B, stop_ids)
         # A finished row repeats its last step: its slots stay inside the cache and nobody reads
         # them.
-        rows = Rows(
+        rows = DecodeState(
             cache,
             jnp.where(emits_B, next_B, rows.token),
             rows.position + emits_B,

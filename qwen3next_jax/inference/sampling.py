@@ -82,7 +82,7 @@ def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> j
     return jax.nn.log_softmax(scaled, axis=-1)
 
 
-def likeliest(logits: jax.Array) -> jax.Array:
+def argmax_token(logits: jax.Array) -> jax.Array:
     """[..., V] → [...] int32, the first of the largest. `jnp.argmax` takes one number at a time
     on a CPU, 18 times as long for 151,936.
     """
@@ -94,7 +94,7 @@ def likeliest(logits: jax.Array) -> jax.Array:
     )
 
 
-def position_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:
+def random_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:
     """[B] keys that depend on the seed, the row, the position of the token that is drawn and
     what for, on nothing else.
     """
@@ -107,9 +107,9 @@ def position_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:
     return jax.vmap(key)(jnp.arange(len(position_B)), position_B)
 
 
-def draw(log_p_BV: jax.Array, seed, position_B: jax.Array, purpose: int = 0) -> jax.Array:
+def sample_token(log_p_BV: jax.Array, seed, position_B: jax.Array, purpose: int = 0) -> jax.Array:
     """[B] int32."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, log_p_BV.shape[1:], log_p_BV.dtype))(
-        position_keys(seed, position_B, purpose)
+        random_keys(seed, position_B, purpose)
     )
-    return likeliest(noise + log_p_BV)
+    return argmax_token(noise + log_p_BV)

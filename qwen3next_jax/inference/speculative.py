@@ -35,14 +35,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.inference.cache import after_token
+from qwen3next_jax.inference.cache import cache_after_token
 from qwen3next_jax.inference.plain import Emitted
 from qwen3next_jax.inference.sampling import (
     Sampling,
-    draw,
-    likeliest,
+    sample_token,
+    argmax_token,
     log_probabilities,
-    position_keys,
+    random_keys,
 )
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class
@@ -53,7 +53,7 @@ MOST = 4  # drafts per round
 ROUNDS = 32  # of one call at most
 
 
-class Drafting(NamedTuple):
+class DraftState(NamedTuple):
     """Decoding in progress. Donated to every call that continues it.
 
     cache, token, position, left: as `plain.Rows`. mtp_cache: the module's, with an entry for
@@ -70,7 +70,7 @@ class Drafting(NamedTuple):
     log_q: jax.Array
 
 
-def check(config, drafts: int) -> None:
+def check_drafts(config, drafts: int) -> None:
     """Raises UserError where a model of `config` cannot draft so many tokens."""
     if not 1 <= drafts <= MOST:
         raise UserError(f"speculative = {drafts}: expected 1 … {MOST} drafts, or 0 for none")
@@ -87,9 +87,9 @@ def check(config, drafts: int) -> None:
         )
 
 
-def start(
+def init_state(
     model: Qwen3Next, length: int, token_B, position_B, left_B, *, drafts: int, greedy: bool
-) -> Drafting:
+) -> DraftState:
     """Before the first token, with caches of `length` slots. The first round's drafts are made
     up: token 0, for sure.
     """
@@ -99,7 +99,7 @@ def start(
         mixer_class(model.config.full_mixer).init_cache,
     )
     log_q_V = jnp.where(jnp.arange(0 if greedy else c.vocab_size) == 0, 0.0, -jnp.inf)
-    return Drafting(
+    return DraftState(
         model.init_cache(batch, length),
         token_B,
         position_B,
@@ -110,7 +110,7 @@ def start(
     )
 
 
-def prefill(model: Qwen3Next, mesh, state: Drafting, tokens_BX, begin) -> Drafting:
+def prefill(model: Qwen3Next, mesh, state: DraftState, tokens_BX, begin) -> DraftState:
     """Puts the tokens at positions `begin` … that are below `state.position` into both caches.
     `tokens` [B, T + 1] go on one position further, which the module reads.
     """
@@ -120,7 +120,7 @@ def prefill(model: Qwen3Next, mesh, state: Drafting, tokens_BX, begin) -> Drafti
     hidden_BTD, cache = model.decode(tokens_BX[:, :size], t_BT, state.cache, inside_BT, mesh)
     return state._replace(
         cache=cache,
-        mtp_cache=_predictor(model, mesh)(hidden_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)[1],
+        mtp_cache=_mtp_step(model, mesh)(hidden_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)[1],
     )
 
 
@@ -129,12 +129,12 @@ def advance(
     mesh,
     greedy: bool,
     filters: bool,
-    state: Drafting,
+    state: DraftState,
     rounds,
     stop_ids,
     sampling: Sampling,
     seed,
-) -> tuple[Drafting, Emitted]:
+) -> tuple[DraftState, Emitted]:
     """`rounds` ≤ ROUNDS rounds, fewer where every row has ended."""
     batch, k = state.drafts.shape
 
@@ -160,7 +160,7 @@ def advance(
         )
         counts_K = jnp.sum(live_B[:, None] & (accepted_B[:, None] > jnp.arange(k)), axis=0)
         emitted = Emitted(
-            _put(emitted.tokens, place_BJ, new_BJ),
+            _scatter_tokens(emitted.tokens, place_BJ, new_BJ),
             emitted.count + emits_B,
             emitted.passes + jnp.sum(live_B),
             emitted.accepted + counts_K,
@@ -180,7 +180,7 @@ def advance(
         # A finished row stays where it is, in slots that nobody reads.
         position_B = jnp.where(live_B, state.position + accepted_B + 1, state.position)
         left_B = jnp.where(stopped_B, 0, state.left - emits_B)
-        token_B = _take(new_BJ, accepted_B[:, None])[:, 0]
+        token_B = _gather_positions(new_BJ, accepted_B[:, None])[:, 0]
         return step + 1, drafted._replace(token=token_B, position=position_B, left=left_B), emitted
 
     zero_B = jnp.zeros(batch, jnp.int32)
@@ -191,7 +191,7 @@ def advance(
 
 
 def _verify(
-    model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting, sampling: Sampling, seed
+    model: Qwen3Next, mesh, greedy: bool, filters: bool, state: DraftState, sampling: Sampling, seed
 ):
     """→ (tokens [B, J] that follow the pending one, right up to index `accepted`; accepted [B];
     trunk states [B, J, D] from the pending token on; the cache after the accepted drafts).
@@ -204,31 +204,33 @@ def _verify(
     )
     logits_BJV = model.logits(hidden_BJD)
     if greedy:
-        new_BJ = likeliest(logits_BJV)
-        accepted_B = _leading(new_BJ[:, :k] == state.drafts)
+        new_BJ = argmax_token(logits_BJV)
+        accepted_B = _leading_accepted(new_BJ[:, :k] == state.drafts)
     else:
         log_p_BJV = log_probabilities(logits_BJV, sampling, filters)
-        log_ratio_BK = _of_token(log_p_BJV[:, :k], state.drafts) - _of_token(
+        log_ratio_BK = _gather_token(log_p_BJV[:, :k], state.drafts) - _gather_token(
             state.log_q, state.drafts
         )
         u_BK = jnp.stack(
             [
-                jax.vmap(jax.random.uniform)(position_keys(seed, state.position + 1 + d, 1))
+                jax.vmap(jax.random.uniform)(random_keys(seed, state.position + 1 + d, 1))
                 for d in range(k)
             ],
             axis=1,
         )
-        accepted_B = _leading(jnp.log(u_BK) < log_ratio_BK)
+        accepted_B = _leading_accepted(jnp.log(u_BK) < log_ratio_BK)
         # no draft stands behind the last
         log_q_BJV = jnp.pad(state.log_q, ((0, 0), (0, 1), (0, 0)), constant_values=-jnp.inf)
-        p_BV, q_BV = (jnp.exp(_take(x, accepted_B[:, None])[:, 0]) for x in (log_p_BJV, log_q_BJV))
+        p_BV, q_BV = (
+            jnp.exp(_gather_positions(x, accepted_B[:, None])[:, 0]) for x in (log_p_BJV, log_q_BJV)
+        )
         rest_BV = jnp.maximum(p_BV - q_BV, 0)
         # p = q but for rounding
         rest_BV = jnp.where(jnp.sum(rest_BV, axis=-1, keepdims=True) > 0, rest_BV, p_BV)
-        own_B = draw(jnp.log(rest_BV), seed, state.position + 1 + accepted_B, purpose=2)
+        own_B = sample_token(jnp.log(rest_BV), seed, state.position + 1 + accepted_B, purpose=2)
         drafts_BJ = jnp.pad(state.drafts, ((0, 0), (0, 1)))
         new_BJ = jnp.where(offset_J < accepted_B[:, None], drafts_BJ, own_B[:, None])
-    return new_BJ, accepted_B, hidden_BJD, after_token(model.config, cache, accepted_B)
+    return new_BJ, accepted_B, hidden_BJD, cache_after_token(model.config, cache, accepted_B)
 
 
 def _draft(
@@ -236,31 +238,33 @@ def _draft(
     mesh,
     greedy: bool,
     filters: bool,
-    state: Drafting,
+    state: DraftState,
     hidden_BJD,
     new_BJ,
     accepted_B,
     sampling: Sampling,
     seed,
-) -> Drafting:
+) -> DraftState:
     """Drafts from behind the accepted tokens: the module reads the trunk's states, then from
     draft to draft its own.
     """
     k = state.drafts.shape[1]
-    predict = _predictor(model, mesh)
+    predict = _mtp_step(model, mesh)
     t_BJ = state.position[:, None] + jnp.arange(k + 1, dtype=jnp.int32)
     # Of the accepted tokens only keys and values are needed: XLA leaves the rest of this call out.
     _, cache = predict(hidden_BJD, new_BJ, t_BJ, state.mtp_cache)
-    hidden_B1D, token_B1, t_B1 = (_take(x, accepted_B[:, None]) for x in (hidden_BJD, new_BJ, t_BJ))
+    hidden_B1D, token_B1, t_B1 = (
+        _gather_positions(x, accepted_B[:, None]) for x in (hidden_BJD, new_BJ, t_BJ)
+    )
     drafts, log_q = [], []
     for d in range(k):
         hidden_B1D, cache = predict(hidden_B1D, token_B1, t_B1 + d, cache)
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
-            draft_B, log_q_BV = likeliest(logits_BV), state.log_q[:, d]
+            draft_B, log_q_BV = argmax_token(logits_BV), state.log_q[:, d]
         else:
             log_q_BV = log_probabilities(logits_BV, sampling, filters)
-            draft_B = draw(log_q_BV, seed, state.position + accepted_B + 2 + d, purpose=3)
+            draft_B = sample_token(log_q_BV, seed, state.position + accepted_B + 2 + d, purpose=3)
         token_B1 = draft_B[:, None]
         drafts.append(draft_B)
         log_q.append(log_q_BV)
@@ -269,7 +273,7 @@ def _draft(
     )
 
 
-def _predictor(model: Qwen3Next, mesh):
+def _mtp_step(model: Qwen3Next, mesh):
     """One depth of the module: (states [B, T, D], tokens beside them [B, T], positions [B, T],
     cache) → (states, cache).
     """
@@ -290,20 +294,20 @@ def _predictor(model: Qwen3Next, mesh):
     return predict
 
 
-def _leading(accepted_BK) -> jax.Array:
+def _leading_accepted(accepted_BK) -> jax.Array:
     """[B]: how many are accepted before the first that is not."""
     return jnp.sum(jnp.cumprod(accepted_BK.astype(jnp.int32), axis=1), axis=1)
 
 
-def _of_token(x_BKV, token_BK) -> jax.Array:
+def _gather_token(x_BKV, token_BK) -> jax.Array:
     return jnp.take_along_axis(x_BKV, token_BK[..., None], axis=-1)[..., 0]
 
 
-def _take(x, index_BT):
+def _gather_positions(x, index_BT):
     """x [B, S, …] at `index_BT` → [B, T, …]; indices outside are moved to the nearest end."""
     index_BT = jnp.clip(index_BT, 0, x.shape[1] - 1)
     return jnp.take_along_axis(x, index_BT.reshape(*index_BT.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def _put(x_BL, index_BT, value_BT):
+def _scatter_tokens(x_BL, index_BT, value_BT):
     return x_BL.at[jnp.arange(len(x_BL))[:, None], index_BT].set(value_BT, mode="drop")

@@ -106,21 +106,23 @@ def line_chart(
     """
     lines = [
         dataclasses.replace(
-            line, **{name: _drawable(getattr(line, name)) for name in ("y", "low", "high")}
+            line, **{name: _drawable_values(getattr(line, name)) for name in ("y", "low", "high")}
         )
         for line in lines
     ]
     lines = [line for line in lines if np.isfinite(line.y).any()]
     if not lines:
-        return figure(title, note, '<p class="empty">nothing recorded yet</p>')
+        return figure_html(title, note, '<p class="empty">nothing recorded yet</p>')
     xs = np.concatenate([np.asarray(line.x, float) for line in lines])
-    ends = (-0.5, len(x_names) - 0.5) if x_names else _widened(float(xs.min()), float(xs.max()))
+    ends = (
+        (-0.5, len(x_names) - 0.5) if x_names else _nonempty_range(float(xs.min()), float(xs.max()))
+    )
     x = Axis(*ends, LEFT, WIDTH - RIGHT)
-    low, high, hidden = _range(lines, references, log, from_zero, late)
+    low, high, hidden = _y_range(lines, references, log, from_zero, late)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP, log)
     if hidden is not None:
-        note = " ".join(filter(None, (note, f"Begins above the frame, at {short(hidden)}.")))
-    parts = [_frame(x, y, x_label, x_names)]
+        note = " ".join(filter(None, (note, f"Begins above the frame, at {short_number(hidden)}.")))
+    parts = [_axes_svg(x, y, x_label, x_names)]
     for position, text, kind in marks:
         if x.low <= position <= x.high:
             parts.append(
@@ -133,10 +135,10 @@ def line_chart(
         f'<svg y="{TOP - 2}" width="{WIDTH}" height="{HEIGHT - TOP - BOTTOM + 5}" '
         f'viewBox="0 {TOP - 2} {WIDTH} {HEIGHT - TOP - BOTTOM + 5}">'
     )
-    parts.append(clip + "".join(_drawn(line, x, y) for line in lines) + "</svg>")
+    parts.append(clip + "".join(_line_svg(line, x, y) for line in lines) + "</svg>")
     # readable over the lines
     parts += [
-        _reference(label, value, y, [r for _, r in references]) for label, value in references
+        _reference_line(label, value, y, [r for _, r in references]) for label, value in references
     ]
     data = {
         "x": [x.low, x.high, x.begin, x.end],
@@ -147,9 +149,13 @@ def line_chart(
         "lines": [[line.label, line.stroke, _rounded(line.x), _rounded(line.y)] for line in lines],
     }
     legend = (
-        "" if len(lines) == 1 and not lines[0].label else "".join(_swatch(line) for line in lines)
+        ""
+        if len(lines) == 1 and not lines[0].label
+        else "".join(_legend_entry(line) for line in lines)
     )
-    return figure(title, note, _svg("".join(parts), title) + _data(data), legend, "lines")
+    return figure_html(
+        title, note, _svg("".join(parts), title) + _hover_data(data), legend, "lines"
+    )
 
 
 def heatmap(
@@ -168,15 +174,17 @@ def heatmap(
     names or increasing numbers. `diverging`: shares around 1, drawn by their logarithm from 1/4
     to 4, zeros marked. `log`: colours by the logarithm.
     """
-    values = _drawable(values)
+    values = _drawable_values(values)
     if not np.isfinite(values).any():
-        return figure(title, note, '<p class="empty">nothing recorded yet</p>')
+        return figure_html(title, note, '<p class="empty">nothing recorded yet</p>')
     if diverging:
         low, high = 0.25, 4.0
         level = (np.log2(np.maximum(values, 1e-9)) + 2) / 4
     else:
         kept = values[np.isfinite(values) & ((values > 0) | (not log))]
-        low, high = _widened(float(kept.min()), float(kept.max())) if kept.size else (0.0, 1.0)
+        low, high = (
+            _nonempty_range(float(kept.min()), float(kept.max())) if kept.size else (0.0, 1.0)
+        )
         a, b, v = (
             np.log(np.maximum(t, 1e-30)) if log else np.asarray(t, float)
             for t in (low, high, values)
@@ -194,23 +202,23 @@ def heatmap(
         f'<image href="{image}" x="{x0}" y="{y0}" width="{x1 - x0}" height="{y1 - y0}" '
         'preserveAspectRatio="none"/>'
     ]
-    for i in _spread(len(rows), 10):
+    for i in _evenly_spaced(len(rows), 10):
         parts.append(
             f'<text x="{x0 - 6}" y="{y0 + (i + 0.5) / len(rows) * (y1 - y0) + 3.5:.1f}" '
             f'text-anchor="end">{_escape(rows[i])}</text>'
         )
     half = (x1 - x0) / len(columns) / 2
     if isinstance(columns, np.ndarray):
-        scale = Axis(*_widened(float(columns[0]), float(columns[-1])), x0 + half, x1 - half)
-        ticks = [(float(scale(tick)), short(tick)) for tick in scale.ticks(6)]
-        columns = [short(column) for column in columns]
+        scale = Axis(*_nonempty_range(float(columns[0]), float(columns[-1])), x0 + half, x1 - half)
+        ticks = [(float(scale(tick)), short_number(tick)) for tick in scale.ticks(6)]
+        columns = [short_number(column) for column in columns]
     else:
-        ticks = [(x0 + half + 2 * half * i, columns[i]) for i in _spread(len(columns), 8)]
+        ticks = [(x0 + half + 2 * half * i, columns[i]) for i in _evenly_spaced(len(columns), 8)]
     parts += [
         f'<text x="{at:.1f}" y="{y1 + 13}" text-anchor="middle">{_escape(name)}</text>'
         for at, name in ticks
     ]
-    parts.append(_axis_label(column_label, (x0 + x1) / 2) + _upright(row_label))
+    parts.append(_x_axis_label(column_label, (x0 + x1) / 2) + _y_axis_label(row_label))
     ramp = _png(np.arange(255, 1, -1, np.uint8)[:, None], _diverging if diverging else _viridis)
     parts.append(
         f'<image href="{ramp}" x="{x1 + 14}" y="{y0}" width="10" height="{y1 - y0}" '
@@ -220,7 +228,7 @@ def heatmap(
     for value, at in ((high, y0 + 8), (middle, (y0 + y1) / 2 + 3), (low, y1)):
         beyond = "≥" if diverging and value == high else "≤" if diverging and value == low else ""
         parts.append(
-            f'<text x="{x1 + 28}" y="{at:.1f}">{beyond}{short(float(f"{value:.3g}"))}</text>'
+            f'<text x="{x1 + 28}" y="{at:.1f}">{beyond}{short_number(float(f"{value:.3g}"))}</text>'
         )
     data = {
         "box": [x0, x1, y0, y1],
@@ -229,7 +237,7 @@ def heatmap(
         "names": [row_label, column_label],
         "values": [_rounded(row, 3) for row in values],
     }
-    return figure(title, note, _svg("".join(parts), title) + _data(data), kind="heat")
+    return figure_html(title, note, _svg("".join(parts), title) + _hover_data(data), kind="heat")
 
 
 def stacked_columns(
@@ -254,7 +262,7 @@ def stacked_columns(
     y = Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP)
     edges = x(np.arange(len(shares) + 1) * width / scale)
     top = np.clip(np.cumsum(shares, axis=1), 0, 1)
-    parts = [_frame(x, y, f"{unit} since the start", (), percent=True)]
+    parts = [_axes_svg(x, y, f"{unit} since the start", (), percent=True)]
     for i, name in enumerate(names):
         base = top[:, i - 1] if i else np.zeros(len(shares))
         boxes = "".join(
@@ -279,7 +287,7 @@ def stacked_columns(
         for i, (name, colour) in enumerate(zip(names, colours, strict=True))
         if shares[:, i].any()
     )
-    return figure(title, note, _svg("".join(parts), title), legend)
+    return figure_html(title, note, _svg("".join(parts), title), legend)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = False) -> str:
@@ -294,7 +302,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = Fa
     )
 
 
-def figure(title: str, note: str, body: str, legend: str = "", kind: str = "") -> str:
+def figure_html(title: str, note: str, body: str, legend: str = "", kind: str = "") -> str:
     return (
         f'<figure data-kind="{kind}"><figcaption>{_escape(title)}</figcaption>'
         + (f'<p class="note">{_escape(note)}</p>' if note else "")
@@ -303,7 +311,7 @@ def figure(title: str, note: str, body: str, legend: str = "", kind: str = "") -
     )
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """A number in few characters: 1.5M, 0.012, 3e-05."""
     if not math.isfinite(value):
         return "–"
@@ -318,7 +326,7 @@ def short(value: float) -> str:
     )
 
 
-def _drawable(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
+def _drawable_values(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
     """`values` as an array: NaN where they are beyond LARGEST, 0 where they are that near to it."""
     if values is None:
         return None
@@ -327,7 +335,7 @@ def _drawable(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
     return np.where(size <= LARGEST, np.where(size < 1 / LARGEST, 0.0, values), np.nan)
 
 
-def _range(lines, references, log, from_zero, late) -> tuple[float, float, float | None]:
+def _y_range(lines, references, log, from_zero, late) -> tuple[float, float, float | None]:
     """(lowest, highest, the first value where it lies above the frame) of the y axis."""
     xs = [np.asarray(line.x, float) for line in lines]
     begin = min(x[0] for x in xs) + 0.03 * (max(x[-1] for x in xs) - min(x[0] for x in xs))
@@ -352,17 +360,17 @@ def _range(lines, references, log, from_zero, late) -> tuple[float, float, float
     values = [value for _, value in references if value > 0 or not log]
     low, high = min([low, *values]), max([high, *values])
     if log:
-        low, high = _widened(math.log10(low), math.log10(high))
+        low, high = _nonempty_range(math.log10(low), math.log10(high))
         margin = 0.04 * (high - low)
         return 10 ** (low - margin), 10 ** (high + margin), hidden
-    low, high = _widened(low, high)
+    low, high = _nonempty_range(low, high)
     margin = 0.05 * (high - low)
     if low < 0:
         return low - margin, max(high + margin, 0.0) if from_zero else high + margin, hidden
     return 0.0 if from_zero else max(low - margin, 0.0), high + margin, hidden
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
+def _nonempty_range(low: float, high: float) -> tuple[float, float]:
     """A range that is not empty."""
     if high - low > 1e-12 * max(abs(low), abs(high)):
         return low, high
@@ -387,37 +395,37 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
     return Axis(low, high, 0, 1).ticks(count - 1)
 
 
-def _frame(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool = False) -> str:
+def _axes_svg(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool = False) -> str:
     parts = []
     for tick in y.ticks(5):
         at = float(y(tick))
-        text = f"{tick:.0%}" if percent else short(tick)
+        text = f"{tick:.0%}" if percent else short_number(tick)
         parts.append(
             f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/><text '
             f'x="{x.begin - 6}" '
             f'y="{at + 3.5:.1f}" text-anchor="end">{text}</text>'
         )
-    ticks = _spread(len(x_names), 12) if x_names else x.ticks(6)
+    ticks = _evenly_spaced(len(x_names), 12) if x_names else x.ticks(6)
     for tick in ticks:
         at = float(x(tick))
         # The last label is kept inside the drawing.
         anchor = "end" if at > WIDTH - 24 else "middle"
         parts.append(
             f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.begin + 14}" text-anchor="{anchor}">'
-            f"{_escape(x_names[tick]) if x_names else short(tick)}</text>"
+            f"{_escape(x_names[tick]) if x_names else short_number(tick)}</text>"
         )
     parts.append(f'<line class="axis" x1="{x.begin}" x2="{x.end}" y1="{y.begin}" y2="{y.begin}"/>')
-    return "".join(parts) + _axis_label(x_label, (x.begin + x.end) / 2)
+    return "".join(parts) + _x_axis_label(x_label, (x.begin + x.end) / 2)
 
 
-def _axis_label(text: str, at: float) -> str:
+def _x_axis_label(text: str, at: float) -> str:
     return (
         f'<text class="axis-label" x="{at:.1f}" y="{HEIGHT - 5}" '
         f'text-anchor="middle">{_escape(text)}</text>'
     )
 
 
-def _upright(text: str) -> str:
+def _y_axis_label(text: str) -> str:
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return (
         f'<text class="axis-label" x="12" y="{middle}" transform="rotate(-90 12 {middle})" '
@@ -425,7 +433,7 @@ def _upright(text: str) -> str:
     )
 
 
-def _reference(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
+def _reference_line(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
     at = float(y(value))
     # Below the line where another one is too close above it, or the frame is.
     below = at - TOP < 12 or any(0 < at - float(y(other)) < 13 for other in others)
@@ -437,7 +445,7 @@ def _reference(label: str, value: float, y: Axis, others: Sequence[float]) -> st
     )
 
 
-def _drawn(line: Line, x: Axis, y: Axis) -> str:
+def _line_svg(line: Line, x: Axis, y: Axis) -> str:
     px, py = x(line.x), y(np.asarray(line.y, float))
     style = f'stroke="{line.stroke}"' + (
         f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else ""
@@ -475,7 +483,7 @@ def _path(px: np.ndarray, py: np.ndarray) -> str:
     return "".join(parts)
 
 
-def _swatch(line: Line) -> str:
+def _legend_entry(line: Line) -> str:
     dash = (
         f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else ""
     )
@@ -493,7 +501,7 @@ def _svg(body: str, title: str) -> str:
     )
 
 
-def _data(data: dict) -> str:
+def _hover_data(data: dict) -> str:
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
 
@@ -502,7 +510,7 @@ def _rounded(values, digits: int = 5) -> list[float | None]:
     return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in map(float, values)]
 
 
-def _spread(count: int, most: int) -> list[int]:
+def _evenly_spaced(count: int, most: int) -> list[int]:
     """At most `most` indices at equal distances, from 0."""
     return list(range(0, count, max(1, -(-count // most))))
 
@@ -511,7 +519,7 @@ def _escape(text: str) -> str:
     return html.escape(str(text))
 
 
-def _ramp(anchors: Sequence[str], at: float) -> tuple[int, int, int]:
+def _interpolate_colour(anchors: Sequence[str], at: float) -> tuple[int, int, int]:
     place = min(max(at, 0.0), 1.0) * (len(anchors) - 1)
     i = min(int(place), len(anchors) - 2)
     a, b = (bytes.fromhex(anchors[j]) for j in (i, i + 1))
@@ -520,11 +528,11 @@ def _ramp(anchors: Sequence[str], at: float) -> tuple[int, int, int]:
 
 def _viridis(at: float) -> tuple[int, int, int]:
     """Five points of matplotlib's viridis (public domain)."""
-    return _ramp(("440154", "3b528b", "21918c", "5ec962", "fde725"), at)
+    return _interpolate_colour(("440154", "3b528b", "21918c", "5ec962", "fde725"), at)
 
 
 def _diverging(at: float) -> tuple[int, int, int]:
-    return _ramp(("2166ac", "92c5de", "f0efeb", "f4a582", "b2182b"), at)
+    return _interpolate_colour(("2166ac", "92c5de", "f0efeb", "f4a582", "b2182b"), at)
 
 
 def _png(index: np.ndarray, colours) -> str:

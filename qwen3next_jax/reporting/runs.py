@@ -13,7 +13,7 @@ import numpy as np
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.events import each_event
+from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.trees import flatten
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
@@ -66,11 +66,11 @@ class Run:
         event has it.
         """
         found = [
-            (e["step"], _number(e[name]))
+            (e["step"], _to_float(e[name]))
             for e in self.events.get(kind, ())
             if e.get(name) is not None
         ]
-        return shorten(*np.array(found, float).T, points) if found else None
+        return downsample(*np.array(found, float).T, points) if found else None
 
     def names(self, kind: str, prefix: str) -> list[str]:
         """The names that start with `prefix` in events of `kind`, in order."""
@@ -99,7 +99,7 @@ class Run:
             )
         ]
         return np.array([e["step"] for e in events]), np.array(
-            [[_number(v) for v in e[name]] for e in events]
+            [[_to_float(v) for v in e[name]] for e in events]
         )
 
     def last(self, kind: str, name: str) -> Any:
@@ -145,7 +145,7 @@ def load_run(workdir: pathlib.Path) -> Run:
         raise UserError(f"{path}: damaged or foreign (expected JSON with config)") from error
     events, newest = [], {}
     try:
-        for _, event in each_event(workdir / "metrics.jsonl"):
+        for _, event in iterate_events(workdir / "metrics.jsonl"):
             # by far the largest thing there; only the newest one is drawn
             if "expert_load" in event:
                 newest.pop("expert_load", None)
@@ -159,17 +159,17 @@ def load_run(workdir: pathlib.Path) -> Run:
         raise UserError(
             f"{workdir}: nothing has been recorded yet (metrics.jsonl is absent or empty)"
         )
-    return make_run(workdir.resolve().name, config, events)
+    return run_from_events(workdir.resolve().name, config, events)
 
 
-def make_run(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
+def run_from_events(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_kind.setdefault(event["event"], []).append(event)
     return Run(name, config, events, by_kind)
 
 
-def shorten(x: np.ndarray, y: np.ndarray, points: int) -> Series:
+def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     """At most `points` points: each is the mean of a stretch of x, with the smallest and largest
     value there, so that no spike is lost. x must not decrease.
     """
@@ -197,11 +197,11 @@ def shorten(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     return Series(middle, mean, low, high)
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else float("nan")
 
 
-def wall_time(run: Run) -> list[tuple[float, float, str]]:
+def wall_time_spans(run: Run) -> list[tuple[float, float, str]]:
     """(begin, end, use) in seconds since the first start, back to back, of every stretch of the
     run's wall time.
     """
@@ -297,7 +297,7 @@ def stages(run: Run) -> list[tuple[int, str]]:
     ]
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
     """(setting, its value in each run; None where absent) of the settings that differ."""
     configs = [flatten(run.config) for run in runs]
     names = sorted({name for config in configs for name in config})
