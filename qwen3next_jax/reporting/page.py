@@ -283,10 +283,14 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
                 runs,
                 [("training", "train", "loss"), ("held-out", "heldout", "loss")],
                 marks,
-                late=True,
+                fit_late=True,
             ),
             _chart_over_steps(
-                "Held-out bits per byte", runs, [("", "heldout", "bits_per_byte")], marks, late=True
+                "Held-out bits per byte",
+                runs,
+                [("", "heldout", "bits_per_byte")],
+                marks,
+                fit_late=True,
             )
             or _chart_over_steps("Held-out accuracy", runs, [("", "heldout", "accuracy")], marks),
             _chart_over_steps(
@@ -294,7 +298,7 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
                 runs,
                 [(f"depth {d}", "train", f"mtp_loss/{d}") for d in depths],
                 marks,
-                late=True,
+                fit_late=True,
             ),
             _chart_over_steps(
                 "MTP drafts accepted by depth, held-out text",
@@ -320,7 +324,7 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
                 runs,
                 [("", "train", "balance_loss")],
                 marks,
-                late=True,
+                fit_late=True,
                 references=(("perfect balance 1", 1.0),),
             ),
         )
