@@ -313,7 +313,7 @@ def _rounds(args: argparse.Namespace) -> None:
                 0, rounds, lambda _, carry: one(model, carry), (state, hidden_BJD)
             )[0]
 
-        start = lambda: form.start(
+        start = lambda: form.init_state(
             model, 512, *(jnp.full(batch, n, jnp.int32) for n in (32, 64, 10**6)), **options
         )
         run = jax.jit(run, donate_argnums=1).lower(params, start()).compile()

@@ -299,8 +299,8 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
     graphdef, params = nnx.split(model)
     whole = np.pad(greedy[1], ((0, 0), (0, drafts)))
     rng = np.random.default_rng(drafts)
-    run = decode.compiled_programs(graphdef, drafts=drafts)
-    state = run.start(
+    run = decode.get_programs(graphdef, drafts=drafts)
+    state = run.init_state(
         model,
         64,
         *(
@@ -428,13 +428,13 @@ def test_prompts_of_like_lengths_share_their_programs(model, prompts):
 def test_a_conversation_compiles_what_later_prompts_take_and_has_room_for(model, monkeypatch):
     sizes = []
     monkeypatch.setattr(
-        decode.Programs,
+        decode.DecodePrograms,
         "compiled",
         lambda _, name, on_compile, params, state, x, *rest: sizes.append(x.shape[-1:]),
     )
-    for room, chunks in ((512, {512, 64}), (256, {64})):
+    for length, chunks in ((512, {512, 64}), (256, {64})):
         sizes.clear()
-        generate(model, [np.arange(5)], max_new_tokens=8, room=room)
+        generate(model, [np.arange(5)], max_new_tokens=8, min_cache_length=length)
         assert {size for (size,) in filter(None, sizes)} == chunks
 
 
@@ -538,8 +538,8 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     ids=lambda value: str(value)[:40],
 )
 def test_chat_templates(template, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "_SECONDS", 1)
-    monkeypatch.setattr(chat, "_MEMORY", 1 << 28)
+    monkeypatch.setattr(chat, "_MAX_CPU_SECONDS", 1)
+    monkeypatch.setattr(chat, "_MAX_BYTES", 1 << 28)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<E>", "chat_template": template})
     )
