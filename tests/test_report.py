@@ -1,5 +1,5 @@
-"""The report: numbers reduced without losing what matters, and a page that a real browser shows
-whole.
+"""The report: series are shortened without losing spikes, wall time is divided correctly, a browser
+shows the whole page, and damaged records do not prevent it.
 """
 
 import html
@@ -16,8 +16,8 @@ from qwen3next_jax.reporting import runs
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING
 
-# Run in the page: every label inside its drawing, no two labels of a drawing over each other,
-# nothing wider than the window.
+# This script runs in the page. It finds labels outside their drawing, labels over each other, empty
+# charts, and a page wider than the window; and it points at a chart, which must show values.
 AUDIT = """<script>window.addEventListener("load", () => {
   const found = [], shown = e => { const b = e.getBoundingClientRect(); return b.width > 0 && b.height > 0; };
   for (const figure of document.querySelectorAll("figure")) {
@@ -99,8 +99,8 @@ def test_no_spike_is_lost_when_a_series_is_shortened():
 
 
 def test_goodput_is_the_share_of_training_that_stayed():
-    """20 s to start, 10 steps of 1 s, 5 s of evaluation, 10 steps, killed 10 lost steps later,
-    30 s down, 15 s to start, 10 steps.
+    """The run takes 20 s to start, 10 steps of 1 s, 5 s of evaluation, 10 steps; it is killed 10
+    steps later, which are lost. After 30 s it starts again, takes 15 s, and 10 steps.
     """
     events = [
         {
@@ -230,9 +230,7 @@ def test_settings_of_a_wrong_type_do_not_end_a_report(tmp_path, name, value):
 
 
 def test_lines_of_a_wrong_type_do_not_end_a_report(tmp_path):
-    """Each alone between two good ones (which of several would matter is then known), and all
-    together.
-    """
+    """Each bad line is tested alone between two good ones, and then all of them together."""
     (tmp_path / "run.json").write_text('{"config": {}}')
     good = [
         '{"event": "start", "step": 0, "time": 0.0, "first_step": 0}',
@@ -247,7 +245,7 @@ def test_lines_of_a_wrong_type_do_not_end_a_report(tmp_path):
 
 
 def test_a_record_with_holes_still_gives_a_page(tmp_path):
-    """NaN as text, missing values, one event only, names that HTML would take for itself."""
+    """The record has NaN as text, missing values, a single event of a kind, and HTML in names."""
     (tmp_path / "run.json").write_text(json.dumps({"config": {"name": "<b>&"}}))
     events = [
         {"event": "train", "step": 1, "time": 1.0, "loss": "nan", "grad_norm": "inf"},
