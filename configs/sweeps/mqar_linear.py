@@ -1,6 +1,6 @@
 """Compares starts of the decay and sizes of the state on recall of 8 pairs by recurrent layers
-alone: 3 combinations × 3 seeds. The fourth combination, decay_init "ones" with states of 16 × 16, is the
-pattern linear→linear of configs/sweeps/mqar.py.
+alone: 3 combinations × 3 seeds. The fourth combination, decay_init "ones" with states of 16 × 16,
+is the pattern linear→linear of configs/sweeps/mqar.py.
 
     uv run qwen3next sweep configs/sweeps/mqar_linear.py
 

@@ -8,8 +8,8 @@ Result: recurrent layers alone have the lowest loss on text; recall needs attent
 of four layers (docs/sweeps.md).
 
 The text is the corpus of configs/tiny.py. Recall is measured on a model with as many parameters
-that is trained on multi-query associative recall, because a model that has read one megabyte of text
-recalls nothing.
+that is trained on multi-query associative recall, because a model that has read one megabyte of
+text recalls nothing.
 """
 
 LAYERS = {
