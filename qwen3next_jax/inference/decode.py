@@ -134,29 +134,27 @@ def generate(
     sampling_arrays = Sampling(*map(np.float32, sampling))._replace(top_k=np.int32(top_k))
     arguments = stop_ids.astype(np.int32), sampling_arrays, np.uint32(seed)
 
+    def compile_prefill(begin: int, tokens_BX: np.ndarray) -> Callable:
+        """Returns the function that prefills this chunk of the prompts: (params, state) → state."""
+        chunk = tokens_BX, np.int32(begin)
+        prefill = programs.compiled("prefill", on_compile, params, initial_state, *chunk)
+        return lambda params, state: prefill(params, state, *chunk)
+
     lookahead = int(speculative > 0)
-    chunks = [
-        (tokens_BX, np.int32(begin))
-        for begin, tokens_BX in prompt_chunks(prompts, lookahead, is_chat=is_chat)
-    ]
-    prefills = [
-        programs.compiled("prefill", on_compile, params, initial_state, *chunk) for chunk in chunks
-    ]
+    chunks = prompt_chunks(prompts, lookahead, is_chat=is_chat)
+    prefills = [compile_prefill(begin, tokens_BX) for begin, tokens_BX in chunks]
     if is_chat:  # compiles the programs that longer prompts of this chat will need
         for size in (PREFILL_CHUNK, _CHAT_CHUNK):
             if size <= length:
-                tokens_BX = np.zeros((len(prompts), size + lookahead), np.int32)
-                programs.compiled(
-                    "prefill", on_compile, params, initial_state, tokens_BX, np.int32(0)
-                )
+                compile_prefill(0, np.zeros((len(prompts), size + lookahead), np.int32))
     advance = programs.compiled(
         "advance", on_compile, params, initial_state, np.int32(1), *arguments
     )
 
     def pieces(stream: TokenStream) -> Iterator[list[np.ndarray]]:
         state = initial_state
-        for prefill, chunk in zip(prefills, chunks):
-            state = prefill(params, state, *chunk)
+        for prefill in prefills:
+            state = prefill(params, state)
         # The first call takes one step, so that the first token appears at once.
         steps, is_active = 1, True
         while is_active:

@@ -486,6 +486,7 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _axes_svg(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool = False) -> str:
+    """Draws grid lines, ticks and the label of the x axis."""
     parts = []
     for tick in y.ticks(5):
         at = float(y(tick))

@@ -150,6 +150,7 @@ def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
+    """Returns the line under the title: for one run, its devices, versions and stages."""
     if len(runs) > 1:
         return f"{len(runs)} runs; times are of each run's own start"
     start = runs[0].events.get("start", [{}])[-1]
@@ -272,6 +273,7 @@ def _chart_over_steps(
 
 
 def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
+    """Returns the charts of training and held-out loss, of MTP and of accuracy."""
     names = [name for run in runs for name in run.names("train", "mtp_loss/")]
     depths = {name.removeprefix("mtp_loss/") for name in names}
     depths = sorted((depth for depth in depths if depth.isdecimal()), key=int)
@@ -372,6 +374,7 @@ def _with_events_by_evaluation(run: Run) -> Run:
 
 
 def _optimisation_charts(runs: Sequence[Run], marks) -> list[str]:
+    """Returns the charts of the learning rate and of gradient and parameter norms."""
     groups = sorted({name for run in runs for name in (run.last("diagnostics", "groups") or {})})
     return _nonempty(
         (
@@ -426,6 +429,7 @@ def _chart_by_group(
 
 
 def _speed_charts(runs: Sequence[Run]) -> list[str]:
+    """Returns the charts of throughput, memory and the use of wall time."""
     charts = [
         _chart_over_steps(
             "Tokens per second", runs, [("", "train", "tokens_per_second")], from_zero=True
@@ -451,6 +455,7 @@ def _speed_charts(runs: Sequence[Run]) -> list[str]:
 
 
 def _wall_time_chart(title: str, run: Run) -> str:
+    """Draws how the run used its wall time; returns "" if it recorded none."""
     spans = wall_time_spans(run)
     if not spans:
         return ""
@@ -544,6 +549,7 @@ def _layer_names(run: Run, count: int) -> list[str]:
 
 
 def _expert_charts(runs: Sequence[Run]) -> list[str]:
+    """Returns the charts of the experts' load and of the router."""
     load_charts = [_load_chart(run, f": {run.name}" if len(runs) > 1 else "") for run in runs]
     return _nonempty(
         load_charts
@@ -600,6 +606,7 @@ def _load_chart(run: Run, title_suffix: str) -> str:
 
 
 def _recurrent_charts(runs: Sequence[Run]) -> list[str]:
+    """Returns the charts of the recurrent layers' decay and state."""
     return _nonempty(
         (
             _chart_by_layer(
@@ -627,6 +634,7 @@ def _recurrent_charts(runs: Sequence[Run]) -> list[str]:
 
 
 def _attention_charts(runs: Sequence[Run]) -> list[str]:
+    """Returns the charts of attention sinks, gates and activations."""
     return _nonempty(
         (
             _chart_by_layer(
