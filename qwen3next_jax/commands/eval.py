@@ -47,7 +47,7 @@ def main() -> int:
     cli.enable_compilation_cache()
     # after the flags: a mistyped flag should not wait for JAX
     from qwen3next_jax.commands.evaluate import evaluate
-    from qwen3next_jax.evals.evaluation import Options
+    from qwen3next_jax.evals.evaluation import EvalOptions
     from qwen3next_jax.runs.load import joined
 
     with joined(loading.launch, workdir):
@@ -57,7 +57,7 @@ def main() -> int:
             config,
             workdir,
             tuple(_suite.value),
-            Options(_rows.value, lengths, pairs),
+            EvalOptions(_rows.value, lengths, pairs),
             _json.value,
             loading.step,
             loading.mesh,

@@ -106,12 +106,12 @@ OPTIMIZERS = {
 # Evaluations: eval.suites, and eval.py --suite.
 EVALUATIONS = {
     "heldout": "qwen3next_jax.evals.heldout:Heldout",
-    "position": "qwen3next_jax.evals.perplexity:Position",
+    "position": "qwen3next_jax.evals.perplexity:LossByPosition",
     "mqar": "qwen3next_jax.evals.recall:AssociativeRecall",
     "induction": "qwen3next_jax.evals.recall:Induction",
     "copy": "qwen3next_jax.evals.recall:Copy",
-    "niah": "qwen3next_jax.evals.recall:Needles",
-    "sinks": "qwen3next_jax.evals.sinks:Sinks",
+    "niah": "qwen3next_jax.evals.recall:NeedleInAHaystack",
+    "sinks": "qwen3next_jax.evals.sinks:AttentionSinks",
 }
 # What a run trains on: data.source.
 DATA_SOURCES = {

@@ -78,7 +78,9 @@ def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokeniz
     if warn_without("evals", "nothing is evaluated"):
         from qwen3next_jax.evals import evaluation
 
-        evaluation.check(config.suites, evaluation.options_of(config), model, tokenizer)
+        evaluation.check_evaluations(
+            config.suites, evaluation.options_from_config(config), model, tokenizer
+        )
     if config.sample_tokens and warn_without("inference", "no samples are drawn"):
         from qwen3next_jax.inference.decode import check_request
 

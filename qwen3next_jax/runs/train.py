@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from qwen3next_jax.common.errors import ExitCode, warn
-from qwen3next_jax.common.events import each_event, ended_badly
+from qwen3next_jax.common.events import iterate_events, divergence_reason
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
@@ -430,7 +430,9 @@ def _end_of_finished_run(
 
 def _trouble_on_record(workdir: pathlib.Path, step: int) -> str:
     """Why the run that reached `step`, its last, is no good; "" where nothing is wrong."""
-    return ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), step)
+    return divergence_reason(
+        (event for _, event in iterate_events(workdir / "metrics.jsonl")), step
+    )
 
 
 def _trouble_at_last_step(
