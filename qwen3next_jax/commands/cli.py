@@ -41,12 +41,12 @@ from qwen3next_jax.config import (
     from_dict,
     registry,
 )
-from qwen3next_jax.config.describe import settings
+from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.files import (
-    Given,
+    UserInput,
     apply_overrides,
     load_config_file,
-    setting,
+    default_of,
 )
 from qwen3next_jax.config.reading import FlagText
 from qwen3next_jax.processes.launch import Launch, find_launch
@@ -195,7 +195,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
             rest.append(argument)
             continue
         name = name.removeprefix("config.")
-        default = setting(name)
+        default = default_of(name)
         if not equals:
             # a switch of a mixer, whose type is not known yet, is one that no value follows
             followed = bool(arguments) and not arguments[0].startswith("--")
@@ -244,7 +244,7 @@ def _help_of_settings(width: int) -> list[str]:
     """Lines of `--help`: every setting by group, with its default and its meaning."""
     lines = ["", "settings, with their defaults:"]
     group = None
-    for name, default, meaning in settings(Config):
+    for name, default, meaning in list_settings(Config):
         if name.rpartition(".")[0] != group:
             group = name.rpartition(".")[0]
             lines.append("")
@@ -286,13 +286,13 @@ def define_config_flag() -> Callable[..., Config | None]:
         _file_values.update(copy.deepcopy(values))
         apply_overrides(values, _overrides)
         fill_from_tokenizer(values)
-        registry.trust_written(values)
+        registry.trust_user_settings(values)
         return from_dict(Config, values)
 
     return get
 
 
-def given_settings() -> Given:
+def given_settings() -> UserInput:
     """What the user gives by `--config` and its overrides."""
     values = copy.deepcopy(_file_values)
     try:
@@ -301,7 +301,7 @@ def given_settings() -> Given:
     except UserError:  # the overrides complete it
         alone = None
     file = pathlib.Path(flags.FLAGS["config"].value)
-    return Given(frozenset(name for name, _ in _overrides), file, alone)
+    return UserInput(frozenset(name for name, _ in _overrides), file, alone)
 
 
 def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path]:

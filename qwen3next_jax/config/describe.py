@@ -21,7 +21,7 @@ class Setting(NamedTuple):
     meaning: str
 
 
-def settings(cls: type, prefix: str = "") -> Iterator[Setting]:
+def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
     """Every setting of the config dataclass `cls`, those of its groups in place of the groups."""
     comments = _comments(cls)
     hints = typing.get_type_hints(cls)
@@ -29,7 +29,7 @@ def settings(cls: type, prefix: str = "") -> Iterator[Setting]:
         name = prefix + field.name
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
-            yield from settings(hint, f"{name}.")
+            yield from list_settings(hint, f"{name}.")
             continue
         meaning = comments.get(field.name, "")
         if choices := _choices(hint):

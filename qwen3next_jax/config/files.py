@@ -13,17 +13,22 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, short_repr
 from qwen3next_jax.config import Config, default_config
 from qwen3next_jax.config.mixer import is_mixer_setting
-from qwen3next_jax.config.reading import FlagText, parse
+from qwen3next_jax.config.reading import FlagText, parse_flag
 
 
-class Given(NamedTuple):
-    """What a user gives. overrides: names of the settings on the command line. file: the config
-    file; alone: its configuration without them, None where it has none by itself.
+class UserInput(NamedTuple):
+    """The settings that a user gave, before defaults complete them.
+
+    Attributes:
+      overrides: the dotted names of the settings on the command line.
+      file: the path of the config file.
+      file_config: the configuration of the file without the command line's overrides; None if
+        the file is not valid without them.
     """
 
     overrides: frozenset[str]
     file: pathlib.Path
-    alone: Config | None
+    file_config: Config | None
 
 
 def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
@@ -90,7 +95,7 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
     return config.to_dict()
 
 
-def names_in(path: pathlib.Path) -> frozenset[str]:
+def names_in_code(path: pathlib.Path) -> frozenset[str]:
     """The names that stand in the code of a Python file. A setting that is not among them is one
     that the file has from another file, or from the defaults.
     """
@@ -112,14 +117,14 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
       UserError: a text that is not of the setting's type.
     """
     for name, text in overrides:
-        default, group = setting(name), values
+        default, group = default_of(name), values
         *groups, key = name.split(".")
         for part in groups:
             group = group.setdefault(part, {})
-        group[key] = parse(text, default, f"--config.{name}={text}")
+        group[key] = parse_flag(text, default, f"--config.{name}={text}")
 
 
-def setting(name: str) -> Any:
+def default_of(name: str) -> Any:
     """The default of the setting with a dotted name. Of a mixer's setting it is FlagText(""), as
     only the mixers of the model know its type.
 

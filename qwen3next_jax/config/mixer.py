@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean
-from qwen3next_jax.config.reading import FlagText, from_dict, parse
+from qwen3next_jax.config.reading import FlagText, from_dict, parse_flag
 from qwen3next_jax.config.registry import MIXERS, resolve
 
 # Every run.json of earlier versions holds all of these settings, most of them at these defaults.
@@ -124,7 +124,7 @@ def _of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def _typed(name: str, value: Any, default: Any) -> Any:
     if not isinstance(value, FlagText):
         return value
-    return parse(value, default, f"--config.model.mixer.{name}={value}")
+    return parse_flag(value, default, f"--config.model.mixer.{name}={value}")
 
 
 def _defaults(settings: type) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def parse(text: str, default: Any, where: str) -> Any:
+def parse_flag(text: str, default: Any, where: str) -> Any:
     """The value that the text of a flag stands for, of the type of the setting's default; with a
     FlagText as default the text itself, to be parsed later.
 

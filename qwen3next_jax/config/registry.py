@@ -198,7 +198,7 @@ def trust(package: str) -> None:
     _trusted.add(package)
 
 
-def trust_written(settings: Mapping[str, Any]) -> None:
+def trust_user_settings(settings: Mapping[str, Any]) -> None:
     """Trusts the packages of all parts that nested settings name, which a user wrote."""
     for _, name in _import_strings(settings):
         trust(_package(name))

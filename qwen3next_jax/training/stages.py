@@ -19,7 +19,7 @@ from qwen3next_jax.data.pipeline import Data, mix_streams, open_data
 from qwen3next_jax.data.preparation import Progress
 
 # What a stage may set, by the group of settings that it belongs to.
-SETTINGS = {
+STAGE_SETTINGS = {
     "train": ("batch_size", "gradient_accumulation", "sequence_length", "remat"),
     "data": ("weights",),
     "optimizer": ("learning_rate", "schedule", "decay_fraction", "final_fraction"),
@@ -69,7 +69,7 @@ class ResolvedStage:
         """Padding included."""
         return self.batch_size * self.sequence_length
 
-    def alone(self, config: Config) -> Config:
+    def as_single_stage(self, config: Config) -> Config:
         """The run `config` with this stage as its only one, from step 0 of its schedule."""
         return dataclasses.replace(
             config, train=self.train, data=self.data, optimizer=self.optimizer
@@ -94,7 +94,9 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
         f"{boundaries[-1]}: set the one to the other",
     )
     # Stages with which a learning-rate schedule begins; it lasts until the next such stage.
-    schedule_starts = [i for i, stage in enumerate(stages) if not i or _given(stage, "optimizer")]
+    schedule_starts = [
+        i for i, stage in enumerate(stages) if not i or _overrides(stage, "optimizer")
+    ]
     resolved = []
     for i, stage in enumerate(stages):
         begin = max(start for start in schedule_starts if start <= i)
@@ -106,7 +108,7 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
                 config.train,
                 stages=(),
                 steps=boundaries[end] - boundaries[begin],
-                **_given(stage, "train"),
+                **_overrides(stage, "train"),
             )
             one = ResolvedStage(
                 name=stage.name or str(i + 1),
@@ -114,21 +116,21 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
                 last_step=boundaries[i + 1],
                 schedule_start=boundaries[begin],
                 train=train,
-                data=dataclasses.replace(config.data, **_given(stage, "data")),
+                data=dataclasses.replace(config.data, **_overrides(stage, "data")),
                 optimizer=dataclasses.replace(
-                    config.optimizer, **_given(stages[begin], "optimizer"), **no_warmup
+                    config.optimizer, **_overrides(stages[begin], "optimizer"), **no_warmup
                 ),
             )
-            one.alone(config)  # checks the groups against each other
+            one.as_single_stage(config)  # checks the groups against each other
         except UserError as error:
             raise UserError(f"train.stages[{i}]: {error}") from error
         resolved.append(one)
     return tuple(resolved)
 
 
-def _given(stage: Stage, group: str) -> dict[str, Any]:
+def _overrides(stage: Stage, group: str) -> dict[str, Any]:
     """The settings of a group that the stage sets."""
-    values = {name: getattr(stage, name) for name in SETTINGS[group]}
+    values = {name: getattr(stage, name) for name in STAGE_SETTINGS[group]}
     return {name: value for name, value in values.items() if value is not None}
 
 
