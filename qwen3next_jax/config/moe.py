@@ -16,19 +16,21 @@ class MoEConfig:
     them: `model.shared_expert_intermediate_size`.
     """
 
-    # a token's scores, of its router logits
+    # the function that turns a token's router logits into scores of the experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    # Experts are chosen by score + bias and weighed by the score. No gradient moves the bias: after
-    # a step, `train.router_bias_rate` is added to that of every expert that got less than its
-    # share, and taken from the others' (2408.15664).
+    # whether the router has a bias per expert: it chooses experts by score + bias and weighs their
+    # outputs by the score. No gradient moves the bias: after each step, train.router_bias_rate is
+    # added to the bias of experts with less than their share of the load, and subtracted from the
+    # bias of experts with more (2408.15664)
     router_bias: bool = False
-    # groups of experts, of which a token's are chosen from the `topk_group` whose two best scores
-    # sum to most
+    # number of groups that the experts are divided into
     n_group: int = 1
+    # number of groups from which a token's experts are chosen: those whose two highest scores have
+    # the largest sum
     topk_group: int = 1
-    # times the weights of the chosen experts
+    # factor on the weights of the chosen experts
     routed_scaling_factor: float = 1.0
-    # off: the shared expert's output is added as it is
+    # whether a sigmoid gate scales the shared expert's output; off: it is added unscaled
     shared_expert_gate: bool = True
 
     def __post_init__(self):
@@ -39,8 +41,8 @@ class MoEConfig:
         )
 
     def check(self, model: Any) -> None:
-        """Raises UserError where `model`, the settings that this is a group of, has no use for
-        them, or sizes that do not fit.
+        """Raises UserError if a setting has no effect in `model` (the ModelConfig that these
+        settings belong to), or does not fit the number of experts.
         """
         for field in dataclasses.fields(self):
             value, used = getattr(self, field.name), model.has_experts
