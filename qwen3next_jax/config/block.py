@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config.registry import SETTINGS, check_name, resolve
+from qwen3next_jax.config import registry
+from qwen3next_jax.config.registry import SETTINGS, check_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +27,9 @@ class BlockConfig:
     # how model.yarn_factor stretches rotary positions: a name of ROPE_SCALINGS
     rope_scaling: str = "yarn"
 
-    def of(self, setting: str) -> Any:
+    def resolve(self, setting: str) -> Any:
         """Imports and returns the part that the setting names."""
-        return resolve(
+        return registry.resolve(
             SETTINGS[f"model.block.{setting}"], getattr(self, setting), f"model.block.{setting}"
         )
 

@@ -69,5 +69,5 @@ def _settings_with_meaning(model: Any) -> frozenset[str]:
     model declare them.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.layer_kinds]
-    modules.append(model.block.of("positions"))
+    modules.append(model.block.resolve("positions"))
     return frozenset(name for module in modules for name in module.meaning)

@@ -1,5 +1,5 @@
-"""What mixtures of experts have beside the released model's (softmax scores, a gated shared
-expert): the group `model.moe`.
+"""The settings `model.moe`: routers and shared experts that differ from the released model's, which
+has softmax scores and a gated shared expert.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ from qwen3next_jax.config.bounds import check_bounds
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """DeepSeek-V3's router (2412.19437, section 2.1.2), setting by setting, under the names of
-    its `config.json` where it has them. Several shared experts are one that is as wide as all of
-    them: `model.shared_expert_intermediate_size`.
+    """The parts of DeepSeek-V3's router (2412.19437, section 2.1.2), a setting for each, with the
+    names that its `config.json` uses. Several shared experts equal one expert with the sum of their
+    widths: `model.shared_expert_intermediate_size`.
     """
 
     # the function that turns a token's router logits into scores of the experts
@@ -45,10 +45,11 @@ class MoEConfig:
         settings belong to), or does not fit the number of experts.
         """
         for field in dataclasses.fields(self):
-            value, used = getattr(self, field.name), model.has_experts
-            used &= field.name != "shared_expert_gate" or model.shared_expert_intermediate_size > 0
+            value, has_effect = getattr(self, field.name), model.has_experts
+            if field.name == "shared_expert_gate":
+                has_effect &= model.shared_expert_intermediate_size > 0
             require(
-                used or value == field.default,
+                has_effect or value == field.default,
                 f"model.moe.{field.name} = {value!r}: no layer of this model reads it: expected "
                 f"{field.default!r}",
             )

@@ -327,7 +327,7 @@ class CheckpointConfig:
 
     # steps between two checkpoints; the last step is always saved
     every: int = 500
-    # how many of the newest whole checkpoints to keep
+    # number of complete checkpoints to keep, the newest ones
     keep_last: int = 3
     # also keep all checkpoints whose step is a multiple of this number; 0: none
     keep_every: int = 0
@@ -487,7 +487,7 @@ class ProfileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """All settings of a run."""
 
     # name of the run; its folder is runs/<name>, unless the flag --workdir names another
     name: str = "default"

@@ -82,7 +82,7 @@ def read_source(
     copied = names if is_wrapper and vision else []
     if names and not copied:
         warn(
-            f"{out}: the vision tower of {directory} ({count_and_names(names, 1)}) is left out",
+            f"{out}: the vision tower of {directory} ({count_and_names(names, 1)}) is not copied",
             "note",
         )
     if is_wrapper and not copied:

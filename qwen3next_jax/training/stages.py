@@ -197,9 +197,11 @@ class DataCursor(NamedTuple):
             return self._replace(
                 batch_size=data.batch_size, step=step, row=rows, streams=dict(data.streams)
             )
-        taken = rows_taken(self.streams, rows) if self.streams else {self.fingerprint: rows}
+        rows_of_streams = (
+            rows_taken(self.streams, rows) if self.streams else {self.fingerprint: rows}
+        )
         starts = dict(self.starts) | {
-            name: self.starts.get(name, 0) + count for name, count in taken.items()
+            name: self.starts.get(name, 0) + count for name, count in rows_of_streams.items()
         }
         return DataCursor(data.fingerprint, data.batch_size, step, 0, starts, dict(data.streams))
 
