@@ -287,7 +287,7 @@ def test_positions_that_are_added():
         ),
         (
             {"block": BlockConfig(rope_scaling="ntk")},
-            r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: nothing is stretched",
+            r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: it has no effect",
         ),
         (
             {"yarn_factor": 2.0, "full_mixer": "alibi"},
