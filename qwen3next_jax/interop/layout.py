@@ -149,7 +149,7 @@ def check_hf_form(config: ModelConfig) -> None:
         expected = repr(default[name]) if name in default else "its default"
         require(
             name in default and value == default[name],
-            f"model.{name} = {value!r}: transformers' {form.title} supports only {expected}, so "
+            f"model.{name} = {value!r}: transformers' {form.title} has only {expected}, so "
             "this model has no Hugging Face form",
         )
     form.check(config)
