@@ -107,7 +107,7 @@ def _all_rows(weights: Weights, name: str) -> Iterator[np.ndarray]:
 
 
 def config_for_export(
-    config: ModelConfig, form: str | None, source: pathlib.Path | None
+    config: ModelConfig, form: str | None, source: pathlib.Path | None, recorded_form: str = ""
 ) -> ModelConfig:
     """`config` with the settings that say how an export stores it: `hf_form`, and
     `hf_fused_experts` as in `source`.
@@ -117,6 +117,8 @@ def config_for_export(
       form: a value of `model.hf_form`; None: the form of `source`.
       source: the Hugging Face directory from which the model was initialised; None: there is
         none, and `form` defaults to `config.hf_form`.
+      recorded_form: the form of `source` that a record names, for the message if `source` does not
+        exist; "": no record names it.
 
     Raises:
       UserError: `form` is None and the directory `source` does not exist.
@@ -126,7 +128,8 @@ def config_for_export(
     require(
         (source / "config.json").is_file(),
         f"{source}: not found, and an export takes its form from the Hugging Face directory from "
-        "which its model was initialised: give --source=DIR, or --form",
+        "which its model was initialised: give --source=DIR, or "
+        f"--form{recorded_form and '=' + recorded_form}",
     )
     source_config = read_hf_config(source)
     return dataclasses.replace(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from qwen3next_jax.config import GuardConfig
 
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a step's flags
+NO_TARGETS = 16  # one more: the batch had no token to predict, which the step itself sees
 
 # Lower bounds of the spread of a window. Without them, after a window of equal values every change
 # would be a spike, and in a solved task, whose losses and gradients are near 0, a change of a

@@ -79,7 +79,7 @@ def make_train_step(
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         # The gradients of the whole batch, micro-batch after micro-batch.
-        grads, loss_parts, tokens = gradients(state["params"], batch)
+        grads, loss_parts, counts = gradients(state["params"], batch)
         grad_norm = optax.tree.norm(grads)
 
         # The guards decide whether the update is skipped, because loss or gradient look wrong.
@@ -98,7 +98,8 @@ def make_train_step(
         metrics |= {
             "grad_norm": grad_norm,
             "grad_norms": norms_by_layer(run.model, grads),
-            "tokens": tokens,
+            "tokens": counts.tokens,
+            "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
             # The optimizer, and so the schedule, counts only the steps that were not skipped.
             "learning_rate": schedule(state["step"] - state["guards"]["skipped"]),
         }
