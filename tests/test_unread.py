@@ -8,7 +8,7 @@ import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
-from qwen3next_jax.config.files import Given, apply_overrides, load_config_file
+from qwen3next_jax.config.files import UserInput, apply_overrides, load_config_file
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.runs import unread
 from qwen3next_jax.runs.folder import write_run
@@ -27,12 +27,12 @@ def in_the_repository(monkeypatch):
 
 
 def given(file, **overrides):
-    """(configuration, Given) of a config file and the texts of its overrides; "__" is a dot."""
+    """(configuration, UserInput) of a config file and the texts of its overrides; "__" is a dot."""
     alone = load_config_file(Path(file))
     values = copy.deepcopy(alone)
     names = {name.replace("__", "."): text for name, text in overrides.items()}
     apply_overrides(values, list(names.items()))
-    settings = Given(frozenset(names), Path(file), from_dict(Config, alone))
+    settings = UserInput(frozenset(names), Path(file), from_dict(Config, alone))
     return from_dict(Config, values), settings
 
 

@@ -69,7 +69,7 @@ def evaluate(
         config = dataclasses.replace(config, data=data)
     if is_run:
         # The rows of the stage that was trained last.
-        config = stage_at(resolve_stages(config), step).alone(config)
+        config = stage_at(resolve_stages(config), step).as_single_stage(config)
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
     if other := described.differs(model.config):  # the run's parameters, read in another way

@@ -31,7 +31,7 @@ def main() -> int:
     cli.enable_compilation_cache()
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.interop.huggingface import save_hf
-    from qwen3next_jax.interop.source import in_form
+    from qwen3next_jax.interop.source import config_for_export
     from qwen3next_jax.interop.writing import require_new
     from qwen3next_jax.runs.load import joined, load_model
 
@@ -44,7 +44,7 @@ def main() -> int:
         # a run ends its documents with its tokenizer's token, whatever the config's number says
         if step is not None:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-        model.config = in_form(model.config, _form.value, source, form)
+        model.config = config_for_export(model.config, _form.value, source, form)
         save_hf(
             model,
             out,

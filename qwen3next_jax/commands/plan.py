@@ -40,7 +40,7 @@ def main() -> int:
     stage = max(resolve_stages(config), key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
         print(f"planning for stage {stage.name}, the one of the longest rows")
-    config = stage.alone(config)
+    config = stage.as_single_stage(config)
     if _mesh.value is not None:
         config = with_mesh(config, named)
     if _rows.value and not _search.value:

@@ -94,8 +94,8 @@ class Qwen3Next(nnx.Module):
         self.embedding = make.matrix(
             (c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator"
         )
-        self.positions = c.block.of("positions")(c, make)
-        block = c.block.of("placement")
+        self.positions = c.block.resolve("positions")(c, make)
+        block = c.block.resolve("placement")
         self.layers = nnx.List(
             [
                 block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers)

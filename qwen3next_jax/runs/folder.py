@@ -33,7 +33,7 @@ from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.training.stages import (
-    SETTINGS,
+    STAGE_SETTINGS,
     ResolvedStage,
     recorded_cursors,
     resolve_stages,
@@ -397,7 +397,7 @@ def _check_stages(
         if not over and i + 1 < len(new) and ends < step:
             raise UserError(f"{where}, not {new[i].steps}: give it as many at least")
         for name, was, becomes in zip(
-            ("schedule_start", *itertools.chain(*SETTINGS.values())),
+            ("schedule_start", *itertools.chain(*STAGE_SETTINGS.values())),
             _settings(stage),
             _settings(new[i]),
         ):
@@ -413,7 +413,7 @@ def _settings(stage: ResolvedStage) -> list[Any]:
         stage.schedule_start,
         *(
             getattr(getattr(stage, group), name)
-            for group, names in SETTINGS.items()
+            for group, names in STAGE_SETTINGS.items()
             for name in names
         ),
     ]
