@@ -29,8 +29,8 @@ from qwen3next_jax.sweeps.results import (
     Result,
     findings,
     is_done,
-    lines_of,
-    pareto,
+    metric_along_x,
+    pareto_front,
     read_result,
     to_csv,
     to_json,
@@ -96,7 +96,7 @@ def test_points_are_all_combinations_with_plain_commands(tmp_path):
     assert {p.config.train.steps for p in sweep.points} == {7} and {
         p.config.model.hidden_size for p in sweep.points
     } == {64, 128}
-    command = runner.command(sweep, sweep.points[4], Path("w"))
+    command = runner.train_arguments(sweep, sweep.points[4], Path("w"))
     assert (
         "--config.model.full_attention_interval=4" in command
         and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
@@ -625,12 +625,16 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
     assert findings(sweep, one)[0].endswith(
         "One seed only: differences of this size may be chance."
     )
-    assert lines_of(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(2.1)
+    assert metric_along_x(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(
+        2.1
+    )
 
 
 def test_pareto_keeps_what_nothing_beats_in_both():
     points = [(0, 0.5), (1, 0.5), (1, 0.7), (2, 0.6), (3, 0.9)]
-    assert pareto(points, higher=True) == [0, 2, 4] and pareto(points, higher=False) == [0]
+    assert pareto_front(points, higher=True) == [0, 2, 4] and pareto_front(
+        points, higher=False
+    ) == [0]
 
 
 def test_report_and_table_hold_every_point_and_its_command(tmp_path):

@@ -19,7 +19,7 @@ from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
-from qwen3next_jax.processes.distributed import is_leader, process_0_first
+from qwen3next_jax.processes.distributed import is_process_0, process_0_first
 from qwen3next_jax.runs.display import PreparationProgress
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.runs.load import load_model
@@ -170,7 +170,7 @@ def _print(title: str, values: list[Value]) -> None:
 
 
 def _write(path: pathlib.Path, values: dict) -> None:
-    if not is_leader():
+    if not is_process_0():
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

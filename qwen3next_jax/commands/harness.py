@@ -34,7 +34,7 @@ def main() -> int:
         ) from error
     cli.enable_compilation_cache()
     from qwen3next_jax.evals.harness import HarnessModel
-    from qwen3next_jax.processes.distributed import is_leader
+    from qwen3next_jax.processes.distributed import is_process_0
     from qwen3next_jax.runs.load import joined, load_model
 
     manager = TaskManager(include_path=_task_dir.value)
@@ -64,7 +64,7 @@ def main() -> int:
             bootstrap_iters=0,
         )  # which would fork beside JAX's threads
         print(make_table(results))
-        if _json.value and is_leader():
+        if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
             pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
     return ExitCode.DONE

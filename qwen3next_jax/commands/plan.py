@@ -3,7 +3,7 @@ machine without one.
 
     qwen3next plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8
     --mesh=data=64,expert=8
-        [--search [--rows=512,1024]] [--quick] [--rules=new|today] [--json=plan.json]
+        [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline] [--json=plan.json]
     uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
@@ -17,6 +17,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import sys
 
 from absl import flags
 from rich.console import Console
@@ -29,9 +30,13 @@ from qwen3next_jax.training.stages import resolve_stages
 
 COMPILED = 5  # of a search
 DOES_NOT_FIT = 1  # exit code
+# the values of --rules, the earlier name of --cost_model
+_RULES = {"new": "schedule", "today": "roofline"}
 
 
 def main() -> int:
+    if _rules.value:
+        print(f"--rules={_rules.value} is now --cost_model={_cost_model()}", file=sys.stderr)
     named = cli.read_mesh(_mesh.value)
     config = _config()
     stage = max(resolve_stages(config), key=lambda stage: (stage.sequence_length, stage.batch_size))
@@ -60,11 +65,11 @@ def main() -> int:
 
     # nothing runs; an accelerator of this machine is left alone
     jax.config.update("jax_platforms", "cpu")
-    from qwen3next_jax.planner.process import make_plan_apart
-    from qwen3next_jax.planner.topology import describe
+    from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
+    from qwen3next_jax.planner.topology import describe_topology
 
     level = "O1" if _quick.value else ""
-    topology, console = describe(_topology.value), Console(highlight=False)
+    topology, console = describe_topology(_topology.value), Console(highlight=False)
     if out:
         _check_writable(out)
     if _search.value and not topology.chip.torus:
@@ -82,7 +87,7 @@ def main() -> int:
             _read_rows(),
         )
     else:
-        plans = [by_rules(make_plan_apart(config, topology, level))]
+        plans = [with_cost_model(make_plan_in_subprocess(config, topology, level))]
         show(plans[0], console)
     if out:
         found = [plan.as_dict() for plan in plans]
@@ -91,9 +96,24 @@ def main() -> int:
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
-def by_rules(plan):
-    """`plan` with the times that `--rules` asks for."""
-    return dataclasses.replace(plan, rules=_rules.value) if flags.FLAGS.is_parsed() else plan
+def with_cost_model(plan):
+    """`plan` with the times of the cost model that `--cost_model` names."""
+    return dataclasses.replace(plan, cost_model=_cost_model()) if flags.FLAGS.is_parsed() else plan
+
+
+def _cost_model() -> str:
+    """The value of `--cost_model`, or of its earlier name `--rules`.
+
+    Raises:
+      UserError: both are given and name different models.
+    """
+    renamed = _RULES.get(_rules.value)
+    if renamed and _cost_model_flag.value not in (None, renamed):
+        raise UserError(
+            f"--cost_model={_cost_model_flag.value} and --rules={_rules.value}: expected "
+            "--cost_model alone; --rules is its earlier name"
+        )
+    return _cost_model_flag.value or renamed or "schedule"
 
 
 def _check_writable(out: pathlib.Path) -> None:
@@ -144,11 +164,11 @@ def search(
     """Compiles what the arithmetic ranks highest, fastest first in the result, and shows why the
     others are out.
     """
-    from qwen3next_jax.planner.process import make_plan_apart
-    from qwen3next_jax.planner.search import candidates
+    from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
+    from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    ranked = candidates(config, topology, fixed, rows)
+    ranked = rank_candidates(config, topology, fixed, rows)
     chosen = [c for c in ranked if not c.reason][:COMPILED] or [
         c for c in ranked if c.bytes < float("inf")
     ][:1]
@@ -166,7 +186,7 @@ def search(
             f"{candidate.seconds:.3g} s)",
             markup=False,
         )
-        plans.append(by_rules(make_plan_apart(candidate.config, topology, level)))
+        plans.append(with_cost_model(make_plan_in_subprocess(candidate.config, topology, level)))
     plans.sort(key=lambda p: (not p.fits, p.failed, -p.tokens_per_second if p.fits else p.needs))
     table = Table(
         "mesh",
@@ -263,7 +283,7 @@ def show(plan, console: Console) -> None:
         table.add_row(name, f"{seconds:.4g}", f"{seconds / e.seconds:.0%}")
     console.print(table)
     table = Table("part", "ms", "GB through HBM", "TFLOP")
-    for name, part in plan.estimate.parts.items():
+    for name, part in plan.estimate.by_source.items():
         if part.seconds >= 0.01 * e.seconds:
             table.add_row(
                 name,
@@ -283,11 +303,11 @@ def show(plan, console: Console) -> None:
         f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} "
         f"GiB. Step {e.seconds:.4g} s, "
         f"bound by {plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU "
-        f"{percent(plan.mfu)} by the rules of --rules={plan.rules}"
+        f"{percent(plan.mfu)} by --cost_model={plan.cost_model}"
         + "".join(
             f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
             for name, other in plan.estimates.items()
-            if name != plan.rules
+            if name != plan.cost_model
         ),
         markup=False,
     )
@@ -383,11 +403,18 @@ _quick = flags.DEFINE_bool(
     "compile at optimization level O1, in less time: for memory and network; times differ from "
     "those of training's level",
 )
+_cost_model_flag = flags.DEFINE_enum(
+    "cost_model",
+    None,
+    ("schedule", "roofline"),
+    "schedule (default): every instruction lasts at least the cycles that the compiler scheduled; "
+    "roofline: kernels alone do",
+)
 _rules = flags.DEFINE_enum(
     "rules",
-    "new",
-    ("new", "today"),
-    "where the compiler's schedule counts: in every instruction, or in kernels only",
+    None,
+    tuple(_RULES),
+    "the earlier name of --cost_model: new means schedule, today means roofline",
 )
 _json = flags.DEFINE_string(
     "json", None, "file to write; the plot of memory goes beside it as .png"

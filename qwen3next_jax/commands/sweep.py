@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def after(failed: dict[str, str]) -> None:
         results = [
-            read_result(point, runner.folder(workdir, point), failed.get(point.name, ""))
+            read_result(point, runner.point_folder(workdir, point), failed.get(point.name, ""))
             for point in sweep.points
         ]
         write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)

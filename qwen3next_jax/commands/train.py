@@ -48,7 +48,7 @@ def main() -> int:
     cli.enable_compilation_cache()
     from qwen3next_jax.processes import distributed
 
-    with distributed.joined(launch, config.parallel, to_dict(config)):
+    with distributed.distributed_run(launch, config.parallel, to_dict(config)):
         unread.check(config, given, workdir, _restart.value, unread.by_layers)
         if _dry_run.value:
             from qwen3next_jax.runs.dry_run import dry_run

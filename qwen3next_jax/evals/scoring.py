@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.visible_targets import check_scoring
 from qwen3next_jax.sharding.batch_layout import BatchLayout
-from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, shards
+from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, num_shards
 
 # tokens [B, T], segment_ids [B, T] or None → (nll [B, T-1] in nats, guess [B, T-1]) of tokens 1 …
 # T-1, each given those before it in its document.
@@ -69,10 +69,10 @@ def place(batch: dict[str, np.ndarray], mesh: Mesh | None) -> dict[str, jax.Arra
     if mesh is None:
         return batch
     rows, length = next(iter(batch.values())).shape
-    context = shards(mesh, CONTEXT)
+    context = num_shards(mesh, CONTEXT)
     # 16 tokens on every device are more than a convolution reads of its neighbour, and divide into
     # attention's half blocks.
-    more = -rows % shards(mesh, *ROWS), -length % (16 * context if context > 1 else 1)
+    more = -rows % num_shards(mesh, *ROWS), -length % (16 * context if context > 1 else 1)
     batch = {name: np.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
     layout = _layout(mesh, rows + more[0])
     return layout.to_global({name: x[layout.rows] for name, x in batch.items()})

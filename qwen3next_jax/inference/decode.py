@@ -21,7 +21,7 @@ from qwen3next_jax.inference.cache import rounded_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.visible_targets import check_prompts
-from qwen3next_jax.sharding.rules import ROWS, activation_spec, shards
+from qwen3next_jax.sharding.rules import ROWS, activation_spec, num_shards
 
 CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory
 _SMALL_CHUNK = 64  # of a conversation, whose prompts have two sizes of chunk alone
@@ -108,7 +108,7 @@ def generate(
         drafting.check(model.config, speculative)
     wanted = len(prompts)
     if mesh is not None:  # as many rows as its axes divide
-        prompts = prompts + [prompts[-1]] * (-wanted % shards(mesh, *ROWS))
+        prompts = prompts + [prompts[-1]] * (-wanted % num_shards(mesh, *ROWS))
     graphdef, params = nnx.split(model)
     run = programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)
     length = cache_length(prompts, max_new_tokens, speculative, room)

@@ -47,7 +47,7 @@ from qwen3next_jax.inference.sampling import (
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.sharding.rules import gather
+from qwen3next_jax.sharding.rules import gather_params
 
 MOST = 4  # drafts per round
 ROUNDS = 32  # of one call at most
@@ -274,7 +274,7 @@ def _predictor(model: Qwen3Next, mesh):
     cache) → (states, cache).
     """
     graphdef, params = nnx.split(model.mtp)
-    module = nnx.merge(graphdef, gather(params, mesh, model.config.dtype))
+    module = nnx.merge(graphdef, gather_params(params, mesh, model.config.dtype))
 
     def predict(hidden_BTD, tokens_BT, t_BT, cache):
         in_place = mixer_class(model.config.full_mixer).in_place

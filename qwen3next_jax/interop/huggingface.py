@@ -37,7 +37,7 @@ from qwen3next_jax.interop.weights import Weights, name_some
 from qwen3next_jax.interop.writing import PartialExport, Tensor, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader, run_on_all
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
 
 _ROWS_COMPARED = 1024  # of two tables, at a time
@@ -353,7 +353,7 @@ def save_hf(
                 for tensor in files[name]
                 for block in tensor.blocks()
             )
-            if spans_processes and not is_leader():
+            if spans_processes and not is_process_0():
                 collections.deque(blocks, maxlen=0)
             on_first_process(lambda: write(name, blocks))
         on_first_process(lambda: export.finish(write_other_files))

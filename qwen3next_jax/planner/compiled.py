@@ -144,7 +144,7 @@ def permuted_pairs(instruction: Instruction) -> np.ndarray:
     return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
-def collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
+def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
     """Every collective that moves data, in the order of the program."""
     found = []
     for step in program.walk():
@@ -223,13 +223,15 @@ def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
 # --------------------------------------------------------------------------------------------------
 
 
-def flops(program: Program, computation: Computation, instruction: Instruction) -> float:
+def instruction_flops(
+    program: Program, computation: Computation, instruction: Instruction
+) -> float:
     """FLOPs of one run of an instruction that stands outside fusions, with all it calls but
     loops and branches. Kernels state their own cost, or are known by name.
     """
     if instruction.opcode == "fusion":
         return sum(
-            flops(program, program.computations[name], inner)
+            instruction_flops(program, program.computations[name], inner)
             for name in instruction.called
             for inner in program.computations[name].values()
         )
@@ -318,7 +320,7 @@ def is_kernel(instruction: Instruction) -> bool:
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
 
 
-def visited(computation: Computation, instruction: Instruction) -> float:
+def visited_grid_share(computation: Computation, instruction: Instruction) -> float:
     """Share of a kernel's grid whose bodies run: of causal attention the blocks on the diagonal
     and below it.
     """
@@ -478,7 +480,7 @@ def shard_bytes(tree: Any) -> float:
     )
 
 
-def memory(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memory:
+def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memory:
     """HBM of a compiled train step whose donated state holds `params` and `opt_state`."""
     stats = compiled.memory_analysis()
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)

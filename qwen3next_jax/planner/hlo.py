@@ -152,7 +152,7 @@ class Program:
     # of this package: the innermost of each stack frame
     functions: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def part(self, instruction: Instruction) -> str:
+    def source_function(self, instruction: Instruction) -> str:
         """Which function of this package asked for it, as "file function"; of a fusion that does
         not say, for a product, or else for the first inside that says. A kernel or a collective
         that nobody asked for has its own name; anything else belongs to its first operand.
@@ -175,7 +175,7 @@ class Program:
         if found == "?" and instruction.opcode in ("custom-call", "call-start"):
             return re.sub(r"\.(cloned|call-start|\d+)", "", instruction.name)
         if found == "?" and instruction.operands and instruction.operands[0] in self._by_name:
-            return self.part(self._by_name[instruction.operands[0]])
+            return self.source_function(self._by_name[instruction.operands[0]])
         return found
 
     @functools.cached_property
@@ -369,7 +369,7 @@ def _instruction(line: str) -> Instruction | None:
     return Instruction(
         name=m.group(2),
         opcode=opcode,
-        shapes=shapes(line[start:end]),
+        shapes=parse_shapes(line[start:end]),
         operands=operands,
         literal=inside,
         attributes=line[close + 1 :].lstrip(", "),
@@ -377,7 +377,7 @@ def _instruction(line: str) -> Instruction | None:
     )
 
 
-def shapes(text: str) -> tuple[Shape, ...]:
+def parse_shapes(text: str) -> tuple[Shape, ...]:
     """The arrays in the text of a type."""
     return tuple(
         Shape(dtype, tuple(int(d) for d in dims.split(",") if d), layout)

@@ -32,13 +32,12 @@ from qwen3next_jax.model.language_model import declared
 from qwen3next_jax.planner.compiled import Collective
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Network
 from qwen3next_jax.planner.topology import Topology
-from qwen3next_jax.sharding.mesh import EXPERT
-from qwen3next_jax.sharding.rules import TENSOR, axes_to_gather, storage_spec, use_spec
+from qwen3next_jax.sharding.rules import EXPERT, TENSOR, axes_to_gather, storage_spec, compute_spec
 
-DENSE, GROUPED = 0.75, 0.60  # realistic shares of the peak
+DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60  # realistic shares of the peak
 
 
-class Ideal(NamedTuple):
+class IdealTime(NamedTuple):
     """Seconds of one step. bound: of each thing it needs, longest first; seconds: the longest;
     realistic: so with products at DENSE and GROUPED.
     """
@@ -48,7 +47,9 @@ class Ideal(NamedTuple):
     bound: dict[str, float]
 
 
-def ideal(m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh) -> Ideal:
+def ideal_time(
+    m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh
+) -> IdealTime:
     """The bounds of a step of the model `m` with the batches of `train`."""
     chip = topology.chip
     tokens = train.batch_size * train.sequence_length / mesh.size * mesh.shape[TENSOR]
@@ -70,7 +71,7 @@ def ideal(m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.shar
     used = stored = 0.0
     for parameter in declared(m).values():
         shape = parameter.stack + parameter.shape
-        storage, use = storage_spec(parameter, shape, mesh), use_spec(parameter, shape, mesh)
+        storage, use = storage_spec(parameter, shape, mesh), compute_spec(parameter, shape, mesh)
         here = math.prod(jax.sharding.NamedSharding(mesh, storage).shard_shape(shape))
         stored += here
         for axis in (axis for axes in axes_to_gather(storage, use) for axis in reversed(axes)):
@@ -101,9 +102,9 @@ def ideal(m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.shar
         + 4 * layers * tokens * layer_bytes(m) / mesh.shape[TENSOR]
     )
     bound[HBM] = moved * chip.devices_per_chip / chip.hbm_bandwidth
-    realistic = (compute - grouped) / DENSE + grouped / GROUPED
+    realistic = (compute - grouped) / DENSE_EFFICIENCY + grouped / GROUPED_EFFICIENCY
     bound = dict(sorted(bound.items(), key=lambda item: -item[1]))
-    return Ideal(max(bound.values()), max(realistic, *bound.values()), bound)
+    return IdealTime(max(bound.values()), max(realistic, *bound.values()), bound)
 
 
 def layer_bytes(m: ModelConfig, experts: bool = True) -> float:

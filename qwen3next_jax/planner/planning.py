@@ -27,17 +27,18 @@ from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import (
     Collective,
     Memory,
-    collectives,
+    program_collectives,
     gpu_flops,
-    memory,
+    memory_use,
     unknown_kernels,
 )
-from qwen3next_jax.planner.ideal import Ideal, ideal
-from qwen3next_jax.planner.roofline import RULES, Estimate, estimate
+from qwen3next_jax.planner.ideal import IdealTime, ideal_time
+from qwen3next_jax.planner.roofline import COST_MODELS, Estimate, estimate_time
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.chips import Chip
 from qwen3next_jax.sharding.compiler_options import compiler_options
-from qwen3next_jax.sharding.mesh import EXPERT, make_mesh
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import EXPERT
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import ResolvedStage
@@ -77,8 +78,8 @@ class Plan:
     memory: Memory | None = None
     estimates: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
     gpu_flops: float = 0.0  # of a GPU's program, which has no estimates
-    rules: str = RULES[0]
-    ideal: Ideal | None = None
+    cost_model: str = COST_MODELS[0]
+    ideal: IdealTime | None = None
     collectives: tuple[Collective, ...] = ()
     unstated_loops: tuple[str, ...] = ()
     unknown_kernels: tuple[str, ...] = ()
@@ -86,7 +87,7 @@ class Plan:
 
     @property
     def estimate(self) -> Estimate:
-        return self.estimates[self.rules]
+        return self.estimates[self.cost_model]
 
     @property
     def tokens(self) -> int:
@@ -150,10 +151,13 @@ class Plan:
             "step_seconds": self.estimate.seconds if fitting else None,
             "tokens_per_second": self.tokens_per_second if fitting else None,
             "mfu": self.mfu if fitting else None,
-            "mfu_today": self.mfu_in(self.estimates["today"].seconds) if fitting else None,
-            "rules": self.rules,
+            "mfu_roofline": self.mfu_in(self.estimates["roofline"].seconds) if fitting else None,
+            "cost_model": self.cost_model,
+            # the names that these two had before, for whoever reads them
+            "mfu_today": self.mfu_in(self.estimates["roofline"].seconds) if fitting else None,
+            "rules": {"schedule": "new", "roofline": "today"}[self.cost_model],
             "ideal": self.ideal._asdict() if fitting else None,
-            "parts": {name: part._asdict() for name, part in self.estimate.parts.items()}
+            "parts": {name: part._asdict() for name, part in self.estimate.by_source.items()}
             if fitting
             else None,
             "bound_seconds": self.estimate.bound if fitting else None,
@@ -192,7 +196,7 @@ def traffic(
     return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
 
 
-def check_exchange(sizes: dict[str, int], topology: Topology) -> None:
+def check_expert_exchange(sizes: dict[str, int], topology: Topology) -> None:
     """Raises UserError where the experts' exchange needs what the slice's compiler does not
     have.
     """
@@ -231,7 +235,7 @@ def make_plan(
       UserError: the mesh does not fit the devices or the model.
     """
     mesh = make_mesh(config.parallel, topology.devices)
-    check_exchange(dict(mesh.shape), topology)
+    check_expert_exchange(dict(mesh.shape), topology)
     run = resolve_run(config, mesh)
     (stage,) = run.stages
     state = run.abstract_state
@@ -242,7 +246,7 @@ def make_plan(
         platforms = None if topology.chip.torus else ("cuda",)
         traced = make_train_step(run, stage).trace(state, batch)
         lowered = traced.lower(lowering_platforms=platforms)
-    lowered_at, cpu_then = time.perf_counter(), cpu_seconds()
+    lowered_at, cpu_then = time.perf_counter(), used_cpu_seconds()
     options = {"optimization_level": optimization_level} if optimization_level else {}
     try:
         compiled, failure = (
@@ -260,7 +264,7 @@ def make_plan(
         optimization_level=optimization_level or "default",
         lower_seconds=lowered_at - start,
         compile_seconds=time.perf_counter() - lowered_at,
-        compile_cpu_seconds=cpu_seconds() - cpu_then,
+        compile_cpu_seconds=used_cpu_seconds() - cpu_then,
         compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,
     )
     if compiled is None and "RESOURCE_EXHAUSTED" not in failure:
@@ -271,8 +275,8 @@ def make_plan(
         needs, usable = out_of_memory(failure)
         return plan(fits=False, reason=_too_much(needs, usable), needs=needs, usable_hbm=usable)
     program = hlo.parse(compiled.as_text())
-    schedules = schedule.read(dumped, program) if dumped else {}
-    parts = memory(compiled, program, state["params"], state["opt_state"])
+    schedules = schedule.read_schedules(dumped, program) if dumped else {}
+    parts = memory_use(compiled, program, state["params"], state["opt_state"])
     usable = topology.chip.usable_hbm
     fits = parts.peak <= usable  # at O1 the compiler does not refuse what exceeds it
     plan = functools.partial(
@@ -282,17 +286,19 @@ def make_plan(
         needs=parts.peak,
         usable_hbm=usable,
         memory=parts,
-        collectives=tuple(collectives(program, mesh)),
+        collectives=tuple(program_collectives(program, mesh)),
         unstated_loops=tuple(program.unstated_loops()),
     )
     if not topology.chip.torus:
         return plan(gpu_flops=gpu_flops(program))
     return plan(
         estimates={
-            rules: estimate(program, mesh, topology.chip, topology.shape, schedules, rules)
-            for rules in RULES
+            cost_model: estimate_time(
+                program, mesh, topology.chip, topology.shape, schedules, cost_model
+            )
+            for cost_model in COST_MODELS
         },
-        ideal=ideal(config.model, config.train, topology, mesh),
+        ideal=ideal_time(config.model, config.train, topology, mesh),
         unknown_kernels=tuple(unknown_kernels(program, schedules)),
     )
 
@@ -301,7 +307,7 @@ def _too_much(needs: float, usable: float) -> str:
     return f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
 
 
-def cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
+def used_cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
     """Of all threads, in user and kernel mode; RUSAGE_CHILDREN: of the processes that this one
     has waited for.
     """

@@ -38,21 +38,21 @@ from qwen3next_jax.planner.compiled import (
     Collective,
     collective_kind,
     delta_rule_call,
-    flops,
+    instruction_flops,
     fused_collective,
     hbm_bytes,
     is_kernel,
     permuted_pairs,
     read_collective,
     stated_bytes,
-    visited,
+    visited_grid_share,
 )
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.sharding.chips import Chip
 
 COMPUTE, HBM = "compute", "hbm"
-RULES = ("new", "today")
+COST_MODELS = ("schedule", "roofline")
 
 
 class Estimate(NamedTuple):
@@ -69,41 +69,50 @@ class Estimate(NamedTuple):
     bound: dict[str, float]
     flops: float
     hbm_bytes: float
-    parts: dict[str, "Part"]
+    by_source: dict[str, "SourceCost"]
 
 
-class Part(NamedTuple):
+class SourceCost(NamedTuple):
     seconds: float
     hbm_bytes: float
     flops: float
 
 
-def estimate(
+def estimate_time(
     program: Program,
     mesh: jax.sharding.Mesh,
     chip: Chip,
     shape: tuple[int, ...],
     schedules: Mapping[str, Schedule] | None = None,
-    rules: str = "new",
-    part: Callable[[Instruction], str] | None = None,
+    cost_model: str = "schedule",
+    source: Callable[[Instruction], str] | None = None,
 ) -> Estimate:
     """Time of a program compiled for `mesh` on a slice of `shape` chips; `schedules` by name of
     instruction.
     """
     simulation = _Simulation(
-        program, Network(mesh, chip, shape), chip, schedules or {}, rules, part or program.part
+        program,
+        Network(mesh, chip, shape),
+        chip,
+        schedules or {},
+        cost_model,
+        source or program.source_function,
     )
     seconds, counts = simulation.run(program.entry)
     bound = {k: v for k, v in counts.items() if isinstance(k, str) and v}
     names = dict.fromkeys(k[1] for k in counts if isinstance(k, tuple))
-    parts = {name: Part(*(counts[what, name] for what in Part._fields)) for name in names}
-    parts = dict(sorted(parts.items(), key=lambda item: (-item[1].seconds, -item[1].hbm_bytes)))
+    by_source = {
+        name: SourceCost(*(counts[what, name] for what in SourceCost._fields)) for name in names
+    }
+    by_source = dict(
+        sorted(by_source.items(), key=lambda item: (-item[1].seconds, -item[1].hbm_bytes))
+    )
     return Estimate(
         seconds,
         dict(sorted(bound.items(), key=lambda item: -item[1])),
-        sum(p.flops for p in parts.values()),
-        sum(p.hbm_bytes for p in parts.values()),
-        parts,
+        sum(p.flops for p in by_source.values()),
+        sum(p.hbm_bytes for p in by_source.values()),
+        by_source,
     )
 
 
@@ -114,11 +123,11 @@ class _Simulation:
         network: "Network",
         chip: Chip,
         schedules: Mapping[str, Schedule],
-        rules: str,
-        part: Callable[[Instruction], str],
+        cost_model: str,
+        source: Callable[[Instruction], str],
     ):
         self.program, self.network, self.chip = program, network, chip
-        self.schedules, self.rules, self.part = schedules, rules, part
+        self.schedules, self.cost_model, self.source = schedules, cost_model, source
         self.peak, self.bandwidth = chip.device_flops, chip.hbm_bandwidth / chip.devices_per_chip
         self.done: dict[str, tuple[float, Counter]] = {}
 
@@ -141,30 +150,30 @@ class _Simulation:
             for key, value in inner.items():
                 counts[key] += times * value
 
-        def wait(seconds: float, resource: str, part: str, **work: float) -> None:
+        def wait(seconds: float, resource: str, source: str, **work: float) -> None:
             add(
                 seconds,
-                {resource: seconds, ("seconds", part): seconds}
-                | {(what, part): size for what, size in work.items()},
+                {resource: seconds, ("seconds", source): seconds}
+                | {(what, source): size for what, size in work.items()},
             )
 
-        def start(name: str, seconds: float, resource: str, part: str) -> None:
+        def start(name: str, seconds: float, resource: str, source: str) -> None:
             free[resource] = max(now, free[resource]) + seconds
-            pending[name] = free[resource], resource, part
+            pending[name] = free[resource], resource, source
 
         for instruction in computation.values():
-            op, part = instruction.opcode, self.part(instruction)
+            op, source = instruction.opcode, self.source(instruction)
             if op.endswith("-done") and instruction.operands[0] in pending:
-                finish, resource, part = pending.pop(instruction.operands[0])
-                wait(max(finish - now, 0.0), resource, part)
+                finish, resource, source = pending.pop(instruction.operands[0])
+                wait(max(finish - now, 0.0), resource, source)
             elif op.endswith("-update") and instruction.operands[0] in pending:
                 pending[instruction.name] = pending.pop(instruction.operands[0])
             elif collective_kind(instruction):
                 resource, seconds = self._network(computation, instruction)
                 if op.endswith("-start"):
-                    start(instruction.name, seconds, resource, part)
+                    start(instruction.name, seconds, resource, source)
                 else:
-                    wait(seconds, resource, part)
+                    wait(seconds, resource, source)
             elif op == "while":
                 seconds, inner = self.run(instruction.attribute("body").lstrip("%"))
                 add(seconds, inner, self.program.trips(computation, instruction) or 1)
@@ -180,21 +189,21 @@ class _Simulation:
             elif op in ("async-start", "call-start"):
                 seconds, inner = self.run(instruction.called[0])
                 waits = {k: v for k, v in inner.items() if isinstance(k, str)}
-                start(instruction.name, seconds, max(waits, key=waits.get, default=HBM), part)
+                start(instruction.name, seconds, max(waits, key=waits.get, default=HBM), source)
                 add(
                     0.0,
                     {k: v for k, v in inner.items() if isinstance(k, tuple) and k[0] != "seconds"},
                 )
             elif op.endswith("-start"):
                 moved = hbm_bytes(self.program, computation, instruction)
-                add(0.0, {("hbm_bytes", part): moved})
-                start(instruction.name, moved / self.bandwidth, HBM, part)
+                add(0.0, {("hbm_bytes", source): moved})
+                start(instruction.name, moved / self.bandwidth, HBM, source)
             else:
                 wait(
                     *self._work(computation, instruction),
-                    part,
+                    source,
                     hbm_bytes=hbm_bytes(self.program, computation, instruction),
-                    flops=flops(self.program, computation, instruction),
+                    flops=instruction_flops(self.program, computation, instruction),
                 )
         return now, counts
 
@@ -202,13 +211,17 @@ class _Simulation:
         """(seconds, what they are waited for)."""
         cycles, moved = 0.0, hbm_bytes(self.program, computation, instruction)
         schedule, kernel = self.schedules.get(instruction.name), is_kernel(instruction)
-        if schedule and (kernel or self.rules == "new"):
-            cycles = schedule.cycles * visited(computation, instruction) / self.chip.clock
+        if schedule and (kernel or self.cost_model == "schedule"):
+            cycles = (
+                schedule.cycles * visited_grid_share(computation, instruction) / self.chip.clock
+            )
             moved = max(moved, stated_bytes(instruction) or schedule.copied)
         elif kernel:
             cycles = _kernel_seconds(computation, instruction, self.chip)
         lasts = {
-            COMPUTE: max(flops(self.program, computation, instruction) / self.peak, cycles),
+            COMPUTE: max(
+                instruction_flops(self.program, computation, instruction) / self.peak, cycles
+            ),
             HBM: moved / self.bandwidth,
         }
         fused = fused_collective(self.program, instruction)

@@ -11,7 +11,7 @@ import pathlib
 import re
 from typing import NamedTuple
 
-from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, shapes
+from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, parse_shapes
 
 _CORE = "megacore core id"  # what a program of a chip asks for whose two cores share its work
 
@@ -36,7 +36,7 @@ class Loop(NamedTuple):
     matrix: int  # matrix-unit issues in the body
 
 
-def dump_to(folder: str | pathlib.Path) -> None:
+def enable_schedule_dump(folder: str | pathlib.Path) -> None:
     """Makes the compiler leave its final bundles in `folder`. Before libtpu is loaded, which
     reads this once.
     """
@@ -50,7 +50,7 @@ def dump_to(folder: str | pathlib.Path) -> None:
     ).strip()
 
 
-def read(folder: str | pathlib.Path, program: Program) -> dict[str, Schedule]:
+def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Schedule]:
     """Of the instructions of `program` those that were dumped to `folder`, by name; of several
     alike the compiler dumps one.
     """
@@ -63,7 +63,7 @@ def read(folder: str | pathlib.Path, program: Program) -> dict[str, Schedule]:
             kernel = entry.group(2) == "custom-call"
             found[entry.group(1)] = Schedule(
                 cycles(loops, total),
-                _copied(text, loops) if kernel else 0.0,
+                _copied_bytes(text, loops) if kernel else 0.0,
                 all(loop.trips or not loop.matrix for loop in loops),
             )
     scheduled = [
@@ -99,12 +99,12 @@ def _signature(program: Program, computation: Computation, instruction: Instruct
     )
 
 
-def _copied(text: str, loops: list[Loop]) -> float:
+def _copied_bytes(text: str, loops: list[Loop]) -> float:
     header = text[: text.find("entry bundle")]
     windows = sum(
         s.bytes
         for window in re.findall(r"The window shape is (\w+\[[\d,]*\]), while", header)
-        for s in shapes(window)
+        for s in parse_shapes(window)
     )
     outer = [loop for loop in loops if not any(_within(loop, other) for other in loops)]
     return windows * max((loop.trips for loop in outer), default=1) * (2 if _CORE in header else 1)

@@ -20,8 +20,8 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, overlap_chunks
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
-from qwen3next_jax.planner.ideal import DENSE, GROUPED, layer_bytes
-from qwen3next_jax.planner.planning import check_exchange
+from qwen3next_jax.planner.ideal import DENSE_EFFICIENCY, GROUPED_EFFICIENCY, layer_bytes
+from qwen3next_jax.planner.planning import check_expert_exchange
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.mesh import check_divides, mesh_text
 
@@ -67,7 +67,7 @@ class Candidate(NamedTuple):
         )
 
 
-def candidates(
+def rank_candidates(
     config: Config,
     topology: Topology,
     fixed: Mapping[str, int] | None = None,
@@ -144,7 +144,7 @@ def _estimate(
             AbstractMesh(tuple(sizes.values()), tuple(sizes)),
             *split_sizes(model),
         )
-        check_exchange(sizes, topology)
+        check_expert_exchange(sizes, topology)
     except UserError as error:
         return float("inf"), float("inf"), str(error)
     size = estimated_bytes(model, train, mesh)
@@ -219,7 +219,7 @@ def estimated_seconds(
     passes = 3 + (k > 1)  # the load is counted first
     products = (
         dense * passes + RECOMPUTED[train.remat] * (dense - heads)
-    ) / DENSE + grouped * passes / GROUPED
+    ) / DENSE_EFFICIENCY + grouped * passes / GROUPED_EFFICIENCY
     compute = products * tokens * k / mesh.tensor / chip.device_flops
     moved = k * STACKED * _kept(m, train, mesh) / (chip.hbm_bandwidth / chip.devices_per_chip)
     # gathered for each pass, gradients once, in bfloat16

@@ -58,7 +58,7 @@ class Topology(NamedTuple):
         return math.prod(self.shape)
 
 
-def describe(name: str) -> Topology:
+def describe_topology(name: str) -> Topology:
     """The slice called CHIP:GRID, such as "v5p:8x8x8", or the GPUs "h100:16x8", 16 hosts of 8.
     Call it before anything else loads libtpu in this process.
 

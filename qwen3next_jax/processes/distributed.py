@@ -42,7 +42,7 @@ _LEAVE, _LEAVE_ALONE = 30, 10
 _messages = itertools.count()
 
 
-def start(launch: Launch | None, config: ParallelConfig) -> None:
+def initialize(launch: Launch | None, config: ParallelConfig) -> None:
     """Joins the other processes of the run; call it before anything asks JAX for a device.
 
     A process that the others do not reach within `config.start_timeout` seconds is ended with
@@ -52,7 +52,7 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
       UserError: the coordinator's port is taken, a TPU slice of several hosts cannot be joined,
       or JAX's store is not to be found.
     """
-    if launch is None or launch.processes == 1:
+    if launch is None or launch.num_processes == 1:
         return
     _client()  # missing, it is told before anyone waits
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -62,7 +62,7 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
     # The runtime aborts whoever waits at a coordinator that leaves, so process 0 is the last to
     # lose patience.
     patience = config.start_timeout + (
-        min(config.start_timeout, _LEAVE_ALONE) if launch.process == 0 else 0
+        min(config.start_timeout, _LEAVE_ALONE) if launch.process_id == 0 else 0
     )
     timer = threading.Timer(patience, _give_up, (launch, patience))
     timer.daemon = True
@@ -70,9 +70,9 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
     try:
         jax.distributed.initialize(
             launch.coordinator,
-            launch.processes,
-            launch.process,
-            launch.local_devices or None,
+            launch.num_processes,
+            launch.process_id,
+            launch.local_device_ids or None,
             cluster_detection_method="deactivate" if launch.coordinator else None,
             initialization_timeout=int(patience) + 60,
             heartbeat_timeout_seconds=int(config.heartbeat_timeout),
@@ -81,8 +81,9 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         if launch.coordinator:
             raise UserError(
-                f"process {launch.process} cannot use {launch.coordinator} (from {launch.source}) "
-                f"to meet the others: {_first_line(error)}; give another --coordinator=HOST:PORT"
+                f"process {launch.process_id} cannot use {launch.coordinator} (from "
+                f"{launch.source}) to meet the others: {_first_line(error)}; give another "
+                "--coordinator=HOST:PORT"
             ) from error
         # else a machine with chips, but without a slice's metadata
         if launch.source != TPU_VM or jax.process_count() > 1:
@@ -95,7 +96,7 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
 
 
 @contextlib.contextmanager
-def joined(
+def distributed_run(
     launch: Launch | None, parallel: ParallelConfig, settings: dict[str, Any]
 ) -> Iterator[None]:
     """Joins the other processes (`start`), and makes sure that all have the same `settings` and
@@ -105,9 +106,9 @@ def joined(
     runtime ends the others. Without that it would wait at its end for all others, which wait for
     it in the middle of a step.
     """
-    start(launch, parallel)
+    initialize(launch, parallel)
     try:
-        alike = _settings(settings) | _code_digests()
+        alike = _compared_settings(settings) | _code_digests()
         run_on_all(lambda: None, alike, parallel.start_timeout)
         yield
         barrier()  # process 0 may have to seal a checkpoint yet
@@ -130,14 +131,15 @@ def _leave(code: ExitCode) -> None:
 def _give_up(launch: Launch, seconds: float) -> None:
     if launch.coordinator is None:
         why = "the other hosts of the TPU slice did not all answer"
-    elif launch.process == 0:
-        why = f"not all of the other {launch.processes - 1} processes came to {launch.coordinator}"
+    elif launch.process_id == 0:
+        others = launch.num_processes - 1
+        why = f"not all of the other {others} processes came to {launch.coordinator}"
     else:
         host, _, port = launch.coordinator.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
             why = (
-                f"process 0 answers at {launch.coordinator}, but not all of {launch.processes} "
+                f"process 0 answers at {launch.coordinator}, but not all of {launch.num_processes} "
                 "processes came"
             )
         except OSError as error:
@@ -153,7 +155,7 @@ def _give_up(launch: Launch, seconds: float) -> None:
     os._exit(ExitCode.UNREACHABLE)
 
 
-def is_leader() -> bool:
+def is_process_0() -> bool:
     """Whether this is process 0, which alone writes the run's files and shows it."""
     return jax.process_index() == 0
 
@@ -167,8 +169,8 @@ def broadcast_from_process_0(work: Callable[[], Any]) -> Any:
     if jax.process_count() == 1:
         return work()
     key = _new_key()
-    if is_leader():
-        _, answer = _tried(work, keep="value")
+    if is_process_0():
+        _, answer = _try_work(work, keep="value")
         _client().key_value_set(key, json.dumps(answer))
     else:
         answer = json.loads(_client().blocking_key_value_get(key, _milliseconds(_LONG)))
@@ -193,7 +195,7 @@ def run_on_all(
     """
     if jax.process_count() == 1:
         return work()
-    result, outcome = _tried(work)
+    result, outcome = _try_work(work)
     key, me = _new_key(), jax.process_index()
     _client().key_value_set(
         f"{key}/{me}", json.dumps(outcome | {"about": about or {}, "host": socket.gethostname()})
@@ -217,7 +219,7 @@ def barrier(timeout: float = _LONG) -> None:
         _client().wait_at_barrier(_new_key(), _milliseconds(timeout))
 
 
-def check_shared(folder: pathlib.Path, patience: float) -> None:
+def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
     """Makes sure that all processes see the same `folder`.
 
     Raises:
@@ -243,7 +245,7 @@ def check_shared(folder: pathlib.Path, patience: float) -> None:
     try:
         run_on_all(seen)
     finally:
-        if is_leader():
+        if is_process_0():
             mark.unlink()
 
 
@@ -291,7 +293,7 @@ def _code_digests() -> dict[str, str]:
     }
 
 
-def _settings(settings: dict[str, Any]) -> dict[str, str]:
+def _compared_settings(settings: dict[str, Any]) -> dict[str, str]:
     """Name → text of every setting that all processes must have alike: all but where rows are
     kept.
     """
@@ -307,7 +309,7 @@ def _write(path: pathlib.Path, text: str) -> str:
     return text
 
 
-def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[str, Any]]:
+def _try_work(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[str, Any]]:
     """(result, record of it for the others: its error, whose traceback is shown here unless it
     is the user's, or the result itself as `keep`).
     """

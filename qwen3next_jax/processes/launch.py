@@ -30,9 +30,9 @@ class Launch:
 
     source: str
     coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
-    local_devices: tuple[int, ...] = ()
+    num_processes: int | None = None
+    process_id: int | None = None
+    local_device_ids: tuple[int, ...] = ()
 
 
 def find_launch(
@@ -110,7 +110,9 @@ def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch 
         if coordinator
         else _open_mpi_coordinator(environment, on_one_host=here == processes)
     )
-    return Launch("Open MPI", address, processes, process, own_gpus(environment, local, here))
+    return Launch(
+        "Open MPI", address, processes, process, gpus_of_process(environment, local, here)
+    )
 
 
 def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
@@ -122,7 +124,7 @@ def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
     if match := re.search(r"tcp://([^,:]+)|tcp6://\[([^],]+)", uri):
         return f"{match[1]}:{port}" if match[1] else f"[{match[2]}]:{port}"
     if nodes := environment.get("SLURM_JOB_NODELIST"):
-        return f"{first_host(nodes)}:{port}"
+        return f"{first_node(nodes)}:{port}"
     raise UserError(
         "Open MPI does not say on which host rank 0 runs: add --coordinator=HOST:PORT with that "
         "host and a free port"
@@ -141,13 +143,13 @@ def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | N
     )
     if coordinator is None:
         port = _port(f"{_text(environment, 'SLURM_JOB_ID')}.{_text(environment, 'SLURM_STEP_ID')}")
-        address = f"{first_host(_text(environment, 'SLURM_STEP_NODELIST'))}:{port}"
+        address = f"{first_node(_text(environment, 'SLURM_STEP_NODELIST'))}:{port}"
     else:
         address = _checked(coordinator)
-    return Launch("SLURM", address, processes, process, own_gpus(environment, local, here))
+    return Launch("SLURM", address, processes, process, gpus_of_process(environment, local, here))
 
 
-def first_host(nodes: str) -> str:
+def first_node(nodes: str) -> str:
     """The first of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
@@ -176,7 +178,7 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
     return counts[node]
 
 
-def own_gpus(environment: Environment, local: int, here: int) -> tuple[int, ...]:
+def gpus_of_process(environment: Environment, local: int, here: int) -> tuple[int, ...]:
     """Indices, among the GPUs that this process sees, of those that it should use as the
     `local`-th of `here` on its host.
 

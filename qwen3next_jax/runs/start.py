@@ -11,7 +11,7 @@ from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import check_mixers
-from qwen3next_jax.processes.distributed import is_leader
+from qwen3next_jax.processes.distributed import is_process_0
 from qwen3next_jax.runs import branching, preflight
 from qwen3next_jax.runs.folder import check_versions, saved_steps
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
@@ -31,7 +31,7 @@ def prepare_start(
     Raises:
       UserError: names the first mistake.
     """
-    preflight.check(config, workdir, restart, records=is_leader())
+    preflight.check(config, workdir, restart, records=is_process_0())
     begins = restart or not saved_steps(workdir)
     if not begins:
         check_versions(workdir)

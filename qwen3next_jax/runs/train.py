@@ -21,8 +21,8 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
-    check_shared,
-    is_leader,
+    check_shared_folder,
+    is_process_0,
     process_0_first,
     run_on_all,
 )
@@ -89,7 +89,7 @@ def train(
     """
     begun = time.time()
     restart = restart or restart_has_begun(workdir)
-    leader = is_leader()  # the process that records and shows the run
+    leader = is_process_0()  # the process that records and shows the run
 
     # ---- Mesh
     mesh = make_mesh(config.parallel, devices)
@@ -119,7 +119,7 @@ def train(
         return parent, *open_run(workdir, config, fingerprints, tokenizer.fingerprint, parent)
 
     parent, description, changes = broadcast_from_process_0(lambda: lock.held(open_folder))
-    check_shared(workdir, config.parallel.start_timeout)
+    check_shared_folder(workdir, config.parallel.start_timeout)
     stage_ends = [stage.last_step for stage in run.stages]
     with lock, Checkpoints(workdir, config.checkpoint, stage_ends) as checkpoints:
         first_step = checkpoints.newest_good_step() or 0
@@ -128,7 +128,7 @@ def train(
             done = f"{workdir}: already trained to step {first_step} of {run.steps}."
             return _end_at_last_step(run, workdir, first_step, trouble, done, tokenizer)
         checkpoints.begin(first_step)
-        check_shared(checkpoints.directory, config.parallel.start_timeout)
+        check_shared_folder(checkpoints.directory, config.parallel.start_timeout)
 
         # ---- State
         is_new = not first_step
@@ -384,7 +384,7 @@ def _advice(run: ResolvedRun) -> str:
 
 def _end(code: ExitCode, text: str) -> ExitCode:
     """→ `code`, after `text` on the terminal."""
-    if is_leader():
+    if is_process_0():
         good = code in (ExitCode.DONE, ExitCode.INTERRUPTED)
         print(text if good else f"error: {text}", file=sys.stdout if good else sys.stderr)
     return code

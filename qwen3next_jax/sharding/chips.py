@@ -138,7 +138,7 @@ CHIPS = {
 }
 
 
-def chip_of(device_kind: str) -> Chip | None:
+def find_chip(device_kind: str) -> Chip | None:
     """The chip behind a `jax.Device.device_kind`; None for one that is not in the table (a CPU,
     an unlisted GPU).
     """

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ParallelConfig
-from qwen3next_jax.sharding.chips import chip_of
+from qwen3next_jax.sharding.chips import find_chip
 
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
@@ -27,7 +27,7 @@ _SPARSE_CORES = {
 # goes into one would be copied.
 _TILES = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
 # v4's compiler, and that of v5e, which has no sparse cores, take none of these.
-OF_CHIPS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES | _TILES}
+CHIP_OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES | _TILES}
 
 
 def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
@@ -38,8 +38,8 @@ def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
       UserError: an option of the configuration is not written as NAME=VALUE, or the compiler
       does not know it.
     """
-    chip = chip_of(mesh.devices.flat[0].device_kind)
-    options = dict(OF_CHIPS.get(chip.name, {})) if chip and mesh.size > 1 else {}
+    chip = find_chip(mesh.devices.flat[0].device_kind)
+    options = dict(CHIP_OPTIONS.get(chip.name, {})) if chip and mesh.size > 1 else {}
     if not config.compiler_options:
         return options
     for part in config.compiler_options.split(","):

@@ -16,9 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MESH_AXES, ModelConfig, ParallelConfig
-from qwen3next_jax.sharding.torus import blocks_of_experts
-
-DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
+from qwen3next_jax.sharding.torus import place_experts_in_blocks
 
 
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -48,7 +46,7 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
             within, across, devices, allow_split_physical_axes=True
         )
     elif devices[0].platform == "tpu":
-        grid = blocks_of_experts(
+        grid = place_experts_in_blocks(
             mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         )
     else:
@@ -56,7 +54,7 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def one_device() -> Mesh:
+def single_device_mesh() -> Mesh:
     """The mesh of this process's first device alone."""
     return make_mesh(ParallelConfig(), jax.local_devices()[:1])
 

@@ -22,13 +22,13 @@ from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.gathering import all_gather
 
 # what is split over which mesh axes; rows: of a batch
-ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"
+ROWS, CONTEXT, EXPERT, TENSOR = ("data", "expert"), "context", "expert", "tensor"
 FSDP = TOKENS = (*ROWS, CONTEXT)
 
 # Over what a dimension is split while computing, and over what besides between steps: of these the
 # longest is outermost, and so gathered last, when an array is largest. Dimensions take, from the
 # first on, those of their axes that divide them and that none before has taken.
-AXES: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
+LOGICAL_AXES: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embed": ((), FSDP),  # the model's width, where the other dimensions are split while computing
     "embed_out": ((), (TENSOR,)),  # the model's width where it is what a product gives
     "vocab": ((TENSOR,), ()),
@@ -39,7 +39,7 @@ AXES: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "key_heads": ((TENSOR,), ()),  # their value heads come along
     "value_heads": ((TENSOR,), ()),
     "channels": ((), FSDP),  # of a convolution
-    "experts": ((EXPERTS,), ()),
+    "experts": ((EXPERT,), ()),
     "router": ((), (TENSOR,)),
     "mlp": ((TENSOR,), ()),
     # of experts: gathered along their last dimension, a TPU would copy the whole to another layout
@@ -48,7 +48,7 @@ AXES: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-class Declared(Protocol):
+class ShardedParam(Protocol):
     """What the rules read of a parameter's declaration (`model.parameters.Declared`)."""
 
     axes: tuple[str | None, ...]
@@ -65,24 +65,27 @@ ACTIVATIONS = {
 }
 
 
-def check_axes(axes: tuple[str | None, ...]) -> None:
+def check_logical_axes(axes: tuple[str | None, ...]) -> None:
     """Raises ValueError where one of `axes` is not in the table."""
     for axis in axes:
-        if axis not in AXES:
+        if axis not in LOGICAL_AXES:
             raise ValueError(
                 f"no logical axis {axis!r} in "
-                f"sharding/rules.py{did_you_mean(str(axis), filter(None, AXES))}: "
-                f"expected one of {', '.join(filter(None, AXES))}"
+                f"sharding/rules.py{did_you_mean(str(axis), filter(None, LOGICAL_AXES))}: "
+                f"expected one of {', '.join(filter(None, LOGICAL_AXES))}"
             )
 
 
-def storage_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
+def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How a parameter (or its optimizer state) of this declaration lies on the mesh between
     steps.
     """
     return _spec(
         [
-            (*AXES[axis][0], *sorted(AXES[axis][1], key=mesh.shape.get, reverse=True))
+            (
+                *LOGICAL_AXES[axis][0],
+                *sorted(LOGICAL_AXES[axis][1], key=mesh.shape.get, reverse=True),
+            )
             for axis in declared.axes
         ],
         shape,
@@ -90,9 +93,9 @@ def storage_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
     )
 
 
-def use_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
+def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How it lies while computing: the storage axes gathered."""
-    return _spec([AXES[axis][0] for axis in declared.axes], shape, mesh)
+    return _spec([LOGICAL_AXES[axis][0] for axis in declared.axes], shape, mesh)
 
 
 def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -106,7 +109,7 @@ def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
             if (
                 mesh.shape[axis] > 1
                 and axis not in sum(entries, ())
-                and size % shards(mesh, axis, *kept) == 0
+                and size % num_shards(mesh, axis, *kept) == 0
             ):
                 kept += (axis,)
         entries.append(kept)
@@ -136,12 +139,12 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     )
 
 
-def shards(mesh: Mesh | None, *axes: str) -> int:
+def num_shards(mesh: Mesh | None, *axes: str) -> int:
     """Into how many parts these axes of the mesh split something; 1 without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
+def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """`f` on each device's own part, for what the partitioner cannot split (kernels); `f` itself
     without a mesh.
     """
@@ -150,7 +153,7 @@ def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Call
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
+def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
     """Parameters (declared variables) as they are used: operands cast to `dtype`, then gathered
     over their storage axes. Gradients go back to where the parameters lie. Nothing happens
     without a mesh.
@@ -163,8 +166,8 @@ def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
         to = jnp.dtype(dtype) if declared.operand else leaf.dtype
         if declared.gathered == "operator":
             return variable.replace(leaf.astype(to))
-        specs = _stages(
-            storage_spec(declared, leaf.shape, mesh), use_spec(declared, leaf.shape, mesh)
+        specs = _gather_steps(
+            storage_spec(declared, leaf.shape, mesh), compute_spec(declared, leaf.shape, mesh)
         )
         return variable.replace(
             save_for_backward(
@@ -175,13 +178,13 @@ def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
     return jax.tree.map(one, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
 
 
-def gather_local(
-    x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh: Mesh, whole: bool = False
+def gather_in_shard(
+    x: jax.Array, declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh, whole: bool = False
 ) -> jax.Array:
     """Inside `local`: this device's stored part of a parameter of global `shape`, gathered for
     use; `whole`: over `tensor` too. Its gradient is a reduce-scatter by construction.
     """
-    used = P(*(None,) * len(shape)) if whole else use_spec(declared, shape, mesh)
+    used = P(*(None,) * len(shape)) if whole else compute_spec(declared, shape, mesh)
     for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
         for axis in reversed(axes):
             x = all_gather(x, axis, dim)
@@ -193,7 +196,7 @@ def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
     return [_axes(stored)[len(_axes(used)) :] for stored, used in zip(storage, use)]
 
 
-def _stages(storage: P, use: P) -> list[P]:
+def _gather_steps(storage: P, use: P) -> list[P]:
     """From `storage` to `use`, one mesh axis less at a time, inner ones first. Over several axes
     at once that together span all dimensions of a torus the TPU compiler sums zero-padded parts
     instead of gathering (and sums instead of reduce-scattering): twice the bytes.
@@ -225,7 +228,7 @@ def _gather_backward(dtype, stages, own_dtype, _, dy):
 _gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
 
 
-def shardings(tree: Any, declared: Mapping[str, Declared], mesh: Mesh) -> Any:
+def tree_shardings(tree: Any, declared: Mapping[str, ShardedParam], mesh: Mesh) -> Any:
     """NamedSharding of every leaf (array or shape) of a train state or of a tree of parameters.
 
     Args:

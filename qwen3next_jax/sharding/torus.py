@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def blocks_of_experts(grid: np.ndarray) -> np.ndarray:
+def place_experts_in_blocks(grid: np.ndarray) -> np.ndarray:
     """`grid` with each group of `expert` a block of both dimensions of a network that has two,
     where it would be a line of one: a corner has two links to send over, the end of a line one
     (and 16 are a ring). Data × expert alone.

@@ -11,14 +11,14 @@ from qwen3next_jax.runs.start import check_settings_alone
 from qwen3next_jax.sweeps.points import Point, Sweep
 
 
-def given(sweep: Sweep, point: Point) -> Given:
+def given_settings(sweep: Sweep, point: Point) -> Given:
     """The settings that the command of a point gives."""
     return Given(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.alone)
 
 
 def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:
     """The settings given to a point that it does not read → what is wrong."""
-    settings = given(sweep, point)
+    settings = given_settings(sweep, point)
     return {
         name: why
         for find in (unread.unread, unread.by_layers)

@@ -16,13 +16,13 @@ from qwen3next_jax.sweeps.results import (
     Result,
     Spread,
     along_x,
-    declared,
+    all_metrics,
     findings,
-    lines_of,
-    main_figures,
-    pareto,
+    metric_along_x,
+    main_metrics,
+    pareto_front,
     seed_axes,
-    shown,
+    metric_title,
     to_csv,
     to_json,
 )
@@ -106,16 +106,16 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
     lines of it, coloured by that and dashed by the other axes' values.
     """
     values, charts, kinds = sweep.axes[sweep.x], [], {}
-    for name, figure in declared(done).items():
+    for name, figure in all_metrics(done).items():
         kind, _, place = name.partition("/")
         kinds.setdefault((kind, bool(place), figure), []).append((name, place))
     for (kind, _, figure), names in kinds.items():
         lines = []
         labels = list(
-            dict.fromkeys(label for name, _ in names for label in lines_of(sweep, done, name))
+            dict.fromkeys(label for name, _ in names for label in metric_along_x(sweep, done, name))
         )
         for i, (name, place) in enumerate(names):
-            for label, line in lines_of(sweep, done, name).items():
+            for label, line in metric_along_x(sweep, done, name).items():
                 spreads = [line.get(value) for value in values]
                 text = (
                     place if place and len(labels) == 1 else ", ".join(filter(None, (place, label)))
@@ -141,7 +141,7 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
         better = f"{figure.better.capitalize()} is better; " if figure.better else ""
         charts.append(
             line_chart(
-                shown(kind, figure),
+                metric_title(kind, figure),
                 lines,
                 x_label=sweep.x.rpartition(".")[2],
                 x_names=values,
@@ -203,12 +203,12 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
     """
     charts = []
     costs = along_x(sweep, ((r, r.counted["cache_bytes_per_token"]) for r in done))
-    for name, figure in main_figures(done).items():
-        for label, line in lines_of(sweep, done, name).items() if figure.better else ():
+    for name, figure in main_metrics(done).items():
+        for label, line in metric_along_x(sweep, done, name).items() if figure.better else ():
             points = [(costs[label][value].mean, line[value].mean) for value in line]
             if len({cost for cost, _ in points}) < 2:
                 continue
-            front = pareto(points, figure.better == "higher")
+            front = pareto_front(points, figure.better == "higher")
             lines = [
                 Line(value, [cost], [mean], colour=k, dots=True)
                 for k, (value, (cost, mean)) in enumerate(zip(line, points))
@@ -226,7 +226,7 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
                 )
             charts.append(
                 line_chart(
-                    f"{shown(name, figure)}{f' ({label})' if label else ''} against cache",
+                    f"{metric_title(name, figure)}{f' ({label})' if label else ''} against cache",
                     lines,
                     x_label="cache bytes per token of context",
                 )
@@ -235,12 +235,12 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
 
 
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
-    measured = main_figures(results)  # the rest is in results.csv
+    measured = main_metrics(results)  # the rest is in results.csv
     head = [
         *(axis.rpartition(".")[2] for axis in sweep.axes),
         "state",
         "step",
-        *(shown(name, figure) for name, figure in measured.items()),
+        *(metric_title(name, figure) for name, figure in measured.items()),
         "tokens/s",
         *COUNTED.values(),
         "seconds",

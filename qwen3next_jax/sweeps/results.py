@@ -209,7 +209,9 @@ def seed_axes(sweep: Sweep) -> tuple[str, ...]:
     return tuple(axis for axis in sweep.axes if axis.rpartition(".")[2] == "seed")
 
 
-def lines_of(sweep: Sweep, results: Iterable[Result], figure: str) -> dict[str, dict[str, Spread]]:
+def metric_along_x(
+    sweep: Sweep, results: Iterable[Result], figure: str
+) -> dict[str, dict[str, Spread]]:
     """One measured figure along the x axis, as `along_x` gives it."""
     return along_x(
         sweep,
@@ -238,16 +240,16 @@ def along_x(sweep: Sweep, figures: Iterable[tuple[Result, float]]) -> dict[str, 
     }
 
 
-def declared(results: Iterable[Result]) -> dict[str, Figure]:
+def all_metrics(results: Iterable[Result]) -> dict[str, Figure]:
     """Every figure that was measured."""
     return {name: value.figure for result in results for name, value in result.measured.items()}
 
 
-def main_figures(results: Iterable[Result]) -> dict[str, Figure]:
+def main_metrics(results: Iterable[Result]) -> dict[str, Figure]:
     """What evaluations are judged by: a figure over all its places where there is such a value,
     else at every place.
     """
-    figures = declared(results)
+    figures = all_metrics(results)
     return {
         name: figure
         for name, figure in figures.items()
@@ -255,7 +257,7 @@ def main_figures(results: Iterable[Result]) -> dict[str, Figure]:
     }
 
 
-def shown(name: str, figure: Figure) -> str:
+def metric_title(name: str, figure: Figure) -> str:
     """A figure's name as text: "mqar accuracy/8 pairs" → "Mqar: accuracy 8 pairs"."""
     evaluated, _, rest = name.partition(" ")
     return f"{evaluated.capitalize()}: {figure.title} {rest.partition('/')[2]}".strip()
@@ -268,13 +270,13 @@ def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
     return [
         _finding(
             sweep.x.rpartition(".")[2],
-            shown(name, figure) + (f" ({label})" if label else ""),
+            metric_title(name, figure) + (f" ({label})" if label else ""),
             figure.better,
             line,
         )
-        for name, figure in main_figures(results).items()
+        for name, figure in main_metrics(results).items()
         if figure.better
-        for label, line in lines_of(sweep, results, name).items()
+        for label, line in metric_along_x(sweep, results, name).items()
         if len(line) > 1
     ]
 
@@ -320,7 +322,7 @@ def _listed(values: Sequence[str], line: dict[str, Spread]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
-def pareto(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
+def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
     """Indices of the points (cost, figure) that no other beats in both: less cost, better
     figure.
     """

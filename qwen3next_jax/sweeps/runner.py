@@ -35,12 +35,17 @@ TRAIN = pathlib.Path(__file__).parents[2] / "train.py"
 _POLL = 0.5  # seconds
 
 
-def command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
+def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
     """The arguments of the train.py that is this point."""
     settings = [f"--config.{name}={as_text(value)}" for name, value in point.overrides.items()]
     # other points read them (`check.check_settings`)
     allowed = ["--allow-unread"] if unread_settings(sweep, point) else []
-    return [f"--config={sweep.base}", *settings, *allowed, f"--workdir={folder(workdir, point)}"]
+    return [
+        f"--config={sweep.base}",
+        *settings,
+        *allowed,
+        f"--workdir={point_folder(workdir, point)}",
+    ]
 
 
 def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
@@ -50,7 +55,7 @@ def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
     train = ["uv", "run", "train.py"]
     if pathlib.Path.cwd() != TRAIN.parent:
         train = ["uv", "run", f"--project={TRAIN.parent}", str(TRAIN)]
-    return shlex.join([*train, *command(sweep, point, workdir)])
+    return shlex.join([*train, *train_arguments(sweep, point, workdir)])
 
 
 def shell_lines(sweep: Sweep, workdir: pathlib.Path) -> list[str]:
@@ -69,7 +74,7 @@ def shell_lines(sweep: Sweep, workdir: pathlib.Path) -> list[str]:
     return lines
 
 
-def folder(workdir: pathlib.Path, point: Point) -> pathlib.Path:
+def point_folder(workdir: pathlib.Path, point: Point) -> pathlib.Path:
     return workdir / "points" / point.name
 
 
@@ -156,7 +161,7 @@ class Runner:
 
     def _is_done(self, point: Point) -> bool:
         config = point.config
-        return is_done(folder(self.workdir, point), config.train.steps, config.eval.suites)
+        return is_done(point_folder(self.workdir, point), config.train.steps, config.eval.suites)
 
     def _lock(self) -> int:
         """A lock that the points inherit, so that it holds as long as any of them runs, even
@@ -173,13 +178,13 @@ class Runner:
         return descriptor
 
     def _start(self, point: Point, lock: int) -> None:
-        where = folder(self.workdir, point)
+        where = point_folder(self.workdir, point)
         where.mkdir(parents=True, exist_ok=True)
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
         with (where / "log.txt").open("ab") as log:
             size = os.fstat(log.fileno()).st_size
             process = subprocess.Popen(
-                [sys.executable, str(TRAIN), *command(self.sweep, point, self.workdir)],
+                [sys.executable, str(TRAIN), *train_arguments(self.sweep, point, self.workdir)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -205,7 +210,7 @@ class Runner:
                 continue
             del self.running[name]
             seconds = time.monotonic() - begun
-            where = folder(self.workdir, point)
+            where = point_folder(self.workdir, point)
             if code == 0 and self._is_done(point):
                 self.tell(f"{name}: done in {seconds:,.0f} s")
             elif self._stopping:

@@ -21,16 +21,18 @@ import jax
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config
-from qwen3next_jax.planner.planning import Plan, cpu_seconds, make_plan
-from qwen3next_jax.planner.schedule import dump_to
-from qwen3next_jax.planner.topology import Topology, describe
+from qwen3next_jax.planner.planning import Plan, used_cpu_seconds, make_plan
+from qwen3next_jax.planner.schedule import enable_schedule_dump
+from qwen3next_jax.planner.topology import Topology, describe_topology
 
 
-def make_plan_apart(config: Config, topology: Topology, optimization_level: str = "") -> Plan:
+def make_plan_in_subprocess(
+    config: Config, topology: Topology, optimization_level: str = ""
+) -> Plan:
     """`make_plan` in a new process, which ends with this one. Where the compiler takes that
     down, the plan has `failed`.
     """
-    start, cpu_then = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
+    start, cpu_then = time.perf_counter(), used_cpu_seconds(resource.RUSAGE_CHILDREN)
     # The answer is a file without a name: nothing is left of it however both end.
     with (
         tempfile.TemporaryFile() as answer,
@@ -41,7 +43,7 @@ def make_plan_apart(config: Config, topology: Topology, optimization_level: str 
             [
                 sys.executable,
                 "-m",
-                "qwen3next_jax.planner.process",
+                "qwen3next_jax.planner.subprocess_plan",
                 str(os.getpid()),
                 str(fd),
                 dumped,
@@ -66,7 +68,7 @@ def make_plan_apart(config: Config, topology: Topology, optimization_level: str 
         lower_seconds=0.0,
         optimization_level=optimization_level or "default",
         compile_seconds=time.perf_counter() - start,
-        compile_cpu_seconds=cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then,
+        compile_cpu_seconds=used_cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then,
         fits=False,
         failed=True,
         reason=_last_words(done.returncode, done.stderr.decode(errors="replace")),
@@ -99,10 +101,10 @@ def _answer(planner: int, fd: int, dumped: str) -> None:
     # such programs can be written to it, but not read back
     jax.config.update("jax_enable_compilation_cache", False)
     config, name, optimization_level = pickle.load(sys.stdin.buffer)
-    dump_to(dumped)
+    enable_schedule_dump(dumped)
     try:
         found = dataclasses.replace(
-            make_plan(config, describe(name), optimization_level, dumped), topology=None
+            make_plan(config, describe_topology(name), optimization_level, dumped), topology=None
         )
     except UserError as error:
         found = error
