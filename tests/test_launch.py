@@ -185,7 +185,7 @@ def test_a_machine_with_chips_asks_its_metadata():
             (None, None, None),
             "SLURM_NODEID is not set",
         ),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), "tells of 1 nodes"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), "lists 1 node"),
         (
             SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
             (None, None, None),
@@ -213,8 +213,8 @@ def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_na
     digests = distributed._code_digests() | distributed._compared_settings(to_dict(Config()))
     assert name in digests
     said = [
-        {"host": f"host{i}", "about": about}
-        for i, about in enumerate((digests, digests | {name: "another"}))
+        {"host": f"host{i}", "compared": compared}
+        for i, compared in enumerate((digests, digests | {name: "another"}))
     ]
     monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
     monkeypatch.setattr(

@@ -249,7 +249,7 @@ def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
         == compiler_options(ParallelConfig(), make_mesh(ParallelConfig()))
     )
     for text, message in (
-        ("xla_no=1", "the compiler: .*No such compile option: 'xla_no'"),
+        ("xla_no=1", "xla_no=1.*No such compile option: 'xla_no'"),
         ("fast", "'fast': expected NAME=VALUE"),
     ):
         with pytest.raises(UserError, match=message):
