@@ -236,7 +236,7 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
         ),
         (
             {"axes": {"model.hidden_size": [32, 512]}, "match": "parameters"},
-            "point hidden_size=512 has more parameters than the first one",
+            "point hidden_size=512 has more parameters than the first point",
         ),
         (
             {
@@ -399,7 +399,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     metrics = workdir / "points" / "seed=0" / "metrics.jsonl"
     told = []
     here = runner.Runner(
-        load_sweep(path), workdir, workers=1, retries=0, tell=told.append, after=told.append
+        load_sweep(path), workdir, workers=1, retries=0, log=told.append, on_point_end=told.append
     )
     first = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
     _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
@@ -442,8 +442,8 @@ def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
         tmp_path / "w",
         workers=1,
         retries=retries,
-        tell=told.append,
-        after=lambda failed: after.append(dict(failed)),
+        log=told.append,
+        on_point_end=lambda failed: after.append(dict(failed)),
     )
     return found, told, after
 
@@ -564,7 +564,7 @@ def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
         with path.open("a") as file:
             file.write(json.dumps(event | last) + "\n")
         assert is_done(tmp_path, point.config.train.steps, point.config.eval.suites) == done
-    assert {name: value.value for name, value in read_result(point, tmp_path).measured.items()} == {
+    assert {name: value.value for name, value in read_result(point, tmp_path).metrics.items()} == {
         "heldout loss": 1.0,
         "heldout accuracy": 0.5,
         "position loss": 1.0,

@@ -125,7 +125,7 @@ def test_what_is_read_or_not_the_user_s_is_not_refused(file, overrides):
 
 def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
     # which counts parameters, and takes seconds
-    monkeypatch.setattr(points, "_matched", lambda *_: ("model.intermediate_size", 8))
+    monkeypatch.setattr(points, "_matching_width", lambda *_: ("model.intermediate_size", 8))
     own = tmp_path / "own.py"
     head = "from configs.tiny import get_config as tiny\ndef get_config():\n    config = tiny()\n"
     dense = "    config.model.num_experts = 0\n"

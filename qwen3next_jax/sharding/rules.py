@@ -139,7 +139,7 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def activation_spec(*names: str | None) -> P:
-    """The PartitionSpec of an activation whose dimensions have these logical axes (`ACTIVATIONS`)."""
+    """The PartitionSpec of an activation whose dimensions have these names in `ACTIVATIONS`."""
     return P(*(ACTIVATIONS[name] for name in names))
 
 
