@@ -506,7 +506,7 @@ def test_a_planner_killed_early_leaves_no_compiler():
     program = (
         "import os, signal, subprocess, sys\n"
         "subprocess.Popen([sys.executable, '-m', 'qwen3next_jax.planner.subprocess_plan', "
-        "str(os.getpid()), '1'])\nos.kill(os.getpid(), signal.SIGKILL)"
+        "str(os.getpid()), '1', 'schedules'])\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],

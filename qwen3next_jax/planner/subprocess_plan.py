@@ -1,8 +1,5 @@
-"""Compiles a plan in a process of its own, so that a compiler which aborts takes nothing else
-along.
-
-libtpu ends its process where one of its checks fails; the planner then still has a line to say,
-and in a search other plans.
+"""Makes a plan in a process of its own, because libtpu ends its process when one of its checks
+fails. The planner then reports that in one line, and a search continues with its other candidates.
 """
 
 import dataclasses
@@ -29,14 +26,17 @@ from qwen3next_jax.planner.topology import Topology, describe_topology
 def make_plan_in_subprocess(
     config: Config, topology: Topology, optimization_level: str = ""
 ) -> Plan:
-    """`make_plan` in a new process, which ends with this one. Where the compiler takes that
-    down, the plan has `failed`.
+    """Calls `make_plan` in a new process, which ends with this one. If the compiler ends that
+    process, the plan's `failed` is true.
+
+    Raises:
+      UserError: as `make_plan`.
     """
     start, cpu_then = time.perf_counter(), used_cpu_seconds(resource.RUSAGE_CHILDREN)
-    # The answer is a file without a name: nothing is left of it however both end.
+    # The answer is a file without a name, so nothing is left of it however the processes end.
     with (
         tempfile.TemporaryFile() as answer,
-        tempfile.TemporaryDirectory(prefix="schedules-") as dumped,
+        tempfile.TemporaryDirectory(prefix="schedules-") as dump_folder,
     ):
         fd = answer.fileno()
         done = subprocess.run(
@@ -46,7 +46,7 @@ def make_plan_in_subprocess(
                 "qwen3next_jax.planner.subprocess_plan",
                 str(os.getpid()),
                 str(fd),
-                dumped,
+                dump_folder,
             ],
             pass_fds=(fd,),
             stderr=subprocess.PIPE,
@@ -55,7 +55,7 @@ def make_plan_in_subprocess(
         answer.seek(0)
         try:
             found = pickle.load(answer)
-        except (EOFError, pickle.UnpicklingError):  # it ended before, or in the middle
+        except (EOFError, pickle.UnpicklingError):  # the process ended before it had written all
             found = None
     if isinstance(found, UserError):
         raise found
@@ -71,40 +71,45 @@ def make_plan_in_subprocess(
         compile_cpu_seconds=used_cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then,
         fits=False,
         failed=True,
-        reason=_last_words(done.returncode, done.stderr.decode(errors="replace")),
+        reason=_failure(done.returncode, done.stderr.decode(errors="replace")),
     )
 
 
-def _last_words(code: int, text: str) -> str:
-    """Why a process ended without an answer. What Python said goes on to standard error: that is
-    no fault of the compiler.
+def _failure(code: int, text: str) -> str:
+    """Why a process ended without an answer.
+
+    Args:
+      code: its exit code.
+      text: its standard error; printed here if Python crashed, as that is a mistake of the planner
+        and not of the compiler.
     """
-    check = re.search(r"Check failed.*", text)
-    if code < 0 and check:
-        return f"the compiler aborted: {check.group()[:300]}"
     if code < 0:
-        return f"the compiler's process was ended by signal {-code} ({signal.strsignal(-code)})" + (
-            ": perhaps the machine ran out of memory" if code == -signal.SIGKILL else ""
-        )
+        if check := re.search(r"Check failed.*", text):
+            return f"the compiler aborted: {check.group()[:300]}"
+        why = f"the compiler's process was ended by signal {-code} ({signal.strsignal(-code)})"
+        hint = ": perhaps the machine ran out of memory" if code == -signal.SIGKILL else ""
+        return why + hint
     sys.stderr.write(text)
-    return f"the planner crashed: {(text.strip().splitlines() or ['it said nothing'])[-1][:300]}"
+    last = (text.strip().splitlines() or ["it printed nothing"])[-1]
+    return f"the planner crashed: {last[:300]}"
 
 
-def _answer(planner: int, fd: int, dumped: str) -> None:
-    """In the new process: reads what to compile from standard input, leaves the plan, or a
-    UserError, in the open file `fd`.
+def _main(planner: int, fd: int, dump_folder: str) -> None:
+    """Runs in the new process: reads what to compile from standard input and writes the plan, or a
+    UserError, to the open file `fd`.
 
-    It ends with the process `planner`, however that dies.
+    The process ends with the process `planner`, however that dies.
     """
     die_with_parent(planner, signal.SIGKILL)
     jax.config.update("jax_platforms", "cpu")
-    # such programs can be written to it, but not read back
+    # JAX can write programs for described devices to its cache, but not read them.
     jax.config.update("jax_enable_compilation_cache", False)
     config, name, optimization_level = pickle.load(sys.stdin.buffer)
-    enable_schedule_dump(dumped)
+    enable_schedule_dump(dump_folder)
     try:
         found = dataclasses.replace(
-            make_plan(config, describe_topology(name), optimization_level, dumped), topology=None
+            make_plan(config, describe_topology(name), optimization_level, dump_folder),
+            topology=None,
         )
     except UserError as error:
         found = error
@@ -114,6 +119,6 @@ def _answer(planner: int, fd: int, dumped: str) -> None:
 
 if __name__ == "__main__":
     try:
-        _answer(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+        _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     except KeyboardInterrupt:
-        sys.exit(130)  # the planner says so
+        sys.exit(130)  # the planner's own process reports the interrupt
