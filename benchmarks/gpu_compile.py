@@ -89,7 +89,7 @@ def show(name: str, lowered, top: int):
     for file in glob.glob(f"{folder}/*"):
         os.remove(file)
     begun = time.time()
-    compiled = lowered.compile(planning.ROUGH_CODE)
+    compiled = lowered.compile(planning.FAST_GPU_COMPILE)
     seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
     program = hlo.parse(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]

@@ -90,14 +90,16 @@ def rank_candidates(
     """
     found = []
     for batch in rows or (config.train.batch_size,):
-        train = dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1)
-        for mesh in _meshes(config.model, train, len(topology.devices), fixed or {}):
+        batches = dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1)
+        for mesh in _meshes(config.model, batches, len(topology.devices), fixed or {}):
             parallel = dataclasses.replace(config.parallel, mesh=mesh)
             tried = []
             for remat, micro_batches in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % micro_batches:
                     continue
-                train = dataclasses.replace(train, remat=remat, gradient_accumulation=micro_batches)
+                train = dataclasses.replace(
+                    batches, remat=remat, gradient_accumulation=micro_batches
+                )
                 candidate = dataclasses.replace(config, train=train, parallel=parallel)
                 estimate = _estimate(config.model, train, mesh, topology)
                 tried.append(Candidate(candidate, *estimate))
