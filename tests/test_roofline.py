@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.ops import attention, gated_delta_rule
 from qwen3next_jax.planner import compiled, hlo, schedule, topology
-from qwen3next_jax.planner.roofline import Network, _kernel_seconds, estimate_time
+from qwen3next_jax.planner.roofline import Network, _delta_rule_seconds, estimate_time
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
 
@@ -294,7 +294,7 @@ def kernels():
             found.setdefault(name, []).append(
                 (
                     compiled.instruction_flops(program, s.computation, s.instruction),
-                    _kernel_seconds(s.computation, s.instruction, slice_.chip),
+                    _delta_rule_seconds(s.computation, s.instruction, slice_.chip),
                 )
             )
     return found
