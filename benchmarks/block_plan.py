@@ -1,5 +1,5 @@
 """One layer of a model on a described TPU slice: milliseconds and bytes through HBM of its
-parts, by the planner's rules.
+parts, by the planner's cost models (docs/planner.md).
 
     python benchmarks/block_plan.py [--config=configs/qwen3_next_80b_a3b.py]
     [--topology=v5p:2x2x2] [--mesh=expert=8] [--rows=1]

@@ -6,7 +6,7 @@ and bytes through HBM of its parts.
         [--level=O1]
 
 `--rows` are of one device; the head lies over the mesh and is gathered, as a train step's; its
-gradient goes back there. By the planner's rules (docs/planner.md). No TPU takes part.
+gradient goes back there. By the planner's cost models (docs/planner.md). No TPU takes part.
 """
 
 import argparse

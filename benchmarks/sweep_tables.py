@@ -1,4 +1,4 @@
-"""The tables of docs/sweeps.md, from a sweep's results.json: one row per value of the x axis,
+"""Prints the tables of docs/notes/2026-11-23-sweeps.md, from a sweep's results.json: one row per value of the x axis,
 every seed's figure.
 
 python benchmarks/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy" [more figures] python

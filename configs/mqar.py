@@ -5,7 +5,7 @@ key. Two minutes on a laptop.
 
 The order of the layers decides: a recurrent layer first and attention second learns 8 and 16
 pairs (--config.data.synthetic.pairs=16) within some 350 steps, no other order does in 1,200.
-docs/sweeps.md has the figures.
+docs/notes/2026-11-23-sweeps.md has the figures.
 """
 
 from ml_collections import ConfigDict
@@ -32,7 +32,8 @@ def get_config() -> ConfigDict:
     model.num_experts = 0
     model.intermediate_size = 128
     model.mtp_depth = 0
-    # the released model's 10 million, made for 262k tokens, hardly turns in 64: see docs/sweeps.md
+    # The released model's 10 million is for 262k tokens and hardly rotates within 64
+    # (docs/notes/2026-11-23-sweeps.md).
     model.rope_theta = 10_000.0
     model.dtype = "float32"
 

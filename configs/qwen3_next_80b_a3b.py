@@ -6,7 +6,7 @@
 
 What to begin with on a slice, with --config.parallel.mesh.expert=8 on each: what the planner's
 `--search --rows=…` ranks high by its arithmetic and has been compiled; that, and how fast it
-should be, is in docs/planner.md.
+should be, is in docs/notes/2026-11-23-planner.md.
 
     v5p:8x8x8     --config.train.batch_size=2048 --config.train.remat=dots    8M tokens a step,
                   16,384 a chip v6e:16x16     --config.train.batch_size=1024

@@ -3,8 +3,8 @@ parameters: 4 ratios × 3 seeds.
 
     uv run qwen3next sweep configs/sweeps/byte_lm.py
 
-4 layers of width 128, dense, 0.82 M parameters, 500 steps of 8 × 256 bytes. docs/sweeps.md has
-what it gave.
+4 layers of width 128, dense, 0.82 M parameters, 500 steps of 8 × 256 bytes. The results
+are in docs/notes/2026-11-23-sweeps.md.
 """
 
 

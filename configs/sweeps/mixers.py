@@ -7,7 +7,7 @@ Five share one recurrence and differ in what it is made of: a decay that is cons
 the head (mamba2, gated_deltanet) or of every key channel (gla, kda), and a write that is added
 (retnet, mamba2, gla) or erases what it replaces (gated_deltanet, kda). The sixth has none: a
 window of as many keys and values as a recurrent state has numbers, 16 × 64 = 2 × 16 × 32.
-docs/sweeps.md has what it gave.
+docs/notes/2026-11-23-sweeps.md has the results.
 """
 
 LAYERS = {

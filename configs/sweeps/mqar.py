@@ -3,7 +3,7 @@ configs/mqar.py.
 
     uv run qwen3next sweep configs/sweeps/mqar.py
 
-docs/sweeps.md has what it gave.
+docs/notes/2026-11-23-sweeps.md has the results.
 """
 
 LINEAR, FULL = "linear_attention", "full_attention"

@@ -4,7 +4,7 @@ bigram-backcopy task, 2 × 3 seeds.
     uv run qwen3next sweep configs/sweeps/output_gate.py
 
 The weights start at a standard deviation of 0.1, near 1 / sqrt(width): from the usual 0.02 no
-sink grows in a model this narrow. docs/sweeps.md has what it gave.
+sink grows in a model this narrow. docs/notes/2026-11-23-sweeps.md has the results.
 """
 
 

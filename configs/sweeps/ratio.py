@@ -5,7 +5,7 @@
 
 Text is the tiny run's corpus; recall is a model of as many parameters trained on multi-query
 associative recall, since a model that has read one megabyte of text recalls nothing.
-docs/sweeps.md has what it gave.
+docs/notes/2026-11-23-sweeps.md has the results.
 """
 
 LAYERS = {

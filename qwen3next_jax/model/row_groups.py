@@ -1,7 +1,7 @@
 """Row groups: a device's rows go through a layer in groups that meet only in the routed experts, so
 that communication overlaps with computation. While the tokens of one group travel over the mesh
 axis `expert`, the mixer, the norms and the shared expert of another group are computed
-(docs/pod_step.md).
+(docs/notes/2026-11-23-pod-step.md).
 
 Every group has rows of every device. Letters: B rows, T time, D model.
 """
