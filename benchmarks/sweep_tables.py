@@ -1,9 +1,8 @@
-"""Prints the tables of docs/notes/2026-11-23-sweeps.md, from a sweep's results.json: one row per value of the x axis,
-every seed's figure.
+"""Prints the tables of docs/notes/2026-11-23-sweeps.md from a sweep's results.json: one row per
+value of the x axis, with the metric of every seed.
 
-python benchmarks/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy" [more figures] python
-benchmarks/sweep_tables.py docs/sweeps/mqar.json            # which figures there are, and the
-findings
+    python benchmarks/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy" [more metrics]
+    python benchmarks/sweep_tables.py docs/sweeps/mqar.json     # lists the metrics and findings
 """
 
 import argparse

@@ -182,6 +182,20 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
     assert not (tmp_path / "new").exists()
 
 
+def test_rules_is_read_as_the_earlier_name_of_cost_model(monkeypatch):
+    import qwen3next_jax.commands.plan as command_module
+
+    def cost_model(cost_model, rules):
+        for name, value in (("_cost_model_flag", cost_model), ("_rules", rules)):
+            monkeypatch.setattr(command_module, name, types.SimpleNamespace(value=value))
+        return command_module._cost_model()
+
+    assert cost_model(None, None) == cost_model(None, "new") == "schedule"
+    assert cost_model(None, "today") == cost_model("roofline", "today") == "roofline"
+    with pytest.raises(UserError, match="--cost_model=schedule and --rules=today"):
+        cost_model("schedule", "today")
+
+
 def test_libtpu_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install libtpu matplotlib"):

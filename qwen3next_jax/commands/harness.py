@@ -61,8 +61,8 @@ def main() -> int:
             num_fewshot=_fewshot.value,
             limit=_limit.value,
             task_manager=manager,
-            bootstrap_iters=0,
-        )  # which would fork beside JAX's threads
+            bootstrap_iters=0,  # bootstrapping would fork a process that has JAX's threads
+        )
         print(make_table(results))
         if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
@@ -88,4 +88,4 @@ _speculative = flags.DEFINE_integer(
     "tokens drafted per pass where a task generates, up to 4; 0: none",
     lower_bound=0,
 )
-_json = flags.DEFINE_string("json", "", "a file that gets the results, too")
+_json = flags.DEFINE_string("json", "", "file to which the results are also written")
