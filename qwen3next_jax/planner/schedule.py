@@ -97,7 +97,7 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
 
 
 def _signature(program: Program, computation: Computation, instruction: Instruction) -> tuple:
-    """Equal for two instructions of which the compiler makes one program."""
+    """Two instructions with equal signatures share one compiled program."""
     inner, kernel = [], ""
     if instruction.opcode == "fusion":
         inner = [program.computations[name] for name in instruction.called]
