@@ -24,12 +24,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.model.expert_parallelism import expert_parallel_moe
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import local
+from qwen3next_jax.sharding.rules import per_shard
 from qwen3next_jax.planner.topology import describe
 
 mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=16)), describe("v5e:4x4").devices)
 rows, experts = P(("data", "expert")), P("expert")
-run = local(functools.partial(expert_parallel_moe, axis="expert", axes=("data", "expert", "context")), mesh,
+run = per_shard(functools.partial(expert_parallel_moe, axis="expert", axes=("data", "expert", "context")), mesh,
             (rows, rows, rows, experts, experts), rows)
 
 def gradients(x, weight, expert, gate_up, down):

@@ -38,14 +38,14 @@ def main() -> int:
 
     require_new(out)
     with joined(loading.launch, workdir):
-        source = _source_of(workdir)
+        source, form = _origin_of(workdir)
         model, tokenizer, step, _, identity = load_model(
             workdir, loading.step, loading.mesh, loading.dtype
         )
         # A run ends documents with its tokenizer's token, whatever id the configuration has.
         if step is not None:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-        model.config = in_form(model.config, _form.value, source)
+        model.config = in_form(model.config, _form.value, source, form)
         save_hf(
             model,
             out,
@@ -66,20 +66,20 @@ def main() -> int:
     return 0
 
 
-def _source_of(workdir: str) -> pathlib.Path | None:
-    """The Hugging Face directory that the run began with; None if there was none, or if it is
-    unknown and --form says what to write.
+def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
+    """The Hugging Face directory that the run began with, and its form as far as a record gives it.
+    The directory is None if there was none, or if it is unknown and --form says what to write.
     """
-    from qwen3next_jax.runs.load import began_with
+    from qwen3next_jax.runs.origin import began_with
 
     if _source.value:
-        return cli.local_folder("source", _source.value)
+        return cli.local_folder("source", _source.value), ""
     try:
         return began_with(workdir)
     except UserError:
         if not _form.value:
             raise
-        return None
+        return None, ""
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -28,6 +28,7 @@ from rich.table import Table
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig
+from qwen3next_jax.runs import unread
 from qwen3next_jax.training.stages import resolve_stages
 
 COMPILED = 5  # of a search
@@ -40,7 +41,9 @@ def main() -> int:
     if _rules.value:
         print(f"--rules={_rules.value} is now --cost_model={_cost_model()}", file=sys.stderr)
     mesh = cli.read_mesh(_mesh.value)
-    config = _largest_stage(_config())
+    whole, given = _config(), cli.given_settings()
+    unread.check(whole, given)
+    config = _largest_stage(whole)
     if _mesh.value is not None:
         config = with_mesh(config, mesh)
     _check_flags()
@@ -50,6 +53,7 @@ def main() -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # uses no accelerator of this machine
+    unread.check(whole, given, find=unread.by_layers)
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 
