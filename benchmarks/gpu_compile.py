@@ -89,7 +89,7 @@ def show(name: str, lowered, top: int):
     for file in glob.glob(f"{folder}/*"):
         os.remove(file)
     begun = time.time()
-    compiled = lowered.compile(planning.ROUGH_CODE)
+    compiled = lowered.compile(planning.FAST_GPU_COMPILE)
     seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
     program = hlo.parse(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
@@ -420,12 +420,12 @@ def compile_all(options):
     from qwen3next_jax.kernels import self_test
     from qwen3next_jax.ops.compile_target import compiling_for
     from qwen3next_jax.planner.planning import abstract_batch
-    from qwen3next_jax.planner.topology import describe
+    from qwen3next_jax.planner.topology import describe_topology
     from qwen3next_jax.sharding.mesh import make_mesh
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.resolve import resolve_run
 
-    topology = describe(f"h100:1x{options.gpus}")
+    topology = describe_topology(f"h100:1x{options.gpus}")
     config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
     config = dataclasses.replace(
         config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(data=options.gpus))

@@ -1,5 +1,5 @@
-"""Prints the tables of docs/sweeps.md from the results.json of a sweep: one row for each value on
-the x axis, with the results of every seed in a cell.
+"""Prints the tables of docs/notes/2026-11-23-sweeps.md from the results.json of
+a sweep: one row for each value on the x axis, with the results of every seed in a cell.
 
     # lists the metrics that the sweep measured, and its findings
     python benchmarks/sweep_tables.py docs/sweeps/mqar.json

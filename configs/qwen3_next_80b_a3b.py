@@ -6,7 +6,7 @@
 
 Settings to begin with on a TPU slice, each together with --config.parallel.mesh.expert=8. The
 planner's `--search --rows=…` ranks them high by its arithmetic, and they have been compiled, but
-not run; docs/planner.md has the expected speed.
+not run; docs/notes/2026-11-23-planner.md has the expected speed.
 
     v5p:8x8x8    --config.train.batch_size=2048 --config.train.remat=dots
                  8M tokens a step, 16,384 a chip

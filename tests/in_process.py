@@ -12,7 +12,7 @@ import jax
 from qwen3next_jax.config import MESH_AXES, Config
 from qwen3next_jax.runs import dry_run as runs_dry_run
 from qwen3next_jax.runs import train as runs_train
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training import loop
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 
@@ -54,7 +54,7 @@ def dry_run(config: Config, workdir, restart: bool = False):
 
 def resolved(config: Config, mesh=None) -> ResolvedRun:
     """Resolves `config` for `mesh`; None: one device."""
-    return resolve_run(config, one_device() if mesh is None else mesh)
+    return resolve_run(config, single_device_mesh() if mesh is None else mesh)
 
 
 def step_of(config: Config, mesh=None):

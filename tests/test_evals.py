@@ -36,7 +36,7 @@ from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 from qwen3next_jax.sweeps.points import Point
-from qwen3next_jax.sweeps.results import main_figures, read_result
+from qwen3next_jax.sweeps.results import main_metrics, read_result
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import resolved
 
@@ -328,12 +328,12 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
         Config(train=TrainConfig(steps=5), eval=EvalConfig(suites=("repetition",))),
     )
     result = read_result(point, folder)
-    assert {name: value.value for name, value in result.measured.items()} == {
+    assert {name: value.value for name, value in result.metrics.items()} == {
         "heldout loss": 1.0,
         "gone loss/1-1": 2.0,
         **{f"repetition {name}": value for name, value in values.items()},
     }
-    assert [name for name, figure in main_figures([result]).items() if figure.better] == [
+    assert [name for name, figure in main_metrics([result]).items() if figure.better] == [
         "repetition accuracy/8 tokens",
         "repetition accuracy/16 tokens",
     ]

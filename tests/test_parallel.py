@@ -22,11 +22,11 @@ from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import gathering
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import AXES, local, shardings, storage_spec
+from qwen3next_jax.sharding.rules import LOGICAL_AXES, per_shard, tree_shardings, storage_spec
 from tests.in_process import resolved
 
 RELEASED = Config(train=TrainConfig(batch_size=64, sequence_length=4096))
@@ -97,7 +97,7 @@ def test_what_follows_no_parameter_is_an_error():
     with pytest.raises(
         ValueError, match="opt_state/mu/layers/0/mixer/new_proj: follows no declared parameter"
     ):
-        shardings(
+        tree_shardings(
             {"opt_state": {"mu": {"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}}},
             declared(RELEASED.model),
             _mesh(data=2),
@@ -106,7 +106,7 @@ def test_what_follows_no_parameter_is_an_error():
 
 def test_every_logical_axis_is_needed_and_dimensions_take_what_divides_them():
     parameters = declared(RELEASED.model)
-    assert {axis for p in parameters.values() for axis in p.axes} == set(AXES)
+    assert {axis for p in parameters.values() for axis in p.axes} == set(LOGICAL_AXES)
     # The first axis of a dimension splits it in computation too; the others split only its storage.
     for name, axes, expected in (
         ("mixer/q_proj", {"data": 2, "tensor": 4}, P(None, "data", "tensor", None)),
@@ -223,7 +223,7 @@ def test_axes_that_do_not_divide(mesh, model, train, message):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_slices_lie_along_data():
     """Two slices of 64 chips: only the axis `data` crosses slices."""
-    describe("v5p:4x4x4")  # sets the variables that libtpu reads when it is loaded
+    describe_topology("v5p:4x4x4")  # sets the variables that libtpu reads when it is loaded
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name="v5p:4x4x4", num_slices=2
     ).devices
@@ -254,7 +254,7 @@ def _outputs_and_gradients(mesh, x, weight, expert, gate_up, down):
         moe = functools.partial(
             exchange.expert_parallel_moe, axis="expert", axes=("data", "expert")
         )
-        moe = local(moe, mesh, (rows, rows, rows, experts, experts), rows)
+        moe = per_shard(moe, mesh, (rows, rows, rows, experts, experts), rows)
     y, pullback = jax.vjp(lambda x, w, g, d: moe(x, w, expert, g, d), x, weight, gate_up, down)
     return y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
@@ -398,7 +398,7 @@ def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers
     )
     f = functools.partial(exchange.expert_parallel_moe, axis="expert", axes=("expert",))
     split = P("expert")
-    layer = local(
+    layer = per_shard(
         lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w),
         _mesh(expert=8),
         (split, split),

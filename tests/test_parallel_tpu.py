@@ -24,12 +24,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.model.expert_parallelism import expert_parallel_moe
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import local
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.sharding.rules import per_shard
+from qwen3next_jax.planner.topology import describe_topology
 
-mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=16)), describe("v5e:4x4").devices)
+mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=16)), describe_topology("v5e:4x4").devices)
 rows, experts = P(("data", "expert")), P("expert")
-run = local(functools.partial(expert_parallel_moe, axis="expert", axes=("data", "expert", "context")), mesh,
+run = per_shard(functools.partial(expert_parallel_moe, axis="expert", axes=("data", "expert", "context")), mesh,
             (rows, rows, rows, experts, experts), rows)
 
 def gradients(x, weight, expert, gate_up, down):
@@ -48,7 +48,7 @@ STEP = """
 import sys
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.planner.planning import abstract_batch
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
@@ -60,7 +60,7 @@ config = Config(
                       num_experts_per_tok=4, moe_intermediate_size=256, shared_expert_intermediate_size=256, mtp_depth=0),
     train=TrainConfig(batch_size=4, sequence_length=512, remat="offload"),
     parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | {axis: int(size) for axis, size in axes.items()})))
-mesh = make_mesh(config.parallel, describe(topology).devices)
+mesh = make_mesh(config.parallel, describe_topology(topology).devices)
 run = resolve_run(config, mesh)
 stage, = run.stages
 step = make_train_step(run, stage).lower(run.abstract_state, abstract_batch(run, stage)).compile()

@@ -4,7 +4,8 @@ configs/mqar.py.
     uv run qwen3next sweep configs/sweeps/mqar.py
 
 Time: 42 minutes on a 2-core AMD EPYC without accelerator.
-Result: only a recurrent layer followed by attention learns the task (docs/sweeps.md).
+Result: only a recurrent layer followed by attention learns the task
+(docs/notes/2026-11-23-sweeps.md).
 """
 
 LINEAR, FULL = "linear_attention", "full_attention"

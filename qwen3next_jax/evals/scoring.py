@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.visible_targets import check_scoring
 from qwen3next_jax.sharding.batch_layout import BatchLayout
-from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, shards
+from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, num_shards
 
 # A scorer maps tokens [B, T] and segment_ids [B, T] (or None: every row is one document) to
 # (nll [B, T-1] in nats, guess [B, T-1]): for tokens 1 … T-1, the negative log-likelihood given the
@@ -86,10 +86,10 @@ def place_on_mesh(
     if mesh is None:
         return batch
     rows, length = next(iter(batch.values())).shape
-    context = shards(mesh, CONTEXT)
+    context = num_shards(mesh, CONTEXT)
     # With context parallelism every device gets a multiple of 16 tokens: more than a convolution
     # reads from its neighbour's, and an even number, as attention halves them.
-    empty_rows = -rows % shards(mesh, *ROWS)
+    empty_rows = -rows % num_shards(mesh, *ROWS)
     padding = -length % (16 * context) if context > 1 else 0
     batch = {name: np.pad(x, ((0, empty_rows), (0, padding))) for name, x in batch.items()}
     layout = _batch_layout(mesh, rows + empty_rows)

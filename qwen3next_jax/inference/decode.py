@@ -25,7 +25,7 @@ from qwen3next_jax.inference.cache import round_up_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.visible_targets import check_prompts
-from qwen3next_jax.sharding.rules import ROWS, activation_spec, shards
+from qwen3next_jax.sharding.rules import ROWS, activation_spec, num_shards
 
 PREFILL_CHUNK = 512  # the most prompt tokens per row that one prefill call processes
 _CHAT_CHUNK = 64  # in a chat, the end of a prompt comes in chunks of this size
@@ -119,7 +119,7 @@ def generate(
         drafting.check_drafts(model.config, speculative)
     num_prompts = len(prompts)
     if mesh is not None:  # the mesh divides the rows evenly
-        prompts = prompts + [prompts[-1]] * (-num_prompts % shards(mesh, *ROWS))
+        prompts = prompts + [prompts[-1]] * (-num_prompts % num_shards(mesh, *ROWS))
 
     graphdef, params = nnx.split(model)
     programs = get_programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)

@@ -55,7 +55,7 @@ from qwen3next_jax.inference.sampling import (
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.sharding.rules import gather
+from qwen3next_jax.sharding.rules import gather_params
 
 MAX_DRAFTS = 4  # the most drafts per round
 MAX_ROUNDS = 32  # the most rounds of one call
@@ -342,7 +342,7 @@ def _mtp_step(model: Qwen3Next, mesh: Mesh | None):
     module's cache to the next depth's hidden states [B, T, D] and the updated cache.
     """
     graphdef, params = nnx.split(model.mtp)
-    module = nnx.merge(graphdef, gather(params, mesh, model.config.dtype))
+    module = nnx.merge(graphdef, gather_params(params, mesh, model.config.dtype))
 
     def run_mtp(hidden_BTD, tokens_BT, t_BT, cache):
         in_place = mixer_class(model.config.full_mixer).in_place

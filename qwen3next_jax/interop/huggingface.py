@@ -38,7 +38,7 @@ from qwen3next_jax.interop.weights import Weights, count_and_names, weight_files
 from qwen3next_jax.interop.writing import PartialExport, Tensor, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader, run_on_all
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
 
 # Rows of embedding and head that `_check_tied_head` reads at once.
@@ -409,7 +409,7 @@ def _write_weight_file(
             _consume(blocks)  # the other processes wait for this one to gather the rest
             raise
 
-    if not is_leader():
+    if not is_process_0():
         _consume(blocks)
     broadcast_from_process_0(write)
 

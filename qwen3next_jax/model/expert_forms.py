@@ -18,7 +18,7 @@ from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_mo
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.decode_moe import decode_moe
 from qwen3next_jax.ops.preferences import experts_in_caches
-from qwen3next_jax.sharding.rules import EXPERTS, TOKENS
+from qwen3next_jax.sharding.rules import EXPERT, TOKENS
 
 
 def expert_form(
@@ -34,7 +34,7 @@ def expert_form(
         those of all layers of its stack. None: the weights are those of the layer.
     """
     if split:
-        return functools.partial(expert_parallel_moe, axis=EXPERTS, axes=TOKENS)
+        return functools.partial(expert_parallel_moe, axis=EXPERT, axes=TOKENS)
     if in_tiles:
         return local_moe
     if layer is not None:

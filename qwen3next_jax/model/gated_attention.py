@@ -22,7 +22,14 @@ from qwen3next_jax.ops import attention, attention_heads
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.cached_attention import cached_attention
 from qwen3next_jax.ops.cached_attention import write as write_in_place
-from qwen3next_jax.sharding.rules import CONTEXT, TENSOR, activation_spec, constrain, local, shards
+from qwen3next_jax.sharding.rules import (
+    CONTEXT,
+    TENSOR,
+    activation_spec,
+    constrain,
+    per_shard,
+    num_shards,
+)
 
 # a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
 SHARPENED = 1024.0
@@ -104,7 +111,7 @@ class GatedAttention(Mixer):
         """
         c, time = (
             self.config,
-            x_BTD.shape[1] // (shards(context.mesh, CONTEXT) if context.time else 1),
+            x_BTD.shape[1] // (num_shards(context.mesh, CONTEXT) if context.time else 1),
         )
         over = self.settings(c).qk_norm_over
         normed = c.qk_norm and over == "head" and c.block.norm == "rms"
@@ -120,7 +127,7 @@ class GatedAttention(Mixer):
         The scores' scale is in the queries' norm.
         """
         c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
-        shared = m % shards(context.mesh, TENSOR) != 0
+        shared = m % num_shards(context.mesh, TENSOR) != 0
         parts = *jnp.split(self.q_proj[...], 2, axis=-1), self.k_proj[...], self.v_proj[...]
         names = "heads", "heads", *(None if shared else "heads",) * 2
         through = lambda part: x_BTD @ part.astype(x_BTD.dtype).reshape(part.shape[0], -1)
@@ -152,7 +159,7 @@ class GatedAttention(Mixer):
             activation_spec("batch", context.time),
         )
         keys = activation_spec("batch", context.time, names[2])
-        o_BTC = local(
+        o_BTC = per_shard(
             run, context.mesh, (split, keys, keys, split, P(), tokens, tokens, tokens), split
         )(q, k, v, gate, norms, *angles(context.positions, c), context.segment_ids)
         y_BTD = o_BTC @ self.o_proj[...].astype(x_BTD.dtype).reshape(-1, c.hidden_size)
@@ -275,7 +282,7 @@ def attend(
     the one that its query heads read.
     """
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
-    shared = m % shards(mesh, TENSOR) != 0
+    shared = m % num_shards(mesh, TENSOR) != 0
 
     def run(q, k, v, segment_ids, q_positions):
         if shared:
@@ -289,7 +296,7 @@ def attend(
         activation_spec("batch", context.time),
     )
     keys = activation_spec("batch", context.time, None, None) if shared else split
-    return local(run, mesh, (split, keys, keys, tokens, tokens), split)(
+    return per_shard(run, mesh, (split, keys, keys, tokens, tokens), split)(
         q_BTNK, k_BSMK, v_BSMK, context.segment_ids, q_positions_BT
     )
 
@@ -315,7 +322,7 @@ def attend_cached(
     [B, T, N, K], the cache).
     """
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
-    shared = m % shards(mesh, TENSOR) != 0
+    shared = m % num_shards(mesh, TENSOR) != 0
 
     def run(q, new, cache, positions, layer):
         cache = {
@@ -331,7 +338,7 @@ def attend_cached(
         activation_spec("batch", None, None, None),
     )
     tokens, slots = whole if shared else split, cache_spec(m, mesh)
-    return local(
+    return per_shard(
         run, mesh, (split, tokens, slots, activation_spec("batch", None), P()), (split, slots)
     )(q_BTNK, new, cache, context.positions, context.layer)
 
@@ -339,7 +346,7 @@ def attend_cached(
 def cache_spec(heads: int, mesh: Mesh | None) -> P:
     """Where a cache [layers, B, S, heads, K] lies."""
     return activation_spec(
-        None, "batch", None, None if heads % shards(mesh, TENSOR) else "heads", None
+        None, "batch", None, None if heads % num_shards(mesh, TENSOR) else "heads", None
     )
 
 

@@ -35,10 +35,10 @@ from qwen3next_jax.sharding.rules import (
     TOKENS,
     activation_spec,
     constrain,
-    gather,
-    gather_local,
-    local,
-    shards,
+    gather_params,
+    gather_in_shard,
+    per_shard,
+    num_shards,
     storage_spec,
 )
 
@@ -249,7 +249,7 @@ class Qwen3Next(nnx.Module):
         shape, declared = self.embedding.shape, self.embedding.declared
 
         def look_up(table_VD, tokens_BT):
-            table_VD = gather_local(table_VD, declared, shape, mesh)
+            table_VD = gather_in_shard(table_VD, declared, shape, mesh)
             if table_VD.shape[0] == shape[0]:
                 return table_VD[tokens_BT].astype(self.config.dtype)
             index_BT = tokens_BT - jax.lax.axis_index(TENSOR) * table_VD.shape[0]
@@ -258,7 +258,7 @@ class Qwen3Next(nnx.Module):
             return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), TENSOR)
 
         in_specs = (storage_spec(declared, shape, mesh), activation_spec("batch", time))
-        return local(look_up, mesh, in_specs, activation_spec("batch", time, None))(
+        return per_shard(look_up, mesh, in_specs, activation_spec("batch", time, None))(
             self.embedding[...], tokens
         )
 
@@ -284,7 +284,7 @@ class Qwen3Next(nnx.Module):
 
         def sum_up(hidden_BTD, table, targets_BT, weights_BT):
             if mesh is not None:
-                table = gather_local(table, declared, shape, mesh, whole=True)
+                table = gather_in_shard(table, declared, shape, mesh, whole=True)
             head_DV = table.T if tied else table
             loss, rows = linear_cross_entropy(
                 hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
@@ -300,11 +300,11 @@ class Qwen3Next(nnx.Module):
 
         # what splits the loss further stays out of the layers
         hidden = constrain(hidden, mesh, "batch", "time", None)
-        divides = mesh is not None and hidden.shape[1] % shards(mesh, CONTEXT, TENSOR) == 0
+        divides = mesh is not None and hidden.shape[1] % num_shards(mesh, CONTEXT, TENSOR) == 0
         time, axes = ("time_rows", (*TOKENS, TENSOR)) if divides else ("time", TOKENS)
         tokens = activation_spec("batch", time)
         stored = None if mesh is None else storage_spec(declared, shape, mesh)
-        return local(
+        return per_shard(
             sum_up,
             mesh,
             (activation_spec("batch", time, None), stored, tokens, tokens),
@@ -339,7 +339,7 @@ class Qwen3Next(nnx.Module):
             graphdef, params = nnx.split(self.mtp)
 
             def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
-                params = gather(params, context.mesh, self.config.dtype)
+                params = gather_params(params, context.mesh, self.config.dtype)
                 x, aux, _ = nnx.merge(graphdef, params).before_norm(
                     hidden, shifted, context._replace(stats_mask=counted)
                 )

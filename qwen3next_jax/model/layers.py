@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.sharding.rules import CONTEXT, shards
+from qwen3next_jax.sharding.rules import CONTEXT, num_shards
 
 # Heads of which more than this share of attention goes to a document's first token count as
 # attention sinks (2504.02732, 2505.06708).
@@ -53,7 +53,7 @@ class Context(NamedTuple):
         """The mesh axis that splits the tokens of a row, for operators that look back; None
         where none does.
         """
-        return CONTEXT if self.time and shards(self.mesh, CONTEXT) > 1 else None
+        return CONTEXT if self.time and num_shards(self.mesh, CONTEXT) > 1 else None
 
 
 def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:

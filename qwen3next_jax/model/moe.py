@@ -25,13 +25,13 @@ from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.decode_moe import is_decode_batch
 from qwen3next_jax.ops.preferences import experts_in_tiles, float32_precision
 from qwen3next_jax.sharding.rules import (
-    EXPERTS,
+    EXPERT,
     TENSOR,
     TOKENS,
     activation_spec,
-    gather_local,
-    local,
-    shards,
+    gather_in_shard,
+    per_shard,
+    num_shards,
     storage_spec,
 )
 
@@ -107,7 +107,7 @@ class SparseMoE(nnx.Module):
         layer = context.layer if weights.gate_up.ndim > 4 else None
         bias_E = self.router_bias[...] if self.config.moe.router_bias else None
         tokens = activation_spec("batch", context.time)
-        routed = local(
+        routed = per_shard(
             functools.partial(_routed_experts, self.config, mesh, stored, layer),
             mesh,
             (tokens, specs, tokens, P()),
@@ -162,7 +162,7 @@ def _routed_experts(
       for each group the router logits.
     """
     dtype = xs_BTD[0].dtype
-    split = shards(mesh, EXPERTS) > 1
+    split = num_shards(mesh, EXPERT) > 1
     in_tiles = split or experts_in_tiles()
     tokens = sum(x_BTD.shape[0] * x_BTD.shape[1] for x_BTD in xs_BTD)
     few_tokens = is_decode_batch(
@@ -218,7 +218,7 @@ def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat
         return weights
     return _Weights(
         *(
-            gather_local(weight, declared, shape, mesh)
+            gather_in_shard(weight, declared, shape, mesh)
             for weight, (declared, shape) in zip(weights, stored)
         )
     )

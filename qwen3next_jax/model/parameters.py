@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.sharding.rules import check_axes
+from qwen3next_jax.sharding.rules import check_logical_axes
 
 # matrix       of a product inside a layer: decays; Muon's embedding, head, router, convolution,
 # vector      decay; AdamW's under Muon, too norm         weight of a norm: decays where
@@ -151,7 +151,7 @@ class Make:
           not have.
         """
         axes, letters = _parsed(dims)
-        check_axes(axes)
+        check_logical_axes(axes)
         shape, parts = tuple(shape), tuple(Part(*part) for part in parts)
         if len(axes) != len(shape):
             raise ValueError(

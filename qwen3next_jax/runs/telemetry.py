@@ -22,7 +22,7 @@ from qwen3next_jax.common.rooms import warn_without
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.sharding.chips import chip_of
+from qwen3next_jax.sharding.chips import find_chip
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
@@ -150,7 +150,7 @@ class Throughput:
         self._stage = stage
         self._flops_per_token = flops_per_token(run.model, stage.sequence_length)
         self._bits_per_nat = bits_per_nat
-        chip = chip_of(run.mesh.devices.flat[0].device_kind)
+        chip = find_chip(run.mesh.devices.flat[0].device_kind)
         self._peak = chip.device_flops * run.mesh.size if chip else None
 
     def measure(

@@ -8,7 +8,7 @@ from flax import nnx
 
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.visible_targets import mask_seen_targets
-from qwen3next_jax.sharding.rules import constrain, shardings
+from qwen3next_jax.sharding.rules import constrain, tree_shardings
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
@@ -73,7 +73,7 @@ def make_gradients(
             grads, parts = accumulated_gradients(params, batch, counts)
         if mesh is not None:
             grads = jax.lax.with_sharding_constraint(
-                grads, shardings(run.abstract_state["params"], declared(model), mesh)
+                grads, tree_shardings(run.abstract_state["params"], declared(model), mesh)
             )
         return grads, parts, counts
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.sharding.rules import shardings
+from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
 
@@ -45,7 +45,7 @@ def abstract_train_state(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,
-        shardings(state, declared(model), mesh),
+        tree_shardings(state, declared(model), mesh),
     )
 
 

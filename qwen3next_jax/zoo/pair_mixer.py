@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.model.gated_attention import GatedAttention, write
 from qwen3next_jax.model.layers import rotate, token_mean
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
 from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot, pair_attention
 
 
@@ -61,7 +61,7 @@ class PairAttention(GatedAttention):
             cache = {"k": write(cache["k"], k_BTMK, t_BT), "v": write(cache["v"], v_BTMK, t_BT)}
             k, v, ids = cache["k"], cache["v"], None
             s_BS = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[:2])
-        if k.shape[2] % shards(mesh, TENSOR):
+        if k.shape[2] % num_shards(mesh, TENSOR):
             k, v = (jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k, v))
 
         def run(q, k, v, t, s, ids, per_head):
@@ -83,7 +83,7 @@ class PairAttention(GatedAttention):
         heads = activation_spec("batch", context.time, "heads")
         tokens = activation_spec("batch", context.time)
         in_specs = (heads, heads, heads, tokens, tokens, tokens, activation_spec("heads"))
-        o_BTNK = local(run, mesh, in_specs, heads)(
+        o_BTNK = per_shard(run, mesh, in_specs, heads)(
             self.queries(q_BTNK, t_BT), self.keys(k, s_BS), v, t_BT, s_BS, ids, self.per_head()
         )
         return o_BTNK, cache

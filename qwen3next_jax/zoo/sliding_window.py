@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
 from qwen3next_jax.zoo.attention_references import gated_attention, places
 
 EXAMPLES = {
@@ -71,7 +71,7 @@ class SlidingWindow(GatedAttention):
             first = (k, v, jnp.arange(positions.shape[1]) - positions)
         elif s.first_tokens:
             first = (cache["first_k"], cache["first_v"], jnp.zeros_like(positions))
-        if k.shape[2] % shards(mesh, TENSOR):
+        if k.shape[2] % num_shards(mesh, TENSOR):
             k, v, *first_kv = (
                 jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2)
                 for x in (k, v, *(first or ())[:2])
@@ -96,7 +96,7 @@ class SlidingWindow(GatedAttention):
         firsts = first and (heads, heads, tokens)
         in_specs = (heads, heads, heads, tokens, tokens, firsts, tokens, activation_spec("heads"))
         sink = self.sink[...] if s.sink_logit else None
-        o_BTNK = local(run, mesh, in_specs, heads)(
+        o_BTNK = per_shard(run, mesh, in_specs, heads)(
             q_BTNK, k, v, ids, kv_ids, first, positions, sink
         )
         return o_BTNK, cache
