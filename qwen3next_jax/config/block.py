@@ -36,8 +36,9 @@ class BlockConfig:
             check_name(SETTINGS[setting], getattr(self, field.name), setting)
         require(
             self.mlp == "swiglu" or model.has_dense_mlps,
-            f"model.block.mlp = {self.mlp!r}: every layer has experts, which are SwiGLU: expected "
-            "'swiglu', or layers without experts (model.num_experts = 0, model.mlp_only_layers)",
+            f"model.block.mlp = {self.mlp!r}: every layer has experts, which are "
+            "model.moe.experts: expected 'swiglu', or layers without experts "
+            "(model.num_experts = 0, model.mlp_only_layers)",
         )
         require(
             self.rope_scaling == "yarn" or model.yarn_factor > 1 and model.rotary_dim > 0,

@@ -1,5 +1,5 @@
-"""What mixtures of experts have beside the released model's (softmax scores, a gated shared
-expert): the group `model.moe`.
+"""What mixtures of experts have beside the released model's (SwiGLU experts, softmax scores, a
+gated shared expert): the group `model.moe`.
 """
 
 import dataclasses
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.config.registry import EXPERTS, check_name, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,8 @@ class MoEConfig:
     them: `model.shared_expert_intermediate_size`.
     """
 
+    # what an expert computes, and the shared one
+    experts: str = "swiglu"
     # a token's scores, of its router logits
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     # Experts are chosen by score + bias and weighed by the score. No gradient moves the bias: after
@@ -38,10 +41,15 @@ class MoEConfig:
             {"at least 1": "n_group topk_group", "a positive number": "routed_scaling_factor"},
         )
 
+    def mixture(self) -> Any:
+        """The class that `experts` names."""
+        return resolve(EXPERTS, self.experts, "model.moe.experts")
+
     def check(self, model: Any) -> None:
         """Raises UserError where `model`, the settings that this is a group of, has no use for
         them, or sizes that do not fit.
         """
+        check_name(EXPERTS, self.experts, "model.moe.experts")
         for field in dataclasses.fields(self):
             value, used = getattr(self, field.name), model.has_experts
             used &= field.name != "shared_expert_gate" or model.shared_expert_intermediate_size > 0

@@ -114,6 +114,8 @@ def versions(config: ModelConfig) -> dict[str, int]:
         if not unread.get(setting):
             name = getattr(config.block, setting)
             parts[f"block.{setting} = {name}"] = config.block.of(setting)
+    if config.has_experts:
+        parts[f"moe.experts = {config.moe.experts}"] = config.moe.mixture()
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
 
 
@@ -138,7 +140,8 @@ class Block(nnx.Module):
         self.mixer_norm = make.norm(config.hidden_size)
         self.mixer = mixer_class(mixer)(config, make, layers)
         self.mlp_norm = make.norm(config.hidden_size)
-        self.mlp = (SparseMoE if sparse else config.block.of("mlp"))(config, make)
+        mlp = config.moe.mixture() if sparse else config.block.of("mlp")
+        self.mlp = mlp(config, make)
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None

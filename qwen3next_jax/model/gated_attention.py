@@ -69,24 +69,10 @@ class GatedAttention(Mixer):
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens'
         keys and values written).
         """
-        c, dtype = self.config, x_BTD.dtype
+        c = self.config
         if cache is None and self.uses_fused_layout(x_BTD, context):
             return *self._fused(x_BTD, context), None
-        query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
-        query_gate_BTNK2 = save_for_backward(
-            constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
-        )
-        q_BTNK, gate_BTNK = (
-            jnp.split(query_gate_BTNK2, 2, axis=-1)
-            if c.attention_output_gate
-            else (query_gate_BTNK2, None)
-        )
-        k_BTMK = save_for_backward(
-            jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
-        )
-        v_BTMK = save_for_backward(
-            jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
-        )
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.project(x_BTD, context)
         if c.qk_norm:
             q_BTNK = self.normed(q_BTNK, self.q_norm[...])
             k_BTMK = self.normed(k_BTMK, self.k_norm[...])
@@ -97,6 +83,30 @@ class GatedAttention(Mixer):
         if context.collect_stats and cache is None:
             diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
+
+    def project(
+        self, x_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+        """x [B, T, D] → queries [B, T, N, K], their output gates [B, T, N, K] (None without the
+        switch `attention_output_gate`), keys and values [B, T, M, K].
+        """
+        dtype = x_BTD.dtype
+        query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
+        query_gate_BTNK2 = save_for_backward(
+            constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
+        )
+        q_BTNK, gate_BTNK = (
+            jnp.split(query_gate_BTNK2, 2, axis=-1)
+            if self.config.attention_output_gate
+            else (query_gate_BTNK2, None)
+        )
+        k_BTMK = save_for_backward(
+            jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
+        )
+        v_BTMK = save_for_backward(
+            jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
+        )
+        return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
     def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
         """Whether heads lie side by side between the projections and the kernels of

@@ -55,7 +55,7 @@ def places(x):
 def gated_attention(
     config, params, x, *, seen, distance=None, theta=None, bias=None, selected=None, sink=None
 ):
-    """Gated attention of one row.
+    """Gated attention of one row, with the biases that are among the parameters.
 
     Args:
       seen: [T, S] bool. distance: [T, S], by which queries are turned; None: no positions.
@@ -65,9 +65,9 @@ def gated_attention(
       weight and gives nothing.
     """
     settings, width = config.settings_of(config.mixers[0]), config.head_dim
-    q = jnp.einsum("td,dnk->tnk", x, params["q_proj"])
-    k = jnp.einsum("td,dmk->tmk", x, params["k_proj"])
-    v = jnp.einsum("td,dmk->tmk", x, params["v_proj"])
+    q = jnp.einsum("td,dnk->tnk", x, params["q_proj"]) + params.get("q_bias", 0)
+    k = jnp.einsum("td,dmk->tmk", x, params["k_proj"]) + params.get("k_bias", 0)
+    v = jnp.einsum("td,dmk->tmk", x, params["v_proj"]) + params.get("v_bias", 0)
     gate = None
     if config.attention_output_gate:
         q, gate = q[..., :width], q[..., width:]
@@ -97,4 +97,4 @@ def gated_attention(
     o = jnp.einsum("nts,snk->tnk", weights, v)
     if gate is not None:
         o = o * jax.nn.sigmoid(gate)
-    return jnp.einsum("tnk,nkd->td", o, params["o_proj"])
+    return jnp.einsum("tnk,nkd->td", o, params["o_proj"]) + params.get("o_bias", 0)

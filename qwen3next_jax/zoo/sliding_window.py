@@ -13,28 +13,33 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.config.bounds import check_bounds
-from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
 from qwen3next_jax.zoo.attention_references import gated_attention, places
+from qwen3next_jax.zoo.biased_projections import BiasedProjections
 
 EXAMPLES = {
     "sliding_window": {
         "linear_mixer": "sliding_window",
-        "mixer": {"window": 7, "first_tokens": 2, "sink_logit": True},
+        "mixer": {
+            "window": 7,
+            "first_tokens": 2,
+            "sink_logit": True,
+            "attention_bias": "qkvo",
+        },
     }
 }
 CHUNK = 128  # queries worked at once
 _HIDDEN = -1e30  # score of a key that is not seen; finite, so that a row without keys stays finite
 
 
-class SlidingWindow(GatedAttention):
+class SlidingWindow(BiasedProjections):
     """`GatedAttention` whose queries see `window` keys. Its cache is the window, which is as large
     after any number of tokens.
     """
 
     @dataclasses.dataclass(frozen=True)
-    class Settings(GatedAttention.Settings):
+    class Settings(BiasedProjections.Settings):
         # keys that a query sees, its own among them
         window: int = 1024
         # keys at the start of a document that stay visible beyond the window
