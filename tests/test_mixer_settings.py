@@ -1,12 +1,17 @@
-"""The group `model.mixer`: values that the mixers of the model declare."""
+"""The group `model.mixer`: values that the mixers of the model declare.
+
+python tests/test_mixer_settings.py prints the table of docs/mixers.md.
+"""
 
 import dataclasses
 import json
+import pathlib
 
 import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MixerConfig, ModelConfig, from_dict, to_dict
+from qwen3next_jax.config.describe import mixer_settings
 from qwen3next_jax.config.files import apply_overrides
 from qwen3next_jax.config.mixer import _EARLIER_DEFAULTS
 from qwen3next_jax.config.registry import MIXERS
@@ -81,3 +86,32 @@ def test_what_a_mixer_says_of_its_settings_is_so(name):
     if mixer.weights_of is not None:  # it then reads all that gives those weights their meaning
         others = {field.name for field in dataclasses.fields(mixer.weights_of.Settings)}
         assert mixer.weights_of is GatedAttention and names - set(mixer.read_time) == others
+
+
+# ---- the page
+# --------------------------------------------------------------------------------------------------
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "mixers.md"
+
+
+def table() -> str:
+    """Every setting with its default, what it may be, its meaning and the mixers that read it."""
+    readers = {}
+    for mixer, own in mixer_settings().items():
+        for setting in own:
+            readers.setdefault(setting, []).append(f"`{mixer}`")
+    rows = ["| setting | default | expected | meaning | mixers |", "|---|---|---|---|---|"]
+    for setting, mixers in sorted(readers.items(), key=lambda item: item[0].name):
+        name, default, allowed, meaning = setting
+        allowed = allowed or {bool: "True, False", int: "a whole number"}[type(default)]
+        rows.append(f"| `{name}` | {default} | {allowed} | {meaning} | {', '.join(mixers)} |")
+    return "\n".join(rows)
+
+
+def test_the_page_has_every_setting_as_the_mixers_declare_it():
+    assert all(setting.meaning for own in mixer_settings().values() for setting in own)
+    assert table() in PAGE.read_text(), "python tests/test_mixer_settings.py prints the table"
+
+
+if __name__ == "__main__":
+    print(table())

@@ -11,14 +11,19 @@ from qwen3next_jax.config.registry import SETTINGS, check_name, resolve
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """What a block is made of beside its mixer: lines of the tables above. A model that differs
-    here has no Hugging Face form.
+    """What a block is made of beside its mixer: names of the tables in `config/registry.py`. A
+    model that differs here has no Hugging Face form.
     """
 
+    # where the norms around a mixer and an MLP stand; docs/block.md lists the names of all five
     placement: str = "pre"
+    # every norm but the recurrent layers' own
     norm: str = "rms"
+    # of layers without experts
     mlp: str = "swiglu"
+    # positions that are added to the embeddings
     positions: str = "none"
+    # how rotary positions reach model.yarn_factor times as far
     rope_scaling: str = "yarn"
 
     def of(self, setting: str) -> Any:

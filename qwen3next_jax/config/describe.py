@@ -12,18 +12,29 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config.bounds import declared_bounds
+from qwen3next_jax.config.registry import MIXERS, resolve
+
 
 class Setting(NamedTuple):
-    """name: dotted, such as "train.steps". meaning: "" where the name says it all."""
+    """name: dotted, such as "train.steps". allowed: the choices or the bound that the field
+    declares; "" where it declares none. meaning: "" where the name says it all.
+    """
 
     name: str
     default: Any
+    allowed: str
     meaning: str
 
 
 def settings(cls: type, prefix: str = "") -> Iterator[Setting]:
     """Every setting of the config dataclass `cls`, those of its groups in place of the groups."""
-    comments = _comments(cls)
+    comments = {}
+    for parent in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(parent):
+            comments |= _comments(parent)
+    bounds = declared_bounds(cls)
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name = prefix + field.name
@@ -31,10 +42,23 @@ def settings(cls: type, prefix: str = "") -> Iterator[Setting]:
         if dataclasses.is_dataclass(hint):
             yield from settings(hint, f"{name}.")
             continue
-        meaning = comments.get(field.name, "")
-        if choices := _choices(hint):
-            meaning = f"{', '.join(choices)}{': ' * bool(meaning)}{meaning}"
-        yield Setting(name, field.default, meaning)
+        allowed = ", ".join(_choices(hint)) or bounds.get(field.name, "")
+        yield Setting(name, field.default, allowed, comments.get(field.name, ""))
+
+
+def mixer_settings() -> dict[str, list[Setting]]:
+    """{mixer: its settings of the group `model.mixer`} of all mixers of the registry that can be
+    imported and have any; the names are those behind "model.mixer.".
+    """
+    found = {}
+    for mixer in MIXERS:
+        try:
+            own = list(settings(resolve(MIXERS, mixer, "mixer").Settings))
+        except UserError:  # its folder has been removed
+            continue
+        if own:
+            found[mixer] = own
+    return found
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

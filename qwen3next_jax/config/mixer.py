@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean
+from qwen3next_jax.config.bounds import check_declared_bounds
 from qwen3next_jax.config.reading import FlagText, from_dict, parse
 from qwen3next_jax.config.registry import MIXERS, resolve
 
@@ -98,7 +99,7 @@ class MixerConfig(Mapping[str, Any]):
         if not given:
             return MixerConfig()
         readers = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
-        read = [from_dict(reader, _of(reader, given), "model.mixer") for reader in readers.values()]
+        read = [_built(reader, given) for reader in readers.values()]
         changed = {}
         for name, value in given.items():
             values = [getattr(one, name) for one in read if name in _defaults(type(one))]
@@ -112,7 +113,14 @@ class MixerConfig(Mapping[str, Any]):
 
 @functools.lru_cache(maxsize=256)
 def _read(values: MixerConfig, settings: type) -> Any:
-    return from_dict(settings, _of(settings, values), "model.mixer")
+    return _built(settings, values)
+
+
+def _built(settings: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass `settings` with those of `values` that it has, their bounds checked."""
+    built = from_dict(settings, _of(settings, values), "model.mixer")
+    check_declared_bounds(built, "model.mixer")
+    return built
 
 
 def _of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:

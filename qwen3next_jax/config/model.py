@@ -46,7 +46,7 @@ class ModelConfig:
     linear_mixer: str = "gated_deltanet"
     # what "full_attention" stands for; the multi-token prediction module's, too
     full_mixer: str = "gated_attention"
-    # settings of the mixers that the layers name: docs/mixers.md lists them
+    # settings of the mixers that the layers name; docs/mixers.md says what each means
     mixer: MixerConfig = MixerConfig()
     # what else a block may be made of
     block: BlockConfig = BlockConfig()

@@ -40,7 +40,7 @@ class GatedAttention(Mixer):
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # each head's queries and keys, or those of all heads together
+        # over what queries and keys are normed: each head alone, or all heads of the layer together
         qk_norm_over: Literal["head", "layer"] = "head"
 
     switches = ("attention_output_gate", "qk_norm", "yarn_factor", "block.rope_scaling")

@@ -7,12 +7,11 @@ a chunk, F first tokens.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
 from qwen3next_jax.zoo.attention_references import gated_attention, places
@@ -41,14 +40,11 @@ class SlidingWindow(BiasedProjections):
     @dataclasses.dataclass(frozen=True)
     class Settings(BiasedProjections.Settings):
         # keys that a query sees, its own among them
-        window: int = 1024
+        window: Annotated[int, "at least 1"] = 1024
         # keys at the start of a document that stay visible beyond the window
-        first_tokens: int = 0
+        first_tokens: Annotated[int, "0 or more"] = 0
         # a learned score per head that takes weight and gives nothing
         sink_logit: bool = False
-
-        def __post_init__(self):
-            check_bounds(self, "model.mixer", {"at least 1": "window", "0 or more": "first_tokens"})
 
     read_time = ("window", "first_tokens")
     cache_kind = "state"
