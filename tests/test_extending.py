@@ -132,6 +132,7 @@ def test_a_new_mixer_with_one_setting(tmp_path):
     """It computes what the zoo's window does on packed documents, counts its pairs, and its
     setting has a type, a bound and a name that others refuse.
     """
+    mixer_class("sliding_window")  # is there, or the test is skipped
     example("my_windowed.py", tmp_path)
 
     def layer(name):

@@ -1,5 +1,6 @@
-"""gpt-oss-20b (2508.10925; openai/gpt-oss-20b), complete: every other layer a window of 128, a
-sink logit for each head of every layer, biases everywhere.
+"""gpt-oss-20b (2508.10925; openai/gpt-oss-20b): every other layer a window of 128, a sink logit
+for each head of every layer, biases everywhere. All parameters are here. YaRN's borders between
+frequencies are rounded here, and not there.
 """
 
 from configs.lineups.lineup import lineup

@@ -76,6 +76,7 @@ def _comments(cls: type) -> dict[str, str]:
     name = ""  # the field on the line being read
     candidate = ""  # a name that is a field if a colon follows
     depth = 0  # of brackets
+    previous = 0  # type of the token before
     for token in tokenize.generate_tokens(io.StringIO(inspect.cleandoc(source)).readline):
         text = token.string
         if token.type == tokenize.COMMENT:
@@ -92,5 +93,8 @@ def _comments(cls: type) -> dict[str, str]:
         elif token.type in (tokenize.NEWLINE, tokenize.DEDENT):
             name = ""
             above = []
+        elif token.type == previous == tokenize.NL:  # a blank line: the comment was a heading
+            above = []
         candidate = text if token.type == tokenize.NAME and depth == 0 else ""
+        previous = token.type
     return found

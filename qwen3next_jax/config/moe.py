@@ -19,17 +19,17 @@ class MoEConfig:
 
     # what an expert computes, and the shared one
     experts: str = "swiglu"
-    # a token's scores, of its router logits
+    # what makes a token's scores of its router logits
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     # Experts are chosen by score + bias and weighed by the score. No gradient moves the bias: after
     # a step, `train.router_bias_rate` is added to that of every expert that got less than its
     # share, and taken from the others' (2408.15664).
     router_bias: bool = False
-    # groups of experts, of which a token's are chosen from the `topk_group` whose two best scores
-    # sum to most
+    # Experts lie in groups. A token's experts are chosen from the `topk_group` groups whose two
+    # best scores have the largest sums.
     n_group: int = 1
     topk_group: int = 1
-    # times the weights of the chosen experts
+    # multiplies the weights of the chosen experts
     routed_scaling_factor: float = 1.0
     # off: the shared expert's output is added as it is
     shared_expert_gate: bool = True

@@ -153,12 +153,12 @@ class Block(nnx.Module):
         the mean over tokens of median |x|.
         """
 
-        # over `tensor`; else the partitioner may split time over it between the matmuls
+        # Whole over `tensor`: the partitioner might split time over it between the matmuls.
         def whole(x_BTD):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         sparse = isinstance(self.mlp, SparseMoE)
-        # what is diagnosed are means over all tokens
+        # diagnostics are means over all tokens, so they need one group
         several = sparse and cache is None and not context.collect_stats
         mix = (
             self.mixer.each_token
@@ -185,12 +185,11 @@ class Block(nnx.Module):
         return x_BTD, aux, cache
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
-        """What `part`, "mixer" or "mlp", reads; `after`: what goes on behind it, of its input
-        and its output.
-        """
+        """The input of `part`, "mixer" or "mlp", made of the residual stream."""
         return rms_norm(x_BTD, getattr(self, f"{part}_norm")[...], self.config)
 
     def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:
+        """The residual stream after `part`: x is the stream before it, y the part's output."""
         return x_BTD + y_BTD
 
 

@@ -24,7 +24,8 @@ from qwen3next_jax.ops.cached_attention import cached_attention
 from qwen3next_jax.ops.cached_attention import write as write_in_place
 from qwen3next_jax.sharding.rules import CONTEXT, TENSOR, activation_spec, constrain, local, shards
 
-# a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
+# Multiplies scores so that softmax picks the largest: over S keys the weighted mean is then within
+# ln S / 1024 of the largest score. A power of two, so that the product is exact.
 SHARPENED = 1024.0
 
 
@@ -126,8 +127,8 @@ class GatedAttention(Mixer):
         )
 
     def _fused(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        """`__call__` without a cache, with nothing but kernels from projection to projection.
-        The scores' scale is in the queries' norm.
+        """`__call__` without a cache, by kernels alone between the projections. The weight of the
+        queries' norm includes the scale of the scores, K^-1/2.
         """
         c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
         shared = m % shards(context.mesh, TENSOR) != 0
@@ -175,6 +176,7 @@ class GatedAttention(Mixer):
         return y_BTD, self.diagnostics(q, k, gate, context)
 
     def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
+        """Queries or keys, normed for each head or over all heads (`qk_norm_over`)."""
         if self.settings(self.config).qk_norm_over == "head":
             return rms_norm(x_BTNK, weight, self.config)
         return rms_norm(x_BTNK.reshape(*x_BTNK.shape[:2], -1), weight, self.config).reshape(
@@ -182,7 +184,7 @@ class GatedAttention(Mixer):
         )
 
     def placed(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Queries or keys with what says where they stand."""
+        """Queries or keys [B, T, N, K] with their positions [B, T] applied."""
         return rotate(x_BTNK, positions_BT, self.config)
 
     def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
@@ -321,8 +323,14 @@ def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -
 def attend_cached(
     q_BTNK: jax.Array, new: dict, cache: dict, context: Context
 ) -> tuple[jax.Array, dict]:
-    """Writes `new`, keys first and values last, each [B, T, M, K], into the layer's slots → (o
-    [B, T, N, K], the cache).
+    """Writes new keys and values into the layer's slots of the cache, and attends to the cache.
+
+    Args:
+      new: {name: [B, T, M, K]}, keys first and values last; one array may be both.
+      cache: {name: [layers, B, S, M, K]}.
+
+    Returns:
+      o [B, T, N, K]; the cache.
     """
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
     shared = m % shards(mesh, TENSOR) != 0
@@ -347,14 +355,16 @@ def attend_cached(
 
 
 def cache_spec(heads: int, mesh: Mesh | None) -> P:
-    """Where a cache [layers, B, S, heads, K] lies."""
+    """The PartitionSpec of a cache [layers, B, S, heads, K]."""
     return activation_spec(
         None, "batch", None, None if heads % shards(mesh, TENSOR) else "heads", None
     )
 
 
 def _own_head(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
-    """Of all key/value heads, each read by so many query heads, the one that this shard's read."""
+    """The one of all key/value heads that the query heads of this shard read. `readers`: query
+    heads per key/value head.
+    """
     return jax.lax.dynamic_slice_in_dim(
         x_BSMK, jax.lax.axis_index(TENSOR) * q_BTNK.shape[2] // readers, 1, axis=2
     )

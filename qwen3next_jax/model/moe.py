@@ -56,10 +56,13 @@ class SparseMoE(nnx.Module):
 
     Auxiliary output, summed (not averaged) over the counted tokens so that micro-batches and
     devices add up exactly:
-      load [E]: choices of each expert; probability [E]: router probability of each; z []:
-      logsumexp(logits)²; tokens []: counted tokens. `router_logits` [B, T, E] as well, for
-      whoever asks for them. Diagnostics, means over the counted tokens: router_entropy [], of a
-      token's probabilities over ln E; router_z [].
+      load [E]: how often each expert was chosen;
+      probability [E]: each expert's router probability;
+      z []: logsumexp(logits)²;
+      tokens []: the number of counted tokens;
+      router_logits [B, T, E], not summed.
+    Diagnostics, means over the counted tokens: router_entropy [], the entropy of a token's
+    probabilities over ln E; router_z [].
     """
 
     expert_parameters: tuple[str, ...] = ("expert_gate_up", "expert_down")

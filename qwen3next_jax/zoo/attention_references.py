@@ -1,5 +1,5 @@
-"""What the float64 references of the attention families share: gated attention, every pair of
-tokens by itself, for one row [T, D] of one document.
+"""What the float64 references of the attention families share: gated attention, pair of
+tokens by pair, for one row [T, D] of one document.
 
 A reference is a function of the ModelConfig, the parameters by name and the row, in plain
 jax.numpy, so that its gradients are autodiff's. Here positions turn the query by its distance
@@ -58,11 +58,12 @@ def gated_attention(
     """Gated attention of one row, with the biases that are among the parameters.
 
     Args:
-      seen: [T, S] bool. distance: [T, S], by which queries are turned; None: no positions.
+      seen: [T, S] bool.
+      distance: [T, S], by which queries are turned; None: no positions.
       theta: [T, 1, 1, 1] the rotations' base of each query; None: the model's.
-      bias: [N, T, S] or None, added to the scores. selected: None, or ([T, S] bool, n): each
-      query and head also sees the n best of these pairs. sink: [N] or None, a logit that takes
-      weight and gives nothing.
+      bias: [N, T, S] or None, added to the scores.
+      selected: None, or ([T, S] bool, n): each query and head also sees the n best of these pairs.
+      sink: [N] or None, a logit that takes weight and gives nothing.
     """
     settings, width = config.settings_of(config.mixers[0]), config.head_dim
     q = jnp.einsum("td,dnk->tnk", x, params["q_proj"]) + params.get("q_bias", 0)

@@ -40,9 +40,12 @@ ALPHA, LIMIT = 1.702, 7.0  # of the clipped SwiGLU, as gpt-oss has them
 
 
 def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
-    """The sorted form of experts of which `mlp` computes rows sorted by expert: (shards of the
-    axis `tensor`, x [Q, D], *experts, group_sizes [E]) → [Q, D]. Other arguments: see
-    `model.expert_forms.expert_form`.
+    """The sorted form of other experts.
+
+    Args:
+      mlp: computes rows sorted by expert, (shards of the mesh axis `tensor`, x [Q, D], *experts,
+        group_sizes [E]) → [Q, D].
+      mesh, dtype, in_tiles, few_tokens, layer: see `model.expert_forms.expert_form`.
     """
     of_one_layer = functools.partial(sorted_moe, mlp=functools.partial(mlp, shards(mesh, TENSOR)))
 

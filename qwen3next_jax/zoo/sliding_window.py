@@ -194,8 +194,7 @@ def window_attention(
       k, v: [B, W + T, M, K] with N % M == 0, the W = window - 1 rows before the first query in
         front; or [B, T, M, K] where there are none.
       segment_ids: [B, T] integers or None, the document of each query.
-      kv_segment_ids: of the keys, [B, W + T], with -1 where there is none; None where k has T
-        rows.
+      kv_segment_ids: of the keys, [B, W + T], with -1 where there is none; None where k has T rows.
       sink: [N] or None, a logit per head that takes weight and gives nothing.
       first: None, or the first tokens that every query of a document sees.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order. k then has T

@@ -47,17 +47,17 @@ def pair_attention(
     Args:
       q, k: what the scores are made of, arrays [B, T, …] and [B, S, …] or trees of such.
       v: [B, S, M, K].
-      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a chunk of queries and all
-        keys → [B, N, C, S] float32.
-      seen: (positions, kv_positions) → bool [B, C, S], the pairs that are seen; with `best` two
-        of these, the pairs that are seen and those that may be chosen.
+      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a chunk of queries and all keys
+        → [B, N, C, S] float32.
+      seen: (positions, kv_positions) → bool [B, C, S], the pairs that are seen; with `best` two of
+        these, the pairs that are seen and those that may be chosen.
       positions, kv_positions: [B, T], [B, S] integers, places in the document.
-      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token:
-        none sees another.
+      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token: none
+        sees another.
       best: so many more keys each query and head sees, those of the highest scores (of equal ones
         all).
-      sink: [N] or None, a logit per head that joins the softmax's denominator: it takes weight
-        and gives nothing.
+      sink: [N] or None, a logit per head that joins the softmax's denominator: it takes weight and
+        gives nothing.
       axis_name: inside `shard_map`, the mesh axis over which T and S are split in order; the keys
         of the whole row are gathered.
       chunk: queries worked at once.
