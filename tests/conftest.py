@@ -46,7 +46,7 @@ PLUGINS = {
         "benchmarks.experts_precision",
         "from test_delta_rule import",
     ),
-    "zoo": ("qwen3next_jax.zoo", "from test_block import"),
+    "zoo": ("qwen3next_jax.zoo", "from test_block import", "import channel_delta_rule"),
 }
 MISSING = tuple(name for name in PLUGINS if not (PACKAGE / name).exists())
 collect_ignore = [

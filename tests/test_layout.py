@@ -130,7 +130,14 @@ def test_configs_import_only_the_defaults_and_each_other():
 
 
 # Files of the zoo that several families share; every other one is a family.
-SHARED_IN_ZOO = {"attention_references", "ops", "pair_mixer", "projections", "references"}
+SHARED_IN_ZOO = {
+    "attention_references",
+    "biased_projections",
+    "ops",
+    "pair_mixer",
+    "projections",
+    "references",
+}
 
 
 def test_a_family_of_the_zoo_imports_no_other_and_nobody_imports_a_family():

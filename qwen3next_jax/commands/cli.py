@@ -41,7 +41,7 @@ from qwen3next_jax.config import (
     from_dict,
     registry,
 )
-from qwen3next_jax.config.describe import list_settings
+from qwen3next_jax.config.describe import list_settings, mixer_settings
 from qwen3next_jax.config.files import (
     UserInput,
     apply_overrides,
@@ -245,7 +245,7 @@ def _help_of_settings(width: int) -> list[str]:
     """Lines of `--help`: every setting by group, with its default and its meaning."""
     lines = ["", "settings, with their defaults:"]
     group = None
-    for name, default, meaning in list_settings(Config):
+    for name, default, allowed, meaning in list_settings(Config):
         if name.rpartition(".")[0] != group:
             group = name.rpartition(".")[0]
             lines.append("")
@@ -253,7 +253,12 @@ def _help_of_settings(width: int) -> list[str]:
             default = ",".join(map(str, default))
         if isinstance(default, MixerConfig):
             name, default = f"{name}.SETTING", "…"
-        lines += _entry(f"--config.{name}={default}", meaning, width)
+        text = f"{allowed}: {meaning}" if allowed and meaning else allowed or meaning
+        lines += _entry(f"--config.{name}={default}", text, width)
+        if name == "model.mixer.SETTING":
+            for mixer, own in mixer_settings().items():
+                text = ", ".join(f"{setting.name}={setting.default}" for setting in own)
+                lines += _entry(f"  {mixer}:", text, width)
     return lines
 
 

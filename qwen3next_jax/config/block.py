@@ -12,8 +12,8 @@ from qwen3next_jax.config.registry import SETTINGS, check_name
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """The parts of a block besides its mixer. Each setting names a part in a table of
-    config/registry.py. A model that differs from these defaults has no Hugging Face form.
+    """The parts of a block besides its mixer; docs/block.md lists them. Each setting names a part
+    in a table of config/registry.py. A model that differs from these defaults has no Hugging Face form.
     """
 
     # where the norms are: a name of PLACEMENTS in config/registry.py
@@ -42,8 +42,9 @@ class BlockConfig:
             check_name(SETTINGS[setting], getattr(self, field.name), setting)
         require(
             self.mlp == "swiglu" or model.has_dense_mlps,
-            f"model.block.mlp = {self.mlp!r}: every layer has experts, which are SwiGLU: expected "
-            "'swiglu', or layers without experts (model.num_experts = 0, model.mlp_only_layers)",
+            f"model.block.mlp = {self.mlp!r}: every layer has experts, which are "
+            "model.moe.experts: expected 'swiglu', or layers without experts "
+            "(model.num_experts = 0, model.mlp_only_layers)",
         )
         require(
             self.rope_scaling == "yarn" or model.yarn_factor > 1 and model.rotary_dim > 0,

@@ -1,5 +1,6 @@
 """Checks that numbers are within bounds; each bound has the name that error messages show."""
 
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,3 +37,18 @@ def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
                 BOUNDS[bound](getattr(group, name)),
                 f"{where}.{name} = {getattr(group, name)}: expected {bound}",
             )
+
+
+def declared_bounds(cls: type) -> dict[str, str]:
+    """{setting: bound} of the config dataclass `cls`, of fields such as
+    `window: Annotated[int, "at least 1"]`.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: bound for name, bounds in found.items() for bound in bounds if bound in BOUNDS}
+
+
+def check_declared_bounds(group: Any, where: str) -> None:
+    """`check_bounds` of the bounds that the fields of `group` declare."""
+    for name, bound in declared_bounds(type(group)).items():
+        check_bounds(group, where, {bound: name})

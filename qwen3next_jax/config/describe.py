@@ -12,6 +12,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config.bounds import declared_bounds
+from qwen3next_jax.config.registry import MIXERS, resolve
+
 
 class Setting(NamedTuple):
     """One setting.
@@ -19,11 +23,13 @@ class Setting(NamedTuple):
     Attributes:
       name: the dotted name, such as "train.steps".
       default: the default value.
+      allowed: the choices or the bound that the field declares; "" if it declares none.
       meaning: what the setting does; "" if its field has no comment.
     """
 
     name: str
     default: Any
+    allowed: str
     meaning: str
 
 
@@ -31,7 +37,11 @@ def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
     """Lists the settings of the config dataclass `cls` and of all groups in it, in the order of the
     fields. `prefix` begins their names.
     """
-    comments = _comments(cls)
+    comments = {}
+    for parent in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(parent):
+            comments |= _comments(parent)
+    bounds = declared_bounds(cls)
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name = prefix + field.name
@@ -39,10 +49,23 @@ def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
         if dataclasses.is_dataclass(hint):
             yield from list_settings(hint, f"{name}.")
             continue
-        meaning = comments.get(field.name, "")
-        if choices := _choices(hint):
-            meaning = f"{', '.join(choices)}{': ' * bool(meaning)}{meaning}"
-        yield Setting(name, field.default, meaning)
+        allowed = ", ".join(_choices(hint)) or bounds.get(field.name, "")
+        yield Setting(name, field.default, allowed, comments.get(field.name, ""))
+
+
+def mixer_settings() -> dict[str, list[Setting]]:
+    """{mixer: its settings of the group `model.mixer`} of all mixers of the registry that can be
+    imported and have any; the names are those behind "model.mixer.".
+    """
+    found = {}
+    for mixer in MIXERS:
+        try:
+            own = list(list_settings(resolve(MIXERS, mixer, "mixer").Settings))
+        except UserError:  # its folder has been removed
+            continue
+        if own:
+            found[mixer] = own
+    return found
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
@@ -61,6 +84,7 @@ def _comments(cls: type) -> dict[str, str]:
     field = ""  # the field on the line being read
     candidate = ""  # a name that is a field if a colon follows
     depth = 0  # nesting depth of brackets
+    previous = 0  # type of the token before
     for token in tokenize.generate_tokens(io.StringIO(inspect.cleandoc(source)).readline):
         text = token.string
         if token.type == tokenize.COMMENT:
@@ -77,5 +101,8 @@ def _comments(cls: type) -> dict[str, str]:
         elif token.type in (tokenize.NEWLINE, tokenize.DEDENT):
             field = ""
             comments_above = []
+        elif token.type == previous == tokenize.NL:  # a blank line: the comment was a heading
+            comments_above = []
         candidate = text if token.type == tokenize.NAME and depth == 0 else ""
+        previous = token.type
     return comments

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean
+from qwen3next_jax.config.bounds import check_declared_bounds
 from qwen3next_jax.config.reading import FlagText, from_dict, parse_flag
 from qwen3next_jax.config.registry import MIXERS, resolve
 
@@ -105,10 +106,7 @@ class MixerConfig(Mapping[str, Any]):
         if not given:
             return MixerConfig()
         declared = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
-        of_mixers = [
-            from_dict(settings, _values_of(settings, given), "model.mixer")
-            for settings in declared.values()
-        ]
+        of_mixers = [_checked_settings(settings, given) for settings in declared.values()]
         changed = {}
         for name, value in given.items():
             readers = [settings for settings in of_mixers if name in _defaults(type(settings))]
@@ -123,7 +121,18 @@ class MixerConfig(Mapping[str, Any]):
 
 @functools.lru_cache(maxsize=256)
 def _read(values: MixerConfig, settings: type) -> Any:
-    return from_dict(settings, _values_of(settings, values), "model.mixer")
+    return _checked_settings(settings, values)
+
+
+def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass `settings` with those of `values` that it declares.
+
+    Raises:
+      UserError: a value is of the wrong type or out of its bound.
+    """
+    built = from_dict(settings, _values_of(settings, values), "model.mixer")
+    check_declared_bounds(built, "model.mixer")
+    return built
 
 
 def _values_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The settings `model.moe`: routers and shared experts that differ from the released model's, which
-has softmax scores and a gated shared expert.
+"""The settings `model.moe`: experts, routers and shared experts that differ from the released
+model's, which has SwiGLU experts, softmax scores and a gated shared expert.
 """
 
 import dataclasses
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.config.registry import EXPERTS, check_name, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,8 @@ class MoEConfig:
     widths: `model.shared_expert_intermediate_size`.
     """
 
+    # what an expert computes, the shared expert too: a name of EXPERTS in config/registry.py
+    experts: str = "swiglu"
     # the function that turns a token's router logits into scores of the experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     # whether the router has a bias per expert: it chooses experts by score + bias and weighs their
@@ -40,10 +43,15 @@ class MoEConfig:
             {"at least 1": "n_group topk_group", "a positive number": "routed_scaling_factor"},
         )
 
+    def mixture(self) -> Any:
+        """The class that `experts` names."""
+        return resolve(EXPERTS, self.experts, "model.moe.experts")
+
     def check(self, model: Any) -> None:
         """Raises UserError if a setting has no effect in `model` (the ModelConfig that these
         settings belong to), or does not fit the number of experts.
         """
+        check_name(EXPERTS, self.experts, "model.moe.experts")
         for field in dataclasses.fields(self):
             value, has_effect = getattr(self, field.name), model.has_experts
             if field.name == "shared_expert_gate":

@@ -49,6 +49,8 @@ MIXERS = {
     "hyena": "qwen3next_jax.zoo.hyena:Hyena",
     "bahdanau": "qwen3next_jax.zoo.additive_attention:Bahdanau",
     "luong": "qwen3next_jax.zoo.additive_attention:Luong",
+    "biased_attention": "qwen3next_jax.zoo.biased_attention:BiasedAttention",
+    "sink_attention": "qwen3next_jax.zoo.biased_attention:SinkAttention",
     "nope_attention": "qwen3next_jax.zoo.pairwise:NoPEAttention",
     "masked_attention": "qwen3next_jax.zoo.pairwise:Masked",
     "alibi": "qwen3next_jax.zoo.pairwise:ALiBi",
@@ -68,7 +70,7 @@ PLACEMENTS = {
     "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
     "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
 }
-# Dense MLPs; experts are SwiGLU in every model: model.block.mlp.
+# Dense MLPs: model.block.mlp.
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",
     "geglu": "qwen3next_jax.zoo.block_parts:GeGLU",
@@ -76,6 +78,12 @@ MLPS = {
     "relu": "qwen3next_jax.zoo.block_parts:ReLU",
     "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLU",
     "none": "qwen3next_jax.zoo.block_parts:NoMLP",
+}
+# Mixtures of experts, by what an expert computes: model.moe.experts.
+EXPERTS = {
+    "swiglu": "qwen3next_jax.model.moe:SparseMoE",
+    "relu2": "qwen3next_jax.zoo.experts:SquaredReLUExperts",
+    "clipped_swiglu": "qwen3next_jax.zoo.experts:ClippedSwiGLUExperts",
 }
 # Norms, for model.block.norm; the norms inside of recurrent layers are not affected.
 NORMS = {
@@ -129,6 +137,7 @@ SETTINGS = {
     "model.full_mixer": MIXERS,
     "model.block.placement": PLACEMENTS,
     "model.block.mlp": MLPS,
+    "model.moe.experts": EXPERTS,
     "model.block.norm": NORMS,
     "model.block.positions": POSITIONS,
     "model.block.rope_scaling": ROPE_SCALINGS,

@@ -114,6 +114,8 @@ def versions(config: ModelConfig) -> dict[str, int]:
         if not unread.get(setting):
             name = getattr(config.block, setting)
             parts[f"block.{setting} = {name}"] = config.block.resolve(setting)
+    if config.has_experts:
+        parts[f"moe.experts = {config.moe.experts}"] = config.moe.mixture()
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
 
 
@@ -138,7 +140,8 @@ class Block(nnx.Module):
         self.mixer_norm = make.norm(config.hidden_size)
         self.mixer = mixer_class(mixer)(config, make, layers)
         self.mlp_norm = make.norm(config.hidden_size)
-        self.mlp = (SparseMoE if sparse else config.block.resolve("mlp"))(config, make)
+        mlp = config.moe.mixture() if sparse else config.block.resolve("mlp")
+        self.mlp = mlp(config, make)
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
@@ -150,12 +153,12 @@ class Block(nnx.Module):
         the mean over tokens of median |x|.
         """
 
-        # over `tensor`; else the partitioner may split time over it between the matmuls
+        # Whole over `tensor`: the partitioner might split time over it between the matmuls.
         def whole(x_BTD):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         sparse = isinstance(self.mlp, SparseMoE)
-        # what is diagnosed are means over all tokens
+        # diagnostics are means over all tokens, so they need one group
         several = sparse and cache is None and not context.collect_stats
         mix = (
             self.mixer.each_token
@@ -182,12 +185,11 @@ class Block(nnx.Module):
         return x_BTD, aux, cache
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
-        """What `part`, "mixer" or "mlp", reads; `after`: what goes on behind it, of its input
-        and its output.
-        """
+        """The input of `part`, "mixer" or "mlp", made of the residual stream."""
         return rms_norm(x_BTD, getattr(self, f"{part}_norm")[...], self.config)
 
     def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:
+        """The residual stream after `part`: x is the stream before it, y the part's output."""
         return x_BTD + y_BTD
 
 

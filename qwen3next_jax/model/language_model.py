@@ -44,16 +44,19 @@ from qwen3next_jax.sharding.rules import (
 
 
 class Features(NamedTuple):
-    """What the loss needs of one forward pass; logits are left to whoever can compute them in
+    """What the loss needs of one forward pass. There are no logits: the loss computes them in
     pieces.
 
-    hidden: [B, T, D] after the final norm. mtp_hidden: per depth d, [B, T, D]; position t
-    predicts token t+2+d (the last 1+d positions of a row mean nothing). router: statistics of
-    the sparse layers (see `SparseMoE`), each stacked on a leading axis in layer order; {} if
-    none. mtp_router: the same for the one layer of the MTP module, summed over depths; {} if
-    none. hidden_states, router_logits: per layer, where asked for; else None. diagnostics: per
-    layer a dict of small arrays (see the layers' classes), the MTP module's at depth 0 last,
-    where asked for.
+    Attributes:
+      hidden: [B, T, D] after the final norm.
+      mtp_hidden: per depth d, [B, T, D]; position t predicts token t+2+d (the last 1+d positions of
+        a row mean nothing).
+      router: statistics of the sparse layers (see `SparseMoE`), each stacked on a leading axis in
+        layer order; {} if there are none.
+      mtp_router: the same for the one layer of the MTP module, summed over depths; {} if none.
+      hidden_states, router_logits: per layer, where asked for; else None.
+      diagnostics: per layer a dict of small arrays (see the layers' classes), the MTP module's at
+        depth 0 last, where asked for; else None.
     """
 
     hidden: jax.Array
@@ -66,13 +69,16 @@ class Features(NamedTuple):
 
 
 class Output(NamedTuple):
-    """logits [B, T, V]; mtp_logits: per depth d, [B, T-1-d, V], position t predicts token t+2+d;
-    balance_loss: pooled over the trunk's sparse layers as transformers'
-    `load_balancing_loss_func` does, padding excluded.
+    """What `Qwen3Next` returns. Logits, router logits and the loss are float32.
 
-    hidden_states (embedding output, then every layer's; the last one after the final norm) and
-    router_logits ([B, T, E] per sparse layer) only where asked for. Logits, router logits and
-    losses are float32.
+    Attributes:
+      logits: [B, T, V].
+      mtp_logits: per depth d, [B, T-1-d, V]; position t predicts token t+2+d.
+      balance_loss: []. Pooled over the trunk's sparse layers as transformers'
+        `load_balancing_loss_func` does, padding excluded.
+      hidden_states: [B, T, D] each: the embeddings, then every layer's output, the last one after
+        the final norm. None unless asked for.
+      router_logits: [B, T, E] per sparse layer. None unless asked for.
     """
 
     logits: jax.Array
@@ -83,8 +89,8 @@ class Output(NamedTuple):
 
 
 class Qwen3Next(nnx.Module):
-    """A Qwen3-Next language model with parameters of `dtype`; operands of matrix products are of
-    `config.dtype`.
+    """A Qwen3-Next language model. Its parameters are stored in `dtype`; the operands of matrix
+    products are cast to `config.dtype`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
@@ -121,9 +127,9 @@ class Qwen3Next(nnx.Module):
         """tokens [B, T] int32 → logits at every position and MTP depth.
 
         Args:
-          segment_ids: [B, T] int32, non-decreasing along T: documents 1, 2, …, then 0 for
-          padding at the end. Nothing
-            passes from one document to another. None: every row is one document.
+          segment_ids: [B, T] int32, non-decreasing along T: documents 1, 2, …, then 0 for padding
+            at the end. Nothing passes from one document to another. None: every row is one
+            document.
           output_hidden_states: also return each layer's output and router logits.
         """
         f = self.features(tokens, segment_ids, capture=output_hidden_states)
@@ -148,9 +154,15 @@ class Qwen3Next(nnx.Module):
         diagnose: bool = False,
         mesh: Mesh | None = None,
     ) -> Features:
-        """The forward pass up to, but without, the output head. `remat`: what is kept for the
-        backward (see `remat`). `mesh`: the devices that share it, parameters lying as
-        `sharding.rules` says; None for one device.
+        """The forward pass without the output head.
+
+        Args:
+          tokens, segment_ids: as in `__call__`.
+          remat: what is saved for the backward pass (`model.remat`).
+          capture: also return each layer's output and router logits.
+          diagnose: also return each layer's diagnostics.
+          mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
+            None for one device.
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -167,6 +179,7 @@ class Qwen3Next(nnx.Module):
         named = (
             all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
             and self.config.block.mlp == "swiglu"
+            and self.config.moe.experts == "swiglu"
         )
         remat = "kept" if remat == "none" and named and embedded.dtype.itemsize < 4 else remat
         x = self.positions(embedded, context.positions)
@@ -206,13 +219,20 @@ class Qwen3Next(nnx.Module):
         mesh: Mesh | None = None,
         each: bool = False,
     ) -> tuple[jax.Array, list]:
-        """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T], consecutive ones
-        of the cache → (final-normed states [B, T, D], cache).
+        """Continues cached rows by some tokens.
 
-        `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding
-        changes no cache entry that a later token can see. On a `mesh` B is divided over `data` ×
-        `expert`; `context` shares nothing out. `each`: caches of kind "state" come as [repeats,
-        B, T, …], after every token, for `inference.cache.cache_after_token`; without `segment_ids`.
+        Args:
+          tokens: [B, T].
+          positions: [B, T], the slots of the cache that the tokens take, consecutive in each row.
+          cache: as `init_cache` or this function returned it.
+          segment_ids: [B, T], 1 for a token, 0 for padding at the end; None: no padding. Padding
+            changes no cache entry that a later token can see.
+          mesh: divides B over `data` × `expert`; nothing is divided over `context`.
+          each: caches of kind "state" are returned after every token, [repeats, B, T, …]. Needs
+            segment_ids = None.
+
+        Returns:
+          The states [B, T, D] after the final norm; the cache after these tokens.
         """
         context = Context(positions, segment_ids, mesh=mesh, time=None, return_all_states=each)
         x = self.positions(self.embed(tokens, mesh, time=None), positions)
@@ -220,8 +240,8 @@ class Qwen3Next(nnx.Module):
         return self._final(x), cache
 
     def init_cache(self, batch: int, length: int) -> list:
-        """Cache of `length` slots before the first token: per traced block, stacked over its
-        layers.
+        """The cache of `length` slots before the first token: for each block that is traced
+        (`ModelConfig.stacks`) a dict of arrays [layers, B, …].
         """
 
         def empty(layers: tuple[int, ...]):
@@ -269,8 +289,9 @@ class Qwen3Next(nnx.Module):
         are split over all devices.
 
         Args:
-          hidden: [B, T, D]; targets: [B, T] int32; weights: [B, T] float32, 0 where there is no
-          target.
+          hidden: [B, T, D].
+          targets: [B, T] int32.
+          weights: [B, T] float32, 0 where there is no target.
 
         Returns:
           (sum, correct [B, T] bool, argmax [B, T] int32, cross-entropy [B, T] float32 without
@@ -280,7 +301,7 @@ class Qwen3Next(nnx.Module):
         parameter = self.embedding if tied else self.head
         table, declared, shape = parameter[...], parameter.declared, parameter.shape
         if mesh is not None and declared.operand:
-            table = table.astype(self.config.dtype)  # gathered so
+            table = table.astype(self.config.dtype)  # in which it is gathered
 
         def sum_up(hidden_BTD, table, targets_BT, weights_BT):
             if mesh is not None:
@@ -298,7 +319,7 @@ class Qwen3Next(nnx.Module):
                 x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll)
             )
 
-        # what splits the loss further stays out of the layers
+        # the loss splits time over `tensor`, too; the layers do not
         hidden = constrain(hidden, mesh, "batch", "time", None)
         divides = mesh is not None and hidden.shape[1] % num_shards(mesh, CONTEXT, TENSOR) == 0
         time, axes = ("time_rows", (*TOKENS, TENSOR)) if divides else ("time", TOKENS)
@@ -348,7 +369,7 @@ class Qwen3Next(nnx.Module):
             x, aux = rematerialized(apply, remat)(
                 params, hidden, jnp.roll(embedded, -(1 + depth), axis=1)
             )
-            # outside: its gradient alone would have the experts run again
+            # Not inside `apply`: for the norm's gradient alone remat would run the experts again.
             hidden = rms_norm(x, self.mtp.norm[...], self.config)
             aux.pop("router_logits", None)
             if context.collect_stats:
@@ -360,8 +381,8 @@ class Qwen3Next(nnx.Module):
 
 @functools.lru_cache(maxsize=256)
 def declared(config: ModelConfig) -> Mapping[str, Declared]:
-    """What is decided of every parameter of such a model, by its path ("layers/0/mixer/q_proj");
-    no array is made.
+    """The declaration of every parameter of such a model, by its path ("layers/0/mixer/q_proj").
+    Makes no array.
     """
     model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_leaves_with_path(declared_tree(nnx.state(model, nnx.Param)))
@@ -369,8 +390,8 @@ def declared(config: ModelConfig) -> Mapping[str, Declared]:
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """transformers' `load_balancing_loss_func`: choices and probabilities pooled over all
-    layers; balance gives top-k.
+    """transformers' `load_balancing_loss_func`, []: choices and probabilities pooled over all
+    layers; perfect balance gives top-k. `router`: as in `Features`.
     """
     if not router:
         return jnp.zeros((), jnp.float32)

@@ -47,8 +47,7 @@ def run_layers(
       blocks: one for each of `config.stacks`, with the parameters of its layers stacked.
       cache: one for each block; None in training.
       remat: what the backward pass computes again (`model.remat`).
-      capture: whether the auxiliary outputs also hold each layer's output "x" and
-        "router_logits".
+      capture: whether the auxiliary outputs also hold each layer's output "x" and "router_logits".
 
     Returns:
       x [B, T, D], the auxiliary outputs of every layer in order, the cache after these tokens.

@@ -49,6 +49,10 @@ class PairAttention(GatedAttention):
     def best(self) -> int:
         return 0
 
+    def sink_logit(self) -> jax.Array | None:
+        """[N], a logit per head that takes weight and gives nothing; None: there is none."""
+        return None
+
     @classmethod
     def pairs(cls, config, length: int) -> float:
         """How many pairs are seen in a row of one document."""
@@ -64,7 +68,7 @@ class PairAttention(GatedAttention):
         if k.shape[2] % num_shards(mesh, TENSOR):
             k, v = (jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k, v))
 
-        def run(q, k, v, t, s, ids, per_head):
+        def run(q, k, v, t, s, ids, per_head, sink):
             return pair_attention(
                 q,
                 k,
@@ -76,15 +80,24 @@ class PairAttention(GatedAttention):
                 segment_ids=ids,
                 kv_segment_ids=ids,
                 best=self.best,
+                sink=sink,
                 axis_name=context.time_axis,
                 chunk=self.chunk,
             )
 
         heads = activation_spec("batch", context.time, "heads")
         tokens = activation_spec("batch", context.time)
-        in_specs = (heads, heads, heads, tokens, tokens, tokens, activation_spec("heads"))
+        by_head = activation_spec("heads")
+        in_specs = (heads, heads, heads, tokens, tokens, tokens, by_head, by_head)
         o_BTNK = per_shard(run, mesh, in_specs, heads)(
-            self.queries(q_BTNK, t_BT), self.keys(k, s_BS), v, t_BT, s_BS, ids, self.per_head()
+            self.queries(q_BTNK, t_BT),
+            self.keys(k, s_BS),
+            v,
+            t_BT,
+            s_BS,
+            ids,
+            self.per_head(),
+            self.sink_logit(),
         )
         return o_BTNK, cache
 

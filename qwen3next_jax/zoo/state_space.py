@@ -6,13 +6,13 @@ channel keeps (S4D: pairs of conjugate numbers), R rank of Δ.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_uniform_dt_bias
 from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.mixer import Mixer
@@ -42,10 +42,7 @@ class ChannelStates(Mixer):
     @dataclasses.dataclass(frozen=True)
     class Settings:
         # numbers that a channel keeps; S4D keeps half as many complex pairs
-        state_size: int = 16
-
-        def __post_init__(self):
-            check_bounds(self, "model.mixer", {"at least 1": "state_size"})
+        state_size: Annotated[int, "at least 1"] = 16
 
     @classmethod
     def forward_flops(cls, config, length):
