@@ -32,9 +32,9 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     TOTAL,
     TOTAL_J,
     C,
-    across,
+    along_i,
+    along_j,
     channels,
-    down,
     high_and_low,
     indices,
     product,
@@ -43,7 +43,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     tiles,
     tokens,
     transposed,
-    with_sums,
+    with_accumulators,
 )
 
 Q_NORM_ROW = 6  # Q_NORM once more, which is needed along both sides
@@ -120,7 +120,7 @@ def load_tile(ref):
 def decay_of_pairs(rows_ref, row, column):
     """Gamma transposed: the exponent is masked, never the result."""
     mask = (column >= row) & same_document(rows_ref)
-    return jnp.exp(jnp.where(mask, across(rows_ref, TOTAL_J) - down(rows_ref, TOTAL), -jnp.inf))
+    return jnp.exp(jnp.where(mask, along_j(rows_ref, TOTAL_J) - along_i(rows_ref, TOTAL), -jnp.inf))
 
 
 def of_row(ref, i: int):
@@ -153,7 +153,7 @@ class _Block:
         dv_low_gmem,
         states_gmem,
         dstates_gmem,
-        numbers_gmem,
+        factors_gmem,
         rows_gmem,
         *refs,
     ):
@@ -162,17 +162,17 @@ class _Block:
         self.q_gmem, self.k_gmem, self.v_gmem = q_gmem, k_gmem, v_gmem
         self.do_gmem, self.dv_gmem, self.dv_low_gmem = do_gmem, dv_gmem, dv_low_gmem
         self.states_gmem, self.dstates_gmem = states_gmem, dstates_gmem
-        self.numbers_gmem, self.rows_gmem = numbers_gmem, rows_gmem
+        self.factors_gmem, self.rows_gmem = factors_gmem, rows_gmem
         self.inverses_gmem = refs.pop(0) if p.erase else None
         self.dq_gmem, self.dk_gmem, self.dg_gmem = refs[:3]
-        *self.tiles, self.numbers, self.rows, self.all_sums = refs[3:11]
+        *self.tiles, self.factors, self.rows, self.all_sums = refs[3:11]
         self.k, self.do, self.dv, self.a, self.slots = self.tiles
         # barriers: what they are named for has arrived
         self.keys_here, self.values_here, self.states_here, dstates_here, self.q_here = refs[11:16]
         spares_here, self.met = refs[16:]
 
         self.b, self.h, self.n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
-        self.g = jax.lax.div(self.h, p.share)
+        self.g = jax.lax.div(self.h, p.heads_per_key)
         self.last = p.value_tiles - 1
         self.keys = range(p.key_tiles)
         self.alone = warpgroups(p) == 1
@@ -245,8 +245,8 @@ class _Block:
             copy = plgpu.copy_gmem_to_smem
             for t in self.keys:
                 copy(self.of_key(self.k_gmem, t), self.k.at[t], self.keys_here)
-            copy(self.numbers_gmem.at[at], self.numbers.at[:6], self.keys_here)
-            copy(self.numbers_gmem.at[*at, Q_NORM], self.numbers.at[Q_NORM_ROW], self.keys_here)
+            copy(self.factors_gmem.at[at], self.factors.at[:6], self.keys_here)
+            copy(self.factors_gmem.at[*at, Q_NORM], self.factors.at[Q_NORM_ROW], self.keys_here)
             copy(self.rows_gmem.at[at], self.rows, self.keys_here)
 
         for t in self.own:
@@ -308,7 +308,9 @@ class _Block:
         self.add(KEPT, kept)
         ks = None
         if self.p.erase:
-            ks = down(self.numbers, K_GAMMA) * product(*((k.at[t], slots.at[t]) for t in self.keys))
+            ks = along_i(self.factors, K_GAMMA) * product(
+                *((k.at[t], slots.at[t]) for t in self.keys)
+            )
             self.once(lambda: self.add(ENTER, -row_sums(ks, load_tile(dv.at[c]))))
             slots[spare] = (load_tile(slots.at[self.v_at]) - ks).astype(jnp.bfloat16)
             rounded = jax.lax.optimization_barrier(ks.astype(jnp.bfloat16))
@@ -364,13 +366,13 @@ class _Block:
                 ks.astype(jnp.float32) if self.alone else load_tile(a.at[2]),
                 load_tile(slots.at[self.low_at]),
             )
-            return lost, found()
+            return lost, found.read()
 
         def to_outputs(found):  # E dO^T
             if c:
                 found.start(pairs)
             found.add(high, transposed(do.at[c]))
-            return no_numbers(), found()
+            return no_numbers(), found.read()
 
         def to_keys(*found):  # E dS^T
             for i, x in enumerate(found):
@@ -381,16 +383,18 @@ class _Block:
 
         def errors_and_keys(of_errors, *found):
             lost, of_pairs = to_errors(of_errors, lambda: to_keys(*found))
-            return lost, of_pairs, *(x() for x in found)
+            return lost, of_pairs, *(x.read() for x in found)
 
         count = len(self.own)
         if self.alone and p.erase:
-            lost, pairs, *of_keys = with_sums(p, [C] * (1 + count), errors_and_keys)
+            lost, pairs, *of_keys = with_accumulators(p, [C] * (1 + count), errors_and_keys)
             return lost, pairs, of_keys
-        of_keys = with_sums(p, [C] * count, lambda *found: [x() for x in to_keys(*found)])
+        of_keys = with_accumulators(
+            p, [C] * count, lambda *found: [x.read() for x in to_keys(*found)]
+        )
         lost = None
         if not self.alone:
-            to_pairs = functools.partial(with_sums, p, [C])
+            to_pairs = functools.partial(with_accumulators, p, [C])
             errors = functools.partial(to_pairs, to_errors) if p.erase else no_pairs
             outputs = functools.partial(to_pairs, to_outputs)
             lost, pairs = jax.lax.cond(self.w == 0, errors, outputs)
@@ -400,17 +404,17 @@ class _Block:
 
     def pairs_of_rows(self, highs, pairs):
         """What they add to dg and dbeta, and what queries and keys take of them, into `a`."""
-        p, a, k, numbers, sums = self.p, self.a, self.k, self.numbers, self.sums
+        p, a, k, factors, sums = self.p, self.a, self.k, self.factors, self.sums
 
         def against_outputs(found):  # E dO^T
             for c, high in enumerate(highs):
                 found.add(high, transposed(self.do.at[c]))
-            return found()
+            return found.read()
 
-        outputs = with_sums(p, [C], against_outputs) if self.alone else None
+        outputs = with_accumulators(p, [C], against_outputs) if self.alone else None
         row, column = self.row, self.column = indices()
         plgpu.barrier_wait(self.q_here)
-        decay = decay_of_pairs(self.rows, row, column) * down(numbers, K_NORM)
+        decay = decay_of_pairs(self.rows, row, column) * along_i(factors, K_NORM)
 
         def of_queries():
             return product(*((k.at[t], transposed(self.q(t))) for t in self.keys))
@@ -423,41 +427,41 @@ class _Block:
 
         of_errors = None
         if self.alone:
-            of_outputs = outputs * across(numbers, Q_NORM) * decay
-            a[0] = (of_outputs * down(self.rows, BETA)).astype(jnp.bfloat16)
+            of_outputs = outputs * along_j(factors, Q_NORM) * decay
+            a[0] = (of_outputs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
             put_triangle()
             if p.erase:
                 before = jnp.where(column > row, pairs, 0.0)
-                of_errors = before * (-across(numbers, K_NORM_J) * decay)
+                of_errors = before * (-along_j(factors, K_NORM_J) * decay)
             products = jax.lax.optimization_barrier(of_outputs * of_queries())
             if p.erase:
                 products = products + of_errors * of_themselves()
-                of_errors = (of_errors * down(self.rows, BETA)).astype(jnp.bfloat16)
+                of_errors = (of_errors * along_i(self.rows, BETA)).astype(jnp.bfloat16)
         else:
             errors = (self.w == 0).astype(jnp.float32)
             pairs = (
                 pairs
                 * decay
                 * (
-                    across(numbers, Q_NORM) * (1 - errors)
-                    - jnp.where(column > row, across(numbers, K_NORM_J) * errors, 0.0)
+                    along_j(factors, Q_NORM) * (1 - errors)
+                    - jnp.where(column > row, along_j(factors, K_NORM_J) * errors, 0.0)
                 )
             )
             self.meet()  # the inverse is read
-            a[1 - self.w] = (pairs * down(self.rows, BETA)).astype(jnp.bfloat16)
+            a[1 - self.w] = (pairs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
             products = pairs * jax.lax.cond(self.w == 0, of_themselves, of_queries)
             self.once(put_triangle)
         self.meet()
-        written = of_row(sums, WRITTEN) * of_row(self.rows, RHO) * of_row(numbers, K_NORM)
+        written = of_row(sums, WRITTEN) * of_row(self.rows, RHO) * of_row(factors, K_NORM)
         sums[DBETA] = jnp.sum(products, axis=1) + written
 
         def from_column_on(after):  # column t: the sum over columns from t on
-            for part in high_and_low(products * down(self.rows, BETA)):
+            for part in high_and_low(products * along_i(self.rows, BETA)):
                 after.add(part, a.at[warpgroups(p)])
-            return after()
+            return after.read()
 
         leave = spread(written * of_row(self.rows, BETA))
-        after = with_sums(p, [C], from_column_on)
+        after = with_accumulators(p, [C], from_column_on)
         spans = jnp.where(row < column, after + leave, spread(of_row(sums, ENTER)))
         sums[DG] = jnp.sum(spans, axis=0)
         if self.alone and p.erase:
@@ -471,7 +475,7 @@ class _Block:
         """(dQ, dK) by tile of this warpgroup's; adds to dg."""
         sums = self.sums
         found = [
-            with_sums(self.p, [C, C], functools.partial(self.tile_gradients, i, of_keys[i]))
+            with_accumulators(self.p, [C, C], functools.partial(self.tile_gradients, i, of_keys[i]))
             for i in range(len(self.own))
         ]
         enters, dq, dk = zip(*found)
@@ -483,7 +487,7 @@ class _Block:
 
     def tile_gradients(self, i: int, of_keys, of_q, of_k):
         """(<q, its gradient by the state>, dQ, dK) of 64 channels, before the norms."""
-        p, last, numbers = self.p, self.last, self.numbers
+        p, last, factors = self.p, self.last, self.factors
         k, do, dv, a, slots = rebased(*self.tiles)
         t = self.own[i]
         for c in reversed(range(p.value_tiles)):
@@ -497,27 +501,27 @@ class _Block:
                 plgpu.wgmma_wait(0)
                 plgpu.commit_smem()
                 self.start_state(self.spare, t, c - 1, self.spare_here)
-        read = down(numbers, Q_GAMMA) * of_q()
+        read = along_i(factors, Q_GAMMA) * of_q.read()
         if last and i + 1 < len(self.own):
             plgpu.commit_smem()
             self.start_state(self.spare, self.own[i + 1], last - 1, self.spare_here)
         of_q.start(read)
         of_q.add(transposed(a.at[0]), k.at[t])
-        gradient = down(numbers, K_RHO) * of_keys
+        gradient = along_i(factors, K_RHO) * of_keys
         if p.erase:
-            gradient = gradient - down(numbers, K_GAMMA) * of_k(1)
+            gradient = gradient - along_i(factors, K_GAMMA) * of_k.read(1)
         of_k.start(gradient)
         of_k.add(a.at[0], slots.at[self.dstate_at(t)])
         if p.erase:
             of_k.add(a.at[1], k.at[t])
             of_k.add(transposed(a.at[1]), k.at[t])
-        return row_sums(read, load_tile(slots.at[self.dstate_at(t)])), of_q(), of_k()
+        return row_sums(read, load_tile(slots.at[self.dstate_at(t)])), of_q.read(), of_k.read()
 
     # ---- results
 
     def write_gradients(self, dq, dk):
         """dQ and dK through the norms to the outputs; dg and dbeta, summed over warpgroups."""
-        p, sums, numbers, own = self.p, self.sums, self.numbers, self.own
+        p, sums, factors, own = self.p, self.sums, self.factors, self.own
         gradients = [(dq, [self.q(t) for t in own]), (dk, [self.k.at[t] for t in own])]
         inner = [
             jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1)
@@ -562,8 +566,8 @@ class _Block:
                     source, gmem.at[self.b, tokens(self.n), self.h, channels(t)]
                 )
 
-        q_norm = of_row(numbers, Q_NORM_ROW) * of_row(numbers, Q_NORM_ROW) * p.key
+        q_norm = of_row(factors, Q_NORM_ROW) * of_row(factors, Q_NORM_ROW) * p.key
         finish(0, self.dq_gmem, q_norm, lambda t: t)
-        k_norm = of_row(numbers, K_NORM) * of_row(numbers, K_NORM)
+        k_norm = of_row(factors, K_NORM) * of_row(factors, K_NORM)
         finish(1, self.dk_gmem, k_norm, self.dstate_at)
         plgpu.wait_smem_to_gmem(0)
