@@ -2,7 +2,7 @@
 
 An implementation is a module, or a table, of three functions: `forward`, `affine_map` and
 `backward`, each with the signature that `Implementation` shows. `dispatch` lists those in XLA;
-`qwen3next_jax.kernels` lists those in Pallas.
+the plugin of kernels lists those in Pallas.
 
 B batch, T time, G key heads, H value heads, K key width, V value width, C chunk length, N = ⌈T / C⌉
 chunks.
