@@ -1,5 +1,4 @@
-"""Operators: arrays in, arrays out. They import only jax and numpy, and a kernel library where
-one is used.
+"""Operators: functions of arrays. They import jax, numpy and, where one is used, a kernel library.
 """
 
 import importlib

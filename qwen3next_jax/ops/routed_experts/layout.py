@@ -132,7 +132,6 @@ def _sum_by_token(rows, choice, shape: tuple[int, int]):
 
 
 # ---- the layout
-# --------------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
@@ -237,7 +236,6 @@ def _rows(x, index):
 
 
 # ---- what the layout holds
-# ---------------------------------------------------------------------------------------
 
 
 def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E):
@@ -288,7 +286,6 @@ SUM_FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(sum_by_token=_sum_by_token)
 
 
 # ---- what it does not hold
-# ---------------------------------------------------------------------------------------
 
 
 def _loop(plan: _Plan, an_expert, carry):
