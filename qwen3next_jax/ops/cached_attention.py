@@ -20,8 +20,8 @@ def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Arra
 
     Args:
       cache: [R, B, S, M, D]. new: [B, T, M, D].
-      start: [B]. start + T must not exceed S. Tokens whose slot is below 0 are dropped; then the
-        as many slots after the last token hold undefined values.
+      start: [B]; start + T must not exceed S. Tokens whose slot is below 0 are dropped, and as many
+        slots after the last token then hold undefined values.
     """
 
     def row(b, cache):

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 
-# Queries and keys of a block, with whose scores in cache; measured with benchmarks/attention.py.
+# Queries and keys of a block, so that its scores stay in cache; measured by
+# benchmarks/attention.py.
 CPU_BLOCK = 64
 GPU_BLOCK = 512
 # The score of a pair that the mask hides. It is finite, so that a row without keys stays finite.
