@@ -96,8 +96,7 @@ def say(line: str):
 
 
 def largest_error(names, got, want) -> tuple[str, float]:
-    """The name of the array in which `got` and `want` differ most, and its relative L2 difference.
-    """
+    """The name of the array that differs most between the two, and its relative L2 difference."""
     errors = {}
     for name, a, b in zip(names, got, want, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32).reshape(np.shape(a))

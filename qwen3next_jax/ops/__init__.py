@@ -1,5 +1,4 @@
-"""Operators: functions of arrays. They import jax, numpy and, where one is used, a kernel library.
-"""
+"""Operators: functions of arrays. They import jax, numpy and, where used, a kernel library."""
 
 import importlib
 from typing import Any
@@ -19,8 +18,8 @@ __all__ = [
     "linear_cross_entropy",
 ]
 
-# A plugin may offer further operators by their names here: its `OPERATORS` maps a name to the import
-# string of a module. It is imported when such a name is first used.
+# A plugin may offer further operators by their names here: its `OPERATORS` maps a name to the
+# import string of a module. It is imported when such a name is first used.
 _PLUGIN = "qwen3next_jax.zoo"
 
 

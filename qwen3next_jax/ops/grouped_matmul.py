@@ -2,8 +2,8 @@
 a mixture of experts.
 
 "blocked" copies the rows into blocks of one group each, padded with zeros, and multiplies the
-blocks as one batch, so every row is multiplied by one matrix only. XLA's own `ragged_dot` multiplies every
-row by all matrices on CPUs and GPUs.
+blocks as one batch, so every row is multiplied by one matrix only. XLA's own `ragged_dot`
+multiplies every row by all matrices on CPUs and GPUs.
 
 R rows, C rows of a block, D width in, F width out, E groups (experts), G = min(E, R) groups that
 can have rows, I expert width, n batches of K blocks, W groups of a batch.
@@ -188,8 +188,7 @@ def _ragged_gradients(x, w, group_sizes, dy):
 
 
 class _Plan(NamedTuple):
-    """Which rows fill which blocks. The rank of a group is its number among those that have rows.
-    """
+    """Which rows fill which blocks. The rank of a group is its number among those with rows."""
 
     group: jax.Array  # [n, K] the group of each block
     first: jax.Array  # [n] the smallest rank among the W groups of a batch
@@ -297,8 +296,7 @@ def _scan_batches(plan: _Plan, rows, weights, step):
 
 
 def _add(total, first, member_WK, term, precision):
-    """total[first + g] += the sum of the terms of group g's blocks, for the W groups of the batch.
-    """
+    """total[first + g] += the sum of the terms of group g's blocks, for g < W."""
     sums = jnp.einsum("wk,kdf->wdf", member_WK.astype(term.dtype), term, precision=precision)
     old = jax.lax.dynamic_slice_in_dim(total, first, member_WK.shape[0])
     return jax.lax.dynamic_update_slice_in_dim(total, old + sums, first, 0)

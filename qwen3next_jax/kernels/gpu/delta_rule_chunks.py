@@ -140,7 +140,8 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
 
     def to_diagonal(parts, first: int = 0):
-        """Blocks below each other, on the diagonal of [C, C]; without its columns before `first`.
+        """Blocks below each other put on the diagonal of [C, C], without the columns before
+        `first`.
         """
         return [jnp.concatenate([x * one for one in ones[first:]], axis=1) for x in parts]
 

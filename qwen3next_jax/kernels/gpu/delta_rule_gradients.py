@@ -258,8 +258,7 @@ class _Block:
             plgpu.barrier_wait(self.all_warpgroups)
 
     def add_to_sum(self, row: int, x):
-        """Adds x to a row of sums, which lie in shared memory because there are too few registers.
-        """
+        """Adds x to a row of sums. They are in shared memory, as there are too few registers."""
         self.sums[row] = plgpu.load(self.sums.at[row], layout=ROW) + x
 
     # ---- copies
@@ -565,8 +564,7 @@ class _Block:
     # ---- results
 
     def write_gradients(self, dq, dk):
-        """Writes dQ and dK, taken through the norms, and dg and dbeta, summed over the warpgroups.
-        """
+        """Writes dQ and dK, through the norms, and dg and dbeta, summed over the warpgroups."""
         p, sums, factors, own_tiles = self.p, self.sums, self.factors, self.own_tiles
         gradients = [(dq, [self.q(t) for t in own_tiles]), (dk, [self.k.at[t] for t in own_tiles])]
         inner = [

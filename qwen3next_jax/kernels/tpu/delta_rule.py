@@ -490,8 +490,7 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _through_norms(c: _Block, dk, dq):
-    """The gradients of the rows of k and q from those of the normalised ones without their scale.
-    """
+    """The gradients of k and q from those of the normalised rows without their scale."""
     scales = c.k_norm, c.q_norm * c.p.unpadded_key**0.5
     through_norm = lambda dx, x, scale: (
         dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x

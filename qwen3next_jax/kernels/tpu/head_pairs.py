@@ -99,8 +99,7 @@ def pairs_over_lanes_by_product(rows_EC):
 
 
 def pair_columns(rows_EC):
-    """[E, C, 2C]: rows [E, 2C] as columns, each head's column broadcast over its half of the lanes.
-    """
+    """[E, C, 2C]: rows [E, 2C] as columns, each broadcast over its head's half of the lanes."""
     count, lanes = rows_EC.shape
     size, width = lanes // 2, max(lanes, 2 * count)
     heads = jnp.concatenate(

@@ -177,8 +177,7 @@ def _around_ring(axis_name, visiting, gradients, result, step):
 
 
 def _pairs(earlier):
-    """The two pairs (query block, key block) of a step; 0 is a shard's low block, 1 its high one.
-    """
+    """The two pairs (query block, key block) of a step; 0 is the low block, 1 the high one."""
     same = jnp.where(earlier, 0, 1)
     return (1, 0), (same, same)
 

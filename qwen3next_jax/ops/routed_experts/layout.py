@@ -147,8 +147,7 @@ def _sum_by_token(rows, choice, shape: tuple[int, int]):
 
 
 class _Plan(NamedTuple):
-    """The layout of the choices, and which choices are beyond it. Choices are numbered n · A + a.
-    """
+    """The layout of the choices, and the choices beyond it. Choices are numbered n · A + a."""
 
     # [T] the expert of each tile, ascending
     expert_T: jax.Array
@@ -238,8 +237,7 @@ def _tile_sizes(choices: int, experts: int, capacity: int) -> tuple[int, int, in
 
 
 def _sort_by_expert(keys, weights, experts: int):
-    """(numbers, weights) sorted by key, an expert up to E; the numbers count the entries as given.
-    """
+    """(numbers, weights) sorted by key, an expert up to E; the numbers count the entries."""
     count = keys.shape[0]
     numbers, bits = jnp.arange(count, dtype=jnp.int32), (count - 1).bit_length()
     # Key and number in one integer, if they fit: one array less to sort.
