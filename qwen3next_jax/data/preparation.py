@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, as_user_error, error_message
+from qwen3next_jax.common.errors import UserError, error_message, as_user_error
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.packing import Packer, Row
 from qwen3next_jax.data.rows import RowReader, RowWriter, Shard

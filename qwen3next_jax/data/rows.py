@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, as_user_error, error_message
+from qwen3next_jax.common.errors import UserError, error_message, as_user_error
 from qwen3next_jax.data.packing import Row
 
 _SHARD_BYTES = 1 << 28  # uncompressed

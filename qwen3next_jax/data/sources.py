@@ -23,7 +23,7 @@ import pyarrow.parquet
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, error_message, warn
+from qwen3next_jax.common.errors import UserError, did_you_mean, error_message, as_user_error, warn
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {

@@ -15,7 +15,7 @@ import tokenizers
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
+from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from etils import epath
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
+from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
 
 _LONGEST = 1 << 20  # characters of a template, and of what it makes
 _MEMORY = 1 << 30  # bytes that it may take

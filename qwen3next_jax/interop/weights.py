@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
+from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
 _LONGEST_NAME = 255  # bytes: file systems have no longer names

@@ -25,7 +25,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
+from qwen3next_jax.common.errors import UserError, require, as_user_error, warn
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30

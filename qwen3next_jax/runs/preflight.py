@@ -11,7 +11,7 @@ import pathlib
 import re
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, as_user_error, require, require_path
+from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
 from qwen3next_jax.common.rooms import require_room
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.compatibility import weights_differ
