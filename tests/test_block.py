@@ -65,7 +65,7 @@ def test_a_block_is_its_formula(name):
     }
     c = dataclasses.replace(BASE, **settings)
     graph, params = nnx.split(
-        c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
+        c.block.resolve("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
     )
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, T, c.hidden_size))
@@ -103,7 +103,9 @@ def test_deep_norm_starts_smaller():
         c = dataclasses.replace(BASE, block=BlockConfig(placement=name))
         return nnx.to_pure_dict(
             nnx.state(
-                c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
+                c.block.resolve("placement")(
+                    c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,)
+                )
             )
         )
 
@@ -230,7 +232,7 @@ def test_stretched_rotations():
         ("ntk", (theta * 4 ** (8 / 6)) ** (-2 * i / 8)),
         ("truncated", truncated),
     ):
-        slower, gain = BlockConfig(rope_scaling=name).of("rope_scaling")(4, theta, 4.0, 64)
+        slower, gain = BlockConfig(rope_scaling=name).resolve("rope_scaling")(4, theta, 4.0, 64)
         np.testing.assert_allclose(plain * slower, frequency, rtol=1e-6)
         assert gain == 1
     c = dataclasses.replace(
@@ -285,7 +287,7 @@ def test_positions_that_are_added():
         ),
         (
             {"block": BlockConfig(rope_scaling="ntk")},
-            r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: nothing is stretched",
+            r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: it has no effect",
         ),
         (
             {"yarn_factor": 2.0, "full_mixer": "alibi"},

@@ -1,8 +1,8 @@
-"""What only a TPU runs, through its compiler, for described chips: the exchange of experts'
-choices by ragged_all_to_all.
+"""Compiles code that only a TPU can run, with the TPU's compiler, for described chips: the exchange
+of the experts' tokens by ragged_all_to_all.
 
-`-m slow` compiles whole sharded train steps with their Pallas kernels inside shard_map. One
-process a topology, because the compiler reads its environment once.
+`-m slow` also compiles whole sharded train steps with their Pallas kernels inside shard_map. Each
+topology has a process of its own, because the compiler reads its environment once.
 """
 
 import importlib.util
@@ -68,7 +68,8 @@ print("tpu_custom_call" in step.as_text())
 """  # noqa: E501
 
 
-def _compiles(program: str, *arguments: str) -> str:
+def _output_of(program: str, *arguments: str) -> str:
+    """Runs a Python program in a process of its own and returns what it prints."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
@@ -87,7 +88,7 @@ def _compiles(program: str, *arguments: str) -> str:
 
 @needs_compiler
 def test_beyond_eight_shards_choices_travel_by_ragged_all_to_all():
-    assert _compiles(EXCHANGE) == "True"
+    assert _output_of(EXCHANGE) == "True"
 
 
 @needs_compiler
@@ -97,4 +98,4 @@ def test_beyond_eight_shards_choices_travel_by_ragged_all_to_all():
     [("v5p:2x2x1", "expert=2,tensor=2"), ("v6e:2x2", "data=4"), ("v5p:2x2x1", "data=2,context=2")],
 )
 def test_the_sharded_step_compiles_with_its_kernels(topology, axes):
-    assert _compiles(STEP, topology, axes) == "True"
+    assert _output_of(STEP, topology, axes) == "True"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
-from qwen3next_jax.common.figures import Figure, named
+from qwen3next_jax.common.metrics import Metric, to_metric_values
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.evals.heldout import Heldout
@@ -599,9 +599,10 @@ def _results(tmp_path, figures):
 
 def measured(values):
     """As a run that declared its figures records them."""
-    declared = Heldout.figures | {"accuracy": Figure("accuracy", "share", "higher", main=True)}
+    declared = Heldout.metrics | {"accuracy": Metric("accuracy", "share", "higher", main=True)}
     return {
-        name: named({name.partition(" ")[2]: value}, declared)[0] for name, value in values.items()
+        name: to_metric_values({name.partition(" ")[2]: value}, declared)[0]
+        for name, value in values.items()
     }
 
 

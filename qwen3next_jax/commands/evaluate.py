@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.figures import Value, named
+from qwen3next_jax.common.metrics import MetricValue, to_metric_values
 from qwen3next_jax.config import Config, DataConfig, MeshConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
@@ -32,7 +32,7 @@ def evaluate(
     config: Config | None,
     path: pathlib.Path,
     names: tuple[str, ...] = ("heldout",),
-    options: evaluation.Options = evaluation.Options(),
+    options: evaluation.EvalOptions = evaluation.EvalOptions(),
     json_path: str = "",
     step: int | None = None,
     mesh: MeshConfig | None = None,
@@ -69,12 +69,12 @@ def evaluate(
         config = dataclasses.replace(config, data=data)
     if is_run:
         # The rows of the stage that was trained last.
-        config = stage_at(resolve_stages(config), step).alone(config)
+        config = stage_at(resolve_stages(config), step).as_single_stage(config)
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
     if other := described.differs(model.config):  # the run's parameters, read in another way
         graphdef, _ = abstract_model(described)
-    subject = evaluation.Subject(
+    eval_context = evaluation.EvalContext(
         described,
         graphdef,
         tokenizer,
@@ -88,7 +88,7 @@ def evaluate(
         options,
         places,
     )
-    evaluations = evaluation.make(names, subject, "--suite")
+    evaluations = evaluation.make_evaluations(names, eval_context, "--suite")
 
     results = {}
     title = (
@@ -96,7 +96,7 @@ def evaluate(
     ) + f" read with another {', '.join(other)}" * bool(other)
     for name, one in evaluations.items():
         values = one.run(nnx.to_pure_dict(params))
-        _print(f"{name} · {title}", named(values, one.figures))
+        _print(f"{name} · {title}", to_metric_values(values, one.metrics))
         results[name] = {"step": step} | values
         if is_run and not other:
             _write(path / "eval" / f"{name}.json", results[name])
@@ -149,17 +149,18 @@ def _open(
         return open_data(data, length, max(1, 8192 // length), vocab_size, progress)
 
 
-def _print(title: str, values: list[Value]) -> None:
-    """One line a value; a row for each of several places where every figure has each (loss at
-    1-1, at 2-3, …).
+def _print(title: str, values: list[MetricValue]) -> None:
+    """Prints the values as a table. If several metrics were measured under the same conditions
+    (loss and bits per byte at positions 1-1, 2-3, …), a row is a condition and a column a metric;
+    otherwise a row is a value.
     """
-    cells = {(value.kind, value.place): str(value) for value in values}
-    titles = {value.kind: value.figure.title for value in values}
-    places = list(dict.fromkeys(value.place for value in values))
-    if len(cells) == len(titles) * len(places) > len(titles):
+    cells = {(value.kind, value.condition): str(value) for value in values}
+    titles = {value.kind: value.metric.title for value in values}
+    conditions = list(dict.fromkeys(value.condition for value in values))
+    if len(cells) == len(titles) * len(conditions) > len(titles):
         table = Table("", *titles.values())
-        for place in places:
-            table.add_row(place or "all", *(cells[kind, place] for kind in titles))
+        for condition in conditions:
+            table.add_row(condition or "all", *(cells[kind, condition] for kind in titles))
     else:
         table = Table("", "", show_header=False)
         for value in values:

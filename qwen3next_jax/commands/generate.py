@@ -35,10 +35,10 @@ def main() -> int:
         )
     # Imported here, so that a mistyped flag is answered at once.
     from qwen3next_jax.inference import speculative
-    from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
+    from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
 
     if _speculative.value:
-        speculative.check(config, _speculative.value)
+        speculative.check_drafts(config, _speculative.value)
     folder = pathlib.Path(_model.value)
     template = (
         ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder)
@@ -77,11 +77,9 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
     )
     try:
         if template is not None:
-            # Chats grow: each cache has room for four times what the one before had, so that little
-            # is compiled again.
-            rooms = [room for i in range(6, 12) if (room := 4**i) < model.config.context_length] + [
-                model.config.context_length
-            ]
+            # As a chat grows, its cache grows by factors of four, so that few programs compile.
+            longest = model.config.context_length
+            lengths = [4**i for i in range(6, 12) if 4**i < longest] + [longest]
 
             def answer(text: str) -> str:
                 needed = len(tokenizer.encode(text)) + _max_new_tokens.value
@@ -89,7 +87,8 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
                     model,
                     tokenizer,
                     text,
-                    request | {"room": next((room for room in rooms if room >= needed), needed)},
+                    request
+                    | {"min_cache_length": next((n for n in lengths if n >= needed), needed)},
                 )
 
             _talk(template, answer)
@@ -190,14 +189,16 @@ class _Clock:
     def piece(self, tokens: int) -> None:
         self._pieces.append((time.perf_counter(), tokens))
 
-    def tell(self, model, prompts: list, stream, room: int = 0) -> None:
+    def tell(self, model, prompts: list, stream, min_cache_length: int = 0) -> None:
         from qwen3next_jax.inference import decode
         from qwen3next_jax.inference.cache import cache_bytes
 
         size = cache_bytes(
             model.config,
             len(prompts),
-            decode.cache_length(prompts, _max_new_tokens.value, _speculative.value, room),
+            decode.cache_length(
+                prompts, _max_new_tokens.value, _speculative.value, min_cache_length
+            ),
         )
         parts = [f"compiled or loaded in {self._compiled:.1f} s"] * self._told + [
             f"prompt of {len(prompts[0])} tokens"
@@ -257,7 +258,7 @@ def _answer(model, tokenizer, text: str, request: dict, begins_with: str = "") -
         pass
     write(texts.end())
     print(flush=True)
-    clock.tell(model, [prompt], stream, request.get("room", 0))
+    clock.tell(model, [prompt], stream, request.get("min_cache_length", 0))
     return "".join(written)
 
 

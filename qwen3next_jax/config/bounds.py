@@ -1,10 +1,11 @@
-"""Bounds of settings, by the words that an error tells them in."""
+"""Checks that numbers are within bounds; each bound has the name that error messages show."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from qwen3next_jax.common.errors import require
 
+# Name of a bound → whether a number is within it.
 BOUNDS = {
     "a positive number": lambda x: x > 0,
     "0 or more": lambda x: x >= 0,
@@ -19,8 +20,15 @@ BOUNDS = {
 
 
 def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
-    """Raises: UserError: a setting of `group` ("model", "train", …) is beyond its bound.
-    `bounds`: {bound: "names of its settings"}.
+    """Checks the settings of one group.
+
+    Args:
+      group: a config dataclass, such as a TrainConfig.
+      where: the name of the group in messages, such as "train".
+      bounds: name of a bound → the names of the settings that it applies to, separated by spaces.
+
+    Raises:
+      UserError: a setting is out of its bound.
     """
     for bound, names in bounds.items():
         for name in names.split():

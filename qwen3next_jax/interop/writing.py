@@ -2,9 +2,12 @@
 killed continues with the file at which it was.
 
 The directory grows beside its place, as `.NAME.partial`, file by file. A file counts once it is
-complete, on the disk, and in progress.json with its digest. At the end the directory is renamed.
-progress.json names every file before the file gets its name, so any file that it does not name is
-somebody else's, and is left alone.
+complete, on the disk, and in progress.json with its digest. progress.json names every file before
+the file gets its name, so any file that it does not name is somebody else's, and is left alone.
+
+At the end progress.json moves out, to `.NAME.progress.json`, then the directory is renamed, then
+progress.json is removed. So a directory under its own name never holds it. The next attempt takes
+back a progress.json that a killed one had moved out.
 """
 
 import concurrent.futures
@@ -25,11 +28,13 @@ import numpy as np
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import UserError, require, as_user_error, warn
+from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
 _PROGRESS = "progress.json"
+# What reading a progress.json that no export wrote raises.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # A file of weights while it is written.
 _INCOMPLETE = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")
 # The folder of the files beside the weights, until progress.json names them.
@@ -41,10 +46,11 @@ class Tensor(NamedTuple):
     """One tensor to write.
 
     Attributes:
-      name: of the tensor.
-      dtype: in the file.
-      shape: in the file.
-      blocks: a function that yields the values in order and in pieces, perhaps of another dtype.
+      name: the tensor's name.
+      dtype: the tensor's dtype in the file.
+      shape: the tensor's shape in the file.
+      blocks: a function that yields the values in order, as arrays of a part of the tensor each;
+        their dtype may differ from `dtype`.
     """
 
     name: str
@@ -58,8 +64,10 @@ class Tensor(NamedTuple):
 
 
 def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """File name → its tensors: one file, or as many as it takes for each to have at most 4 GiB
-    (or one tensor).
+    """Distributes tensors over files of at most 4 GiB each; a larger tensor has a file of its own.
+
+    Returns:
+      file name → the tensors of the file.
     """
     files, used = [[]], 0
     for tensor in tensors:
@@ -79,7 +87,7 @@ def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
 
 
 def header(tensors: Sequence[Tensor]) -> bytes:
-    """What a safetensors file of these tensors begins with."""
+    """The header with which a safetensors file of these tensors begins."""
     fields = {"__metadata__": {"format": "pt"}}  # transformers insists on this entry
     end = 0
     for tensor in tensors:
@@ -96,17 +104,19 @@ def header(tensors: Sequence[Tensor]) -> bytes:
 
 
 class PartialExport:
-    """The directory `out` while it grows. A `with` block that ends before `finish` leaves the
-    complete files for the next attempt where `identity` is given, and else removes them.
+    """Writes an export under a temporary name, as a context manager. If the `with` block ends
+    before `finish`, the complete files stay for the next attempt if `identity` is given; else they
+    are deleted.
 
     Args:
-      out: the directory.
+      out: the path of the export.
       files: name of a file of weights → its tensors.
-      identity: of what is written. Files that an earlier attempt of the same identity completed
-        are used. None: no attempt continues another.
+      identity: the digest of the weights and settings that this export writes. An export continues
+        an earlier attempt with the same identity, and keeps the files that it completed. None:
+        exports do not continue each other.
 
     Raises:
-      UserError: from every method, where the disk does not take what is written.
+      UserError: every method raises it if the disk is full or not writable.
     """
 
     def __init__(
@@ -116,6 +126,8 @@ class PartialExport:
         # where `out` is a link, the folder that it names: no directory takes a link's place
         self._place = out.resolve()
         self.folder = self._place.parent / f".{self._place.name}.partial"
+        # where progress.json is while the directory is renamed
+        self._moved_progress = self._place.parent / f".{self._place.name}.{_PROGRESS}"
         self._files = files
         self._identity = identity
         self._complete: dict[str, dict[str, Any]] = {}  # as progress.json has them
@@ -140,13 +152,18 @@ class PartialExport:
                     ours = self._written_by_exports([*self._complete, *self._other_files])
                     self._remove(sorted(ours, key=lambda name: name == _PROGRESS))
                     self.folder.rmdir()
+                    self._moved_progress.unlink(missing_ok=True)
         os.close(self._lock)
 
     def begin(self) -> list[str]:
-        """Makes the folder, or continues in one that an earlier attempt left.
+        """Creates the temporary folder, or continues in the folder of an earlier attempt.
 
         Returns:
-          the files that are complete already.
+          the names of the files that are already complete.
+
+        Raises:
+          UserError: `out` exists and is not empty, another process exports to `out`, the folder has
+            files that no export wrote, or the disk has too little space.
         """
         require_new(self.out)
         with _writable(self.folder):
@@ -160,6 +177,7 @@ class PartialExport:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         require_new(self.out)  # another export may have ended meanwhile
         with _writable(self.folder):
+            self._take_progress_back()
             self._complete, others = self._find_complete()
             self._is_ours = True
             # progress.json names the others until a new one replaces it
@@ -179,7 +197,7 @@ class PartialExport:
         return list(self._complete)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
-        """Writes the file `name`, whose tensors' values are in `blocks`."""
+        """Writes the file `name` of weights. `blocks` are the values of its tensors, in order."""
         path = self.folder / f"{name}.tmp"
         digest, size = hashlib.sha256(), 0
         begin = np.frombuffer(header(self._files[name]), np.uint8)
@@ -196,8 +214,8 @@ class PartialExport:
             path.rename(self.folder / name)
 
     def finish(self, write_other_files: Callable[[pathlib.Path], None]) -> None:
-        """Adds the index, the files that `write_other_files(directory)` writes, and SHA256SUMS;
-        gives the directory its name.
+        """Writes the index, calls `write_other_files(directory)` to write the files that are not
+        weights, writes SHA256SUMS, and renames the directory.
         """
         with _writable(self.folder):
             if len(self._files) > 1:
@@ -205,10 +223,10 @@ class PartialExport:
             self._add_other_files(write_other_files)
             for file in self._write_digests():
                 fsync(file)
+            (self.folder / _PROGRESS).rename(self._moved_progress)
             self.folder.rename(self._place)
-            # not before: an attempt cannot continue in a folder without it
-            (self._place / _PROGRESS).unlink()
             fsync(self._place.parent)
+            self._moved_progress.unlink()
 
     def _write_index(self) -> None:
         weight_map = {
@@ -229,7 +247,7 @@ class PartialExport:
         folder.rmdir()
 
     def _write_digests(self) -> list[pathlib.Path]:
-        """Writes SHA256SUMS. Returns it and all files that it names."""
+        """Writes SHA256SUMS. Returns the paths of that file and of all files that it names."""
         files = [file for file in sorted(self.folder.rglob("*")) if file.is_file()]
         files.remove(self.folder / _PROGRESS)
         lines = []
@@ -241,11 +259,34 @@ class PartialExport:
         (self.folder / DIGESTS).write_text("".join(lines))
         return [*files, self.folder / DIGESTS]
 
-    def _find_complete(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
-        """The files that progress.json names and that are as it says, and the names of all others.
+    def _take_progress_back(self) -> None:
+        """Moves progress.json back into the folder, where a killed attempt had moved it out.
 
         Raises:
-          UserError: something in the folder was not written by an export.
+          UserError: what is in its place was not written by an export.
+        """
+        if not self._moved_progress.exists():
+            return
+        with as_user_error(
+            f"{self._moved_progress}: in the way of an export, and not written by one: move it "
+            "away, or give another folder",
+            *_UNREADABLE,
+        ):
+            _read_progress(self._moved_progress)
+        if (self.folder / _PROGRESS).exists():  # a later attempt has begun since
+            self._moved_progress.unlink()
+        else:
+            self._moved_progress.rename(self.folder / _PROGRESS)
+
+    def _find_complete(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
+        """Checks the folder of an earlier attempt.
+
+        Returns:
+          (record in progress.json of each file that has the recorded size and digest, names of all
+          other files).
+
+        Raises:
+          UserError: the folder has a file that no export wrote.
         """
         present = {path.name for path in self.folder.iterdir()}
         if present <= {f"{_PROGRESS}.tmp"}:  # killed before its first file
@@ -253,8 +294,8 @@ class PartialExport:
         in_the_way = f"{self.folder}: in the way of an export, and not the rest of one"
         advice = "move it away, or give another folder"
         try:
-            identity, recorded, other_files = self._read_progress()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            identity, recorded, other_files = _read_progress(self.folder / _PROGRESS)
+        except _UNREADABLE as error:
             raise UserError(f"{in_the_way} (no {_PROGRESS} that can be read): {advice}") from error
         foreign = sorted(present - self._written_by_exports([*recorded, *other_files]))
         require(
@@ -278,21 +319,10 @@ class PartialExport:
         complete = {name: recorded[name] for name, good in zip(names, answers, strict=True) if good}
         return complete, present - complete.keys()
 
-    def _read_progress(self) -> tuple[str | None, dict[str, dict[str, Any]], set[str]]:
-        """The identity, the files of weights, and the names of the other files that an earlier
-        attempt recorded. Raises an error of Python's where the file is not of an export.
-        """
-        record = json_files.read(self.folder / _PROGRESS)
-        if record.keys() - {"rest"} != {"identity", "files"}:
-            raise ValueError("of something else")
-        recorded = {
-            str(name): {"bytes": file["bytes"], "sha256": file["sha256"]}
-            for name, file in record["files"].items()
-        }
-        return record["identity"], recorded, {str(name) for name in record.get("rest", [])}
-
     def _written_by_exports(self, recorded: Iterable[str]) -> set[str]:
-        """The names in the folder that belong to the export that recorded these files."""
+        """The names of the files in the folder that an export wrote. `recorded` are the names in
+        its progress.json.
+        """
         ours = {*recorded, _PROGRESS, f"{_PROGRESS}.tmp", _OTHER_FILES, INDEX, DIGESTS}
         present = {path.name for path in self.folder.iterdir()}
         return {name for name in present if name in ours or _INCOMPLETE.fullmatch(name)}
@@ -313,12 +343,26 @@ class PartialExport:
         (self.folder / f"{_PROGRESS}.tmp").rename(self.folder / _PROGRESS)
 
 
+def _read_progress(file: pathlib.Path) -> tuple[str | None, dict[str, dict[str, Any]], set[str]]:
+    """The identity, the files of weights, and the names of the other files that an earlier
+    attempt recorded. Raises an error of Python's where the file is not of an export.
+    """
+    record = json_files.read(file)
+    if record.keys() - {"rest"} != {"identity", "files"}:
+        raise ValueError("of something else")
+    recorded = {
+        str(name): {"bytes": values["bytes"], "sha256": values["sha256"]}
+        for name, values in record["files"].items()
+    }
+    return record["identity"], recorded, {str(name) for name in record.get("rest", [])}
+
+
 def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
     return as_user_error(f"{path}: cannot be written: make room, or give another folder", OSError)
 
 
 def require_new(out: pathlib.Path) -> None:
-    """Raises UserError unless `out` is missing or an empty directory, in a place that takes one."""
+    """Raises UserError unless `out` is an empty directory, or can be created."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(
             f"{out}: already there: expected a new or empty directory; choose another, or remove "

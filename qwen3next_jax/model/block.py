@@ -113,7 +113,7 @@ def versions(config: ModelConfig) -> dict[str, int]:
     for setting in vars(config.block):
         if not unread.get(setting):
             name = getattr(config.block, setting)
-            parts[f"block.{setting} = {name}"] = config.block.of(setting)
+            parts[f"block.{setting} = {name}"] = config.block.resolve(setting)
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
 
 
@@ -138,7 +138,7 @@ class Block(nnx.Module):
         self.mixer_norm = make.norm(config.hidden_size)
         self.mixer = mixer_class(mixer)(config, make, layers)
         self.mlp_norm = make.norm(config.hidden_size)
-        self.mlp = (SparseMoE if sparse else config.block.of("mlp"))(config, make)
+        self.mlp = (SparseMoE if sparse else config.block.resolve("mlp"))(config, make)
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None

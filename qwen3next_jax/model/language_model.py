@@ -94,8 +94,8 @@ class Qwen3Next(nnx.Module):
         self.embedding = make.matrix(
             (c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator"
         )
-        self.positions = c.block.of("positions")(c, make)
-        block = c.block.of("placement")
+        self.positions = c.block.resolve("positions")(c, make)
+        block = c.block.resolve("placement")
         self.layers = nnx.List(
             [
                 block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers)
@@ -212,7 +212,7 @@ class Qwen3Next(nnx.Module):
         `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding
         changes no cache entry that a later token can see. On a `mesh` B is divided over `data` ×
         `expert`; `context` shares nothing out. `each`: caches of kind "state" come as [repeats,
-        B, T, …], after every token, for `inference.cache.kept`; without `segment_ids`.
+        B, T, …], after every token, for `inference.cache.cache_after_token`; without `segment_ids`.
         """
         context = Context(positions, segment_ids, mesh=mesh, time=None, return_all_states=each)
         x = self.positions(self.embed(tokens, mesh, time=None), positions)

@@ -79,7 +79,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     `block.norm`: others); dtype of `x`.
     """
     if config.block.norm != "rms":
-        return config.block.of("norm").apply(x, weight, config)
+        return config.block.resolve("norm").apply(x, weight, config)
     return rms_norm_plain(
         x, weight.astype(jnp.float32) + config.zero_centered_norm, config.rms_norm_eps
     )
@@ -111,7 +111,7 @@ def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax
     off by whole turns.
     """
     half, theta = config.rotary_dim // 2, config.rope_theta
-    slowdown, gain = config.block.of("rope_scaling")(
+    slowdown, gain = config.block.resolve("rope_scaling")(
         half, theta, config.yarn_factor, config.max_position_embeddings
     )
     frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown

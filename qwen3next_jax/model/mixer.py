@@ -40,8 +40,9 @@ class Mixer(nnx.Module):
       defaults and bounds. `self.settings(config)` gives their values.
     switches: the settings of ModelConfig that only some mixers read, and this one does. A model
       none of whose mixers reads such a setting refuses it.
-    meaning: settings of `config.compatibility.REACH` that give the mixer's parameters their
-      meaning: weights that were trained under one value are never read under another.
+    meaning: those of `config.compatibility.CONTEXT_LENGTH_SETTINGS` that give the mixer's
+      parameters their meaning: weights that were trained under one value are never read under
+      another.
     weights_of: a mixer whose parameters are the same, one for one, and mean the same, so that
       either reads the other's weights; None: there is none. A subclass that adds parameters says
       None again.

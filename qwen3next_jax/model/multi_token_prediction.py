@@ -31,7 +31,7 @@ class MultiTokenPrediction(nnx.Module):
         self.embedding_norm = make.norm(d)
         self.hidden_norm = make.norm(d)
         self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
-        self.block = config.block.of("placement")(
+        self.block = config.block.resolve("placement")(
             config, *config.layer_kinds[-1], make, (config.num_hidden_layers - 1,)
         )
         self.norm = make.norm(d)

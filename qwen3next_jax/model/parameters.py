@@ -118,7 +118,7 @@ class Make:
         every model.
         """
         if self.config.block.norm != "rms" and not plain:
-            return self.config.block.of("norm").weight(self, width)
+            return self.config.block.resolve("norm").weight(self, width)
         start = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
         return self.parameter(start, (width,), ".", kind="norm")
 

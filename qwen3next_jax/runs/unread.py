@@ -13,11 +13,12 @@ from typing import Any
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import FULL, LINEAR, Config, OptimizerConfig, to_dict
-from qwen3next_jax.config.files import Given, names_in
+from qwen3next_jax.config.files import UserInput, names_in_code
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.training.stages import SETTINGS, resolve_stages
+from qwen3next_jax.training.stages import STAGE_SETTINGS, resolve_stages
 
 # Setting → (whether a run of this configuration reads it, why it does not).
 _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
@@ -90,6 +91,7 @@ def unread(config: Config) -> dict[str, str]:
             for name in flatten(to_dict(config.data))
             if name not in (*read, "source", "seed")
         }
+    found |= _of_profile(config)
     return found | _of_stages(config, found.get("data.weights"))
 
 
@@ -112,11 +114,20 @@ Find = Callable[[Config], dict[str, str]]
 
 
 def check(
-    config: Config, given: Given | None, workdir: pathlib.Path, restart: bool, find: Find = unread
+    config: Config,
+    given: UserInput | None,
+    workdir: pathlib.Path | None = None,
+    restart: bool = False,
+    find: Find = unread,
 ) -> None:
     """Raises UserError where a new run is given a setting that it does not read, or that leaves
-    it nothing to train on. A run that has begun in `workdir` goes on with the settings it has.
-    given: None: any settings may be without use. find: `unread` or `by_layers`.
+    it nothing to train on. A run that has begun goes on with the settings it has.
+
+    Args:
+      given: what the user gives; None: any settings may be without use.
+      workdir: the folder of the run, where it has one.
+      restart: whether what is in `workdir` is moved away.
+      find: `unread` or `by_layers`.
     """
     begun = _begun(workdir, restart)
     check_targets(config, begun)
@@ -127,7 +138,7 @@ def check(
         require(name in before and before[name] == settings[name], why)
 
 
-def refused(config: Config, given: Given, find: Find) -> dict[str, str]:
+def refused(config: Config, given: UserInput, find: Find) -> dict[str, str]:
     """The given settings that a run of `config` does not read, by their names → what is wrong. A
     default is not refused.
     """
@@ -136,8 +147,8 @@ def refused(config: Config, given: Given, find: Find) -> dict[str, str]:
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
     in_file, alone = frozenset(), {}
-    if given.alone and changed:
-        in_file, alone = names_in(given.file), find(given.alone)
+    if given.file_config and changed:
+        in_file, alone = names_in_code(given.file), find(given.file_config)
     for name, why in changed.items():
         if name.partition("[")[0] in given.overrides:
             where = ""
@@ -184,6 +195,17 @@ def values(config: Config) -> dict[str, Any]:
     return found
 
 
+def _of_profile(config: Config) -> dict[str, str]:
+    """The settings of a profile of steps that the run does not take, as its parent took them."""
+    if not config.profile.steps:
+        return {}
+    taken = preflight.steps_of_parent(config.train)
+    if taken < config.profile.range[-1]:
+        return {}
+    why = f"the run begins after step {taken} (train.init_from)"
+    return dict.fromkeys(("profile.steps", "profile.memory"), why)
+
+
 def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
     """Of the settings that a stage may have: those that it does not read, and those of the run
     that no stage reads. `no_weights`: why the data have no weights, if they have none.
@@ -199,7 +221,7 @@ def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
             if getattr(stage, name) is not None
         }
     begins = {one.steps_before: stage for one, stage in zip(resolved, stages)}
-    for group, names in SETTINGS.items():
+    for group, names in STAGE_SETTINGS.items():
         for name in names:
             # the stages whose value is the run's; a schedule is that of the stage it began with
             readers = []
@@ -226,9 +248,9 @@ def _of_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
     return found
 
 
-def _begun(workdir: pathlib.Path, restart: bool) -> Config | None:
+def _begun(workdir: pathlib.Path | None, restart: bool) -> Config | None:
     """The configuration of the run in `workdir`, where one has begun there."""
-    if restart or not (workdir / "run.json").exists():
+    if workdir is None or restart or not (workdir / "run.json").exists():
         return None
     try:
         return read_config(workdir)

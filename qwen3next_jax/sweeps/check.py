@@ -5,15 +5,15 @@ run. Checked for all points before the first starts; nothing is computed.
 import pathlib
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config.files import Given
+from qwen3next_jax.config.files import UserInput
 from qwen3next_jax.runs import unread
 from qwen3next_jax.runs.start import check_settings_alone
 from qwen3next_jax.sweeps.points import Point, Sweep
 
 
-def given(sweep: Sweep, point: Point) -> Given:
+def given(sweep: Sweep, point: Point) -> UserInput:
     """The settings that the command of a point gives."""
-    return Given(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.alone)
+    return UserInput(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.alone)
 
 
 def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:

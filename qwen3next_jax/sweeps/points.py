@@ -30,7 +30,7 @@ from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
 from qwen3next_jax.config.files import call_file, load_config_file
 from qwen3next_jax.config.mixer import is_mixer_setting, without_earlier_defaults
-from qwen3next_jax.config.registry import trust_written
+from qwen3next_jax.config.registry import trust_user_settings
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
 _KEYS = ("base", "set", "axes", "match", "x")
@@ -310,7 +310,7 @@ def _config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Conf
         group[key] = value
     try:
         fill_from_tokenizer(values)
-        trust_written(values)
+        trust_user_settings(values)
         config = from_dict(Config, values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error

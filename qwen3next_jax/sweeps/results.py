@@ -16,8 +16,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qwen3next_jax.common.events import ended_badly, read_events
-from qwen3next_jax.common.figures import Figure, Value, evaluation, recorded
+from qwen3next_jax.common.events import divergence_reason, read_events
+from qwen3next_jax.common.metrics import (
+    Metric,
+    MetricValue,
+    evaluation_of_event,
+    metric_values_of_event,
+)
 from qwen3next_jax.runs.costs import count_costs
 from qwen3next_jax.sweeps.points import Point, Sweep
 
@@ -30,7 +35,7 @@ class Result:
 
     point: Point
     step: int
-    measured: dict[str, Value]
+    measured: dict[str, MetricValue]
     tokens_per_second: float  # median over the logged steps; NaN before the first
     seconds: float  # wall time in all its processes
     failed: str = ""  # why it was given up
@@ -96,25 +101,29 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
     )
 
 
-def _measured(events: list[dict[str, Any]], steps: int, suites: Sequence[str]) -> dict[str, Value]:
+def _measured(
+    events: list[dict[str, Any]], steps: int, suites: Sequence[str]
+) -> dict[str, MetricValue]:
     """The figures of the last step but for mere counts, {} unless all its evaluations are there
     and the run has not diverged.
     """
     last = {
-        name: event for event in events if event["step"] == steps and (name := evaluation(event))
+        name: event
+        for event in events
+        if event["step"] == steps and (name := evaluation_of_event(event))
     }
     if {"heldout", *suites} - last.keys():
         return {}
     loss = last["heldout"].get("loss")
     if not isinstance(loss, (int, float)) or not math.isfinite(loss):
         return {}
-    if ended_badly(events, steps):
+    if divergence_reason(events, steps):
         return {}
     return {
         f"{name} {value.name}": value
         for name, event in last.items()
-        for value in recorded(event)
-        if value.figure.unit != "count" and math.isfinite(value.value)
+        for value in metric_values_of_event(event)
+        if value.metric.unit != "count" and math.isfinite(value.value)
     }
 
 
@@ -238,12 +247,12 @@ def along_x(sweep: Sweep, figures: Iterable[tuple[Result, float]]) -> dict[str, 
     }
 
 
-def declared(results: Iterable[Result]) -> dict[str, Figure]:
+def declared(results: Iterable[Result]) -> dict[str, Metric]:
     """Every figure that was measured."""
-    return {name: value.figure for result in results for name, value in result.measured.items()}
+    return {name: value.metric for result in results for name, value in result.measured.items()}
 
 
-def main_figures(results: Iterable[Result]) -> dict[str, Figure]:
+def main_figures(results: Iterable[Result]) -> dict[str, Metric]:
     """What evaluations are judged by: a figure over all its places where there is such a value,
     else at every place.
     """
@@ -255,7 +264,7 @@ def main_figures(results: Iterable[Result]) -> dict[str, Figure]:
     }
 
 
-def shown(name: str, figure: Figure) -> str:
+def shown(name: str, figure: Metric) -> str:
     """A figure's name as text: "mqar accuracy/8 pairs" → "Mqar: accuracy 8 pairs"."""
     evaluated, _, rest = name.partition(" ")
     return f"{evaluated.capitalize()}: {figure.title} {rest.partition('/')[2]}".strip()

@@ -24,34 +24,42 @@ from qwen3next_jax.model.multi_token_prediction import target_positions, targets
 class Counts(NamedTuple):
     """Of the whole batch, float32: targets of the next-token loss, targets of each MTP depth,
     non-padding tokens, and over all MTP depths the tokens whose target lies in their document.
+    Each is at least 1, as sums are divided by it.
+
+    has_targets: bool, whether the next-token loss has any target.
     """
 
     targets: jax.Array
     mtp_targets: tuple[jax.Array, ...]
     tokens: jax.Array
     mtp_tokens: jax.Array
+    has_targets: jax.Array
 
 
 def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
-    """What the sums over this batch are divided by (at least 1, so that padding alone gives 0)."""
+    """What the sums over this batch are divided by (at least 1, so that padding alone gives 0),
+    and whether it has anything to predict.
+    """
 
     def total(mask):
         return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
     depths = range(mtp_depth)
+    targets = jnp.sum(target_positions(batch, 1), dtype=jnp.float32)
     return Counts(
-        total(target_positions(batch, 1)),
+        jnp.maximum(targets, 1.0),
         tuple(total(target_positions(batch, 2 + d)) for d in depths),
         total(batch["segment_ids"] > 0),
         sum(
             (total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())
         ),
+        targets > 0,
     )
 
 
 def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.Array:
-    """[L, E]: each expert's share of all choices, times E (1 = perfect balance); its sum over
-    micro-batches is the batch's.
+    """[L, E] Each expert's share of the choices of the whole batch, times E: 1 is perfect balance.
+    The sum over micro-batches is the load of the batch.
     """
     stacked = _per_layer(features, counts, "load")
     return jax.lax.stop_gradient(stacked * (config.num_experts / config.num_experts_per_tok))
@@ -65,15 +73,16 @@ def total_loss(
     load: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The share of the loss, and of each of its parts, that this (micro-)batch contributes.
+    """Computes the shares that this (micro-)batch contributes to the loss and to its parts.
 
     Args:
+      model: the model.
       batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same
-        document; with target_mask, [B, T] bool, those of them that it marks.
+        document; if the batch has target_mask, [B, T] bool, only the targets that it marks count.
       train: the weights of the parts of the loss, and `remat`.
       counts: of the whole batch.
-      load: [L, E] `expert_load` of the whole batch; None where this batch is the whole.
-      mesh: the devices that share the batch; None for one.
+      load: [L, E] `expert_load` of the whole batch; None if this batch is the whole batch.
+      mesh: the devices that share the batch; None: one device.
 
     Returns:
       (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d`
@@ -83,8 +92,8 @@ def total_loss(
     features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat, mesh=mesh)
 
     def cross_entropy(hidden_BTD, offset, targets):
-        """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the
-        same document.
+        """This batch's shares of (mean cross-entropy, top-1 accuracy); the target of a token is the
+        token `offset` positions later in the same document.
         """
         weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
         total, correct_BT, *_ = model.cross_entropy(
@@ -111,8 +120,8 @@ def total_loss(
 
 
 def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
-    """[L, …]: a router statistic of every sparse layer per token of the whole batch, the MTP
-    module's layer last.
+    """[L, …] A router statistic of every sparse layer, divided by the number of tokens of the whole
+    batch. The MTP module's layer is last.
     """
     layers = []
     if features.router:

@@ -163,7 +163,7 @@ def test_no_mixer_has_two_heads_in_one_matrix():
         return {
             tuple(sorted(muon._layout(one, width, True, None).shape[-2:]))
             for one in slabs.values()
-            for width in muon._widths(one, True)
+            for width in muon._part_widths(one, True)
         }
 
     for name in MIXERS:
