@@ -271,7 +271,7 @@ def show_kernels(options, place):
     from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
     from qwen3next_jax.kernels.gpu import gated_norm as norm
     from qwen3next_jax.kernels.gpu import grouped_matmul as products
-    from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
+    from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
     t, g, h, k, v = (
         getattr(options, name) for name in ("tokens", "key_heads", "value_heads", "key", "value")
@@ -286,15 +286,15 @@ def show_kernels(options, place):
         Inputs(keys, keys, values, numbers, numbers, shaped(1, t, dtype=jnp.int32)),
         shaped(1, h, k, v, dtype=jnp.float32),
     )
-    settings = dict(size=64, normalize_qk=True, erase=True, interpret=False)
-    pieces = options.pieces or pallas_gpu.Problem.of(x, normalize=True, erase=True).pieces
-    settings |= dict(pieces=pieces)
-    forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **settings)
+    settings = Settings(64, normalize_qk=True, erase=True)
+    pieces = options.pieces or pallas_gpu.Problem.of(x, settings).pieces
+    common = dict(settings=settings, interpret=False, pieces=pieces)
+    forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **common)
     saved = [
         jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place)
         for y in jax.eval_shape(forward, x, state)[2:]
     ]
-    backward = functools.partial(pallas_gpu.backward, **settings)
+    backward = functools.partial(pallas_gpu.backward, **common)
     if options.only in "delta rule":
         print(f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {pieces} piece(s)")
     counts = kernel_counts(g, h, k, v, pieces)

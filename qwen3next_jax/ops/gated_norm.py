@@ -1,6 +1,6 @@
 """RMS norm of each head times a SiLU gate.
 
-B batch, T time, C = H · V channels of H heads.
+B batch, T time, H heads of V channels.
 """
 
 import functools
@@ -12,12 +12,19 @@ from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
 def gated_norm(o, gate, weight, eps: float):
-    """o / rms(o of its head) · weight · silu(gate) in o's dtype, computed in float32.
+    """y = o / rms(o) · weight · silu(gate), with the root mean square over the channels of a head.
 
-    On a TPU and a Hopper GPU it is one pass over memory each way.
+    The output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), fla's
+    `FusedRMSNormGated`. With kernels, on a TPU or a Hopper GPU, it is one pass over memory forward
+    and one backward.
 
     Args:
-      o, gate: [B, T, H · V]. weight: [V].
+      o, gate: [B, T, H · V].
+      weight: [V].
+      eps: is added to the mean square.
+
+    Returns:
+      y: [B, T, H · V] in o's dtype, computed in float32.
     """
     chosen = choose("gated_norm", None, FORMS, o=o, weight=weight, eps=eps)
     return _operator(chosen, eps, o, gate, weight)
@@ -38,6 +45,7 @@ _operator.defvjp(
 
 
 def in_xla(eps, o, gate, weight):
+    """`gated_norm` in XLA alone."""
     wide = jnp.promote_types(jnp.float32, o.dtype)
     heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
     normed = (
