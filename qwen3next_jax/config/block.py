@@ -12,8 +12,9 @@ from qwen3next_jax.config.registry import SETTINGS, check_name
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """The parts of a block besides its mixer; docs/block.md lists them. Each setting names a part
-    in a table of config/registry.py. A model that differs from these defaults has no Hugging Face form.
+    """The parts of a block besides its mixer; docs/block.md lists them. Each setting names a
+    part in a table of config/registry.py. A model that differs from these defaults has no Hugging
+    Face form.
     """
 
     # where the norms are: a name of PLACEMENTS in config/registry.py
