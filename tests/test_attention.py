@@ -301,7 +301,7 @@ def test_the_self_test_on_a_gpu_refuses_attention_across_documents():
     documents.
     """
     ids = jnp.asarray([[1, 1, 3, 3, 3, 4, 0, 0], [2] * 8, [0] * 8, [1, 2, 3, 4, 5, 6, 7, 9]])
-    start, end = attention_gpu._seen(ids[:, 2:], ids)
+    start, end = attention_gpu._key_limits(ids[:, 2:], ids)
     np.testing.assert_array_equal(
         (start[:, 0, :, None] <= np.arange(8)) & (np.arange(8) < end[:, 0, :, None]),
         ids[:, 2:, None] == ids[:, None],
