@@ -7,7 +7,7 @@ of a training step of configs/tiny.py.
     layer (of kda) over one of Gated DeltaNet, forward and backward
 
 Errors: largest of the output's and of any gradient's, each over the largest number of its array,
-of a layer of `tests/test_mixers.py`'s sizes on 70 tokens; in bfloat16 the recurrence gets the
+of a layer of `tests/zoo/test_mixers.py`'s sizes on 70 tokens; in bfloat16 the recurrence gets the
 rounded numbers. A gradient far below the others counts as one thousandth of the largest. Where
 nothing is timed, programs are compiled quickly, as the tests' are. Times: medians of so many
 steps after the first two, both programs in one process. Of a step its CPU time, on which what
@@ -32,7 +32,7 @@ import numpy as np
 from flax import nnx
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
 
 from mixer_references import errors  # noqa: E402
 from test_mixers import base  # noqa: E402

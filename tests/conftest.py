@@ -38,7 +38,8 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 100)
 
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "qwen3next_jax"
+TESTS = pathlib.Path(__file__).parent
+PACKAGE = TESTS.parent / "qwen3next_jax"
 # Folder that may be deleted → texts in test files that need it.
 PLUGINS = {
     "kernels": (
@@ -50,8 +51,8 @@ PLUGINS = {
 }
 MISSING = tuple(name for name in PLUGINS if not (PACKAGE / name).exists())
 collect_ignore = [
-    path.name
-    for path in sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
+    str(path.relative_to(TESTS))
+    for path in sorted(TESTS.rglob("test_*.py"))
     if any(needed in path.read_text() for name in MISSING for needed in PLUGINS[name])
 ]
 

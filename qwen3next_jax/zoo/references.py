@@ -4,7 +4,7 @@
 A reference is a function of the ModelConfig, the parameters by name and the row. It goes token by
 token, as the paper prints the recurrence, and computes in the dtype of its arguments, so that its
 gradients are autodiff's. Every family lists its references and its shortest example settings
-(`REFERENCES`, `EXAMPLES`); tests/test_mixers.py compares the mixers with them.
+(`REFERENCES`, `EXAMPLES`); tests/zoo/test_mixers.py compares the mixers with them.
 
 Letters: T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )

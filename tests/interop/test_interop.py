@@ -42,7 +42,7 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.sharding.mesh import make_mesh
 
-REFERENCE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
+REFERENCE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_next_tiny"
 SMALL = ModelConfig(
     vocab_size=32,
     hidden_size=16,

@@ -1,7 +1,7 @@
 """The kernels for Hopper GPUs, interpreted on CPU, against the float64 recurrence. No test here
 says that a GPU computes the same.
 
-python tests/test_delta_rule_gpu.py      prints the errors of the hard inputs, in percent
+python tests/kernels/test_delta_rule_gpu.py      prints the errors of the hard inputs, in percent
 """
 
 import functools
@@ -328,7 +328,7 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
 
 @pytest.mark.slow
 def test_the_benchmark_runs_interpreted_and_keeps_what_is_there(tmp_path):
-    script = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu.py"
     command = [sys.executable, str(script), "--interpret", "--json", str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True)
     found = json.loads((tmp_path / "a").read_text())

@@ -33,7 +33,7 @@ from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )

@@ -36,7 +36,7 @@ from qwen3next_jax.sweeps.results import (
     to_json,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NANO = {
     "model.num_hidden_layers": 2,
     "model.full_attention_interval": 2,

@@ -16,7 +16,7 @@ from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_settings
 from qwen3next_jax.sweeps.points import load_sweep
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY, MQAR, STAGES = (f"configs/{name}.py" for name in ("tiny", "mqar", "stages"))
 FINDERS = (unread.unread, unread.by_layers)
 

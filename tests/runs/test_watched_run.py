@@ -22,7 +22,7 @@ from qwen3next_jax.config import (
 )
 from tests.in_process import train
 
-# The program of tests/test_training.py, so that one of the two finds it compiled.
+# The program of tests/runs/test_training.py, so that one of the two finds it compiled.
 MODEL = ModelConfig(
     vocab_size=257,
     hidden_size=16,

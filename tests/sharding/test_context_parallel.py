@@ -218,8 +218,8 @@ def test_delta_rule_in_pieces(monkeypatch):
 
 
 def test_delta_rule_in_bfloat16():
-    """As accurate as on one device: the bars of tests/test_delta_rule.py against the recurrence
-    in float64.
+    """As accurate as on one device: the bars of tests/kernels/test_delta_rule.py against the
+    recurrence in float64.
     """
     time = 256
     ids = jnp.asarray(layout(time))
@@ -274,7 +274,7 @@ def test_kernels_compile_for_four_chips():
     }
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        cwd=pathlib.Path(__file__).parents[1],
+        cwd=pathlib.Path(__file__).parents[2],
         env=environment,
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ from qwen3next_jax.ops import attention, gated_delta_rule, implementations
 from qwen3next_jax.ops.compile_target import CompileTarget, compile_target, compiling_for
 from qwen3next_jax.ops.implementations import Form, choose
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 STEP = """
 import sys
 import jax

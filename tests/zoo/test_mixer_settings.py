@@ -1,6 +1,6 @@
 """The group `model.mixer`: values that the mixers of the model declare.
 
-python tests/test_mixer_settings.py prints the table of docs/mixers.md.
+python tests/zoo/test_mixer_settings.py prints the table of docs/mixers.md.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ def test_what_a_mixer_says_of_its_settings_is_so(name):
 # ---- the page
 # --------------------------------------------------------------------------------------------------
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "mixers.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "mixers.md"
 
 
 def table() -> str:
@@ -112,7 +112,7 @@ def table() -> str:
 def test_the_page_has_every_setting_as_the_mixers_declare_it():
     mixer_class("sliding_window")  # is there, or the test is skipped
     assert all(setting.meaning for own in mixer_settings().values() for setting in own)
-    assert table() in PAGE.read_text(), "python tests/test_mixer_settings.py prints the table"
+    assert table() in PAGE.read_text(), "python tests/zoo/test_mixer_settings.py prints the table"
 
 
 if __name__ == "__main__":

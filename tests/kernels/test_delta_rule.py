@@ -1,7 +1,7 @@
 """Every implementation of the gated delta rule against the float64 recurrence, outputs and all
 gradients.
 
-python tests/test_delta_rule.py chunked pallas_tpu      prints the errors of the hard inputs
+python tests/kernels/test_delta_rule.py chunked pallas_tpu      prints the errors of the hard inputs
 """
 
 import functools

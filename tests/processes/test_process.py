@@ -14,7 +14,7 @@ import pytest
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.processes.watchdog import Signals
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _start(program, *arguments, **options):

@@ -21,7 +21,7 @@ from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import MAY_CHANGE, RunLock, open_run, read_run, write_run
 from qwen3next_jax.training.stages import DataCursor
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 STATE = {"w": jnp.arange(1000.0)}
 
 

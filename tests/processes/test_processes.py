@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 DEVICES = 4
 # train.py, but that it notes the rows of a batch that it reads, and that batch SIGTERM_AT brings it
 # a signal.

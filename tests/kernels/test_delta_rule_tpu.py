@@ -23,7 +23,7 @@ import pytest
 from qwen3next_jax.kernels.tpu.delta_rule_tiling import Tiling
 from qwen3next_jax.ops import gated_delta_rule
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"

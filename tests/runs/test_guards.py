@@ -213,7 +213,7 @@ def test_too_many_skips_end_the_run_with_a_dump_that_replays(
     assert stop["step"] == 9 and ".txt" in capsys.readouterr().err and len(stop["documents"]) == 4
     command = [sys.executable, "-m", "qwen3next_jax", "replay", str(tmp_path / "dumps" / "9")]
     result = subprocess.run(
-        command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=120
+        command, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0 and "halted because of loss nan" in result.stdout, result.stderr
     assert "embedding" in result.stdout and ".txt" in result.stdout

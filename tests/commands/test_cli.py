@@ -17,7 +17,7 @@ from qwen3next_jax.runs.folder import write_run
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/tiny.py"
 UNREAD = "--config.eval.suite_rows=3"
 HF = "tests/fixtures/qwen3_next_tiny"

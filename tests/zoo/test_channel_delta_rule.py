@@ -1,7 +1,7 @@
 """The delta rule with a decay per channel against its recurrence in float64 NumPy, outputs and
 every gradient.
 
-python tests/test_channel_delta_rule.py      prints the largest error of the nine cases, forms
+python tests/zoo/test_channel_delta_rule.py      prints the largest error of the nine cases, forms
 and dtypes
 """
 

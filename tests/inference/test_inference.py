@@ -35,7 +35,7 @@ from qwen3next_jax.ops.decode_moe import decode_moe
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import storage_spec
 
-FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
+FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_next_tiny"
 
 # With the usual initial weights a random model hardly depends on its context, and a test would not
 # notice a wrong cache. So the weights are large and the decay is slow.
