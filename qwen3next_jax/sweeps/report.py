@@ -8,7 +8,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from qwen3next_jax.common.figures import Figure
+from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.runs.costs import count_costs
@@ -114,7 +114,7 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
     "loss/64-127"), the chart has a line for each: the colour shows the place, the dashes show the
     values of the other axes.
     """
-    kinds: dict[tuple[str, bool, Figure], list[tuple[str, str]]] = {}
+    kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():
         kind, _, place = name.partition("/")
         kinds.setdefault((kind, bool(place), metric), []).append((name, place))

@@ -5,8 +5,8 @@ import pytest
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.events import read_events
 from tests.in_process import train
-from tests.test_branching import with_
-from tests.test_stages import DENSE, Stage
+from tests.runs.test_branching import with_
+from tests.runs.test_stages import DENSE, Stage
 
 
 def with_train(**changes):

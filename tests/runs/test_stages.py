@@ -23,7 +23,7 @@ from qwen3next_jax.training.stages import (
     tokens_seen,
 )
 from tests.in_process import train
-from tests.test_branching import losses, same, saved, with_
+from tests.runs.test_branching import losses, same, saved, with_
 
 STAGES = (
     Stage(10, "main"),

@@ -3,7 +3,8 @@ on eight virtual devices and on one.
 
 The suite tests one mesh with one depth of multi-token prediction and four steps. `pytest -m slow
 tests/sharding/test_parallel_equality.py` tests every axis alone with 2, 4 and 8 devices, the meshes
-2×2×2 of any three axes, and both ways to exchange the experts' tokens. The eight virtual devices (conftest)
+2×2×2 of any three axes, and both ways to exchange the experts' tokens. The eight virtual devices
+(conftest)
 cost the other tests nothing: these use the first device, and a program for one device is the same
 whether there are others or not.
 """

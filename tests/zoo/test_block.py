@@ -29,7 +29,7 @@ from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import batch_sharding, gather, storage_spec
+from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
 from qwen3next_jax.zoo import experts
 from qwen3next_jax.zoo.block_parts import EXAMPLES, Learned, Sinusoidal, block_reference
 
@@ -193,7 +193,7 @@ def test_other_experts_decode_and_split(name):
 
     def gradient(mesh):
         def loss(params, x):
-            layer = nnx.merge(graph, gather(params, mesh, c.dtype))
+            layer = nnx.merge(graph, gather_params(params, mesh, c.dtype))
             (y,), _ = layer([x], [Context(positions, mesh=mesh)])
             return jnp.sum(jnp.sin(y)), y
 
