@@ -15,9 +15,10 @@ import numpy as np
 from qwen3next_jax.common import digests
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
-from qwen3next_jax.data import preparation, sources
+from qwen3next_jax.data import preparation, readers
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
+from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 # "tokens", "segment_ids": int32 [B_local, T]; of synthetic tasks also "target_mask": bool [B_local,
@@ -207,7 +208,7 @@ class TrainData(Data):
         recipe = Recipe(sequence_length, config.heldout_fraction, config.seed)
         self._prepared = [
             preparation.prepare(source, self.tokenizer, recipe, config.prepared_dir, progress)
-            for source in _files(config)
+            for source in find_sources(config, self.tokenizer)
         ]
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
@@ -249,8 +250,7 @@ class TrainData(Data):
 
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-        load_tokenizer(config.tokenizer, vocab_size)
-        _files(config)
+        find_sources(config, load_tokenizer(config.tokenizer, vocab_size))
 
     def row(self, index: int) -> Batch:
         return _text_row(self._stream[index][1])
@@ -266,7 +266,7 @@ class TrainData(Data):
 
     def names(self, index: int) -> list[str]:
         source, row = self._stream[index]
-        return [sources.describe(self._prepared[source].source, *origin) for origin in row.origins]
+        return [readers.describe(self._prepared[source].source, *origin) for origin in row.origins]
 
     def describe(self) -> dict[str, Any]:
         """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` count training and held-out
@@ -293,12 +293,14 @@ class TrainData(Data):
         }
 
 
-def _files(config: DataConfig) -> list[sources.Source]:
-    """Resolves every glob before any is prepared, so that a mistake in the last is reported at
-    once.
+def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
+    """Finds the files of every glob before any is prepared, so that a mistake in the last is
+    reported at once.
     """
     return [
-        sources.resolve(glob, config.text_field, config.on_bad_text)
+        preparation.find_source(
+            glob, config.text_field, config.on_bad_text, tokenizer, config.prepared_dir
+        )
         for glob in config.globs or ("",)
     ]
 

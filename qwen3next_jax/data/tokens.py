@@ -7,7 +7,7 @@ know which one they hold.
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,10 +33,12 @@ class Tokenizer(Protocol):
       eos_id: the id that ends every document.
       token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
+      libraries: versions of the libraries that decide the ids of a text.
       reads_text: whether the ids mean text; those of a synthetic task do not.
     """
 
     reads_text: bool
+    libraries: Mapping[str, str]
     vocab_size: int
     eos_id: int
     token_bytes: np.ndarray
@@ -94,6 +96,7 @@ class ByteTokenizer:
     """Ids 0 … 255 are the bytes of the UTF-8 text, 256 ends a document."""
 
     reads_text = True
+    libraries: Mapping[str, str] = {}
     vocab_size = 257
     eos_id = 256
     token_bytes = np.array([1] * 256 + [0], np.int32)
@@ -131,6 +134,7 @@ class HuggingFaceTokenizer:
     """
 
     reads_text = True
+    libraries: Mapping[str, str] = {"tokenizers": tokenizers.__version__}
 
     def __init__(self, spec: str):
         path = epath.Path(spec)

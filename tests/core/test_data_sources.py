@@ -13,8 +13,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import sources
-from qwen3next_jax.data.sources import content_digest, describe, documents, resolve
+from qwen3next_jax.data import readers, sources
+from qwen3next_jax.data.readers import Part, describe, documents, part_digest, parts, read_part
+from qwen3next_jax.data.sources import content_digest, resolve
 
 TEXTS = ["first\n", "zweites: größe\r\n", "третий 😀"]
 
@@ -114,15 +115,37 @@ def test_empty_files_among_others_are_skipped(tmp_path):
     assert read(tmp_path / "*.py") == [("a.py", "x = 1\n")]
 
 
-def test_progress_ends_at_the_size_of_the_source(tmp_path):
-    (tmp_path / "a.txt").write_text("abc")
-    (tmp_path / "b.jsonl").write_bytes(jsonl(TEXTS))
-    (tmp_path / "c.txt").write_text("defg")
-    source = resolve(str(tmp_path / "*"), "text")
-    positions = [d.bytes_read for d in documents(source)]
-    assert positions == sorted(positions) and positions[-1] == source.size == sum(
-        f.size for f in source.files
-    )
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
+def test_a_large_file_is_read_in_parts(tmp_path, monkeypatch, name):
+    """Together the parts are the file; appended lines change the last part alone."""
+    texts = [f"document {i} " * (i % 7) for i in range(60)]
+    path = tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=9)
+    else:
+        path.write_bytes(jsonl(texts))
+    whole = read(path)
+    monkeypatch.setattr(readers, "_PART_BYTES", 400)
+    assert read(path) == whole
+    (file,) = resolve(str(path), "text").files
+    found = parts(file)
+    digests = [part_digest(file, part, "text") for part in found]
+    if name == "a.txt":
+        assert found == [Part(0, file.size)]
+        return
+    assert len(found) > 5 and len(set(digests)) == len(found)
+    for part in found:  # as progress displays show it
+        read_bytes = [record.position for record in read_part(file, part, "text", None)]
+        assert read_bytes == sorted(read_bytes) and 0 < read_bytes[-1] <= file.size
+    if name == "a.jsonl":
+        assert sum(part.stop - part.start for part in found) == file.size
+        path.write_bytes(jsonl(texts) + jsonl(["more"]))
+        (file,) = resolve(str(path), "text").files
+        again = [part_digest(file, part, "text") for part in parts(file)]
+        assert again[: len(found) - 1] == digests[:-1]
+        path.write_bytes(jsonl(texts) + b"broken")
+        with pytest.raises(UserError, match="a.jsonl:61: "):
+            read(path)
 
 
 def test_default_corpus_is_the_standard_library_without_tests_and_build_files():
@@ -277,14 +300,14 @@ def test_paths_that_match_nothing_say_what_is_there(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
     (tmp_path / "nothing").mkdir()
-    for path, parts in {
+    for path, expected in {
         "text/a.txt": ["no 'text'", "did you mean 'texts'"],
         "texts/*.md": ["matches no file", "texts exists but holds nothing that matches"],
         "nothing/": ["a folder without text files", "nothing/**/*.log"],
     }.items():
         with pytest.raises(UserError) as caught:
             resolve(os.path.join(tmp_path, path), "text")
-        for part in [path, *parts]:
+        for part in [path, *expected]:
             assert part in str(caught.value)
 
 
