@@ -44,9 +44,8 @@ def main() -> None:
     source = resolve(args.path, args.text_field)
     texts: dict[str, list[bytes]] = {TRAIN: [], HELDOUT: []}
     for document in documents(source):
-        text = document.text.encode()
-        is_heldout = text_hash(text) / 2**64 < args.heldout_fraction
-        texts[HELDOUT if is_heldout else TRAIN].append(text)
+        is_heldout = text_hash(document.text) / 2**64 < args.heldout_fraction
+        texts[HELDOUT if is_heldout else TRAIN].append(document.text.encode())
     train, heldout = b"".join(texts[TRAIN]), b"".join(texts[HELDOUT])
     xz = {
         name: len(lzma.compress(data, filters=_XZ))

@@ -196,3 +196,25 @@ def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
     assert "fifo.json: cannot be read (a FIFO" in error_of(str(tmp_path / "fifo.json"))
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     assert "expected a JSON object" in error_of(str(tmp_path))
+
+
+def test_no_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
+    """Not even one that the tokenizer does not mark special."""
+    text = "a <think>b</think> <|im_end|> </s> <unk> c"
+    for path in (byte_level, byte_fallback):
+        tokenizer = load_tokenizer(path)
+        added = set(tokenizer._tokenizer.get_added_tokens_decoder())
+        (ids,) = tokenizer.encode_documents([text])
+        assert not added & set(ids[:-1].tolist()) and tokenizer.decode(ids[:-1]) == text
+    think = load_tokenizer(byte_level)._tokenizer.token_to_id("<think>")
+    (ids,) = load_tokenizer(byte_level, None, ["<think>"]).encode_documents([text])
+    assert (ids == think).sum() == 1 and tokenizer.decode(ids[:-1]) != ""
+    special = load_tokenizer(byte_level, None, ["<|im_end|>"])
+    assert special.encode_documents([text])[0].tolist().count(1) == 1
+    for spec, token, expected in (
+        (byte_level, "<thin>", "'<thin>' is not an added token.*did you mean '<think>'"),
+        (byte_level, END_OF_TEXT, "ends documents"),
+        ("bytes", "<think>", "'bytes' has no such tokens"),
+    ):
+        with pytest.raises(UserError, match=f"data.parse_tokens: .*{expected}"):
+            load_tokenizer(spec, None, [token])

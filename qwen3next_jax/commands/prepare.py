@@ -56,28 +56,28 @@ def main() -> int:
             )
         tokenizer = kind.tokenizer_of(data, config.model.vocab_size)
         recipe = Recipe(length, data.heldout_fraction, data.seed)
-        for source in find_sources(data, tokenizer):
-            try:
-                with PreparationProgress() as progress:
-                    prepared = prepare(
-                        source,
-                        tokenizer,
-                        recipe,
-                        data.prepared_dir,
-                        progress,
-                        _workers.value,
-                        share,
-                    )
-            except Unfinished as error:
-                print(
-                    f"{source.name}: the share of rank {share.rank} is done; {error.missing} of "
-                    f"{error.units} units of other ranks are missing: the last rank to end, or "
-                    "this command once more, packs the rows"
+        try:
+            with PreparationProgress() as progress:
+                prepared = prepare(
+                    find_sources(data, tokenizer),
+                    tokenizer,
+                    recipe,
+                    data.prepared_dir,
+                    progress,
+                    _workers.value,
+                    share,
                 )
-                continue
-            total = prepared.statistics[TRAIN] + prepared.statistics[HELDOUT]
+        except Unfinished as error:
             print(
-                f"{source.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
-                f"{total.rows:,} rows of {length}; fingerprint {prepared.fingerprint}"
+                f"the share of rank {share.rank} is done; {error.missing} of {error.units} units, "
+                "of other ranks, are missing: the last rank to end, or this command once more, "
+                "packs the rows"
+            )
+            continue
+        for one in prepared:
+            total = one.statistics[TRAIN] + one.statistics[HELDOUT]
+            print(
+                f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
+                f"{total.rows:,} rows of {length}; fingerprint {one.fingerprint}"
             )
     return ExitCode.DONE

@@ -58,10 +58,19 @@ class DataConfig:
     # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
     # wrong byte by U+FFFD
     on_bad_text: Literal["stop", "skip", "replace"] = "stop"
+    # what to do with a record that holds no text (broken JSON, no such field, null, NUL, damaged
+    # compression, not UTF-8 where data.on_bad_text is "stop"): end the run, or skip the record
+    bad_records: Literal["stop", "skip"] = "stop"
+    # largest share of the records of a glob that may be skipped
+    bad_records_limit: float = 0.01
     # "bytes", or the path of a Hugging Face tokenizer.json; "": the tokenizer of the model in
     # train.init_from, or bytes if there is none
     tokenizer: str = ""
-    # share of the documents that is held out for evaluation; a hash of the text decides
+    # added tokens of the tokenizer, such as <think>, that get their id where a document writes them
+    # out; all others are read as ordinary text
+    parse_tokens: tuple[str, ...] = ()
+    # share of the documents that is held out for evaluation; a hash of the text, without regard to
+    # white space, decides
     heldout_fraction: float = 0.02
     # folder for the tokenized and packed rows; each data set has a subfolder named by its
     # fingerprint
@@ -76,7 +85,15 @@ class DataConfig:
         if self.source != "text" and self.tokenizer == "bytes":
             object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
-        check_bounds(self, "data", {"0 … 2^32 - 1": "seed", "between 0 and 1": "heldout_fraction"})
+        check_bounds(
+            self,
+            "data",
+            {
+                "0 … 2^32 - 1": "seed",
+                "between 0 and 1": "heldout_fraction",
+                "0 … 1": "bad_records_limit",
+            },
+        )
         paths = {
             "path": self.globs,
             "tokenizer": [self.tokenizer],

@@ -30,6 +30,8 @@ def find(
     Raises:
       UserError: the folder is damaged, or holds the rows of another source.
     """
+    if tokenizer.parse_tokens or source.bad_records != "stop":  # it knew no such settings
+        return None
     wanted = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
     wanted |= dataclasses.asdict(recipe)
     folders = [name for name in store.names("*") if _FOLDER.fullmatch(name)]

@@ -13,17 +13,18 @@ A unit or a group that is there is taken, whoever made it. So a preparation that
 continues, other row lengths share the tokens, and several hosts may prepare at once.
 """
 
+import collections
 import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.data import format_1, readers, row_groups, sources, units
 from qwen3next_jax.data.digest_cache import DigestCache
-from qwen3next_jax.data.readers import BadText, Part
+from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Divided, Recipe, Statistics
 from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
 from qwen3next_jax.data.sources import Source, SourceFile
@@ -36,6 +37,7 @@ from qwen3next_jax.data.workers import run_all, usable_cores
 _BYTES_PER_WORKER = 1 << 24
 _TOKENS_PER_WORKER = 1 << 25
 
+_NONE: collections.Counter[str] = collections.Counter()
 Progress = Callable[[str, int, int], None]  # (what is prepared, bytes done, bytes in all)
 
 
@@ -44,10 +46,13 @@ class Prepared:
     """The finished rows of one source."""
 
     source: Source
+    format: int
     fingerprint: str
     directories: tuple[pathlib.Path, ...]
     statistics: dict[str, Statistics]  # of TRAIN and HELDOUT
     rows: dict[str, RowReader]  # of TRAIN and HELDOUT
+    bad: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see readers.BadRecords
+    empty: int = 0  # empty documents
 
     @property
     def directory(self) -> pathlib.Path:
@@ -68,6 +73,26 @@ class Corpus:
         """Digest of all tokens, document ends and split hashes, in their order."""
         return digests.sha256_json([unit.content for unit in self.units])
 
+    @property
+    def filled(self) -> list[Unit]:
+        """The units that hold documents."""
+        return [unit for unit in self.units if unit.documents]
+
+    @property
+    def origins(self) -> list[tuple[int, int]]:
+        """Of each unit: (index of its file, records of the file before it)."""
+        found, records, last = [], 0, -1
+        for (file, _), unit in zip(self.parts, self.units, strict=True):
+            records = records if file == last else 0
+            found.append((file, records))
+            records, last = records + unit.records, file
+        return found
+
+    @property
+    def bad(self) -> dict[str, int]:
+        """Kind of fault → records with it, see `readers.BadRecords`."""
+        return dict(sum((collections.Counter(unit.bad) for unit in self.units), _NONE))
+
 
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -86,15 +111,15 @@ class Unfinished(Exception):
 
 
 def prepare(
-    source: Source,
+    all_sources: Sequence[Source],
     tokenizer: Tokenizer,
     recipe: Recipe,
     prepared_dir: str | os.PathLike,
     progress: Progress | None = None,
     workers: int | None = None,
     share: Share = Share(),
-) -> Prepared:
-    """The rows of `source`; prepares what is not there yet.
+) -> list[Prepared]:
+    """The rows of every source; prepares what is not there yet.
 
     Args:
       prepared_dir: rows are read from it at random, so it should be on a local or fast disk.
@@ -108,12 +133,36 @@ def prepare(
     """
     progress = progress or (lambda *_: None)
     store = Store(prepared_dir)
-    if old := format_1.find(source, tokenizer, recipe, store):
-        name, statistics, folders = old
-        rows = {side: RowReader([folder], recipe.row_length) for side, folder in folders.items()}
-        return Prepared(source, name, (store.path(name),), statistics, rows)
-    corpus = tokenize(source, tokenizer, store, progress, workers, share)
-    return pack(corpus, tokenizer, recipe, store, progress, workers)
+    found: dict[int, Prepared] = {}
+    corpora: dict[int, Corpus] = {}
+    missing = in_all = 0
+    for i, source in enumerate(all_sources):
+        if old := _open_format_1(source, tokenizer, recipe, store):
+            found[i] = old
+            continue
+        try:
+            corpora[i] = tokenize(source, tokenizer, store, progress, workers, share)
+        except Unfinished as error:
+            missing, in_all = missing + error.missing, in_all + error.units
+        else:
+            in_all += len(corpora[i].units)
+    if missing:
+        raise Unfinished(missing, in_all)
+    divided = _divided(corpora, found, tokenizer, recipe, store)
+    for i, corpus in corpora.items():
+        found[i] = pack(corpus, divided.get(i), recipe, store, progress, workers)
+    return [found[i] for i in range(len(all_sources))]
+
+
+def _open_format_1(
+    source: Source, tokenizer: Tokenizer, recipe: Recipe, store: Store
+) -> Prepared | None:
+    old = format_1.find(source, tokenizer, recipe, store)
+    if old is None:
+        return None
+    name, statistics, folders = old
+    rows = {side: RowReader([folder], recipe.row_length) for side, folder in folders.items()}
+    return Prepared(source, 1, name, (store.path(name),), statistics, rows)
 
 
 # ---- tokens
@@ -144,7 +193,9 @@ def tokenize(
         digest = cache.get(file, part)
         if not cache.in_use:
             digest = readers.part_digest(file, part, source.text_field)
-        jobs.append(Job(file, part, source.text_field, source.on_bad_text, digest))
+        jobs.append(
+            Job(file, part, source.text_field, source.on_bad_text, source.bad_records, digest)
+        )
     found: dict[int, Unit] = {}
     for number, job in enumerate(jobs):
         if job.digest and (unit := units.find_unit(store, units.unit_key(job, tokenizer))):
@@ -172,7 +223,7 @@ def tokenize(
     if len(found) < len(jobs):
         raise Unfinished(len(jobs) - len(found), len(jobs))
     corpus = Corpus(source, tuple(parts), tuple(found[n] for n in range(len(jobs))))
-    _check_has_text(corpus)
+    _check_records(corpus)
     _write_corpus(corpus, tokenizer, store)
     return corpus
 
@@ -181,40 +232,53 @@ def _make_unit(job: Job, progress: Callable[[int], None], tokenizer: Tokenizer, 
     return units.make_unit(job, tokenizer, store, progress)
 
 
-def _check_has_text(corpus: Corpus) -> None:
-    """Warns of documents that are not UTF-8, and raises UserError if there is no text at all."""
-    bad = BadText(corpus.source.on_bad_text)
-    for unit in corpus.units:
-        bad.count += unit.bad_text
-        bad.first = [*bad.first, *unit.bad_text_first][:5]
-    if bad.count:
-        warn(f"{corpus.source.name}: {bad.summary()}")
+def _check_records(corpus: Corpus) -> None:
+    """Warns of bad records.
+
+    Raises:
+      UserError: there are more than `data.bad_records_limit`, or there is no text at all.
+    """
+    source, bad = corpus.source, corpus.bad
+    if bad:
+        first = []
+        origins = corpus.origins
+        for (file, records), unit in zip(origins, corpus.units, strict=True):
+            first += [
+                readers.describe(source, file, records + number) for number, _ in unit.bad_first
+            ]
+        summary = readers.bad_summary(bad, first[:5])
+        records = sum(unit.records for unit in corpus.units)
+        require(
+            source.bad_records == "stop" or sum(bad.values()) <= source.bad_records_limit * records,
+            f"{source.name}: {summary}: more than data.bad_records_limit = "
+            f"{source.bad_records_limit} of its {records:,} records: look at them, or raise the "
+            "limit; what is tokenized stays",
+        )
+        warn(f"{source.name}: {summary}")
     if not any(unit.documents for unit in corpus.units):
-        raise readers.no_text(corpus.source, bad)
+        raise readers.no_text(source, bad)
 
 
 # ---- the list of a source's units
 
 
-def find_source(
-    path: str, text_field: str, on_bad_text: str, tokenizer: Tokenizer, prepared_dir: str
-) -> Source:
-    """The files of one glob of `data.path`. Where no file is there any more, but its tokens are,
-    the files that they were made of.
+def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Source:
+    """The same source with its files. Where no file is there any more, but its tokens are, the
+    files that they were made of.
 
     Raises:
       UserError: there are neither files nor tokens.
     """
     try:
-        return sources.resolve(path, text_field, on_bad_text)
+        found = sources.resolve(source.name, source.text_field)
+        return dataclasses.replace(source, name=found.name, files=found.files)
     except sources.NothingFound:
-        gone = Source(path, (), text_field, on_bad_text, text_is_gone=True)
         store = Store(prepared_dir)
-        if not store.exists(_corpus_name(gone, tokenizer)):
+        if not store.exists(_corpus_name(source, tokenizer)):
             raise
-    corpus = _read_corpus(gone, tokenizer, store)
+    corpus = _read_corpus(dataclasses.replace(source, text_is_gone=True), tokenizer, store)
     warn(
-        f"data.path {path!r}: the text is not there; taking the tokens of "
+        f"data.path {source.name!r}: the text is not there; taking the tokens of "
         f"{len(corpus.source.files)} files that were prepared in {store.root}"
     )
     return corpus.source
@@ -222,7 +286,14 @@ def find_source(
 
 def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
     where = source.name if sources.is_remote(source.name) else os.path.abspath(source.name)
-    key = [where, source.text_field, source.on_bad_text, tokenizer.fingerprint]
+    key = [
+        where,
+        source.text_field,
+        source.on_bad_text,
+        source.bad_records,
+        tokenizer.fingerprint,
+        sorted(tokenizer.parse_tokens),
+    ]
     return f"corpora/{digests.sha256_json(key)[:20]}.json"
 
 
@@ -275,7 +346,7 @@ def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
 
 def pack(
     corpus: Corpus,
-    tokenizer: Tokenizer,
+    divided: Divided | None,
     recipe: Recipe,
     store: Store,
     progress: Progress = lambda *_: None,
@@ -284,10 +355,9 @@ def pack(
     """Packs the units of `corpus` into rows, where that was not done before, and opens them.
 
     Raises:
-      UserError: too little text, or prepared data that are damaged.
+      UserError: prepared data that are damaged.
     """
-    divided = _divided(corpus, tokenizer, recipe, store)
-    found = row_groups.groups([unit for unit in corpus.units if unit.documents], divided)
+    found = row_groups.groups(corpus.filled, divided)
     todo = [
         group
         for group in found
@@ -314,27 +384,54 @@ def _pack_group(
     row_groups.pack_group(group, recipe, store, progress)
 
 
-def _divided(corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, store: Store) -> Divided | None:
-    """How the document with the smallest hash is divided, so that neither split stays empty; None
-    where the hashes do that by themselves.
-
-    If no hash falls into the held-out share (few documents), the end of that document is held
-    out: the share of all tokens, at most the whole document.
+def _divided(
+    corpora: Mapping[int, Corpus],
+    old: Mapping[int, Prepared],
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    store: Store,
+) -> dict[int, Divided]:
+    """The documents that are divided against their hashes: of a source without a document to train
+    on, and of the source with the smallest hash where no source has a document to hold out.
     """
-    filled = [unit for unit in corpus.units if unit.documents]
+
+    def share_of_hash(hash_: int) -> float:
+        return hash_ / 2**64
+
+    smallest = {i: min(unit.smallest[0] for unit in c.filled) for i, c in corpora.items()}
+    largest = {i: max(unit.largest_hash for unit in c.filled) for i, c in corpora.items()}
+    without_heldout = [i for i in corpora if share_of_hash(smallest[i]) >= recipe.heldout_fraction]
+    without_train = [i for i in corpora if share_of_hash(largest[i]) < recipe.heldout_fraction]
+    chosen = {i: _divide(corpora[i], True, tokenizer, recipe, store) for i in without_train}
+    if without_heldout and not old and len(without_heldout) == len(corpora):
+        i = min(without_heldout, key=lambda i: smallest[i])
+        chosen[i] = _divide(corpora[i], False, tokenizer, recipe, store)
+    for i in without_heldout:
+        if i not in chosen:
+            warn(
+                f"{corpora[i].source.name}: too few documents: by their hashes, none is held out; "
+                "the held-out rows are those of the other globs"
+            )
+    return chosen
+
+
+def _divide(
+    corpus: Corpus, all_heldout: bool, tokenizer: Tokenizer, recipe: Recipe, store: Store
+) -> Divided:
+    """How the document with the smallest hash is divided, when by the hashes all documents are
+    held out, or none is: it is trained on as a whole in the first case; in the second, its end is
+    held out (the share of all tokens, at most the whole document). The only document is cut in
+    two in both.
+    """
+    filled = corpus.filled
     documents = sum(unit.documents for unit in filled)
-    some_heldout = min(unit.smallest[0] for unit in filled) / 2**64 < recipe.heldout_fraction
-    some_trained = max(unit.largest_hash for unit in filled) / 2**64 >= recipe.heldout_fraction
-    if some_heldout and some_trained:
-        return None
     number = min(range(len(filled)), key=lambda i: filled[i].smallest[0])
     document = filled[number].smallest[1]
     tokens, table = units.open_unit(store, filled[number])
     start = int(table["end"][document - 1]) if document else 0
     own = tokens[start : int(table["end"][document]) - 1]  # without the end token
-    text_bytes = int(table["bytes"][document])
-    if some_heldout and documents > 1:
-        return Divided(number, document, len(own), text_bytes)
+    if all_heldout and documents > 1:
+        return Divided(number, document, len(own), int(table["bytes"][document]))
     in_all = sum(unit.tokens for unit in filled) - documents
     heldout = max(round(recipe.heldout_fraction * in_all), 1)
     if documents > 1 and heldout >= len(own):
@@ -351,7 +448,9 @@ def _divided(corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, store: Store)
 def _open_rows(
     corpus: Corpus, found: Sequence[row_groups.Group], recipe: Recipe, store: Store
 ) -> Prepared:
-    origins = _origins(corpus)
+    origins = [
+        origin for origin, unit in zip(corpus.origins, corpus.units, strict=True) if unit.documents
+    ]
     statistics = {TRAIN: Statistics(), HELDOUT: Statistics()}
     folders: dict[str, list[RowFolder]] = {TRAIN: [], HELDOUT: []}
     directories, keys = [], []
@@ -368,15 +467,14 @@ def _open_rows(
         keys.append(key)
     rows = {side: RowReader(folders[side], recipe.row_length) for side in (TRAIN, HELDOUT)}
     fingerprint = digests.sha256_json({"format": 2, "rows": keys})[:20]
-    return Prepared(corpus.source, fingerprint, tuple(directories), statistics, rows)
-
-
-def _origins(corpus: Corpus) -> list[tuple[int, int]]:
-    """Of each unit that holds documents: (index of its file, records of the file before it)."""
-    found, records, last = [], 0, -1
-    for (file, _), unit in zip(corpus.parts, corpus.units, strict=True):
-        records = records if file == last else 0
-        if unit.documents:
-            found.append((file, records))
-        records, last = records + unit.records, file
-    return found
+    empty = sum(unit.empty for unit in corpus.units)
+    return Prepared(
+        corpus.source,
+        2,
+        fingerprint,
+        tuple(directories),
+        statistics,
+        rows,
+        corpus.bad,
+        empty,
+    )

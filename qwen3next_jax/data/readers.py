@@ -5,12 +5,13 @@ documents of a part. Every mistake that a file can hold (not UTF-8, JSON without
 one `UserError` that names the file and the place in it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
 import pyarrow
@@ -38,7 +39,7 @@ class Record(NamedTuple):
     """A record of a part."""
 
     number: int  # 0-based line (JSON lines) or row (Parquet) of the part; 0 for text files
-    text: str  # always encodable as UTF-8; "" where the record is empty or left out
+    text: str | None  # always encodable as UTF-8; None for a blank line and what is left out
     position: int  # bytes of the part read so far
 
 
@@ -50,40 +51,50 @@ class Document:
 
 
 def documents(source: Source) -> Iterator[Document]:
-    """Streams the documents of `source` in the order of its files, skipping empty ones. Unless
-    `on_bad_text` is "stop", a warning counts and names the documents that are not UTF-8.
+    """Streams the documents of `source` in the order of its files, skipping empty ones. A warning
+    counts the records that are left out.
 
     Raises:
       UserError: an unreadable file or record, or no text in the whole source.
     """
     any_text = False
-    bad = BadText(source.on_bad_text)
+    counts: collections.Counter[str] = collections.Counter()
+    first: list[str] = []
     for index, file in enumerate(source.files):
         before = 0  # records of the parts before this one
         for part in parts(file):
             count = 0
+            bad = BadRecords(source.on_bad_text, source.bad_records)
             for record in read_part(file, part, source.text_field, bad):
                 count = record.number + 1
                 if record.text:
                     any_text = True
                     yield Document(record.text, index, before + record.number)
+            counts += bad.counts
+            first += [describe(source, index, before + number) for number, _ in bad.first]
             before += count
-    if bad.count:
-        warn(f"{source.name}: {bad.summary()}")
+    if counts:
+        warn(f"{source.name}: {bad_summary(counts, first[:5])}")
     if not any_text:
-        raise no_text(source, bad)
+        raise no_text(source, counts)
 
 
-def no_text(source: Source, bad: "BadText") -> UserError:
+def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
+    """How many records were bad, by what was wrong with them, and where the first of them are."""
+    what = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+    return f"{sum(counts.values()):,} bad records ({what})" + (
+        f": {', '.join(first)}{', …' * (sum(counts.values()) > len(first))}" if first else ""
+    )
+
+
+def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
     """The error of a source in which nobody found text."""
     which = (
         f"{source.files[0].path} is"
         if len(source.files) == 1
         else f"all {len(source.files)} files of {source.name!r} are"
     )
-    return UserError(
-        f"{which} empty{' but for ' + bad.summary() if bad.count else ''}: expected text"
-    )
+    return UserError(f"{which} empty{' but for ' + bad_summary(bad) if bad else ''}: expected text")
 
 
 def parts(file: SourceFile) -> list[Part]:
@@ -166,7 +177,7 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
         )
 
 
-def read_part(file: SourceFile, part: Part, text_field: str, bad: "BadText") -> Iterator[Record]:
+def read_part(file: SourceFile, part: Part, text_field: str, bad: "BadRecords") -> Iterator[Record]:
     """Streams the records of a part, empty ones included.
 
     Raises:
@@ -205,158 +216,207 @@ def describe(source: Source, file: int, record: int) -> str:
 # ---- one reader for each kind of file
 
 
-class BadText:
-    """Applies `data.on_bad_text` to text that is not UTF-8, and counts the documents concerned."""
+class BadRecords:
+    """Applies `data.bad_records` and `data.on_bad_text`, and counts the records concerned.
 
-    def __init__(self, policy: str):
-        self.policy = policy
-        self.count = 0
-        self.first: list[str] = []  # where the first five are
+    Attributes:
+      counts: kind of fault ("not UTF-8: left out") → number of records.
+      first: (record, what is wrong) of the first five of the part.
+    """
 
-    def mend(self, data: bytes, encoding: str, where: object, what: str) -> str:
-        """The text to use for `data` at `where`, which cannot be decoded; "" to leave the document
-        out. `what` says what is wrong.
+    def __init__(self, on_bad_text: str, bad_records: str):
+        self._on_bad_text, self._bad_records = on_bad_text, bad_records
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.first: list[tuple[int, str]] = []
+
+    def leave_out(self, number: int, where: object, kind: str, what: str) -> None:
+        """Leaves out record `number`, which is at `where`.
 
         Raises:
-          UserError: the policy is to stop.
+          UserError: the policy is to stop. The message says `what` is wrong.
         """
-        if self.policy == "stop":
+        if self._bad_records == "stop":
+            raise UserError(f"{where}: {what}; data.bad_records = skip leaves such records out")
+        self._count(number, f"{kind}: left out")
+
+    def mend(self, number: int, where: object, data: bytes, encoding: str, what: str) -> str | None:
+        """The text to use for `data`, which is not in its encoding; None to leave it out.
+
+        Raises:
+          UserError: the policies are to stop.
+        """
+        if self._on_bad_text == "replace":
+            self._count(number, "not UTF-8: bytes replaced by U+FFFD")
+            return data.decode(encoding, "replace")
+        if "skip" not in (self._on_bad_text, self._bad_records):
             raise UserError(
                 f"{where}: {what}; data.on_bad_text = skip leaves such documents out, replace "
                 "puts U+FFFD there"
             )
-        self.count += 1
-        if self.count <= 5:
-            self.first.append(str(where))
-        return data.decode(encoding, "replace") if self.policy == "replace" else ""
+        self._count(number, "not UTF-8: left out")
+        return None
 
-    def summary(self) -> str:
-        """How many documents were not UTF-8, what was done, and where the first five are."""
-        done = "bytes replaced by U+FFFD in" if self.policy == "replace" else "left out"
-        return (
-            f"{done} {self.count} document{'s' * (self.count > 1)} that are not UTF-8: "
-            f"{', '.join(self.first)}{', …' * (self.count > 5)}"
-        )
-
-
-def _decoded(data: bytes, bad: BadText, where: object, start: int = 0) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return bad.mend(
-            data,
-            "utf-8",
-            where,
-            f"not UTF-8 text at byte offset {start + error.start} (0x{data[error.start]:02x}); "
-            ".jsonl, .jsonl.gz and .parquet are read as such, every other file as UTF-8 text",
-        )
-
-
-def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadText) -> Iterator[Record]:
-    del part, text_field
-    text = _decoded(file.path.read_bytes(), bad, str(file.path)).removeprefix("\ufeff")
-    yield Record(0, text, file.size)
-
-
-def _read_jsonl(file: SourceFile, part: Part, text_field: str, bad: BadText) -> Iterator[Record]:
-    with file.path.open("rb") as raw:
-        stream: BinaryIO = gzip.open(raw) if file.path.name.lower().endswith(".gz") else raw
-        raw.seek(part.start)
-        offset = part.start
-        with as_user_error(
-            f"{file.path}: damaged gzip file", EOFError, gzip.BadGzipFile, zlib.error
-        ):
-            for number, line in enumerate(stream):
-                if stream is raw and offset >= part.stop:
-                    return
-                where = _Line(file, part, number)
-                text = _decoded(line, bad, where, offset).removeprefix("\ufeff")
-                text = _json_text(text, text_field, bad, where) if text.strip() else ""
-                offset += len(line)
-                yield Record(number, text, min(offset, part.stop) - part.start)
+    def _count(self, number: int, kind: str) -> None:
+        self.counts[kind] += 1
+        if len(self.first) < 5:
+            self.first.append((number, kind))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Line:
-    """Writes itself as FILE:LINE. Lines before the part are counted when somebody asks."""
+class _Place:
+    """Where a record of a part is. It is written out only when something is wrong there."""
 
     file: SourceFile
     part: Part
     number: int
+    field: str = ""
 
     def __str__(self) -> str:
-        before = 0
-        with self.file.path.open("rb") as stream:
-            while stream.tell() < self.part.start:
-                before += stream.read(min(1 << 20, self.part.start - stream.tell())).count(b"\n")
-        return f"{self.file.path}:{before + self.number + 1}"
+        if kind(self.file) == "text":
+            return str(self.file.path)
+        number = _records_before(self.file, self.part) + self.number + 1
+        if kind(self.file) == "parquet":
+            return f"{self.file.path}: row {number} of column {self.field!r}"
+        where = f"{self.file.path}:{number}"
+        return f"{where}: field {self.field!r}" if self.field else where
 
 
-def _json_text(line: str, field: str, bad: BadText, where: object) -> str:
+def _records_before(file: SourceFile, part: Part) -> int:
+    """Lines or rows of the file before the part."""
+    with file.path.open("rb") as stream:
+        if kind(file) == "parquet":
+            metadata = pyarrow.parquet.ParquetFile(stream).metadata
+            return sum(metadata.row_group(i).num_rows for i in range(part.start))
+        count = 0
+        while stream.tell() < part.start:
+            count += stream.read(min(1 << 20, part.start - stream.tell())).count(b"\n")
+        return count
+
+
+def _decoded(data: bytes, bad: BadRecords, where: _Place, start: int = 0) -> str | None:
     try:
-        record = json_files.parse(line)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
-    if field not in record:
-        raise UserError(
-            f"{where}: no field {field!r}{did_you_mean(field, record)}; it has "
-            f"{', '.join(map(repr, record)) or 'none'}; name the right one with data.text_field"
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = (
+            f"not UTF-8 text at byte offset {start + error.start} (0x{data[error.start]:02x}); "
+            f"files that end in {', '.join(f'.{kind}' for kind in _READERS)} are read as such, "
+            "every other file as UTF-8 text"
         )
-    return _checked_text(record[field], bad, f"{where}: field {field!r}")
+        return bad.mend(where.number, where, data, "utf-8", what)
 
 
-def _checked_text(text: object, bad: BadText, where: object) -> str:
+def _checked(text: object, bad: BadRecords, where: _Place) -> str | None:
+    """`text` if it is one that can be tokenized; None if it is left out."""
     if not isinstance(text, str):
-        raise UserError(f"{where} is of type {type(text).__name__}: expected a string")
+        what = "null" if text is None else f"of type {type(text).__name__}"
+        bad.leave_out(where.number, where, "no text", f"is {what}: expected a string")
+        return None
+    if "\0" in text:
+        what = f"character {text.index(chr(0))} is NUL, which is no text"
+        bad.leave_out(where.number, where, "NUL", what)
+        return None
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return bad.mend(
-            text.encode("utf-16-le", "surrogatepass"),
-            "utf-16-le",
-            where,
-            f"half a surrogate pair at character {error.start}",
-        )
+        what = f"half a surrogate pair at character {error.start}"
+        data = text.encode("utf-16-le", "surrogatepass")
+        return bad.mend(where.number, where, data, "utf-16-le", what)
     return text
 
 
-def _read_parquet(file: SourceFile, part: Part, text_field: str, bad: BadText) -> Iterator[Record]:
+def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+    del text_field
+    where = _Place(file, part, 0)
+    text = _decoded(file.path.read_bytes(), bad, where)
+    if text is not None:
+        text = _checked(text.removeprefix("\ufeff"), bad, where)
+    yield Record(0, text, file.size)
+
+
+def _read_jsonl(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+    with file.path.open("rb") as raw:
+        stream: BinaryIO = gzip.open(raw) if kind(file) == "jsonl.gz" else raw
+        raw.seek(part.start)
+        offset = part.start
+        number = -1
+        try:
+            for number, line in enumerate(stream):
+                if stream is raw and offset >= part.stop:
+                    return
+                where = _Place(file, part, number)
+                text = _decoded(line, bad, where, offset)
+                if text is not None:
+                    text = _json_text(text.removeprefix("\ufeff"), text_field, bad, where)
+                offset += len(line)
+                position = raw.tell() if stream is not raw else offset
+                yield Record(number, text, min(position, part.stop) - part.start)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            what = f"damaged gzip file ({error_message(error)})"
+            bad.leave_out(number + 1, _Place(file, part, number + 1), "damaged compression", what)
+
+
+def _json_text(line: str, field: str, bad: BadRecords, where: _Place) -> str | None:
+    if not line.strip():
+        return None
+    try:
+        record = json_files.parse(line)
+    except ValueError as error:
+        bad.leave_out(where.number, where, "broken JSON", str(error))
+        return None
+    if field not in record:
+        what = (
+            f"no field {field!r}{did_you_mean(field, record)}; it has "
+            f"{', '.join(map(repr, record)) or 'none'}; name the right one with data.text_field"
+        )
+        bad.leave_out(where.number, where, "no such field", what)
+        return None
+    return _checked(record[field], bad, dataclasses.replace(where, field=field))
+
+
+def _read_parquet(
+    file: SourceFile, part: Part, text_field: str, bad: BadRecords
+) -> Iterator[Record]:
     with file.path.open("rb") as stream, _parquet_errors(file.path):
         table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
-        schema = table.schema_arrow
-        if schema.names.count(text_field) != 1:
-            which, hint = (
-                ("two columns", "")
-                if text_field in schema.names
-                else ("no column", did_you_mean(text_field, schema.names))
-            )
-            raise UserError(
-                f"{file.path}: {which} {text_field!r}{hint}; it has "
-                f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field"
-            )
-        type_ = schema.field(text_field).type
-        if not (pyarrow.types.is_string(type_) or pyarrow.types.is_large_string(type_)):
-            raise UserError(
-                f"{file.path}: column {text_field!r} is of type {type_}: expected string"
-            )
-        all_groups = range(table.metadata.num_row_groups)
-        groups = all_groups if is_whole(file, part) else range(part.start, part.stop)
-        rows = [table.metadata.row_group(group).num_rows for group in all_groups]
-        first = sum(rows[: groups.start])
-        size = file.size * sum(rows[group] for group in groups) // max(sum(rows), 1)
-        number, count = 0, max(sum(rows[group] for group in groups), 1)
+        _check_column(file, table.schema_arrow, text_field)
+        rows = [
+            table.metadata.row_group(group).num_rows
+            for group in range(table.metadata.num_row_groups)
+        ]
+        groups = range(len(rows)) if is_whole(file, part) else range(part.start, part.stop)
+        count = max(sum(rows[group] for group in groups), 1)
+        size = file.size * count // max(sum(rows), 1)
+        number = 0
         for batch in table.iter_batches(
             batch_size=256, row_groups=list(groups), columns=[text_field]
         ):
             for value in batch.column(0):
-                where = f"{file.path}: row {first + number + 1} of column {text_field!r}"
+                where = _Place(file, part, number, text_field)
                 data = value.as_buffer()
                 text = None if data is None else _decoded(data.to_pybytes(), bad, where)
+                if data is None or text is not None:
+                    text = _checked(text, bad, where)
                 number += 1
-                yield Record(number - 1, _checked_text(text, bad, where), size * number // count)
+                yield Record(number - 1, text, size * number // count)
 
 
-_Reader = Callable[[SourceFile, Part, str, BadText], Iterator[Record]]
+def _check_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> None:
+    if schema.names.count(text_field) != 1:
+        which, hint = (
+            ("two columns", "")
+            if text_field in schema.names
+            else ("no column", did_you_mean(text_field, schema.names))
+        )
+        raise UserError(
+            f"{file.path}: {which} {text_field!r}{hint}; it has "
+            f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field"
+        )
+    type_ = schema.field(text_field).type
+    if not (pyarrow.types.is_string(type_) or pyarrow.types.is_large_string(type_)):
+        raise UserError(f"{file.path}: column {text_field!r} is of type {type_}: expected string")
+
+
+_Reader = Callable[[SourceFile, Part, str, BadRecords], Iterator[Record]]
 # The ending of a file's name → its reader. A file with any other ending is one document of text.
 _READERS: dict[str, _Reader] = {
     "jsonl": _read_jsonl,

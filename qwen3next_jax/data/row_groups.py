@@ -179,7 +179,6 @@ def pack_group(
 @dataclasses.dataclass(frozen=True)
 class _Document:
     side: str
-    hash: int
     tokens: np.ndarray  # with the end token
     text_bytes: int
     unit: int  # index in the group
@@ -187,40 +186,29 @@ class _Document:
 
 
 def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Document]:
-    """Streams the documents of a group, in the order of format 1: the document with the smallest
-    hash so far waits until one with a smaller hash comes, or the end.
-    """
-    smallest: _Document | None = None
-    for document in _in_order(group, recipe, store):
-        if smallest is None or document.hash < smallest.hash:
-            smallest, document = document, smallest
-        if document is not None:
-            yield document
-    if smallest is None:
-        return
-    divided = group.divided
-    if divided is None:
-        yield smallest
-        return
-    end = smallest.tokens[-1:]
-    train, heldout = np.split(smallest.tokens[:-1], [divided.train_tokens])
-    parts = [(TRAIN, train, divided.train_bytes)]
-    parts.append((HELDOUT, heldout, smallest.text_bytes - divided.train_bytes))
-    for side, tokens, text_bytes in parts:
-        if len(tokens):
-            yield dataclasses.replace(
-                smallest, side=side, tokens=np.append(tokens, end), text_bytes=text_bytes
-            )
-
-
-def _in_order(group: Group, recipe: Recipe, store: Store) -> Iterator[_Document]:
     for number, unit in enumerate(group.units):
         tokens, table = open_unit(store, unit)
         start = 0
-        for end, hash_, text_bytes, record in table.tolist():
+        for i, (end, hash_, text_bytes, record) in enumerate(table.tolist()):
             side = HELDOUT if hash_ / 2**64 < recipe.heldout_fraction else TRAIN
-            yield _Document(side, hash_, tokens[start:end], text_bytes, number, record)
+            document = _Document(side, tokens[start:end], text_bytes, number, record)
+            if group.divided and (group.divided.unit, group.divided.document) == (number, i):
+                yield from _both_sides(document, group.divided)
+            else:
+                yield document
             start = end
+
+
+def _both_sides(document: _Document, divided: Divided) -> Iterator[_Document]:
+    end = document.tokens[-1:]
+    train, heldout = np.split(document.tokens[:-1], [divided.train_tokens])
+    parts = [(TRAIN, train, divided.train_bytes)]
+    parts.append((HELDOUT, heldout, document.text_bytes - divided.train_bytes))
+    for side, tokens, text_bytes in parts:
+        if len(tokens):
+            yield dataclasses.replace(
+                document, side=side, tokens=np.append(tokens, end), text_bytes=text_bytes
+            )
 
 
 def read_metadata(directory: pathlib.Path) -> dict:

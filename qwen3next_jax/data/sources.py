@@ -100,6 +100,8 @@ class Source:
     files: tuple[SourceFile, ...]  # sorted by label
     text_field: str
     on_bad_text: str = "stop"  # data.on_bad_text
+    bad_records: str = "stop"  # data.bad_records
+    bad_records_limit: float = 1.0  # data.bad_records_limit
     # No file matches the glob any more, but the tokens of those that did are there; `version` of
     # `files` is then unknown.
     text_is_gone: bool = False
@@ -114,7 +116,9 @@ class NothingFound(UserError):
     """A glob matches no file."""
 
 
-def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
+def resolve(
+    path: str, text_field: str, on_bad_text: str = "stop", bad_records: str = "stop"
+) -> Source:
     """Finds the files of one glob, or the text files of a folder; `""` is the Python standard
     library's own source.
 
@@ -122,13 +126,15 @@ def resolve(path: str, text_field: str, on_bad_text: str = "stop") -> Source:
       UserError: nothing matches, or gs:// support is not installed.
     """
     if not path:
-        return Source(STANDARD_LIBRARY, _standard_library_files(), text_field, on_bad_text)
+        return Source(
+            STANDARD_LIBRARY, _standard_library_files(), text_field, on_bad_text, bad_records
+        )
     files = sorted(
         _remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label
     )
     if not files:
         raise NothingFound(f"data.path {path!r} matches no file{_nearest_hint(path)}")
-    return Source(path, tuple(files), text_field, on_bad_text)
+    return Source(path, tuple(files), text_field, on_bad_text, bad_records)
 
 
 def content_digest(file: SourceFile) -> str:

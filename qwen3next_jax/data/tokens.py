@@ -15,7 +15,7 @@ import tokenizers
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
+from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -34,11 +34,13 @@ class Tokenizer(Protocol):
       token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
       libraries: versions of the libraries that decide the ids of a text.
+      parse_tokens: the added tokens that documents may write out.
       reads_text: whether the ids mean text; those of a synthetic task do not.
     """
 
     reads_text: bool
     libraries: Mapping[str, str]
+    parse_tokens: tuple[str, ...]
     vocab_size: int
     eos_id: int
     token_bytes: np.ndarray
@@ -50,8 +52,8 @@ class Tokenizer(Protocol):
         """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 ids of each text, with `eos_id` at its end. A special token that is written out
-        is encoded as ordinary text.
+        """int32 ids of each text, with `eos_id` at its end. An added token that is written out
+        is encoded as ordinary text, unless it is one of `parse_tokens`.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -61,19 +63,26 @@ class Tokenizer(Protocol):
         """Writes `tokenizer.json` and `tokenizer_config.json` in the Hugging Face format."""
 
 
-def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(
+    spec: str, vocab_size: int | None = None, parse_tokens: Sequence[str] = ()
+) -> Tokenizer:
     """The tokenizer named by `spec`.
 
     Args:
       spec: "bytes" or "", the path of a Hugging Face `tokenizer.json`, or a directory that holds
         one (local or gs://).
       vocab_size: the model's, if known.
+      parse_tokens: added tokens of it that documents may write out (`data.parse_tokens`).
 
     Raises:
-      UserError: no such file, not a tokenizer, no end-of-document token, or more ids than
-      `vocab_size`.
+      UserError: no such file, not a tokenizer, no end-of-document token, more ids than
+      `vocab_size`, or no such added token.
     """
-    tokenizer = ByteTokenizer() if spec in ("", "bytes") else HuggingFaceTokenizer(spec)
+    if spec in ("", "bytes"):
+        require(not parse_tokens, "data.parse_tokens: the tokenizer 'bytes' has no such tokens")
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        tokenizer = HuggingFaceTokenizer(spec, parse_tokens)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only "
@@ -97,6 +106,7 @@ class ByteTokenizer:
 
     reads_text = True
     libraries: Mapping[str, str] = {}
+    parse_tokens: tuple[str, ...] = ()
     vocab_size = 257
     eos_id = 256
     token_bytes = np.array([1] * 256 + [0], np.int32)
@@ -136,7 +146,7 @@ class HuggingFaceTokenizer:
     reads_text = True
     libraries: Mapping[str, str] = {"tokenizers": tokenizers.__version__}
 
-    def __init__(self, spec: str):
+    def __init__(self, spec: str, parse_tokens: Sequence[str] = ()):
         path = epath.Path(spec)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
@@ -164,6 +174,14 @@ class HuggingFaceTokenizer:
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
         self._json = self._tokenizer.to_str()
         self.fingerprint = _fingerprint(self._json, self.eos_id)
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        for token in parse_tokens:
+            require(
+                token in added and token != self._eos_token,
+                f"data.parse_tokens: {token!r} is not an added token of {path}, or ends documents"
+                f"{did_you_mean(token, added)}",
+            )
+        self.parse_tokens = tuple(parse_tokens)
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -186,10 +204,15 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, but it encodes written-out special tokens as ordinary text."""
-        literal = tokenizers.Tokenizer.from_str(self._json)
-        literal.encode_special_tokens = True
-        return literal
+        """The same tokenizer, but it knows no added tokens other than `parse_tokens`, so that it
+        encodes those that a text writes out as ordinary text.
+        """
+        content = json.loads(self._json)
+        content["added_tokens"] = [
+            token for token in content["added_tokens"] if token["content"] in self.parse_tokens
+        ]
+        content["post_processor"] = None  # it may name an added token, and adds nothing here
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)

@@ -12,6 +12,7 @@ a table with one `DOCUMENT` for each document.
 import array
 import dataclasses
 import hashlib
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data import readers
-from qwen3next_jax.data.readers import BadText, Part, Record
+from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
@@ -49,7 +50,8 @@ class Job:
     file: SourceFile
     part: Part
     text_field: str
-    on_bad_text: str
+    on_bad_text: str = "stop"
+    bad_records: str = "stop"
     digest: str = ""
 
     @property
@@ -74,8 +76,9 @@ class Unit:
     records: int  # lines or rows of the part, empty ones included
     smallest: tuple[int, int]  # (hash, index) of the document with the smallest hash
     largest_hash: int
-    bad_text: int  # documents that are not UTF-8
-    bad_text_first: tuple[str, ...]  # where the first five of them are
+    empty: int  # empty documents
+    bad: dict[str, int]  # kind of fault → records with it, see readers.BadRecords
+    bad_first: tuple[tuple[int, str], ...]  # (record, kind of fault) of the first five
     content: str  # SHA-256 of the file with the tokens
 
     @property
@@ -97,8 +100,10 @@ def unit_key(job: Job, tokenizer: Tokenizer) -> str:
         "kind": kind,
         "text_field": job.text_field if kind != "text" else "",
         "on_bad_text": job.on_bad_text,
+        "bad_records": job.bad_records,
         "tokenizer": tokenizer.fingerprint,
-        "libraries": tokenizer.libraries,
+        "parse_tokens": sorted(tokenizer.parse_tokens),
+        "libraries": {**tokenizer.libraries, "unicodedata": unicodedata.unidata_version},
     }
     return digests.sha256_json(parts)[:32]
 
@@ -124,7 +129,7 @@ def find_unit(store: Store, key: str) -> Unit | None:
             "delete it to have it prepared again"
         )
     content["smallest"] = tuple(content["smallest"])
-    content["bad_text_first"] = tuple(content["bad_text_first"])
+    content["bad_first"] = tuple((number, kind) for number, kind in content["bad_first"])
     return Unit(**content)
 
 
@@ -148,12 +153,12 @@ def make_unit(
     key = unit_key(job, tokenizer)
     if unit := find_unit(store, key):
         return job.digest, unit
-    bad = BadText(job.on_bad_text)
+    bad = BadRecords(job.on_bad_text, job.bad_records)
     # uint16 halves the files for vocabularies that fit.
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     ends, hashes, sizes, numbers = (array.array("Q") for _ in range(4))
     content = hashlib.sha256()
-    count = records = 0
+    count = records = empty = 0
     with store.new_file(_name(key, "tokens")) as path:
         with path.open("wb") as file:
 
@@ -163,14 +168,14 @@ def make_unit(
 
             for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
                 records = batch[-1].number + 1
+                empty += sum(record.text == "" for record in batch)
                 documents = [record for record in batch if record.text]
                 encoded = tokenizer.encode_documents([record.text for record in documents])
                 for record, tokens in zip(documents, encoded, strict=True):
-                    text = record.text.encode()
                     count += len(tokens)
                     ends.append(count)
-                    hashes.append(text_hash(text))
-                    sizes.append(len(text))
+                    hashes.append(text_hash(record.text))
+                    sizes.append(len(record.text.encode()))
                     numbers.append(record.number)
                     write(tokens.astype(dtype).tobytes())
                 progress(batch[-1].position)
@@ -193,24 +198,28 @@ def make_unit(
         records=records,
         smallest=(hashes[smallest], smallest) if len(table) else (2**64, 0),
         largest_hash=max(hashes, default=-1),
-        bad_text=bad.count,
-        bad_text_first=tuple(bad.first),
+        empty=empty,
+        bad=dict(bad.counts),
+        bad_first=tuple(bad.first),
         content=content.hexdigest(),
     )
     store.write_record(_name(key, "json"), dataclasses.asdict(unit))
     return job.digest, unit
 
 
-def text_hash(text: bytes) -> int:
-    """64 bits that decide, with `data.heldout_fraction`, whether a document is held out."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+def text_hash(text: str) -> int:
+    """64 bits that decide, with `data.heldout_fraction`, whether a document is held out. Texts
+    that differ in white space or in Unicode composition alone have the same.
+    """
+    normal = " ".join(unicodedata.normalize("NFC", text).split())
+    return int.from_bytes(hashlib.blake2b(normal.encode(), digest_size=8).digest(), "big")
 
 
 def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
     batch, characters = [], 0
     for record in records:
         batch.append(record)
-        characters += len(record.text)
+        characters += len(record.text or "")
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -3,6 +3,8 @@ finished, and the bytes are always the same.
 """
 
 import contextlib
+import dataclasses
+import gzip
 import json
 import os
 import pathlib
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 
 import numpy as np
 import pytest
@@ -20,7 +23,16 @@ import pytest
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data import format_1, preparation, readers, row_groups, rows, store, units
+from qwen3next_jax.data import (
+    format_1,
+    pipeline,
+    preparation,
+    readers,
+    row_groups,
+    rows,
+    store,
+    units,
+)
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
@@ -49,7 +61,7 @@ def texts(tmp_path):
 
 def run(path, prepared_dir, length=64, fraction=0.1, seed=0, **arguments):
     recipe = Recipe(length, fraction, seed)
-    return prepare(resolve(path, "text"), BYTES, recipe, prepared_dir, **arguments)
+    return prepare([resolve(path, "text")], BYTES, recipe, prepared_dir, **arguments)[0]
 
 
 def all_rows(prepared):
@@ -213,7 +225,7 @@ def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
     assert [sorted(together[i]) for i in range(count)] == [
         sorted(t.encode()) for t in TEXTS[:count]
     ]
-    by_hash = [units.text_hash(text.encode()) / 2**64 < fraction for text in TEXTS[:count]]
+    by_hash = [units.text_hash(text) / 2**64 < fraction for text in TEXTS[:count]]
     in_all = statistics[TRAIN].documents + statistics[HELDOUT].documents
     if any(by_hash) and count > 1:
         assert in_all == count  # none is cut
@@ -232,17 +244,122 @@ def test_a_single_document_gives_its_share_and_one_character_is_too_little(tmp_p
         run(f"{tmp_path}/book.txt", tmp_path / "p")
 
 
-def test_equal_texts_land_on_the_same_side(texts, tmp_path):
-    write_jsonl(tmp_path / "texts" / "e.jsonl", TEXTS)  # every text a second time
-    prepared = run(texts, tmp_path / "p", length=4096)
-    sides = {}
-    for side, reader in prepared.rows.items():
-        for row in (reader[i] for i in range(len(reader))):
-            for segment in range(1, len(row.origins) + 1):
-                piece = tuple(row.tokens[row.segment_ids == segment].tolist())
-                sides.setdefault(piece, []).append(side)
-    twice = [found for found in sides.values() if len(found) == 2]
-    assert len(twice) > 100 and all(one == other for one, other in twice)
+def test_variants_of_a_document_land_on_the_same_side_of_all_globs(texts, tmp_path):
+    """The same text, with other white space, or decomposed: in another glob."""
+    for name, change in {
+        "same": lambda text: text,
+        "spaces": lambda text: "\r\n " + text.replace(" ", "\t\n"),
+        "decomposed": lambda text: unicodedata.normalize("NFD", text),
+    }.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", [change(text) for text in TEXTS])
+    globs = [texts, *(f"{tmp_path}/{name}.jsonl" for name in ("same", "spaces", "decomposed"))]
+    prepared = prepare(
+        [resolve(glob, "text") for glob in globs], BYTES, Recipe(64, 0.3, 0), tmp_path / "p"
+    )
+    heldout = []
+    for one in prepared:
+        reader = one.rows[HELDOUT]
+        origins = {o for i in range(len(reader)) for o in reader[i].origins}
+        heldout.append({35 * file + record for file, record in origins})
+    in_first = set(range(140))  # the files of the first glob lack the last texts
+    assert heldout[0] == heldout[1] & in_first and heldout[1] == heldout[2] == heldout[3]
+    assert 20 < len(heldout[0]) < 70
+    assert sum(TEXTS[i] != unicodedata.normalize("NFD", TEXTS[i]) for i in heldout[0]) > 10
+
+
+def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys):
+    trained = next(t for t in TEXTS if units.text_hash(t) / 2**64 > 0.5)
+    heldout = next(t for t in TEXTS if units.text_hash(t) / 2**64 < 0.1)
+    for name, text in (("trained", trained), ("heldout", heldout)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [text])
+    config = DataConfig(
+        path=f"{texts},{tmp_path}/trained.jsonl,{tmp_path}/heldout.jsonl",
+        prepared_dir=f"{tmp_path}/p",
+        heldout_fraction=0.1,
+    )
+    data = TrainData(config, 64, 4)
+    assert "trained.jsonl: too few documents" in capsys.readouterr().err
+    documents = [
+        [p.statistics[side].documents for side in (TRAIN, HELDOUT)] for p in data._prepared
+    ]
+    assert documents[0][1] > 3 and documents[1:] == [[1, 0], [1, 1]]
+    assert len(list(data.heldout())) == -(-data.heldout_rows // 4)
+
+
+# ---- bad records
+
+
+BAD = {
+    "not UTF-8: left out": b'{"text": "\xff"}',
+    "broken JSON: left out": b'{"text": ',
+    "no such field: left out": b'{"texts": "a"}',
+    "no text: left out": b'{"text": null}',
+    "NUL: left out": b'{"text": "a\\u0000b"}',
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
+    good = [json.dumps({"text": text}).encode() for text in TEXTS[:100]]
+    lines = [*good[:70], BAD[kind], b"", b'{"text": ""}', *good[70:]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(UserError, match="a.jsonl:71: "):
+        run(f"{tmp_path}/a.jsonl", tmp_path / "p")
+    config = DataConfig(
+        path=f"{tmp_path}/a.jsonl", prepared_dir=f"{tmp_path}/p", bad_records="skip"
+    )
+    data = TrainData(config, 64, 4)
+    (facts,) = data.describe()["sources"]
+    assert facts["bad_records"] == {kind: 1} and facts["empty_documents"] == 1
+    assert data.describe()["documents"] == 100 and "1 bad records" in data.describe()["title"]
+    assert f"1 bad records (1 {kind}): a.jsonl:71" in capsys.readouterr().err
+    manifest = json.loads(next((tmp_path / "p").glob("tokens/*/*.json")).read_text())
+    assert manifest["bad_first"] == [[70, kind]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, BAD[kind], BAD[kind]]))
+    with pytest.raises(UserError, match="3 bad records.* more than data.bad_records_limit = 0.01"):
+        TrainData(config, 64, 4)
+
+
+def test_what_stands_before_damaged_compression_is_read(tmp_path):
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-1000])
+    config = DataConfig(path=f"{tmp_path}/a.jsonl.gz", prepared_dir=f"{tmp_path}/p")
+    with pytest.raises(UserError, match="a.jsonl.gz.*damaged gzip"):
+        TrainData(config, 64, 4)
+    data = TrainData(dataclasses.replace(config, bad_records="skip"), 64, 4)
+    (facts,) = data.describe()["sources"]
+    assert facts["bad_records"] == {"damaged compression: left out": 1}
+    assert 50 < facts["documents"] < 150
+
+
+# ---- libraries
+
+
+def test_other_rows_give_another_fingerprint(texts, tmp_path, monkeypatch):
+    """As when numpy, grain or array_record is replaced by a version that gives other rows."""
+    config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
+    before = TrainData(config, 64, 4).fingerprint
+    assert TrainData(config, 64, 4).fingerprint == before
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_shuffle_seed", lambda seed, source: 1)
+        assert TrainData(config, 64, 4).fingerprint != before
+    decode = rows.RowReader._decode
+
+    def shifted(*arguments):
+        row = decode(*arguments)
+        return row._replace(tokens=np.roll(row.tokens, 1))
+
+    monkeypatch.setattr(rows.RowReader, "_decode", shifted)
+    assert TrainData(config, 64, 4).fingerprint != before
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.0, 0.3, 0.2), tuple(range(1, 9)), (1e-4, 1)])
+def test_rows_of_streams_are_those_of_the_mix(weights):
+    mix = pipeline.mix_streams(weights)
+    counts = [0] * len(weights)
+    for row in range(400):
+        assert pipeline.rows_of_streams(weights, row) == counts
+        counts[mix[row][0]] += 1
 
 
 # ---- rows of format 1
@@ -293,7 +410,7 @@ def test_killed_preparations_go_on_and_give_the_same_bytes(texts, tmp_path, monk
         "source = preparation.sources.resolve(sys.argv[1], 'text')\n"
         "def slowly(*a):\n    time.sleep(0.1)\n    return rename(*a)\n"
         "store.pathlib.Path.replace = slowly\n"
-        "preparation.prepare(source, load_tokenizer('bytes'),\n"
+        "preparation.prepare([source], load_tokenizer('bytes'),\n"
         "    preparation.Recipe(64, 0.1, 0), sys.argv[2], workers=int(sys.argv[3]))\n"
     )
     made = lambda: len(list((tmp_path / "p").glob("tokens/*/*.json")))
@@ -350,7 +467,7 @@ def test_a_dead_worker_is_named_and_what_is_finished_stays(texts, tmp_path, monk
 
     source = resolve(texts, "text")
     with pytest.raises(UserError, match="worker .* ended with exit code 9.*fewer workers"):
-        prepare(source, Fatal(), Recipe(64, 0.1, 0), tmp_path / "q", workers=2)
+        prepare([source], Fatal(), Recipe(64, 0.1, 0), tmp_path / "q", workers=2)
 
 
 def test_damaged_units_are_named(texts, tmp_path):
@@ -393,7 +510,7 @@ def test_a_full_disk_and_a_file_that_changes_leave_nothing(texts, tmp_path, monk
             "read_part",
             lambda file, *rest: file.path.write_text("{}") and iter(()),
         )
-        prepare(source, BYTES, Recipe(64, 0.1, 0), tmp_path / "p")
+        prepare([source], BYTES, Recipe(64, 0.1, 0), tmp_path / "p")
     assert files(tmp_path / "p") == {}
 
 
@@ -423,6 +540,7 @@ def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):
     prepared = run(texts, tmp_path / "p")
     reader = prepared.rows[TRAIN]
     assert len(list(prepared.directory.glob("train-*"))) > 50
+    rows._open.clear()
     descriptors = lambda: len(list(pathlib.Path("/proc/self/fd").iterdir()))
     before = descriptors()
     seen = [tuple(reader[i].tokens.tolist()) for i in range(len(reader))]

@@ -265,7 +265,7 @@ def changing_sources(lab: Lab, _: int) -> list[Trial]:
             with _small_batches():
                 trials.append(
                     _refused(
-                        lambda: preparation.prepare(source, tokenizer, recipe, folder / "rows"),
+                        lambda: preparation.prepare([source], tokenizer, recipe, folder / "rows"),
                         "changed while it was being prepared",
                         f"{name} {kind}",
                     )
