@@ -198,7 +198,7 @@ def tokenize(
         )
     found: dict[int, Unit] = {}
     for number, job in enumerate(jobs):
-        if job.digest and (unit := units.find_unit(store, units.unit_key(job, tokenizer))):
+        if job.digest and (unit := units.find_unit_of(store, job, tokenizer)):
             found[number] = unit
     todo = [n for n in range(len(jobs)) if n not in found and n % share.of == share.rank]
     todo.sort(key=lambda n: -jobs[n].size)  # the largest first, so that the workers end together

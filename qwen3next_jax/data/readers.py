@@ -348,6 +348,7 @@ def _read_jsonl(file: SourceFile, part: Part, text_field: str, bad: BadRecords) 
                 if text is not None:
                     text = _json_text(text.removeprefix("\ufeff"), text_field, bad, where)
                 offset += len(line)
+                del line  # a record may be as large as the memory allows
                 position = raw.tell() if stream is not raw else offset
                 yield Record(number, text, min(position, part.stop) - part.start)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

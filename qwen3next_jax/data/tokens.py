@@ -5,10 +5,11 @@ same attributes, so that preparation, evaluation (bits per byte), generation and
 know which one they hold.
 """
 
+import copy
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
@@ -16,12 +17,16 @@ from etils import epath
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
+from qwen3next_jax.data import fast_bpe
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
 # Longer documents are tokenized in parts cut at line ends: the library encodes a text on
 # one core and needs about a hundred bytes of memory per byte of it.
 _LONGEST_TEXT = 1 << 17
+_ENCODED_AT_ONCE = 1 << 20  # characters
+# Of these parts of a batch, so much is encoded by both libraries.
+_COMPARED_EVERY, _COMPARED_CHARACTERS = 256, 1 << 12
 _LARGEST_GAP = 1 << 20  # unused ids that a vocabulary may have; a damaged one could cost gigabytes
 
 
@@ -35,12 +40,15 @@ class Tokenizer(Protocol):
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
       libraries: versions of the libraries that decide the ids of a text.
       parse_tokens: the added tokens that documents may write out.
+      fallback: the same tokenizer by a slower library, for texts to which the faster one gives
+        other ids (`fast_bpe.Differs`); None where there is one library.
       reads_text: whether the ids mean text; those of a synthetic task do not.
     """
 
     reads_text: bool
     libraries: Mapping[str, str]
     parse_tokens: tuple[str, ...]
+    fallback: "Tokenizer | None"
     vocab_size: int
     eos_id: int
     token_bytes: np.ndarray
@@ -54,6 +62,9 @@ class Tokenizer(Protocol):
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids of each text, with `eos_id` at its end. An added token that is written out
         is encoded as ordinary text, unless it is one of `parse_tokens`.
+
+        Raises:
+          fast_bpe.Differs: use `fallback`.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -107,6 +118,7 @@ class ByteTokenizer:
     reads_text = True
     libraries: Mapping[str, str] = {}
     parse_tokens: tuple[str, ...] = ()
+    fallback = None
     vocab_size = 257
     eos_id = 256
     token_bytes = np.array([1] * 256 + [0], np.int32)
@@ -117,10 +129,13 @@ class ByteTokenizer:
         return np.concatenate(documents)[:-1]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [
-            np.append(np.frombuffer(text.encode("utf-8"), np.uint8), np.int32(self.eos_id))
-            for text in texts
-        ]
+        documents = []
+        for text in texts:
+            data = text.encode("utf-8")
+            ids = np.full(len(data) + 1, self.eos_id, np.int32)
+            ids[:-1] = np.frombuffer(data, np.uint8)
+            documents.append(ids)
+        return documents
 
     def decode(self, ids: Iterable[int]) -> str:
         invalid = b"\xff"  # in no UTF-8 text
@@ -137,14 +152,14 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the `tokenizers` library.
+    """A `tokenizer.json`, read by the `tokenizers` library. Documents are encoded by tiktoken
+    where that can be (`fast_bpe`).
 
     The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory,
     else the first of the common ones (`_COMMON_EOS`) in the vocabulary.
     """
 
     reads_text = True
-    libraries: Mapping[str, str] = {"tokenizers": tokenizers.__version__}
 
     def __init__(self, spec: str, parse_tokens: Sequence[str] = ()):
         path = epath.Path(spec)
@@ -182,6 +197,31 @@ class HuggingFaceTokenizer:
                 f"{did_you_mean(token, added)}",
             )
         self.parse_tokens = tuple(parse_tokens)
+        self._may_be_fast = not parse_tokens
+
+    @functools.cached_property
+    def _fast(self) -> Any:
+        """A tiktoken.Encoding; None where documents are encoded by `tokenizers`."""
+        if not self._may_be_fast:
+            return None
+        bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        return fast_bpe.encoding(json.loads(self._json), bytes_of)
+
+    @property
+    def libraries(self) -> Mapping[str, str]:
+        name = "tokenizers" if self._fast is None else "tiktoken"
+        return {name: tokenizers.__version__ if self._fast is None else fast_bpe.version()}
+
+    @property
+    def fallback(self) -> "HuggingFaceTokenizer | None":
+        if self._fast is None:
+            return None
+        slow = copy.copy(self)  # without _fast, see __getstate__
+        slow._may_be_fast = False
+        return slow
+
+    def __getstate__(self) -> dict[str, Any]:  # an Encoding is made anew where it is unpickled
+        return {key: value for key, value in self.__dict__.items() if key != "_fast"}
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -220,14 +260,39 @@ class HuggingFaceTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts = [_cut_at_lines(text) for text in texts]
         flat_parts = [part for parts_of_text in parts for part in parts_of_text]
-        encodings = iter(self._literal.encode_batch_fast(flat_parts, add_special_tokens=False))
-        documents = []
-        for parts_of_text in parts:
-            ids = []
-            for _ in parts_of_text:
-                ids += next(encodings).ids
-            documents.append(np.array([*ids, self.eos_id], np.int32))
-        return documents
+        if self._fast is not None:
+            self._compare([part[:_COMPARED_CHARACTERS] for part in flat_parts[::_COMPARED_EVERY]])
+        encoded = self._encode_fast(flat_parts) if self._fast else self._encode_slowly(flat_parts)
+        end = np.array([self.eos_id], np.int32)
+        return [
+            np.concatenate([*(next(encoded) for _ in parts_of_text), end])
+            for parts_of_text in parts
+        ]
+
+    def _compare(self, texts: Sequence[str]) -> None:
+        """Raises fast_bpe.Differs if tiktoken gives one of the texts other ids."""
+        both = zip(self._encode_fast(texts), self._encode_slowly(texts), strict=True)
+        if not all(np.array_equal(fast, slow) for fast, slow in both):
+            raise fast_bpe.Differs
+
+    def _encode_fast(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        normalizer = self._literal.normalizer
+        # NFC leaves ASCII as it is, and the library takes 20 ns a byte to find that out.
+        keeps_ascii = isinstance(normalizer, tokenizers.normalizers.NFC)
+        for text in texts:
+            if normalizer is not None and not (keeps_ascii and text.isascii()):
+                text = normalizer.normalize_str(text)
+            yield np.array(self._fast.encode_ordinary(text), np.int32)
+
+    def _encode_slowly(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        start = characters = 0
+        for stop, text in enumerate(texts, start=1):
+            characters += len(text)
+            if characters >= _ENCODED_AT_ONCE or stop == len(texts):
+                batch = texts[start:stop]
+                for encoding in self._literal.encode_batch_fast(batch, add_special_tokens=False):
+                    yield np.array(encoding.ids, np.int32)
+                start, characters = stop, 0
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

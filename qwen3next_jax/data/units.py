@@ -12,6 +12,7 @@ a table with one `DOCUMENT` for each document.
 import array
 import dataclasses
 import hashlib
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import readers
+from qwen3next_jax.data import fast_bpe, readers
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
@@ -28,6 +29,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 
 _FORMAT = 2  # raise it when the same text no longer gives the same unit
 _BATCH_CHARACTERS = 1 << 20  # tokenized at once
+_WRITTEN_AT_ONCE = 1 << 20  # tokens of a document
 
 DOCUMENT = np.dtype(
     [
@@ -133,6 +135,14 @@ def find_unit(store: Store, key: str) -> Unit | None:
     return Unit(**content)
 
 
+def find_unit_of(store: Store, job: Job, tokenizer: Tokenizer) -> Unit | None:
+    """The unit that `job`, whose digest is known, gives; None if nobody has finished it."""
+    unit = find_unit(store, unit_key(job, tokenizer))
+    if unit is None and tokenizer.fallback:
+        unit = find_unit(store, unit_key(job, tokenizer.fallback))
+    return unit
+
+
 def make_unit(
     job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[str, Unit]:
@@ -150,9 +160,19 @@ def make_unit(
     if not job.digest:
         digest = readers.part_digest(job.file, job.part, job.text_field)
         job = dataclasses.replace(job, digest=digest)
-    key = unit_key(job, tokenizer)
-    if unit := find_unit(store, key):
+    if unit := find_unit_of(store, job, tokenizer):
         return job.digest, unit
+    try:
+        return job.digest, _make_unit(job, tokenizer, store, progress)
+    except fast_bpe.Differs:
+        assert tokenizer.fallback
+        return job.digest, _make_unit(job, tokenizer.fallback, store, progress)
+
+
+def _make_unit(
+    job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None]
+) -> Unit:
+    key = unit_key(job, tokenizer)
     bad = BadRecords(job.on_bad_text, job.bad_records)
     # uint16 halves the files for vocabularies that fit.
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -177,7 +197,9 @@ def make_unit(
                     hashes.append(text_hash(record.text))
                     sizes.append(len(record.text.encode()))
                     numbers.append(record.number)
-                    write(tokens.astype(dtype).tobytes())
+                    for start in range(0, len(tokens), _WRITTEN_AT_ONCE):
+                        some = tokens[start : start + _WRITTEN_AT_ONCE]
+                        write(some.astype(dtype).tobytes())
                 progress(batch[-1].position)
             table = np.zeros(len(ends), DOCUMENT)
             for field, values in zip(DOCUMENT.names, (ends, hashes, sizes, numbers), strict=True):
@@ -204,15 +226,36 @@ def make_unit(
         content=content.hexdigest(),
     )
     store.write_record(_name(key, "json"), dataclasses.asdict(unit))
-    return job.digest, unit
+    return unit
 
 
 def text_hash(text: str) -> int:
     """64 bits that decide, with `data.heldout_fraction`, whether a document is held out. Texts
     that differ in white space or in Unicode composition alone have the same.
     """
-    normal = " ".join(unicodedata.normalize("NFC", text).split())
-    return int.from_bytes(hashlib.blake2b(normal.encode(), digest_size=8).digest(), "big")
+    digest = hashlib.blake2b(digest_size=8)
+    is_first = True
+    for piece in _cut_at_spaces(text):
+        words = " ".join(unicodedata.normalize("NFC", piece).split())
+        if words:
+            digest.update(words.encode() if is_first else b" " + words.encode())
+            is_first = False
+    return int.from_bytes(digest.digest(), "big")
+
+
+_SPACE = re.compile(r"\s")
+
+
+def _cut_at_spaces(text: str) -> Iterator[str]:
+    """A long text in pieces that begin with white space, where Unicode composes nothing."""
+    start = 0
+    while len(text) - start > _BATCH_CHARACTERS:
+        space = _SPACE.search(text, start + _BATCH_CHARACTERS // 2)
+        if space is None:
+            break
+        yield text[start : space.start()]
+        start = space.start()
+    yield text[start:]
 
 
 def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:

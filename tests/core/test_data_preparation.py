@@ -19,11 +19,13 @@ import unicodedata
 
 import numpy as np
 import pytest
+import tokenizers
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import (
+    fast_bpe,
     format_1,
     pipeline,
     preparation,
@@ -625,3 +627,41 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
     assert seen[-1][1] == seen[-1][2] and "rows of 64" in seen[-1][0]
     assert tokenize(source, BYTES, Store(tmp_path / "p")).digest
     assert format_1.find(source, BYTES, Recipe(64, 0.1, 0), Store(tmp_path / "p")) is None
+
+
+# ---- two libraries that tokenize
+
+
+def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(texts, tmp_path, monkeypatch):
+    pytest.importorskip("tiktoken")
+    small = tokenizers.Tokenizer(tokenizers.models.BPE())
+    small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    small.train_from_iterator(TEXTS, trainer)
+    small.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert "tiktoken" in tokenizer.libraries
+    source, recipe = resolve(texts, "text"), Recipe(64, 0.1, 0)
+    (fast,) = prepare([source], tokenizer, recipe, tmp_path / "p")
+    (slow,) = prepare([source], tokenizer.fallback, recipe, tmp_path / "q")
+    assert fast.fingerprint == slow.fingerprint
+    compare, calls = type(tokenizer)._compare, []
+
+    def differs_in_the_second_file(self, texts):
+        calls.append(texts)
+        if len(calls) == 2:
+            raise fast_bpe.Differs
+        compare(self, texts)
+
+    monkeypatch.setattr(type(tokenizer), "_compare", differs_in_the_second_file)
+    (mixed,) = prepare([source], tokenizer, recipe, tmp_path / "r")
+    assert mixed.fingerprint == fast.fingerprint and len(calls) == 4
+    prepare([source], tokenizer, recipe, tmp_path / "r")
+    assert len(calls) == 4
+    keys = [{p.name for p in (tmp_path / f).glob("tokens/*/*.json")} for f in ("p", "r")]
+    assert len(keys[0] & keys[1]) == 3 and len(keys[1]) == 4
