@@ -48,12 +48,14 @@ class DataConfig:
     # tasks from data.seed (config/registry.py lists them)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
-    # comma-separated globs, local or gs://, of text files (.txt, .md, .py, …), .jsonl and .parquet
-    # files, or of folders of these; "" reads the source of Python's standard library
+    # comma-separated globs, local or gs://, of text files (.txt, .md, .py, …), .jsonl, .json,
+    # .parquet and .arrow files, of files of tokens (docs/data.md), or of folders of text; ""
+    # reads the source of Python's standard library
     path: str = ""
     # share of the rows that comes from each glob of data.path; (): in proportion to their sizes
     weights: tuple[float, ...] = ()
-    # the field of .jsonl records, and the column of .parquet files, that holds the text
+    # the field of JSON records, and the column of .parquet and .arrow files, that holds the text;
+    # one for all globs of data.path, or a comma-separated one for each
     text_field: str = "text"
     # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
     # wrong byte by U+FFFD
@@ -117,6 +119,18 @@ class DataConfig:
             f"data.weights has {len(self.weights)} numbers for {globs} globs in data.path: "
             "expected one number for each",
         )
+        require(
+            len(self.text_fields) == max(globs, 1),
+            f"data.text_field = {self.text_field!r} names {len(self.text_fields)} fields for "
+            f"{globs} globs in data.path: expected one for all, or one each",
+        )
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """`text_field` of each glob."""
+        fields = tuple(field.strip() for field in self.text_field.split(","))
+        globs = max(len(self.globs), 1)
+        return fields if len(fields) > 1 else fields * globs
 
     @property
     def globs(self) -> tuple[str, ...]:

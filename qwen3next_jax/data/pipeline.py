@@ -325,7 +325,7 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
             Source(
                 glob,
                 (),
-                config.text_field,
+                field,
                 config.on_bad_text,
                 config.bad_records,
                 config.bad_records_limit,
@@ -333,7 +333,7 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
             tokenizer,
             config.prepared_dir,
         )
-        for glob in config.globs or ("",)
+        for glob, field in zip(config.globs or ("",), config.text_fields, strict=True)
     ]
 
 

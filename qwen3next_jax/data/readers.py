@@ -1,4 +1,4 @@
-"""Reads documents out of files: text, JSON lines and Parquet.
+"""Reads documents out of files: text, JSON, Parquet and Arrow.
 
 `parts` cuts a file into the parts that are tokenized as one unit each; `read_part` streams the
 documents of a part. Every mistake that a file can hold (not UTF-8, JSON without the field, …) is
@@ -9,17 +9,23 @@ import collections
 import contextlib
 import dataclasses
 import gzip
+import io
+import json
 import os
+import pathlib
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, error_message, warn
+from qwen3next_jax.data import token_files
 from qwen3next_jax.data.sources import Source, SourceFile, content_digest, is_remote
 
 # Larger files are tokenized in several parts: as many can work at once, and a kill costs one.
@@ -105,7 +111,7 @@ def parts(file: SourceFile) -> list[Part]:
     if file.size <= _PART_BYTES:
         return [Part(0, file.size)]
     with _readable(file.path):
-        if name.endswith(".jsonl"):
+        if name.endswith((".jsonl", ".ndjson")):
             return _parts_at_line_ends(file)
         if name.endswith(".parquet"):
             return _parts_of_row_groups(file)
@@ -139,7 +145,8 @@ def _parts_of_row_groups(file: SourceFile) -> list[Part]:
 def kind(file: SourceFile) -> str:
     """The name of the reader that reads a file, by its ending."""
     name = file.path.name.lower()
-    return next((kind for kind in _READERS if name.endswith(f".{kind}")), "text")
+    tokens = token_files.kind(name)
+    return tokens or next((kind for kind in _READERS if name.endswith(f".{kind}")), "text")
 
 
 def is_whole(file: SourceFile, part: Part) -> bool:
@@ -152,6 +159,9 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
     """
     if is_whole(file, part) or is_remote(os.fspath(file.path)):
         whole = content_digest(file)
+        other = token_files.companion(pathlib.Path(file.path))
+        if other and other.exists():
+            whole = digests.sha256(f"{whole} {digests.sha256_file(other)}")
         return whole if is_whole(file, part) else digests.sha256(f"{whole} {list(part)}")
     with as_user_error(f"{file.path}: cannot be read", OSError):
         if kind(file) != "parquet":
@@ -275,7 +285,7 @@ class _Place:
         if kind(self.file) == "text":
             return str(self.file.path)
         number = _records_before(self.file, self.part) + self.number + 1
-        if kind(self.file) == "parquet":
+        if kind(self.file) in ("parquet", "arrow"):
             return f"{self.file.path}: row {number} of column {self.field!r}"
         where = f"{self.file.path}:{number}"
         return f"{where}: field {self.field!r}" if self.field else where
@@ -287,6 +297,8 @@ def _records_before(file: SourceFile, part: Part) -> int:
         if kind(file) == "parquet":
             metadata = pyarrow.parquet.ParquetFile(stream).metadata
             return sum(metadata.row_group(i).num_rows for i in range(part.start))
+        if not part.start:
+            return 0
         count = 0
         while stream.tell() < part.start:
             count += stream.read(min(1 << 20, part.start - stream.tell())).count(b"\n")
@@ -333,15 +345,17 @@ def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -
     yield Record(0, text, file.size)
 
 
-def _read_jsonl(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+def _read_json_lines(
+    file: SourceFile, part: Part, text_field: str, bad: BadRecords
+) -> Iterator[Record]:
     with file.path.open("rb") as raw:
-        stream: BinaryIO = gzip.open(raw) if kind(file) == "jsonl.gz" else raw
         raw.seek(part.start)
+        stream, is_compressed = _decompressed(raw, file)
         offset = part.start
         number = -1
         try:
             for number, line in enumerate(stream):
-                if stream is raw and offset >= part.stop:
+                if not is_compressed and offset >= part.stop:
                     return
                 where = _Place(file, part, number)
                 text = _decoded(line, bad, where, offset)
@@ -349,11 +363,78 @@ def _read_jsonl(file: SourceFile, part: Part, text_field: str, bad: BadRecords) 
                     text = _json_text(text.removeprefix("\ufeff"), text_field, bad, where)
                 offset += len(line)
                 del line  # a record may be as large as the memory allows
-                position = raw.tell() if stream is not raw else offset
+                position = raw.tell() if is_compressed else offset
                 yield Record(number, text, min(position, part.stop) - part.start)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            what = f"damaged gzip file ({error_message(error)})"
+        except _DECOMPRESSION_ERRORS as error:
+            if not is_compressed:
+                raise
+            what = f"damaged {_ending(file)} file ({error_message(error)})"
             bad.leave_out(number + 1, _Place(file, part, number + 1), "damaged compression", what)
+
+
+_DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)  # OSError: of gzip and of pyarrow
+
+
+def _decompressed(raw: Any, file: SourceFile) -> tuple[Any, bool]:
+    """A stream of lines, and whether `raw` is compressed."""
+    ending = _ending(file)
+    if ending == "gzip":
+        return gzip.open(raw), True
+    if ending == "zstd":
+        return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), 1 << 20), True
+    return raw, False
+
+
+def _ending(file: SourceFile) -> str:
+    name = file.path.name.lower()
+    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else ""
+
+
+def _read_json(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+    """Lines, or one array of records."""
+    with file.path.open("rb") as raw:
+        stream, is_compressed = _decompressed(raw, file)
+        try:
+            first = stream.read(1 << 12)
+            if first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+                yield from _read_array(file, part, first + stream.read(), text_field, bad)
+                return
+        except _DECOMPRESSION_ERRORS as error:
+            if not is_compressed:
+                raise
+            what = f"damaged {_ending(file)} file ({error_message(error)})"
+            bad.leave_out(0, _Place(file, part, 0), "damaged compression", what)
+            return
+    yield from _read_json_lines(file, part, text_field, bad)
+
+
+def _read_array(
+    file: SourceFile, part: Part, data: bytes, text_field: str, bad: BadRecords
+) -> Iterator[Record]:
+    where = _Place(file, part, 0)
+    content = _decoded(data, bad, where)
+    del data
+    if content is None:
+        return
+    decode = json.JSONDecoder().raw_decode
+    number, position = 0, content.index("[") + 1
+    while (found := _NEXT_ELEMENT.match(content, position)) and found[1] != "]":
+        where = _Place(file, part, number)
+        try:
+            _, end = decode(content, found.start(1))
+        except (ValueError, RecursionError) as error:
+            what = f"not JSON from element {number + 1} of the array on ({error})"
+            bad.leave_out(number, where, "broken JSON", what)
+            return
+        text = _json_text(content[found.start(1) : end], text_field, bad, where)
+        number, position = number + 1, end
+        yield Record(number - 1, text, file.size * end // len(content))
+    if not found:
+        what = f"not JSON: the array breaks off after element {number}"
+        bad.leave_out(number, _Place(file, part, number), "broken JSON", what)
+
+
+_NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
 
 
 def _json_text(line: str, field: str, bad: BadRecords, where: _Place) -> str | None:
@@ -388,17 +469,51 @@ def _read_parquet(
         count = max(sum(rows[group] for group in groups), 1)
         size = file.size * count // max(sum(rows), 1)
         number = 0
-        for batch in table.iter_batches(
-            batch_size=256, row_groups=list(groups), columns=[text_field]
-        ):
-            for value in batch.column(0):
-                where = _Place(file, part, number, text_field)
-                data = value.as_buffer()
-                text = None if data is None else _decoded(data.to_pybytes(), bad, where)
-                if data is None or text is not None:
-                    text = _checked(text, bad, where)
+        batches = table.iter_batches(batch_size=256, row_groups=list(groups), columns=[text_field])
+        for batch in batches:
+            for text in _texts(file, part, number, batch.column(0), text_field, bad):
                 number += 1
                 yield Record(number - 1, text, size * number // count)
+
+
+def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+    """A file of Arrow's IPC format, as `datasets` writes it (a stream), or with a footer."""
+    with (
+        file.path.open("rb") as stream,
+        as_user_error(f"{file.path}: not a readable Arrow file", pyarrow.ArrowException, OSError),
+    ):
+        has_footer = stream.read(6) == b"ARROW1"
+        stream.seek(0)
+        table = pyarrow.ipc.open_file(stream) if has_footer else pyarrow.ipc.open_stream(stream)
+        _check_column(file, table.schema, text_field)
+        batches = (
+            (table.get_batch(i) for i in range(table.num_record_batches)) if has_footer else table
+        )
+        number = 0
+        for batch in batches:
+            for text in _texts(file, part, number, batch.column(text_field), text_field, bad):
+                number += 1
+                yield Record(number - 1, text, min(stream.tell(), file.size))
+
+
+def _texts(
+    file: SourceFile,
+    part: Part,
+    number: int,
+    column: pyarrow.Array,
+    text_field: str,
+    bad: BadRecords,
+) -> Iterator[str | None]:
+    """The texts of a column whose first row is record `number` of the part."""
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pyarrow.types.is_string_view(column.type):
+        column = column.cast(pyarrow.large_string())
+    for i, value in enumerate(column):
+        where = _Place(file, part, number + i, text_field)
+        data = value.as_buffer()
+        text = None if data is None else _decoded(data.to_pybytes(), bad, where)
+        yield text if data is not None and text is None else _checked(text, bad, where)
 
 
 def _check_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> None:
@@ -413,14 +528,17 @@ def _check_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> 
             f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field"
         )
     type_ = schema.field(text_field).type
-    if not (pyarrow.types.is_string(type_) or pyarrow.types.is_large_string(type_)):
+    value = type_.value_type if pyarrow.types.is_dictionary(type_) else type_
+    if value not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise UserError(f"{file.path}: column {text_field!r} is of type {type_}: expected string")
 
 
 _Reader = Callable[[SourceFile, Part, str, BadRecords], Iterator[Record]]
 # The ending of a file's name → its reader. A file with any other ending is one document of text.
 _READERS: dict[str, _Reader] = {
-    "jsonl": _read_jsonl,
-    "jsonl.gz": _read_jsonl,
+    **{f"jsonl{packed}": _read_json_lines for packed in ("", ".gz", ".zst")},
+    **{f"ndjson{packed}": _read_json_lines for packed in ("", ".gz", ".zst")},
+    **{f"json{packed}": _read_json for packed in ("", ".gz", ".zst")},
     "parquet": _read_parquet,
+    "arrow": _read_arrow,
 }

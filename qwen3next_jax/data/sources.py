@@ -3,6 +3,7 @@
 A `Source` is one glob and the sorted files it matches; `readers` reads their documents.
 """
 
+import collections
 import dataclasses
 import functools
 import glob as local_glob
@@ -10,12 +11,12 @@ import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from etils import epath
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, did_you_mean, as_user_error
+from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, warn
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -49,9 +50,9 @@ _WILDCARD = re.compile(r"[*?\[]")
 TEXT_SUFFIXES = (
     ".txt",
     ".md",
-    ".jsonl",
-    ".jsonl.gz",
+    *(f".{kind}{packed}" for kind in ("jsonl", "ndjson", "json") for packed in ("", ".gz", ".zst")),
     ".parquet",
+    ".arrow",
     ".py",
     ".rst",
     ".tex",
@@ -129,8 +130,11 @@ def resolve(
         return Source(
             STANDARD_LIBRARY, _standard_library_files(), text_field, on_bad_text, bad_records
         )
+    found = _remote_files(path) if is_remote(path) else _local_files(path)
+    labels = {file.label for file in found}
     files = sorted(
-        _remote_files(path) if is_remote(path) else _local_files(path), key=lambda file: file.label
+        (file for file in found if not _is_companion(file.label, labels)),
+        key=lambda file: file.label,
     )
     if not files:
         raise NothingFound(f"data.path {path!r} matches no file{_nearest_hint(path)}")
@@ -150,6 +154,13 @@ def content_digest(file: SourceFile) -> str:
 # ---- finding files
 
 
+def _is_companion(name: str, names: set[str]) -> bool:
+    """Whether the file is read together with another one of `names`."""
+    stem = name.removesuffix(".bin")
+    datatrove = any(name.endswith(f".ds.{part}") for part in ("index", "metadata", "loss"))
+    return datatrove or name.endswith(".bin") and f"{stem}.idx" in names
+
+
 def is_remote(path: str) -> bool:
     return "://" in path
 
@@ -167,13 +178,31 @@ def _local_files(path: str) -> list[SourceFile]:
         if not (files := [file for file in every if file.label.lower().endswith(TEXT_SUFFIXES)]):
             raise UserError(
                 f"data.path {path!r}: a folder without text files: expected names that end in "
-                f"{', '.join(TEXT_SUFFIXES[:6])}, …; a pattern takes any, such as "
+                f".txt, .md, .jsonl, .json, .parquet, .arrow, …; a pattern takes any, such as "
                 f"{path.rstrip('/')}/**/*.log"
             )
+        _warn_of_others(path, every, files)
         return files
     # A file whose name contains glob characters is still found when it is named exactly.
     found = [expanded] if os.path.exists(expanded) else _glob(expanded)
     return _files(found, _fixed_part(expanded) or ("/" if expanded.startswith("/") else "."))
+
+
+def _warn_of_others(path: str, every: Sequence[SourceFile], read: Sequence[SourceFile]) -> None:
+    """Says what a folder holds and nobody reads."""
+    labels = {file.label for file in read}
+    others = collections.Counter(
+        os.path.splitext(file.label)[1] or "without an ending"
+        for file in every
+        if file.label not in labels
+    )
+    if others:
+        kinds = ", ".join(f"{count} {ending}" for ending, count in others.most_common(5))
+        warn(
+            f"data.path {path!r}: {sum(others.values())} of {len(every)} files are not read "
+            f"({kinds}{', …' * (len(others) > 5)}): a pattern such as {path.rstrip('/')}/**/* "
+            "takes every file"
+        )
 
 
 def _files(found: Iterable[str], root: str) -> list[SourceFile]:
@@ -221,7 +250,11 @@ def _remote_files(path: str) -> list[SourceFile]:
             f"data.path {path!r}: expected a local path or one of {', '.join(_REMOTE_SCHEMES)}"
         )
     with (
-        as_user_error(f"data.path {path!r}: {scheme}:// needs another package", ImportError),
+        as_user_error(
+            f"data.path {path!r}: {scheme}:// needs another package: pip install "
+            "'qwen3next-jax[remote]'",
+            ImportError,
+        ),
         # every store's library has its own errors
         as_user_error(f"data.path {path!r}: cannot be listed", Exception),
     ):

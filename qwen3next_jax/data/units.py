@@ -15,13 +15,13 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import fast_bpe, readers
+from qwen3next_jax.data import fast_bpe, readers, token_files
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
@@ -186,21 +186,18 @@ def _make_unit(
                 content.update(data)
                 file.write(data)
 
-            for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
-                records = batch[-1].number + 1
-                empty += sum(record.text == "" for record in batch)
-                documents = [record for record in batch if record.text]
-                encoded = tokenizer.encode_documents([record.text for record in documents])
-                for record, tokens in zip(documents, encoded, strict=True):
+            for batch in _encoded(job, tokenizer, bad):
+                records, empty = batch.records, empty + batch.empty
+                for number, text, tokens in batch.documents:
                     count += len(tokens)
                     ends.append(count)
-                    hashes.append(text_hash(record.text))
-                    sizes.append(len(record.text.encode()))
-                    numbers.append(record.number)
+                    hashes.append(text_hash(text))
+                    sizes.append(len(text.encode()))
+                    numbers.append(number)
                     for start in range(0, len(tokens), _WRITTEN_AT_ONCE):
                         some = tokens[start : start + _WRITTEN_AT_ONCE]
                         write(some.astype(dtype).tobytes())
-                progress(batch[-1].position)
+                progress(batch.position)
             table = np.zeros(len(ends), DOCUMENT)
             for field, values in zip(DOCUMENT.names, (ends, hashes, sizes, numbers), strict=True):
                 table[field] = values
@@ -227,6 +224,32 @@ def _make_unit(
     )
     store.write_record(_name(key, "json"), dataclasses.asdict(unit))
     return unit
+
+
+class _Batch(NamedTuple):
+    documents: list[tuple[int, str, np.ndarray]]  # (record, text, ids with the end token)
+    records: int  # of the part so far
+    empty: int  # empty documents among them
+    position: int  # bytes of the part read so far
+
+
+def _encoded(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
+    """The documents of a part with their tokens. Of a file of tokens, the text is what they stand
+    for, so that its documents are held out as those of the text are.
+    """
+    if token_files.kind(job.file.path.name.lower()):
+        end = np.array([tokenizer.eos_id], np.int32)
+        for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
+            documents = [(number, tokenizer.decode(ids), np.concatenate([ids, end]))]
+            is_empty = not len(ids)
+            yield _Batch(documents[is_empty:], number + 1, int(is_empty), position)
+        return
+    for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
+        filled = [record for record in batch if record.text]
+        tokens = tokenizer.encode_documents([record.text for record in filled])
+        documents = [(r.number, r.text, ids) for r, ids in zip(filled, tokens, strict=True)]
+        empty = sum(record.text == "" for record in batch)
+        yield _Batch(documents, batch[-1].number + 1, empty, batch[-1].position)
 
 
 def text_hash(text: str) -> int:

@@ -8,6 +8,7 @@ import json
 import os
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -35,22 +36,60 @@ def write_parquet(path, columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
 
-def test_every_format_gives_the_same_documents(tmp_path):
+def zst(data):
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def write_arrow(path, table, has_footer=False):
+    new = pyarrow.ipc.new_file if has_footer else pyarrow.ipc.new_stream
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+ARRAY = json.dumps([{"id": i, "text": text} for i, text in enumerate(TEXTS)], indent=1).encode()
+DICTIONARY = pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()})
+VIEW = pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())})
+FORMATS = {
+    "a.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + jsonl(TEXTS)),
+    "a.ndjson": lambda path: path.write_bytes(jsonl(TEXTS)),
+    "lines.json": lambda path: path.write_bytes(jsonl(TEXTS)),
+    "array.json": lambda path: path.write_bytes(ARRAY),
+    "array.json.gz": lambda path: path.write_bytes(gzip.compress(ARRAY)),
+    "array.JSON.zst": lambda path: path.write_bytes(zst(ARRAY)),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(TEXTS))),
+    "a.jsonl.zst": lambda path: path.write_bytes(zst(jsonl(TEXTS))),
+    "frames.ndjson.zst": lambda path: path.write_bytes(
+        zst(jsonl(TEXTS[:1])) + zst(jsonl(TEXTS[1:]))
+    ),
+    "a.parquet": lambda path: write_parquet(path, {"text": TEXTS, "id": [0, 1, 2]}),
+    "large.parquet": lambda path: write_parquet(
+        path, {"text": pyarrow.array(TEXTS, pyarrow.large_string())}
+    ),
+    "dictionary.parquet": lambda path: pyarrow.parquet.write_table(DICTIONARY, path),
+    "view.parquet": lambda path: pyarrow.parquet.write_table(VIEW, path),
+    "stream.arrow": lambda path: write_arrow(path, pyarrow.table({"text": TEXTS})),
+    "dictionary.arrow": lambda path: write_arrow(path, DICTIONARY),
+    "view.arrow": lambda path: write_arrow(path, VIEW),
+    "footer.arrow": lambda path: write_arrow(path, pyarrow.table({"text": TEXTS}), True),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_documents(name, tmp_path):
+    FORMATS[name](tmp_path / name)
+    assert read(tmp_path / name) == [(f"{name}:{i + 1}", text) for i, text in enumerate(TEXTS)]
+
+
+def test_text_files_and_blank_lines(tmp_path):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.md").write_bytes(text.encode())
-    # BOM, blank line
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(TEXTS).replace(b"\n", b"\n\n", 1))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS)))
-    write_parquet(tmp_path / "a.parquet", {"text": TEXTS, "id": [0, 1, 2]})
-    write_parquet(tmp_path / "b.parquet", {"content": pyarrow.array(TEXTS, pyarrow.large_string())})
     assert read(tmp_path / "*.md") == [(f"{i}.md", text) for i, text in enumerate(TEXTS)]
-    assert read(tmp_path / "a.jsonl") == [
-        (f"a.jsonl:{line}", text) for line, text in zip((1, 3, 4), TEXTS, strict=True)
-    ]
-    assert [text for _, text in read(tmp_path / "a.jsonl.gz")] == TEXTS
-    assert read(tmp_path / "a.parquet") == [
-        (f"a.parquet:{i + 1}", text) for i, text in enumerate(TEXTS)
-    ]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS).replace(b"\n", b"\n\n", 1))
+    assert [name for name, _ in read(tmp_path / "a.jsonl")] == [f"a.jsonl:{i}" for i in (1, 3, 4)]
+    write_parquet(tmp_path / "b.parquet", {"content": TEXTS})
     assert [text for _, text in read(tmp_path / "b.parquet", "content")] == TEXTS
 
 
@@ -73,11 +112,12 @@ def test_globs_are_recursive_sorted_and_independent_of_where_the_tree_lies(tmp_p
     )
 
 
-def test_a_folder_is_its_text_files(tmp_path):
+def test_a_folder_is_its_text_files(tmp_path, capsys):
     for name in ("[1]/a.txt", "[1]/b/c.MD", "[1]/image.png", "[1]/.hidden.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert read(tmp_path / "[1]") == [("a.txt", "[1]/a.txt"), ("b/c.MD", "[1]/b/c.MD")]
+    assert "1 of 3 files are not read (1 .png)" in capsys.readouterr().err
 
 
 def test_text_that_is_not_utf8_is_left_out_or_mended_and_named(tmp_path, capsys):
@@ -234,6 +274,12 @@ BAD = {
         lambda p: p.write_bytes(gzip.compress(jsonl(TEXTS))[:-12]),
         ["damaged gzip"],
     ),
+    "broken.jsonl.zst": (lambda p: p.write_bytes(zst(jsonl(TEXTS))[:-12]), ["damaged zstd"]),
+    "plain.jsonl.zst": (lambda p: p.write_bytes(jsonl(TEXTS)), ["damaged zstd"]),
+    "text.json": (lambda p: p.write_bytes(b"just text"), [":1", "not JSON"]),
+    "cut.json": (lambda p: p.write_bytes(ARRAY[:-3]), [":3", "not JSON", "element 3"]),
+    "open.json": (lambda p: p.write_bytes(ARRAY[:-1]), ["breaks off after element 3"]),
+    "broken.arrow": (lambda p: p.write_bytes(b"nothing of use"), ["not a readable Arrow file"]),
     "plain.jsonl.gz": (lambda p: p.write_bytes(jsonl(TEXTS)), ["damaged gzip"]),
     "broken.parquet": (
         lambda p: p.write_bytes(b"PAR1 nothing of use PAR1"),
