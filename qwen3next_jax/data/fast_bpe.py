@@ -6,7 +6,7 @@ the same, which nobody proves: `HuggingFaceTokenizer` compares a sample of every
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 # What ByteLevel(use_regex=True) splits by: GPT-2's pattern.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -25,16 +25,34 @@ def version() -> str | None:
     return tiktoken.__version__
 
 
-def encoding(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Any:
-    """A tiktoken.Encoding without special tokens.
+class Table(NamedTuple):
+    """What a tiktoken.Encoding is made of."""
+
+    pattern: str
+    ranks: dict[bytes, int]
+
+    def encoding(self) -> Any:
+        """A tiktoken.Encoding without special tokens; it takes a second for 150,000 tokens."""
+        import tiktoken
+
+        try:
+            return tiktoken.Encoding(
+                "tokenizer.json",
+                pat_str=self.pattern,
+                mergeable_ranks=self.ranks,
+                special_tokens={},
+            )
+        except ValueError as error:  # a pattern that it cannot read
+            raise Differs from error
+
+
+def table(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Table | None:
+    """The table of a tokenizer; None if it is no byte-level BPE whose ids are in the order of its
+    merges, or if tiktoken is not installed.
 
     Args:
       tokenizer: the content of a tokenizer.json.
       bytes_of: the byte that each character of a vocabulary's tokens stands for.
-
-    Returns:
-      None if the tokenizer is no byte-level BPE whose ids are in the order of its merges, or if
-      tiktoken is not installed.
     """
     model = tokenizer["model"]
     pattern = _pattern(tokenizer.get("pre_tokenizer") or {})
@@ -42,8 +60,6 @@ def encoding(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Any:
     is_plain = model.get("type") == "BPE" and not any(model.get(option) for option in options)
     if pattern is None or not is_plain or version() is None:
         return None
-    import tiktoken
-
     added = {token["content"] for token in tokenizer["added_tokens"]}
     ranks = {}
     for token, i in model["vocab"].items():
@@ -55,14 +71,7 @@ def encoding(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Any:
     merged = ["".join(m) if isinstance(m, list) else m.replace(" ", "") for m in model["merges"]]
     ids = [model["vocab"].get(token, -1) for token in merged]
     has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
-    if not has_all_bytes or ids != sorted(ids):
-        return None
-    try:
-        return tiktoken.Encoding(
-            "tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
-        )
-    except ValueError:  # a pattern that it cannot read
-        return None
+    return Table(pattern, ranks) if has_all_bytes and ids == sorted(ids) else None
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:

@@ -122,9 +122,12 @@ class Store:
         ]
         if not leftovers:
             return
-        with self._partial() as probe:
-            probe.touch()
-            now = probe.stat().st_mtime  # by the clock that stamps the leftovers, too
+        try:
+            with self._partial() as probe:
+                probe.touch()
+                now = probe.stat().st_mtime  # by the clock that stamps the leftovers, too
+        except UserError:  # a folder that may only be read
+            return
         for path in leftovers:
             # They may vanish at any time.
             with contextlib.suppress(OSError):

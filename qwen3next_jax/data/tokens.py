@@ -200,24 +200,31 @@ class HuggingFaceTokenizer:
         self._may_be_fast = not parse_tokens
 
     @functools.cached_property
-    def _fast(self) -> Any:
-        """A tiktoken.Encoding; None where documents are encoded by `tokenizers`."""
+    def _table(self) -> fast_bpe.Table | None:
+        """What tiktoken needs; None where documents are encoded by `tokenizers`."""
         if not self._may_be_fast:
             return None
         bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
-        return fast_bpe.encoding(json.loads(self._json), bytes_of)
+        return fast_bpe.table(json.loads(self._json), bytes_of)
+
+    @functools.cached_property
+    def _fast(self) -> Any:
+        """A tiktoken.Encoding, or None."""
+        return self._table and self._table.encoding()
 
     @property
     def libraries(self) -> Mapping[str, str]:
-        name = "tokenizers" if self._fast is None else "tiktoken"
-        return {name: tokenizers.__version__ if self._fast is None else fast_bpe.version()}
+        if self._table is None:
+            return {"tokenizers": tokenizers.__version__}
+        return {"tiktoken": fast_bpe.version()}
 
     @property
     def fallback(self) -> "HuggingFaceTokenizer | None":
-        if self._fast is None:
+        if self._table is None:
             return None
-        slow = copy.copy(self)  # without _fast, see __getstate__
+        slow = copy.copy(self)
         slow._may_be_fast = False
+        slow.__dict__.pop("_table")
         return slow
 
     def __getstate__(self) -> dict[str, Any]:  # an Encoding is made anew where it is unpickled

@@ -35,6 +35,7 @@ from qwen3next_jax.data import (
     store,
     units,
 )
+from qwen3next_jax.data.datatrove_step import PrepareShare
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
@@ -164,6 +165,22 @@ def test_ranks_share_the_work(texts, tmp_path):
     with pytest.raises(Unfinished):
         run(texts, tmp_path / "p", share=Share(2, 3))
     run(texts, tmp_path / "p", share=Share(1, 3))  # the last one packs
+    run(texts, tmp_path / "q")
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
+def test_tasks_of_datatrove_share_the_work(texts, tmp_path):
+    config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
+    step = PrepareShare(config, 64)
+    step(None, 1, 3)
+    assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 1
+    try:
+        from datatrove.executor import LocalPipelineExecutor
+    except ImportError:  # the same calls
+        for rank in range(2):
+            step(None, rank, 2)
+    else:
+        LocalPipelineExecutor([step], tasks=2, workers=2, logging_dir=f"{tmp_path}/logs").run()
     run(texts, tmp_path / "q")
     assert files(tmp_path / "p") == files(tmp_path / "q")
 
