@@ -62,18 +62,19 @@ print(json.dumps(found))
 """
 
 _OPEN = """
-import json, resource, sys, time
+import json, sys, time
 from qwen3next_jax.data.row_groups import read_metadata
 from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
 import pathlib
-before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+resident = lambda: 4096 * int(open("/proc/self/statm").read().split()[1])
+before, start = resident(), time.perf_counter()
 folders = []
 for folder in sorted(pathlib.Path(sys.argv[1]).glob("rows/*")):
     content = read_metadata(folder)
     folders.append(RowFolder(folder, "uint32", tuple(Shard(**s) for s in content["shards"]["train"])))
 reader = RowReader(folders, 4096)
 print(json.dumps({"seconds": time.perf_counter() - start, "rows": len(reader),
-                  "bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}))
+                  "bytes": resident() - before}))
 """  # noqa: E501
 
 _DATATROVE = """
