@@ -15,8 +15,10 @@ import lzma
 import numpy as np
 
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data.preparation import HELDOUT, TRAIN, split_documents
+from qwen3next_jax.data.readers import documents
+from qwen3next_jax.data.row_groups import HELDOUT, TRAIN
 from qwen3next_jax.data.sources import resolve
+from qwen3next_jax.data.units import text_hash
 
 _XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 
@@ -41,8 +43,9 @@ def main() -> None:
 
     source = resolve(args.path, args.text_field)
     texts: dict[str, list[bytes]] = {TRAIN: [], HELDOUT: []}
-    for side, document in split_documents(source, args.heldout_fraction):
-        texts[side].append(document.text.encode())
+    for document in documents(source):
+        is_heldout = text_hash(document.text) / 2**64 < args.heldout_fraction
+        texts[HELDOUT if is_heldout else TRAIN].append(document.text.encode())
     train, heldout = b"".join(texts[TRAIN]), b"".join(texts[HELDOUT])
     xz = {
         name: len(lzma.compress(data, filters=_XZ))

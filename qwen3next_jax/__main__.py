@@ -6,6 +6,7 @@ import sys
 
 VERBS = {
     "train": "train a model, or continue a run",
+    "prepare": "tokenize and pack the data of a run, on any number of hosts",
     "eval": "evaluate a run or a Hugging Face directory",
     "generate": "continue a prompt, or chat",
     "export": "write a run as a Hugging Face directory",

@@ -4,8 +4,9 @@ code is 1 if anything is damaged.
     qwen3next verify PATH [PATH …]
 
 A PATH is the folder of a run (checks run.json, the tokenizer, checkpoints and dumps), a Hugging
-Face directory with SHA256SUMS, a folder of prepared rows, or a folder of several such folders
-(`data.prepared_dir`). Every row of prepared data is read, but not the padding between rows.
+Face directory with SHA256SUMS, a folder of prepared rows, or `data.prepared_dir`, which holds
+several such folders and the tokens that they were packed from. Every row of prepared data is read,
+but not the padding between rows.
 """
 
 import pathlib
@@ -54,10 +55,13 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
     if (path / "config.json").exists():
         return _verify_export(path)
     if (path / "metadata.json").exists() or list(path.glob("*.array_record")):
-        return _verify_prepared([path])
-    folders = (p for p in path.glob("*") if p.is_dir() and not p.name.startswith("."))
-    if prepared := sorted(p for p in folders if list(p.glob("*.array_record"))):
-        return _verify_prepared(prepared)
+        return _verify_rows(path)
+    folders = sorted({p.parent for p in path.glob("*/*.array_record")})
+    folders += sorted({p.parent for p in path.glob("rows/*/*.array_record")})
+    folders = [folder for folder in folders if not folder.name.startswith(".")]
+    manifests = sorted(path.glob("tokens/*/*.json"))
+    if folders or manifests:
+        return _verify_prepared(path, folders, manifests)
     reason = (
         "no such folder"
         if not path.exists()
@@ -104,23 +108,41 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
     return iter(findings)
 
 
-def _verify_prepared(directories: list[pathlib.Path]) -> Iterator[Finding]:
-    from qwen3next_jax.data.preparation import METADATA, read_metadata
-    from qwen3next_jax.data.rows import RowReader, Shard
+def _verify_prepared(
+    path: pathlib.Path, folders: list[pathlib.Path], manifests: list[pathlib.Path]
+) -> Iterator[Finding]:
+    from qwen3next_jax.data.store import Store
+    from qwen3next_jax.data.units import find_unit, open_unit
 
-    for directory in directories:
+    store = Store(path)
+    for manifest in manifests:
+        damage = None
         try:
-            content = read_metadata(directory)
-            yield f"{directory.name}/{METADATA}", None
+            open_unit(store, find_unit(store, manifest.stem))
         except UserError as error:
-            yield f"{directory.name}/{METADATA}", str(error)
-            continue
-        for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
-            damage = None
-            try:
-                rows = RowReader(directory, [shard], content["dtype"], content["row_length"])
-                for i in range(len(rows)):
-                    rows[i]
-            except UserError as error:
-                damage = str(error)
-            yield f"{directory.name}/{shard.file}", damage
+            damage = str(error)
+        yield str(manifest.relative_to(path)), damage
+    for folder in folders:
+        yield from _verify_rows(folder)
+
+
+def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
+    from qwen3next_jax.data.row_groups import METADATA, read_metadata
+    from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
+
+    try:
+        content = read_metadata(directory)
+        yield f"{directory.name}/{METADATA}", None
+    except UserError as error:
+        yield f"{directory.name}/{METADATA}", str(error)
+        return
+    for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
+        damage = None
+        try:
+            folder = RowFolder(directory, content["dtype"], (shard,))
+            rows = RowReader([folder], content["row_length"])
+            for i in range(len(rows)):
+                rows[i]
+        except UserError as error:
+            damage = str(error)
+        yield f"{directory.name}/{shard.file}", damage

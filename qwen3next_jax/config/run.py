@@ -48,20 +48,31 @@ class DataConfig:
     # tasks from data.seed (config/registry.py lists them)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
-    # comma-separated globs, local or gs://, of text files (.txt, .md, .py, …), .jsonl and .parquet
-    # files, or of folders of these; "" reads the source of Python's standard library
+    # comma-separated globs, local or gs://, of text files (.txt, .md, .py, …), .jsonl, .json,
+    # .parquet and .arrow files, of files of tokens (docs/data.md), or of folders of text; ""
+    # reads the source of Python's standard library
     path: str = ""
     # share of the rows that comes from each glob of data.path; (): in proportion to their sizes
     weights: tuple[float, ...] = ()
-    # the field of .jsonl records, and the column of .parquet files, that holds the text
+    # the field of JSON records, and the column of .parquet and .arrow files, that holds the text;
+    # one for all globs of data.path, or a comma-separated one for each
     text_field: str = "text"
     # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
     # wrong byte by U+FFFD
     on_bad_text: Literal["stop", "skip", "replace"] = "stop"
+    # what to do with a record that holds no text (broken JSON, no such field, null, NUL, damaged
+    # compression, not UTF-8 where data.on_bad_text is "stop"): end the run, or skip the record
+    bad_records: Literal["stop", "skip"] = "stop"
+    # largest share of the records of a glob that may be skipped
+    bad_records_limit: float = 0.01
     # "bytes", or the path of a Hugging Face tokenizer.json; "": the tokenizer of the model in
     # train.init_from, or bytes if there is none
     tokenizer: str = ""
-    # share of the documents that is held out for evaluation; a hash of the text decides
+    # added tokens of the tokenizer, such as <think>, that get their id where a document writes them
+    # out; all others are read as ordinary text
+    parse_tokens: tuple[str, ...] = ()
+    # share of the documents that is held out for evaluation; a hash of the text, without regard to
+    # white space, decides
     heldout_fraction: float = 0.02
     # folder for the tokenized and packed rows; each data set has a subfolder named by its
     # fingerprint
@@ -76,7 +87,15 @@ class DataConfig:
         if self.source != "text" and self.tokenizer == "bytes":
             object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
-        check_bounds(self, "data", {"0 … 2^32 - 1": "seed", "between 0 and 1": "heldout_fraction"})
+        check_bounds(
+            self,
+            "data",
+            {
+                "0 … 2^32 - 1": "seed",
+                "between 0 and 1": "heldout_fraction",
+                "0 … 1": "bad_records_limit",
+            },
+        )
         paths = {
             "path": self.globs,
             "tokenizer": [self.tokenizer],
@@ -100,6 +119,18 @@ class DataConfig:
             f"data.weights has {len(self.weights)} numbers for {globs} globs in data.path: "
             "expected one number for each",
         )
+        require(
+            len(self.text_fields) == max(globs, 1),
+            f"data.text_field = {self.text_field!r} names {len(self.text_fields)} fields for "
+            f"{globs} globs in data.path: expected one for all, or one each",
+        )
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """`text_field` of each glob."""
+        fields = tuple(field.strip() for field in self.text_field.split(","))
+        globs = max(len(self.globs), 1)
+        return fields if len(fields) > 1 else fields * globs
 
     @property
     def globs(self) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ import numpy as np
 from qwen3next_jax.common import digests
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
-from qwen3next_jax.data import preparation, sources
+from qwen3next_jax.data import preparation, readers
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
+from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 # "tokens", "segment_ids": int32 [B_local, T]; of synthetic tasks also "target_mask": bool [B_local,
@@ -25,6 +26,7 @@ from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 Batch = dict[str, np.ndarray]
 
 _ENDLESS = 2**62  # rows
+_SAMPLED_ROWS = 32
 
 
 class Data(Protocol):
@@ -205,10 +207,13 @@ class TrainData(Data):
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
         recipe = Recipe(sequence_length, config.heldout_fraction, config.seed)
-        self._prepared = [
-            preparation.prepare(source, self.tokenizer, recipe, config.prepared_dir, progress)
-            for source in _files(config)
-        ]
+        self._prepared = preparation.prepare(
+            find_sources(config, self.tokenizer),
+            self.tokenizer,
+            recipe,
+            config.prepared_dir,
+            progress,
+        )
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
@@ -225,13 +230,25 @@ class TrainData(Data):
         self._stream = mix_streams(self._weights).map(
             lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)])
         )
-        self.fingerprint = digests.sha256(
-            json.dumps([[p.fingerprint for p in self._prepared], self._weights, config.seed])
-        )[:20]
+        identity = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
+        if any(p.format > 1 for p in self._prepared):
+            identity.append(self._sample_digest())
+        self.fingerprint = digests.sha256(json.dumps(identity))[:20]
+
+    def _sample_digest(self) -> str:
+        """Digest of some rows of the training stream and of the held-out rows. It is part of the
+        fingerprint, so that hosts and resumed runs notice when a library (numpy, which packs;
+        grain, which shuffles and mixes; array_record, which stores) gives other rows.
+        """
+        spread = np.random.default_rng(0).integers(0, 2 * self.rows, _SAMPLED_ROWS).tolist()
+        sampled = [self.row(i) for i in [*range(_SAMPLED_ROWS), *spread]]
+        sampled += [self.heldout_row(i) for i in range(min(_SAMPLED_ROWS, self.heldout_rows))]
+        arrays = [row[name] for row in sampled for name in ("tokens", "segment_ids")]
+        return digests.sha256(b"".join(a.astype("<i4").tobytes() for a in arrays))
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-        return load_tokenizer(config.tokenizer, vocab_size)
+        return load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens)
 
     @classmethod
     def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
@@ -242,15 +259,17 @@ class TrainData(Data):
             "weights",
             "text_field",
             "on_bad_text",
+            "bad_records",
+            "bad_records_limit",
             "tokenizer",
+            "parse_tokens",
             "heldout_fraction",
             "prepared_dir",
         )
 
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-        load_tokenizer(config.tokenizer, vocab_size)
-        _files(config)
+        find_sources(config, load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens))
 
     def row(self, index: int) -> Batch:
         return _text_row(self._stream[index][1])
@@ -266,7 +285,7 @@ class TrainData(Data):
 
     def names(self, index: int) -> list[str]:
         source, row = self._stream[index]
-        return [sources.describe(self._prepared[source].source, *origin) for origin in row.origins]
+        return [readers.describe(self._prepared[source].source, *origin) for origin in row.origins]
 
     def describe(self) -> dict[str, Any]:
         """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` count training and held-out
@@ -278,13 +297,17 @@ class TrainData(Data):
                 "files": len(p.source.files),
                 "directory": str(p.directory),
                 "weight": weight / sum(self._weights),
+                "bad_records": p.bad,
+                "empty_documents": p.empty,
                 **_totals([p]),
             }
             for p, weight in zip(self._prepared, self._weights, strict=True)
         ]
         total = _totals(self._prepared)
+        bad = sum(sum(p.bad.values()) for p in self._prepared)
         return {
-            "title": f"{total['documents']:,} documents, {total['tokens']:,} tokens",
+            "title": f"{total['documents']:,} documents, {total['tokens']:,} tokens"
+            + f", {bad:,} bad records" * (bad > 0),
             "bits_per_nat": total["tokens"] / total["bytes"] / math.log(2),
             "fingerprint": self.fingerprint,
             "sequence_length": self.sequence_length,
@@ -293,13 +316,24 @@ class TrainData(Data):
         }
 
 
-def _files(config: DataConfig) -> list[sources.Source]:
-    """Resolves every glob before any is prepared, so that a mistake in the last is reported at
-    once.
+def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
+    """Finds the files of every glob before any is prepared, so that a mistake in the last is
+    reported at once.
     """
     return [
-        sources.resolve(glob, config.text_field, config.on_bad_text)
-        for glob in config.globs or ("",)
+        preparation.find_source(
+            Source(
+                glob,
+                (),
+                field,
+                config.on_bad_text,
+                config.bad_records,
+                config.bad_records_limit,
+            ),
+            tokenizer,
+            config.prepared_dir,
+        )
+        for glob, field in zip(config.globs or ("",), config.text_fields, strict=True)
     ]
 
 
@@ -339,6 +373,23 @@ def mix_streams(weights: Sequence[float]) -> Any:
         if weight
     ]
     return grain.MapDataset.mix(streams, [weight for weight in weights if weight])
+
+
+def rows_of_streams(weights: Sequence[float], rows: int) -> list[int]:
+    """How many of the first `rows` rows of `mix_streams(weights)` belong to each stream."""
+    positive = [weight for weight in weights if weight]
+    # grain's rule: each stream in turn takes its share of the rows that those before it left.
+    shares = [int(weight * (100 / min(positive))) for weight in positive]
+    left, all_shares, counts = rows, sum(shares), []
+    for share in shares:
+        rest = left * (all_shares - share) // all_shares
+        counts.append(left - rest)
+        left, all_shares = rest, all_shares - share
+    found = iter(counts)
+    in_all = [next(found) if weight else 0 for weight in weights]
+    stream, row = mix_streams(weights)[rows]
+    assert in_all[stream] == row, "grain mixes by another rule"
+    return in_all
 
 
 def _shuffle_seed(seed: int, source: int) -> int:

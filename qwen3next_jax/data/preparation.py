@@ -1,52 +1,44 @@
-"""Turns a source into shards of packed rows, once, and reads them back.
+"""From a source to its rows, once: tokenizes its files, packs their tokens, opens the rows.
 
-`pipeline` calls `prepare`, which writes `<prepared_dir>/<fingerprint>/`: ArrayRecord shards of
-training and held-out rows (their records carry checksums) and, last, `metadata.json`. The
-directory gets its final name in one rename. So a killed preparation never looks finished, and two
-preparations may run at once (the slower one discards its work). Before the rename the files are
-digested again: if one changed in between, its rows would not match the fingerprint.
+`pipeline` calls `prepare`, and so does `qwen3next prepare`. What is finished is in
+`data.prepared_dir` (see `store`):
+
+    tokens/            units: the tokens of a file, or of a part of a large one (`units`)
+    corpora/<id>.json  the units of a source, file by file: with it the text is needed no more
+    rows/<key>/        packed rows of a group of units (`row_groups`)
+    digests/           digests of large files, so that they are not read at every start
+    <fingerprint>/     all rows of a source, as older code prepared them (format 1, `format_1`)
+
+A unit or a group that is there is taken, whoever made it. So a preparation that was killed
+continues, other row lengths share the tokens, and several hosts may prepare at once.
 """
 
+import collections
 import dataclasses
-import hashlib
-import json
+import functools
 import os
 import pathlib
-import shutil
-import socket
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, error_message, as_user_error
-from qwen3next_jax.data import sources
-from qwen3next_jax.data.packing import Packer, Row
-from qwen3next_jax.data.rows import RowReader, RowWriter, Shard
-from qwen3next_jax.data.sources import Document, Source
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import UserError, require, warn
+from qwen3next_jax.data import format_1, readers, row_groups, sources, units
+from qwen3next_jax.data.digest_cache import DigestCache
+from qwen3next_jax.data.readers import Part
+from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Divided, Recipe, Statistics
+from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
+from qwen3next_jax.data.sources import Source, SourceFile
+from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.data.units import Job, Unit
+from qwen3next_jax.data.workers import run_all, usable_cores
 
-_FORMAT = 1  # raise it when the same input no longer gives the same rows
-METADATA, _DIGESTS = "metadata.json", "content_digests.json"
-_REREAD_SIZE = 1 << 26  # smaller sources are hashed at every start
-_BATCH_CHARACTERS = 1 << 23  # tokenized at once
-TRAIN, HELDOUT = "train", "heldout"
+# Starting a worker takes half a second, in which one core tokenizes some megabytes.
+_BYTES_PER_WORKER = 1 << 24
+_TOKENS_PER_WORKER = 1 << 25
 
-Progress = Callable[[str, int, int], None]  # (source name, bytes read, bytes in all)
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Counts over one split of a source."""
-
-    documents: int = 0
-    cut_documents: int = 0  # documents that were split into more than one piece
-    text_bytes: int = 0  # UTF-8
-    tokens: int = 0  # with one end-of-document token per document
-    rows: int = 0
-    padding: int = 0  # tokens
+_NONE: collections.Counter[str] = collections.Counter()
+Progress = Callable[[str, int, int], None]  # (what is prepared, bytes done, bytes in all)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,319 +46,435 @@ class Prepared:
     """The finished rows of one source."""
 
     source: Source
+    format: int
     fingerprint: str
-    directory: pathlib.Path
+    directories: tuple[pathlib.Path, ...]
     statistics: dict[str, Statistics]  # of TRAIN and HELDOUT
     rows: dict[str, RowReader]  # of TRAIN and HELDOUT
+    bad: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see readers.BadRecords
+    empty: int = 0  # empty documents
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The folder that holds all rows."""
+        return self.directories[0] if len(self.directories) == 1 else self.directories[0].parent
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Everything besides the text and the tokenizer that determines the rows."""
+class Corpus:
+    """A source whose tokens are all there: the sorted list of its units."""
 
-    row_length: int
-    heldout_fraction: float
-    seed: int
+    source: Source
+    parts: tuple[tuple[int, Part], ...]  # (index of the file in the source, part)
+    units: tuple[Unit, ...]  # of each part
+
+    @property
+    def digest(self) -> str:
+        """Digest of all tokens, document ends and split hashes, in their order."""
+        return digests.sha256_json([unit.content for unit in self.units])
+
+    @property
+    def filled(self) -> list[Unit]:
+        """The units that hold documents."""
+        return [unit for unit in self.units if unit.documents]
+
+    @property
+    def origins(self) -> list[tuple[int, int]]:
+        """Of each unit: (index of its file, records of the file before it)."""
+        found, records, last = [], 0, -1
+        for (file, _), unit in zip(self.parts, self.units, strict=True):
+            records = records if file == last else 0
+            found.append((file, records))
+            records, last = records + unit.records, file
+        return found
+
+    @property
+    def bad(self) -> dict[str, int]:
+        """Kind of fault → records with it, see `readers.BadRecords`."""
+        return dict(sum((collections.Counter(unit.bad) for unit in self.units), _NONE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The share of the work of process `rank` of `of` processes, which may be on other hosts."""
+
+    rank: int = 0
+    of: int = 1
+
+
+class Unfinished(Exception):
+    """This process has done its share; `missing` units of others are not there yet."""
+
+    def __init__(self, missing: int, units: int):
+        super().__init__(f"{missing} of {units} units are not there yet")
+        self.missing, self.units = missing, units
 
 
 def prepare(
-    source: Source,
+    all_sources: Sequence[Source],
     tokenizer: Tokenizer,
     recipe: Recipe,
     prepared_dir: str | os.PathLike,
     progress: Progress | None = None,
-) -> Prepared:
-    """The rows of `source`; prepares them if that was not done before.
+    workers: int | None = None,
+    share: Share = Share(),
+) -> list[Prepared]:
+    """The rows of every source; prepares what is not there yet.
 
     Args:
       prepared_dir: rows are read from it at random, so it should be on a local or fast disk.
-      progress: called after each batch of documents.
+      progress: called now and then while something is prepared.
+      workers: processes that tokenize and pack at once; None: as many as there are cores.
+      share: the units that this process makes.
 
     Raises:
-      UserError: unreadable input, too little text, or prepared rows that are damaged.
+      UserError: unreadable input, too little text, or prepared data that are damaged.
+      Unfinished: units of other shares are missing.
     """
-    parent = pathlib.Path(prepared_dir).expanduser()
-    contents = content_digests(source, parent)
-    key = fingerprint(source, contents, tokenizer, recipe)
-    directory = parent / key
-    if not directory.exists():
-        _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
-    content = read_metadata(directory)
-    # Rows that older code prepared do not record their fingerprint, but these inputs to it.
-    recorded = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
-    for name, wanted in (recorded | dataclasses.asdict(recipe)).items():
-        if content.get(name, wanted) != wanted:
-            raise _renamed(directory, f"{name} = {content[name]!r}, not {wanted!r}")
-    statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
-    rows = {
-        side: RowReader(
-            directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"]
+    progress = progress or (lambda *_: None)
+    store = Store(prepared_dir)
+    found: dict[int, Prepared] = {}
+    corpora: dict[int, Corpus] = {}
+    missing = in_all = 0
+    for i, source in enumerate(all_sources):
+        if old := _open_format_1(source, tokenizer, recipe, store):
+            found[i] = old
+            continue
+        try:
+            corpora[i] = tokenize(source, tokenizer, store, progress, workers, share)
+        except Unfinished as error:
+            missing, in_all = missing + error.missing, in_all + error.units
+        else:
+            in_all += len(corpora[i].units)
+    if missing:
+        raise Unfinished(missing, in_all)
+    divided = _divided(corpora, found, tokenizer, recipe, store)
+    for i, corpus in corpora.items():
+        found[i] = pack(corpus, divided.get(i), recipe, store, progress, workers)
+    return [found[i] for i in range(len(all_sources))]
+
+
+def _open_format_1(
+    source: Source, tokenizer: Tokenizer, recipe: Recipe, store: Store
+) -> Prepared | None:
+    old = format_1.find(source, tokenizer, recipe, store)
+    if old is None:
+        return None
+    name, statistics, folders = old
+    rows = {side: RowReader([folder], recipe.row_length) for side, folder in folders.items()}
+    return Prepared(source, 1, name, (store.path(name),), statistics, rows)
+
+
+# ---- tokens
+
+
+def tokenize(
+    source: Source,
+    tokenizer: Tokenizer,
+    store: Store,
+    progress: Progress = lambda *_: None,
+    workers: int | None = None,
+    share: Share = Share(),
+) -> Corpus:
+    """Makes the units of `source` that nobody has made yet, as far as they belong to `share`.
+
+    Raises:
+      UserError: unreadable input, no text, or a unit's manifest that is damaged.
+      Unfinished: units of other shares are missing.
+    """
+    store.remove_leftovers()
+    if source.text_is_gone:
+        return _read_corpus(source, tokenizer, store)
+    cache = DigestCache(store, source)
+    parts = [(i, part) for i, file in enumerate(source.files) for part in readers.parts(file)]
+    jobs = []
+    for i, part in parts:
+        file = source.files[i]
+        digest = cache.get(file, part)
+        if not cache.in_use:
+            digest = readers.part_digest(file, part, source.text_field)
+        jobs.append(
+            Job(file, part, source.text_field, source.on_bad_text, source.bad_records, digest)
         )
-        for side, shards in content["shards"].items()
-    }
-    return Prepared(source, key, directory, statistics, rows)
+    found: dict[int, Unit] = {}
+    for number, job in enumerate(jobs):
+        if job.digest and (unit := units.find_unit_of(store, job, tokenizer)):
+            found[number] = unit
+    todo = [n for n in range(len(jobs)) if n not in found and n % share.of == share.rank]
+    todo.sort(key=lambda n: -jobs[n].size)  # the largest first, so that the workers end together
+    read = {n: 0 for n in todo}
+    total = sum(jobs[n].size for n in todo)
+
+    def show(item: int, done: int) -> None:
+        read[todo[item]] = done
+        progress(source.name, sum(read.values()) if len(read) < 1000 else done, total)
+
+    make = functools.partial(_make_unit, tokenizer=tokenizer, store=store)
+    count = min(workers or usable_cores(), -(-total // _BYTES_PER_WORKER))
+    try:
+        for item, (digest, unit) in run_all(make, [jobs[n] for n in todo], count, show):
+            job = jobs[todo[item]]
+            cache.add(job.file, job.part, digest)
+            found[todo[item]] = unit
+            show(item, job.size)
+    except units.Changed:
+        cache.forget_all()  # a file can change and keep its size and time
+        raise
+    if len(found) < len(jobs):
+        raise Unfinished(len(jobs) - len(found), len(jobs))
+    corpus = Corpus(source, tuple(parts), tuple(found[n] for n in range(len(jobs))))
+    _check_records(corpus)
+    _write_corpus(corpus, tokenizer, store)
+    return corpus
 
 
-def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
-    """Digest (20 hexadecimal digits) of everything that determines the rows: files, the
-    digests of their `contents`, tokenizer, recipe, format.
+def _make_unit(job: Job, progress: Callable[[int], None], tokenizer: Tokenizer, store: Store):
+    return units.make_unit(job, tokenizer, store, progress)
+
+
+def _check_records(corpus: Corpus) -> None:
+    """Warns of bad records.
+
+    Raises:
+      UserError: there are more than `data.bad_records_limit`, or there is no text at all.
     """
-    parts = {
-        "format": _FORMAT,
-        "files": [
-            (file.label, file.size, digest)
-            for file, digest in zip(source.files, contents, strict=True)
+    source, bad = corpus.source, corpus.bad
+    if bad:
+        first = []
+        origins = corpus.origins
+        for (file, records), unit in zip(origins, corpus.units, strict=True):
+            first += [
+                readers.describe(source, file, records + number) for number, _ in unit.bad_first
+            ]
+        summary = readers.bad_summary(bad, first[:5])
+        records = sum(unit.records for unit in corpus.units)
+        require(
+            source.bad_records == "stop" or sum(bad.values()) <= source.bad_records_limit * records,
+            f"{source.name}: {summary}: more than data.bad_records_limit = "
+            f"{source.bad_records_limit} of its {records:,} records: look at them, or raise the "
+            "limit; what is tokenized stays",
+        )
+        warn(f"{source.name}: {summary}")
+    if not any(unit.documents for unit in corpus.units):
+        raise readers.no_text(source, bad)
+
+
+# ---- the list of a source's units
+
+
+def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Source:
+    """The same source with its files. Where no file is there any more, but its tokens are, the
+    files that they were made of.
+
+    Raises:
+      UserError: there are neither files nor tokens.
+    """
+    try:
+        found = sources.resolve(source.name, source.text_field)
+        return dataclasses.replace(source, name=found.name, files=found.files)
+    except sources.NothingFound:
+        store = Store(prepared_dir)
+        if not store.exists(_corpus_name(source, tokenizer)):
+            raise
+    corpus = _read_corpus(dataclasses.replace(source, text_is_gone=True), tokenizer, store)
+    warn(
+        f"data.path {source.name!r}: the text is not there; taking the tokens of "
+        f"{len(corpus.source.files)} files that were prepared in {store.root}"
+    )
+    return corpus.source
+
+
+def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
+    where = source.name if sources.is_remote(source.name) else os.path.abspath(source.name)
+    key = [
+        where,
+        source.text_field,
+        source.on_bad_text,
+        source.bad_records,
+        tokenizer.fingerprint,
+        sorted(tokenizer.parse_tokens),
+    ]
+    return f"corpora/{digests.sha256_json(key)[:20]}.json"
+
+
+def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
+    name = _corpus_name(corpus.source, tokenizer)
+    content = {
+        "format": 2,
+        "source": corpus.source.name,
+        "files": [[file.label, file.size] for file in corpus.source.files],
+        "parts": [
+            [i, *part, unit.key] for (i, part), unit in zip(corpus.parts, corpus.units, strict=True)
         ],
-        "text_field": source.text_field,
-        **({} if source.on_bad_text == "stop" else {"on_bad_text": source.on_bad_text}),
-        "tokenizer": tokenizer.fingerprint,
-        **dataclasses.asdict(recipe),
+        "tokens": corpus.digest,
     }
-    return digests.sha256(json.dumps(parts))[:20]
-
-
-def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[str, Document]]:
-    """Streams `(TRAIN or HELDOUT, document)`. A hash of the text chooses the split, so equal texts
-    are in the same split.
-
-    Neither split stays empty. If no hash falls into the held-out share (few documents), the end
-    of the document with the smallest hash is held out: `heldout_fraction` of all text, at most
-    the whole document.
-    """
-    counts, characters = {TRAIN: 0, HELDOUT: 0}, 0
-    smallest: tuple[float, Document] | None = (
-        None  # yielded last, when it is known whether both splits have documents
-    )
-    for document in sources.documents(source):
-        characters += len(document.text)
-        candidate = (_unit_hash(document.text), document)
-        if smallest is None or candidate[0] < smallest[0]:
-            smallest, candidate = candidate, smallest
-        if candidate is not None:
-            side = HELDOUT if candidate[0] < heldout_fraction else TRAIN
-            counts[side] += 1
-            yield side, candidate[1]
-    assert smallest is not None  # sources.documents raises when there is none
-    value, document = smallest
-    if value < heldout_fraction and counts[TRAIN]:
-        yield HELDOUT, document
-    elif counts[HELDOUT]:
-        yield TRAIN, document
-    else:
-        yield from _cut_in_two(
-            document, round(heldout_fraction * characters), source, whole=counts[TRAIN] > 0
-        )
-
-
-def _unit_hash(text: str) -> float:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-
-
-def _cut_in_two(
-    document: Document, heldout: int, source: Source, whole: bool
-) -> Iterator[tuple[str, Document]]:
-    size, heldout = len(document.text), max(heldout, 1)
-    if whole and heldout >= size:
-        yield HELDOUT, document
-        return
-    if size < 2:
-        raise UserError(
-            f"{source.name!r} holds a single document of {size} character: too little to train on "
-            "and to hold out; expected at least 2 characters"
-        )
-    cut = size - min(heldout, size - 1)
-    yield TRAIN, dataclasses.replace(document, text=document.text[:cut])
-    yield HELDOUT, dataclasses.replace(document, text=document.text[cut:])
-
-
-# ---- writing
-
-
-def _prepare(
-    source: Source,
-    contents: list[str],
-    tokenizer: Tokenizer,
-    recipe: Recipe,
-    directory: pathlib.Path,
-    progress: Progress,
-) -> None:
-    unwritable = f"data.prepared_dir {str(directory.parent)!r}: cannot be written to"
-    with as_user_error(unwritable, OSError):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(directory)
-        temporary = (
-            directory.parent
-            / f".{directory.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        )
-        temporary.mkdir()
     try:
-        content = {"fingerprint": directory.name}
-        content |= _write_rows(source, tokenizer, recipe, temporary, progress)
-        _check_unchanged(source, contents, directory.parent)
-        (temporary / METADATA).write_text(
-            json.dumps(content | {"digest": digests.sha256_json(content)}, indent=1) + "\n"
-        )
-        temporary.rename(directory)
-    except OSError as error:
-        # where it exists, another process finished the same rows first
-        if not (directory / METADATA).exists():
-            raise UserError(f"{unwritable} ({error_message(error)})") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if store.read_record(name) == content:
+            return
+    except (FileNotFoundError, UserError):
+        pass
+    store.write_record(name, content)
 
 
-def _check_unchanged(source: Source, contents: list[str], prepared_dir: pathlib.Path) -> None:
-    """Raises UserError if a file has changed since its digest in `contents` was taken: its rows
-    would be those of other content.
-    """
-    now = (
-        sources.resolve(source.name, source.text_field).files
-        if sources.is_remote(source.name)
-        else source.files
+def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
+    name = _corpus_name(source, tokenizer)
+    content = store.read_record(name)
+    files = tuple(
+        SourceFile(sources.epath.Path(label), label, size, "") for label, size in content["files"]
     )
-    after = {file.label: sources.content_digest(file) for file in now}
-    for file, digest in zip(source.files, contents, strict=True):
-        if after.get(file.label) != digest:
-            # the cached digest may be stale: a file can change and keep its size and time
-            (prepared_dir / _DIGESTS).unlink(missing_ok=True)
-            raise UserError(
-                f"{file.path}: changed while it was being prepared; its rows were discarded: start "
-                "again when the file no longer changes"
-            )
+    found = []
+    for *_, key in content["parts"]:
+        unit = units.find_unit(store, key)
+        require(
+            unit is not None,
+            f"{store.path(name)}: its unit {key} is missing, and the text that it was made of is "
+            f"not there: give data.path = {source.name!r} its files back",
+        )
+        found.append(unit)
+    parts = tuple((i, Part(start, stop)) for i, start, stop, _ in content["parts"])
+    corpus = Corpus(dataclasses.replace(source, files=files), parts, tuple(found))
+    require(
+        corpus.digest == content["tokens"],
+        f"{store.path(name)}: its units hold other tokens than it says: give data.path = "
+        f"{source.name!r} its files back, and delete this file",
+    )
+    return corpus
 
 
-def _remove_abandoned(directory: pathlib.Path) -> None:
-    """Removes the temporary folders of killed preparations on this machine."""
-    prefix = f".{directory.name}.{socket.gethostname()}."
-    for leftover in directory.parent.glob(f"{prefix}*"):
-        process = leftover.name.removeprefix(prefix).split(".")[0]
-        if process.isdecimal() and not _is_alive(int(process)):
-            shutil.rmtree(leftover, ignore_errors=True)
+# ---- rows
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:  # a process of another user is alive, too
-        return not isinstance(error, ProcessLookupError)
-    return True
-
-
-def _write_rows(
-    source: Source,
-    tokenizer: Tokenizer,
+def pack(
+    corpus: Corpus,
+    divided: Divided | None,
     recipe: Recipe,
-    directory: pathlib.Path,
-    progress: Progress,
-) -> dict:
-    length = recipe.row_length
-    # uint16 halves the shards for vocabularies that fit.
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    writers = {side: RowWriter(directory, side, dtype, length) for side in (TRAIN, HELDOUT)}
-    packers = {side: Packer(length, recipe.seed) for side in (TRAIN, HELDOUT)}
-    counts = {side: dataclasses.asdict(Statistics()) for side in (TRAIN, HELDOUT)}
-
-    def write(side: str, rows: Iterable[Row]) -> None:
-        for row in rows:
-            writers[side].write(row)
-            counts[side]["rows"] += 1
-            counts[side]["padding"] += length - sum(len(piece.tokens) for piece in row)
-
-    read = 0
-    for batch in _batched(split_documents(source, recipe.heldout_fraction)):
-        encoded = tokenizer.encode_documents([document.text for _, document in batch])
-        for (side, document), tokens in zip(batch, encoded, strict=True):
-            counts[side]["documents"] += 1
-            counts[side]["text_bytes"] += len(document.text.encode())
-            counts[side]["tokens"] += len(tokens)
-            write(side, packers[side].add(tokens, document.file, document.record))
-        # the split yields one document late, after others that were read later
-        read = max(read, *(document.bytes_read for _, document in batch))
-        progress(source.name, read, source.size)
-    for side, packer in packers.items():
-        write(side, packer.finish())
-        counts[side]["cut_documents"] = packer.cut_documents
-    shards = {
-        side: [dataclasses.asdict(shard) for shard in writer.close()]
-        for side, writer in writers.items()
-    }
-    return {
-        "format": _FORMAT,
-        "source": source.name,
-        "files": len(source.files),
-        "dtype": dtype.name,
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        **dataclasses.asdict(recipe),
-        "statistics": counts,
-        "shards": shards,
-    }
-
-
-def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    batch, characters = [], 0
-    for side, document in stream:
-        batch.append((side, document))
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-# ---- reading
-
-
-def read_metadata(directory: pathlib.Path) -> dict:
-    """The content of `directory`/metadata.json, without its digest.
+    store: Store,
+    progress: Progress = lambda *_: None,
+    workers: int | None = None,
+) -> Prepared:
+    """Packs the units of `corpus` into rows, where that was not done before, and opens them.
 
     Raises:
-      UserError: it is damaged, or was written for a folder of another name.
+      UserError: prepared data that are damaged.
     """
-    path = directory / METADATA
-    try:
-        content = json_files.read(path)
-        intact = content.pop("digest") == digests.sha256_json(content)
-    except (OSError, ValueError, KeyError):
-        intact = False
-    if not intact:
-        raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
-    if content.get("fingerprint", directory.name) != directory.name:
-        raise _renamed(directory, f"the rows of {content['fingerprint']}")
-    return content
+    found = row_groups.groups(corpus.filled, divided)
+    todo = [
+        group
+        for group in found
+        if not store.exists(row_groups.folder_name(row_groups.group_key(group, recipe)))
+    ]
+    tokens = sum(group.tokens for group in todo)
+    done = {i: 0 for i in range(len(todo))}
+
+    def show(item: int, packed: int) -> None:
+        done[item] = packed
+        what, size = f"{corpus.source.name}, rows of {recipe.row_length}", todo[item].token_bytes
+        progress(what, sum(done.values()) * size, tokens * size)
+
+    do = functools.partial(_pack_group, recipe=recipe, store=store)
+    count = min(workers or usable_cores(), -(-tokens // _TOKENS_PER_WORKER))
+    for item, _ in run_all(do, todo, count, show):
+        show(item, todo[item].tokens)
+    return _open_rows(corpus, found, recipe, store)
 
 
-def _renamed(directory: pathlib.Path, holds: str) -> UserError:
-    return UserError(
-        f"{directory}: it holds, by its {METADATA}, {holds}: the folder was renamed or copied; "
-        "give it its name back, or delete it to have the rows prepared again"
+def _pack_group(
+    group: row_groups.Group, progress: Callable[[int], None], recipe: Recipe, store: Store
+) -> None:
+    row_groups.pack_group(group, recipe, store, progress)
+
+
+def _divided(
+    corpora: Mapping[int, Corpus],
+    old: Mapping[int, Prepared],
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    store: Store,
+) -> dict[int, Divided]:
+    """The documents that are divided against their hashes: of a source without a document to train
+    on, and of the source with the smallest hash where no source has a document to hold out.
+    """
+
+    def share_of_hash(hash_: int) -> float:
+        return hash_ / 2**64
+
+    smallest = {i: min(unit.smallest[0] for unit in c.filled) for i, c in corpora.items()}
+    largest = {i: max(unit.largest_hash for unit in c.filled) for i, c in corpora.items()}
+    without_heldout = [i for i in corpora if share_of_hash(smallest[i]) >= recipe.heldout_fraction]
+    without_train = [i for i in corpora if share_of_hash(largest[i]) < recipe.heldout_fraction]
+    chosen = {i: _divide(corpora[i], True, tokenizer, recipe, store) for i in without_train}
+    if without_heldout and not old and len(without_heldout) == len(corpora):
+        i = min(without_heldout, key=lambda i: smallest[i])
+        chosen[i] = _divide(corpora[i], False, tokenizer, recipe, store)
+    for i in without_heldout:
+        if i not in chosen:
+            warn(
+                f"{corpora[i].source.name}: too few documents: by their hashes, none is held out; "
+                "the held-out rows are those of the other globs"
+            )
+    return chosen
+
+
+def _divide(
+    corpus: Corpus, all_heldout: bool, tokenizer: Tokenizer, recipe: Recipe, store: Store
+) -> Divided:
+    """How the document with the smallest hash is divided, when by the hashes all documents are
+    held out, or none is: it is trained on as a whole in the first case; in the second, its end is
+    held out (the share of all tokens, at most the whole document). The only document is cut in
+    two in both.
+    """
+    filled = corpus.filled
+    documents = sum(unit.documents for unit in filled)
+    number = min(range(len(filled)), key=lambda i: filled[i].smallest[0])
+    document = filled[number].smallest[1]
+    tokens, table = units.open_unit(store, filled[number])
+    start = int(table["end"][document - 1]) if document else 0
+    own = tokens[start : int(table["end"][document]) - 1]  # without the end token
+    if all_heldout and documents > 1:
+        return Divided(number, document, len(own), int(table["bytes"][document]))
+    in_all = sum(unit.tokens for unit in filled) - documents
+    heldout = max(round(recipe.heldout_fraction * in_all), 1)
+    if documents > 1 and heldout >= len(own):
+        return Divided(number, document, 0, 0)
+    require(
+        len(own) >= 2,
+        f"{corpus.source.name!r} holds a single document of {len(own)} token: too little to train "
+        "on and to hold out; expected at least 2 tokens",
     )
+    kept = len(own) - min(heldout, len(own) - 1)
+    return Divided(number, document, kept, int(tokenizer.token_bytes[own[:kept]].sum()))
 
 
-def content_digests(source: Source, prepared_dir: pathlib.Path) -> list[str]:
-    """Digest of every file's content. For a large corpus the digests are cached in `prepared_dir`
-    by path, size and modification time, so that unchanged files are not read again.
-    """
-    cache_path = prepared_dir / _DIGESTS
-    if source.size < _REREAD_SIZE or sources.is_remote(source.name):
-        return [sources.content_digest(file) for file in source.files]
-    try:
-        cache = json_files.read(cache_path)
-    except (OSError, ValueError):
-        cache = {}
-    found: list[str] = []
-    new: dict[str, str] = {}
-    for file in source.files:
-        entry = f"{os.path.abspath(file.path)}\0{file.size}\0{file.version}"
-        digest = cache.get(entry) or sources.content_digest(file)
-        found.append(digest)
-        # A file changed a moment ago may change again without its modification time showing it.
-        if entry not in cache and time.time_ns() - int(file.version) > 2_000_000_000:
-            new[entry] = digest
-    if new:
-        cache_path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cache_path.with_name(f".{cache_path.name}.{uuid.uuid4().hex[:8]}")
-        temporary.write_text(json.dumps(cache | new))
-        temporary.replace(cache_path)
-    return found
+def _open_rows(
+    corpus: Corpus, found: Sequence[row_groups.Group], recipe: Recipe, store: Store
+) -> Prepared:
+    origins = [
+        origin for origin, unit in zip(corpus.origins, corpus.units, strict=True) if unit.documents
+    ]
+    statistics = {TRAIN: Statistics(), HELDOUT: Statistics()}
+    folders: dict[str, list[RowFolder]] = {TRAIN: [], HELDOUT: []}
+    directories, keys = [], []
+    for group in found:
+        key = row_groups.group_key(group, recipe)
+        directory = store.path(row_groups.folder_name(key))
+        content = row_groups.read_metadata(directory)
+        for side in (TRAIN, HELDOUT):
+            statistics[side] += Statistics(**content["statistics"][side])
+            shards = tuple(Shard(**shard) for shard in content["shards"][side])
+            own = tuple(origins[group.first : group.first + len(group.units)])
+            folders[side].append(RowFolder(directory, content["dtype"], shards, own))
+        directories.append(directory)
+        keys.append(key)
+    rows = {side: RowReader(folders[side], recipe.row_length) for side in (TRAIN, HELDOUT)}
+    fingerprint = digests.sha256_json({"format": 2, "rows": keys})[:20]
+    empty = sum(unit.empty for unit in corpus.units)
+    return Prepared(
+        corpus.source,
+        2,
+        fingerprint,
+        tuple(directories),
+        statistics,
+        rows,
+        corpus.bad,
+        empty,
+    )

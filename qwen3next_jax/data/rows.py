@@ -1,16 +1,23 @@
-"""The shard format: one ArrayRecord record per packed row. `preparation` writes the shards and
+"""The shard format: one ArrayRecord record per packed row. `row_groups` writes the shards and
 `pipeline` reads their rows in random order; every read verifies a checksum.
 
-A record is a little-endian uint32 n, then n piece lengths, n source file indices and n record
-numbers (uint32 each), then the tokens (uint16 or uint32, as the metadata says). Padding is not
-stored. ArrayRecord keeps a hash of every chunk and verifies it when reading, so a damaged byte
-is an error and never a different token.
+A record is a little-endian uint32 n, then n piece lengths, n indices of units (in format 1: of
+source files) and n record numbers (uint32 each), then the tokens (uint16 or uint32, as the
+metadata says). Padding is not stored. ArrayRecord keeps a hash of every chunk and verifies it
+when reading, so a damaged byte is an error and never a different token.
 """
 
-import bisect
+import collections
+import contextlib
 import dataclasses
+import functools
 import itertools
+import os
 import pathlib
+import resource
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +26,11 @@ from qwen3next_jax.common.errors import UserError, error_message, as_user_error
 from qwen3next_jax.data.packing import Row
 
 _SHARD_BYTES = 1 << 28  # uncompressed
+_MOST_OPEN = 256  # shards; an open one takes some 200 KB
 _INTEGER = np.dtype("<u4")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
     file: str  # name within the directory
     rows: int
@@ -82,43 +90,77 @@ class RowWriter:
         self._shards.append(shard)
 
 
+@dataclasses.dataclass(frozen=True)
+class RowFolder:
+    """The shards of one split in one folder of prepared rows.
+
+    Attributes:
+      dtype: of the tokens.
+      origins: (file index, first record) of each unit that the folder was packed from, where its
+        rows name units; () where they name files, as in format 1.
+    """
+
+    directory: pathlib.Path
+    dtype: str
+    shards: tuple[Shard, ...]
+    origins: tuple[tuple[int, int], ...] = ()
+
+
 class RowReader:
     """Random access to the rows of one split; safe to use from several threads.
 
+    A shard is opened when a row of it is read. Of all readers together, `_MOST_OPEN` shards are
+    open at once, those that were read last.
+
     Raises:
-      UserError: a shard is missing, of the wrong size, or (when a row of it is read) damaged.
+      UserError: a shard is missing, of the wrong size, or (when a row of it is read) damaged; or
+        the system lets this process open no more files.
     """
 
-    def __init__(self, directory: pathlib.Path, shards: list[Shard], dtype: str, row_length: int):
-        self._directory, self._shards = directory, shards
-        self._dtype = np.dtype(dtype).newbyteorder("<")
+    def __init__(self, folders: Sequence[RowFolder], row_length: int):
+        self._folders = list(folders)
         self._row_length = row_length
-        self._ends = list(itertools.accumulate(shard.rows for shard in shards))
-        self._readers = [_open_shard(directory / shard.file, shard) for shard in shards]
+        counts = [len(folder.shards) for folder in folders]
+        self._first_shard = np.cumsum([0, *counts])  # [folders + 1]
+        rows = [shard.rows for folder in folders for shard in folder.shards]
+        self._ends = np.cumsum(rows, dtype=np.int64)  # [shards]
+        for folder in folders:
+            for shard in folder.shards:
+                _check_size(folder.directory / shard.file, shard)
+        raise_file_limit()
+        self._number = next(_reader_numbers)
+        weakref.finalize(self, _close_shards, self._number)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> PackedRow:
-        shard = bisect.bisect_right(self._ends, index)
-        position = index - (self._ends[shard - 1] if shard else 0)
-        path = self._directory / self._shards[shard].file
+        number = int(np.searchsorted(self._ends, index, "right"))
+        position = int(index - (self._ends[number - 1] if number else 0))
+        at = int(np.searchsorted(self._first_shard, number, "right")) - 1
+        folder = self._folders[at]
+        shard = folder.shards[number - int(self._first_shard[at])]
+        path = folder.directory / shard.file
+        reader = _opened((self._number, number), lambda: _open_shard(path, shard))
         try:
-            (record,) = self._readers[shard].read([position])
+            (record,) = reader.read([position])
         except (RuntimeError, IndexError, ValueError) as error:
             raise _damaged(
                 path, f"row {position} cannot be read: {error_message(error)}"
             ) from error
-        return self._decode(record, path, position)
+        return self._decode(record, folder, path, position)
 
-    def _decode(self, record: bytes, path: pathlib.Path, position: int) -> PackedRow:
+    def _decode(
+        self, record: bytes, folder: RowFolder, path: pathlib.Path, position: int
+    ) -> PackedRow:
         pieces = int(np.frombuffer(record, _INTEGER, 1)[0])
         lengths, files, numbers = (
             np.frombuffer(record, _INTEGER, 3 * pieces, offset=4)
             .reshape(3, pieces)
             .astype(np.int64)
         )
-        stored = np.frombuffer(record, self._dtype, offset=4 + 12 * pieces)
+        dtype = np.dtype(folder.dtype).newbyteorder("<")
+        stored = np.frombuffer(record, dtype, offset=4 + 12 * pieces)
         if len(stored) != lengths.sum() or len(stored) > self._row_length:
             raise _damaged(
                 path, f"row {position} holds {len(stored)} tokens instead of {lengths.sum()}"
@@ -127,9 +169,51 @@ class RowReader:
         segment_ids_T = np.zeros(self._row_length, np.int32)
         tokens_T[: len(stored)] = stored
         segment_ids_T[: len(stored)] = np.repeat(np.arange(1, pieces + 1, dtype=np.int32), lengths)
-        return PackedRow(
-            tokens_T, segment_ids_T, list(zip(files.tolist(), numbers.tolist(), strict=True))
-        )
+        origins = list(zip(files.tolist(), numbers.tolist(), strict=True))
+        if folder.origins:
+            origins = [
+                (folder.origins[unit][0], folder.origins[unit][1] + record)
+                for unit, record in origins
+            ]
+        return PackedRow(tokens_T, segment_ids_T, origins)
+
+
+# (reader, shard) → the open shard, the one read last at the end
+_open: collections.OrderedDict[tuple[int, int], Any] = collections.OrderedDict()
+_open_lock = threading.RLock()  # a reader may be collected, and close its shards, at any moment
+_reader_numbers = itertools.count()
+
+
+def _opened(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
+    """The open shard `key`; opens it, and forgets the ones read longest ago. A shard closes when
+    the last thread that reads it lets go of it.
+    """
+    with _open_lock:
+        if key in _open:
+            _open.move_to_end(key)
+            return _open[key]
+    shard = open_it()
+    with _open_lock:
+        _open[key] = shard
+        while len(_open) > _MOST_OPEN:
+            _open.popitem(last=False)
+    return shard
+
+
+def _close_shards(reader: int) -> None:
+    with _open_lock:
+        for key in list(_open):
+            if key[0] == reader:
+                del _open[key]
+
+
+@functools.cache
+def raise_file_limit() -> None:
+    """Lets this process open as many files as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _array_record() -> Any:
@@ -141,16 +225,32 @@ def _array_record() -> Any:
     return array_record_module
 
 
+def _check_size(path: pathlib.Path, shard: Shard) -> None:
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        raise _damaged(path, "it is missing") from None
+    if size != shard.size:
+        raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
+
+
 def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
-    if not path.exists():
-        raise _damaged(path, "it is missing")
-    if path.stat().st_size != shard.size:
-        raise _damaged(path, f"it has {path.stat().st_size} bytes instead of {shard.size}")
+    _check_size(path, shard)
     reader = _array_record().ArrayRecordReader(
         str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
     )
-    if reader.num_records() != shard.rows:
-        raise _damaged(path, f"it has {reader.num_records()} readable rows instead of {shard.rows}")
+    rows = reader.num_records()
+    if rows != shard.rows:
+        # ArrayRecord finds no rows in a file that it could not open.
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise UserError(
+                f"shard {path} cannot be opened ({error_message(error)}); this process may open "
+                f"{limit} files: raise the limit with ulimit -n"
+            ) from error
+        raise _damaged(path, f"it has {rows} readable rows instead of {shard.rows}")
     return reader
 
 

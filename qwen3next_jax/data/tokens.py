@@ -5,23 +5,28 @@ same attributes, so that preparation, evaluation (bits per byte), generation and
 know which one they hold.
 """
 
+import copy
 import functools
 import json
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
+from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
+from qwen3next_jax.data import fast_bpe
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
 # Longer documents are tokenized in parts cut at line ends: the library encodes a text on
 # one core and needs about a hundred bytes of memory per byte of it.
 _LONGEST_TEXT = 1 << 17
+_ENCODED_AT_ONCE = 1 << 20  # characters
+# Of these parts of a batch, so much is encoded by both libraries.
+_COMPARED_EVERY, _COMPARED_CHARACTERS = 256, 1 << 12
 _LARGEST_GAP = 1 << 20  # unused ids that a vocabulary may have; a damaged one could cost gigabytes
 
 
@@ -33,10 +38,17 @@ class Tokenizer(Protocol):
       eos_id: the id that ends every document.
       token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
+      libraries: versions of the libraries that decide the ids of a text.
+      parse_tokens: the added tokens that documents may write out.
+      fallback: the same tokenizer by a slower library, for texts to which the faster one gives
+        other ids (`fast_bpe.Differs`); None where there is one library.
       reads_text: whether the ids mean text; those of a synthetic task do not.
     """
 
     reads_text: bool
+    libraries: Mapping[str, str]
+    parse_tokens: tuple[str, ...]
+    fallback: "Tokenizer | None"
     vocab_size: int
     eos_id: int
     token_bytes: np.ndarray
@@ -48,8 +60,11 @@ class Tokenizer(Protocol):
         """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 ids of each text, with `eos_id` at its end. A special token that is written out
-        is encoded as ordinary text.
+        """int32 ids of each text, with `eos_id` at its end. An added token that is written out
+        is encoded as ordinary text, unless it is one of `parse_tokens`.
+
+        Raises:
+          fast_bpe.Differs: use `fallback`.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -59,19 +74,26 @@ class Tokenizer(Protocol):
         """Writes `tokenizer.json` and `tokenizer_config.json` in the Hugging Face format."""
 
 
-def load_tokenizer(spec: str, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(
+    spec: str, vocab_size: int | None = None, parse_tokens: Sequence[str] = ()
+) -> Tokenizer:
     """The tokenizer named by `spec`.
 
     Args:
       spec: "bytes" or "", the path of a Hugging Face `tokenizer.json`, or a directory that holds
         one (local or gs://).
       vocab_size: the model's, if known.
+      parse_tokens: added tokens of it that documents may write out (`data.parse_tokens`).
 
     Raises:
-      UserError: no such file, not a tokenizer, no end-of-document token, or more ids than
-      `vocab_size`.
+      UserError: no such file, not a tokenizer, no end-of-document token, more ids than
+      `vocab_size`, or no such added token.
     """
-    tokenizer = ByteTokenizer() if spec in ("", "bytes") else HuggingFaceTokenizer(spec)
+    if spec in ("", "bytes"):
+        require(not parse_tokens, "data.parse_tokens: the tokenizer 'bytes' has no such tokens")
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        tokenizer = HuggingFaceTokenizer(spec, parse_tokens)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"tokenizer {spec} has {tokenizer.vocab_size} ids, the model's vocabulary only "
@@ -94,6 +116,9 @@ class ByteTokenizer:
     """Ids 0 … 255 are the bytes of the UTF-8 text, 256 ends a document."""
 
     reads_text = True
+    libraries: Mapping[str, str] = {}
+    parse_tokens: tuple[str, ...] = ()
+    fallback = None
     vocab_size = 257
     eos_id = 256
     token_bytes = np.array([1] * 256 + [0], np.int32)
@@ -104,10 +129,13 @@ class ByteTokenizer:
         return np.concatenate(documents)[:-1]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [
-            np.append(np.frombuffer(text.encode("utf-8"), np.uint8), np.int32(self.eos_id))
-            for text in texts
-        ]
+        documents = []
+        for text in texts:
+            data = text.encode("utf-8")
+            ids = np.full(len(data) + 1, self.eos_id, np.int32)
+            ids[:-1] = np.frombuffer(data, np.uint8)
+            documents.append(ids)
+        return documents
 
     def decode(self, ids: Iterable[int]) -> str:
         invalid = b"\xff"  # in no UTF-8 text
@@ -124,7 +152,8 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the `tokenizers` library.
+    """A `tokenizer.json`, read by the `tokenizers` library. Documents are encoded by tiktoken
+    where that can be (`fast_bpe`).
 
     The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory,
     else the first of the common ones (`_COMMON_EOS`) in the vocabulary.
@@ -132,7 +161,7 @@ class HuggingFaceTokenizer:
 
     reads_text = True
 
-    def __init__(self, spec: str):
+    def __init__(self, spec: str, parse_tokens: Sequence[str] = ()):
         path = epath.Path(spec)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
@@ -160,6 +189,46 @@ class HuggingFaceTokenizer:
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
         self._json = self._tokenizer.to_str()
         self.fingerprint = _fingerprint(self._json, self.eos_id)
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        for token in parse_tokens:
+            require(
+                token in added and token != self._eos_token,
+                f"data.parse_tokens: {token!r} is not an added token of {path}, or ends documents"
+                f"{did_you_mean(token, added)}",
+            )
+        self.parse_tokens = tuple(parse_tokens)
+        self._may_be_fast = not parse_tokens
+
+    @functools.cached_property
+    def _table(self) -> fast_bpe.Table | None:
+        """What tiktoken needs; None where documents are encoded by `tokenizers`."""
+        if not self._may_be_fast:
+            return None
+        bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        return fast_bpe.table(json.loads(self._json), bytes_of)
+
+    @functools.cached_property
+    def _fast(self) -> Any:
+        """A tiktoken.Encoding, or None."""
+        return self._table and self._table.encoding()
+
+    @property
+    def libraries(self) -> Mapping[str, str]:
+        if self._table is None:
+            return {"tokenizers": tokenizers.__version__}
+        return {"tiktoken": fast_bpe.version()}
+
+    @property
+    def fallback(self) -> "HuggingFaceTokenizer | None":
+        if self._table is None:
+            return None
+        slow = copy.copy(self)
+        slow._may_be_fast = False
+        slow.__dict__.pop("_table")
+        return slow
+
+    def __getstate__(self) -> dict[str, Any]:  # an Encoding is made anew where it is unpickled
+        return {key: value for key, value in self.__dict__.items() if key != "_fast"}
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -182,10 +251,15 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, but it encodes written-out special tokens as ordinary text."""
-        literal = tokenizers.Tokenizer.from_str(self._json)
-        literal.encode_special_tokens = True
-        return literal
+        """The same tokenizer, but it knows no added tokens other than `parse_tokens`, so that it
+        encodes those that a text writes out as ordinary text.
+        """
+        content = json.loads(self._json)
+        content["added_tokens"] = [
+            token for token in content["added_tokens"] if token["content"] in self.parse_tokens
+        ]
+        content["post_processor"] = None  # it may name an added token, and adds nothing here
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
@@ -193,14 +267,39 @@ class HuggingFaceTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts = [_cut_at_lines(text) for text in texts]
         flat_parts = [part for parts_of_text in parts for part in parts_of_text]
-        encodings = iter(self._literal.encode_batch_fast(flat_parts, add_special_tokens=False))
-        documents = []
-        for parts_of_text in parts:
-            ids = []
-            for _ in parts_of_text:
-                ids += next(encodings).ids
-            documents.append(np.array([*ids, self.eos_id], np.int32))
-        return documents
+        if self._fast is not None:
+            self._compare([part[:_COMPARED_CHARACTERS] for part in flat_parts[::_COMPARED_EVERY]])
+        encoded = self._encode_fast(flat_parts) if self._fast else self._encode_slowly(flat_parts)
+        end = np.array([self.eos_id], np.int32)
+        return [
+            np.concatenate([*(next(encoded) for _ in parts_of_text), end])
+            for parts_of_text in parts
+        ]
+
+    def _compare(self, texts: Sequence[str]) -> None:
+        """Raises fast_bpe.Differs if tiktoken gives one of the texts other ids."""
+        both = zip(self._encode_fast(texts), self._encode_slowly(texts), strict=True)
+        if not all(np.array_equal(fast, slow) for fast, slow in both):
+            raise fast_bpe.Differs
+
+    def _encode_fast(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        normalizer = self._literal.normalizer
+        # NFC leaves ASCII as it is, and the library takes 20 ns a byte to find that out.
+        keeps_ascii = isinstance(normalizer, tokenizers.normalizers.NFC)
+        for text in texts:
+            if normalizer is not None and not (keeps_ascii and text.isascii()):
+                text = normalizer.normalize_str(text)
+            yield np.array(self._fast.encode_ordinary(text), np.int32)
+
+    def _encode_slowly(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        start = characters = 0
+        for stop, text in enumerate(texts, start=1):
+            characters += len(text)
+            if characters >= _ENCODED_AT_ONCE or stop == len(texts):
+                batch = texts[start:stop]
+                for encoding in self._literal.encode_batch_fast(batch, add_special_tokens=False):
+                    yield np.array(encoding.ids, np.int32)
+                start, characters = stop, 0
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -10,8 +10,8 @@ import jax
 
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config, DataConfig
-from qwen3next_jax.data import sources
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data import readers
+from qwen3next_jax.data.pipeline import find_sources, source_of
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
@@ -142,12 +142,10 @@ def _describe_data(config: DataConfig, vocab_size: int) -> str:
     if config.source != "text":
         return f"{config.source}, made as it is read"
     tokenizer = source_of(config).tokenizer_of(config, vocab_size)
-    found = [
-        sources.resolve(glob, config.text_field, config.on_bad_text)
-        for glob in config.globs or ("",)
-    ]
+    found = find_sources(config, tokenizer)
     for source in found:
-        next(sources.documents(source))
+        if not source.text_is_gone:
+            next(readers.documents(source))
     return (
         f"{sum(len(source.files) for source in found):,} files, "
         f"{gigabytes(sum(source.size for source in found))}, tokenizer of "

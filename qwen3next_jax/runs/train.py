@@ -18,6 +18,7 @@ from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.processes.distributed import (
@@ -30,7 +31,7 @@ from qwen3next_jax.processes.distributed import (
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs import branching, hooks, origin, preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.display import Display, PreparationProgress, title
+from qwen3next_jax.runs.display import Display, title
 from qwen3next_jax.runs.folder import (
     Change,
     RunLock,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, DataConfig, OptimizerConfig, Stage, TrainConfig
-from qwen3next_jax.data.pipeline import Data, mix_streams, open_data
+from qwen3next_jax.data.pipeline import Data, open_data, rows_of_streams
 from qwen3next_jax.data.preparation import Progress
 
 # Group of settings → the settings of it that a stage can set.
@@ -220,14 +220,7 @@ def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
     """How many of the first `rows` rows of a mix come from each stream, by the stream's name. This
     is also the number of the stream's next row.
     """
-    weights = tuple(streams.values())
-    mix = mix_streams(weights)
-    next_row = {i: 0 for i, weight in enumerate(weights) if not weight}
-    while len(next_row) < len(streams):
-        stream, row = mix[rows]
-        next_row.setdefault(stream, row)
-        rows += 1
-    return {name: next_row[i] for i, name in enumerate(streams)}
+    return dict(zip(streams, rows_of_streams(tuple(streams.values()), rows), strict=True))
 
 
 def place_cursors(

@@ -4,31 +4,18 @@ is noticed.
 
 import itertools
 import json
-import os
 import pathlib
 import shutil
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data import preparation, rows, sources
+from qwen3next_jax.data import rows
+from qwen3next_jax.data.packing import Packer
 from qwen3next_jax.data.pipeline import TrainData
-from qwen3next_jax.data.preparation import (
-    HELDOUT,
-    TRAIN,
-    Recipe,
-    content_digests,
-    prepare,
-    read_metadata,
-    split_documents,
-)
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.row_groups import HELDOUT, TRAIN
 
 T, B = 64, 4
 RANDOM = np.random.default_rng(0)
@@ -55,7 +42,7 @@ def load(config, **changes):
 
 
 def shards(config):
-    return sorted(pathlib.Path(config.prepared_dir).glob("*/*.array_record"))
+    return sorted(pathlib.Path(config.prepared_dir).glob("rows/*/*.array_record"))
 
 
 def take(batches, n):
@@ -196,148 +183,7 @@ def test_mixture_shares(config, tmp_path):
     assert len({mixed.fingerprint, by_size.fingerprint, load(config).fingerprint}) == 3
 
 
-# ---- the split
-
-
-@pytest.mark.parametrize("fraction", [0.02, 0.5, 0.99])
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
-    write_jsonl(tmp_path / "few.jsonl", TEXTS[:count])
-    parts = {TRAIN: [], HELDOUT: []}
-    for side, document in split_documents(
-        sources.resolve(f"{tmp_path}/few.jsonl", "text"), fraction
-    ):
-        parts[side].append(document)
-    assert all(document.text for side in parts.values() for document in side) and all(
-        parts.values()
-    )
-    together = {}
-    for document in parts[TRAIN] + parts[HELDOUT]:
-        together[document.record] = together.get(document.record, "") + document.text
-    # a document cut in two: its end is held out
-    assert [together[i] for i in range(count)] == TEXTS[:count]
-    by_hash = [preparation._unit_hash(text) < fraction for text in TEXTS[:count]]
-    if any(by_hash) and count > 1:
-        assert len(parts[TRAIN]) + len(parts[HELDOUT]) == count  # none is cut
-    data = TrainData(DataConfig(path=f"{tmp_path}/few.jsonl", prepared_dir=f"{tmp_path}/p"), T, B)
-    assert next(data.batches(0))["segment_ids"].any(axis=1).all()
-    assert next(data.heldout())["segment_ids"].any()
-
-
-def test_a_single_document_gives_its_share_and_one_character_is_too_little(tmp_path):
-    (tmp_path / "book.txt").write_text("a" * 1000)
-    split = dict(split_documents(sources.resolve(f"{tmp_path}/book.txt", "text"), 0.02))
-    assert (len(split[TRAIN].text), len(split[HELDOUT].text)) == (980, 20)
-    (tmp_path / "book.txt").write_text("ab")
-    split = dict(split_documents(sources.resolve(f"{tmp_path}/book.txt", "text"), 0.99))
-    assert (split[TRAIN].text, split[HELDOUT].text) == ("a", "b")
-    (tmp_path / "book.txt").write_text("a")
-    with pytest.raises(UserError, match="book.txt.* at least 2 characters"):
-        list(split_documents(sources.resolve(f"{tmp_path}/book.txt", "text"), 0.02))
-
-
-def test_equal_texts_land_on_the_same_side_whatever_the_seed(config):
-    write_jsonl(pathlib.Path(config.path).parent / "c.jsonl", TEXTS)  # every text a second time
-    sides = {}
-    for side, document in split_documents(sources.resolve(config.path, "text"), 0.1):
-        sides.setdefault(document.text, set()).add(side)
-    assert len(sides) == len(TEXTS) and all(len(s) == 1 for s in sides.values())
-
-
-# ---- fingerprints
-
-
-def test_fingerprint_changes_with_all_that_decides_the_rows_and_nothing_else(config, tmp_path):
-    def key(change=None, length=T, **changes):
-        settings = DataConfig(**(vars(config) | changes))
-        source = sources.resolve(settings.path, settings.text_field)
-        recipe = Recipe(length, settings.heldout_fraction, settings.seed)
-        return preparation.fingerprint(
-            source, content_digests(source, tmp_path), change or load_tokenizer("bytes"), recipe
-        )
-
-    base = key()
-    assert key() == base
-    shutil.copytree(tmp_path / "texts", tmp_path / "moved")
-    assert key(path=f"{tmp_path}/moved/*.jsonl") == base
-    load_tokenizer("bytes").save(tmp_path)
-    different = [
-        key(load_tokenizer(str(tmp_path))),
-        key(length=T + 1),
-        key(seed=1),
-        key(heldout_fraction=0.2),
-    ]
-    file = tmp_path / "moved" / "b.jsonl"
-    file.write_text(file.read_text().replace("import", "export"))
-    different.append(key(path=f"{tmp_path}/moved/*.jsonl"))
-    file.rename(tmp_path / "moved" / "0.jsonl")
-    different.append(key(path=f"{tmp_path}/moved/*.jsonl"))
-    assert len({base, *different}) == 7
-
-
-def test_digests_of_large_corpora_are_kept_until_a_file_changes(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_REREAD_SIZE", 0)
-    source = sources.resolve(config.path, "text")
-    for file in source.files:
-        os.utime(file.path, (1, 1))
-    key = lambda: content_digests(sources.resolve(config.path, "text"), tmp_path)
-    read = []
-    original = sources.content_digest
-    monkeypatch.setattr(
-        sources, "content_digest", lambda file: read.append(file.label) or original(file)
-    )
-    before = key()
-    assert read == ["a.jsonl", "b.jsonl"]
-    assert key() == before and read == ["a.jsonl", "b.jsonl"]
-    text = source.files[1].path.read_text()
-    source.files[1].path.write_text(text.replace("import", "export"))  # same size, now
-    assert key() != before and read == ["a.jsonl", "b.jsonl", "b.jsonl"]
-    key()
-    assert read[3:] == ["b.jsonl"]  # changed too recently to trust its modification time
-
-
 # ---- faults
-
-
-_PREPARE = """
-import os, pathlib, signal, sys
-from qwen3next_jax.data import preparation, sources
-from qwen3next_jax.data.tokens import load_tokenizer
-path, prepared, when = sys.argv[1:]
-kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-if when == "before rename":
-    pathlib.Path.rename = kill
-preparation.prepare(sources.resolve(path, "text"), load_tokenizer("bytes"), preparation.Recipe(64, 0.1, 0), prepared,
-                    kill if when == "while reading" else None)
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize("when", ["while reading", "before rename"])
-def test_a_killed_preparation_is_never_taken_for_a_finished_one(config, when):
-    root = pathlib.Path(preparation.__file__).parents[2]
-    killed = subprocess.run(
-        [sys.executable, "-c", _PREPARE, config.path, config.prepared_dir, when], cwd=root
-    )
-    assert killed.returncode == -signal.SIGKILL
-    left = list(pathlib.Path(config.prepared_dir).iterdir())
-    assert len(left) == 1 and left[0].name.startswith(".")
-    clean = load(config, prepared_dir=config.prepared_dir + "_clean")
-    data = load(config)
-    assert_same(take(data.batches(0), 10), take(clean.batches(0), 10))
-    assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [
-        clean._prepared[0].fingerprint
-    ]
-
-
-def test_two_preparations_at_once_do_no_harm(config):
-    def other_process_is_faster(*_):
-        load(config)
-
-    slow = TrainData(config, T, B, progress=other_process_is_faster)
-    assert_same(take(slow.batches(0), 10), take(load(config).batches(0), 10))
-    assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [
-        slow._prepared[0].fingerprint
-    ]
 
 
 def test_no_flipped_bit_changes_a_batch_silently(config):
@@ -395,7 +241,8 @@ def test_missing_or_short_shards_and_damaged_metadata_are_named(config):
     with pytest.raises(
         UserError, match=f"{path.name} is damaged .it has .* readable rows instead of"
     ):
-        load(config)
+        reader = load(config)._prepared[0].rows[HELDOUT if "heldout" in path.name else TRAIN]
+        [reader[i] for i in range(len(reader))]
     path.write_bytes(good)
     text = metadata.read_text()
     for bad in (text.replace('"seed": 0', '"seed": 8'), text[:50], ""):
@@ -409,37 +256,10 @@ def test_missing_or_short_shards_and_damaged_metadata_are_named(config):
     load(config)
 
 
-def test_rows_of_another_folder_are_refused(config):
-    """Two prepared folders exchanged by name; rows of older code, which do not say theirs, as far
-    as the recipe tells them apart.
-    """
-    folders = [load(config)._prepared[0].directory, load(config, seed=1)._prepared[0].directory]
-
-    def exchange():
-        for i, folder in enumerate(folders):
-            folder.rename(folder.with_name(str(i)))
-        for i, folder in enumerate(reversed(folders)):
-            folder.with_name(str(i)).rename(folder)
-
-    for older in (False, True):
-        if older:
-            for folder in folders:
-                content = read_metadata(folder)
-                del content["fingerprint"]
-                text = json.dumps(content | {"digest": digests.sha256_json(content)})
-                (folder / "metadata.json").write_text(text)
-        load(config)
-        exchange()
-        for seed in (0, 1):
-            with pytest.raises(UserError, match=f"{folders[seed]}: "):
-                load(config, seed=seed)
-        exchange()
-
-
 def test_a_full_disk_is_an_error(tmp_path):
     (tmp_path / "train-00000.array_record").symlink_to("/dev/full")
     writer = rows.RowWriter(tmp_path, "train", np.dtype(np.uint16), T)
-    packer = preparation.Packer(T, 0)
+    packer = Packer(T, 0)
     list(packer.add(np.arange(100), 0, 0))
     with pytest.raises(UserError, match="cannot be written .*No space left"):
         for row in packer.finish():
@@ -466,20 +286,3 @@ def test_unusable_places_are_named(config, tmp_path):
         load(config, path=f"{config.path},{tmp_path}/absent/*.txt")
     with pytest.raises(UserError, match="257 ids, the model's vocabulary only 100"):
         TrainData(config, T, B, vocab_size=100)
-
-
-def test_progress_is_reported(config, monkeypatch):
-    monkeypatch.setattr(preparation, "_BATCH_CHARACTERS", 1000)
-    seen = []
-    source = sources.resolve(config.path, "text")
-    prepare(
-        source,
-        load_tokenizer("bytes"),
-        Recipe(T, 0.1, 0),
-        config.prepared_dir,
-        lambda *figures: seen.append(figures),
-    )
-    done = [read for _, read, _ in seen]
-    assert len(done) > 10 and done == sorted(done)
-    assert {(name, total) for name, _, total in seen} == {(config.path, source.size)}
-    assert 0.95 * source.size < done[-1] <= source.size

@@ -8,13 +8,15 @@ import json
 import os
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import sources
-from qwen3next_jax.data.sources import content_digest, describe, documents, resolve
+from qwen3next_jax.data import readers, sources
+from qwen3next_jax.data.readers import Part, describe, documents, part_digest, parts, read_part
+from qwen3next_jax.data.sources import content_digest, resolve
 
 TEXTS = ["first\n", "zweites: größe\r\n", "третий 😀"]
 
@@ -34,22 +36,60 @@ def write_parquet(path, columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
 
-def test_every_format_gives_the_same_documents(tmp_path):
+def zst(data):
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def write_arrow(path, table, has_footer=False):
+    new = pyarrow.ipc.new_file if has_footer else pyarrow.ipc.new_stream
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+ARRAY = json.dumps([{"id": i, "text": text} for i, text in enumerate(TEXTS)], indent=1).encode()
+DICTIONARY = pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()})
+VIEW = pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())})
+FORMATS = {
+    "a.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + jsonl(TEXTS)),
+    "a.ndjson": lambda path: path.write_bytes(jsonl(TEXTS)),
+    "lines.json": lambda path: path.write_bytes(jsonl(TEXTS)),
+    "array.json": lambda path: path.write_bytes(ARRAY),
+    "array.json.gz": lambda path: path.write_bytes(gzip.compress(ARRAY)),
+    "array.JSON.zst": lambda path: path.write_bytes(zst(ARRAY)),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(TEXTS))),
+    "a.jsonl.zst": lambda path: path.write_bytes(zst(jsonl(TEXTS))),
+    "frames.ndjson.zst": lambda path: path.write_bytes(
+        zst(jsonl(TEXTS[:1])) + zst(jsonl(TEXTS[1:]))
+    ),
+    "a.parquet": lambda path: write_parquet(path, {"text": TEXTS, "id": [0, 1, 2]}),
+    "large.parquet": lambda path: write_parquet(
+        path, {"text": pyarrow.array(TEXTS, pyarrow.large_string())}
+    ),
+    "dictionary.parquet": lambda path: pyarrow.parquet.write_table(DICTIONARY, path),
+    "view.parquet": lambda path: pyarrow.parquet.write_table(VIEW, path),
+    "stream.arrow": lambda path: write_arrow(path, pyarrow.table({"text": TEXTS})),
+    "dictionary.arrow": lambda path: write_arrow(path, DICTIONARY),
+    "view.arrow": lambda path: write_arrow(path, VIEW),
+    "footer.arrow": lambda path: write_arrow(path, pyarrow.table({"text": TEXTS}), True),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_documents(name, tmp_path):
+    FORMATS[name](tmp_path / name)
+    assert read(tmp_path / name) == [(f"{name}:{i + 1}", text) for i, text in enumerate(TEXTS)]
+
+
+def test_text_files_and_blank_lines(tmp_path):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.md").write_bytes(text.encode())
-    # BOM, blank line
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(TEXTS).replace(b"\n", b"\n\n", 1))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS)))
-    write_parquet(tmp_path / "a.parquet", {"text": TEXTS, "id": [0, 1, 2]})
-    write_parquet(tmp_path / "b.parquet", {"content": pyarrow.array(TEXTS, pyarrow.large_string())})
     assert read(tmp_path / "*.md") == [(f"{i}.md", text) for i, text in enumerate(TEXTS)]
-    assert read(tmp_path / "a.jsonl") == [
-        (f"a.jsonl:{line}", text) for line, text in zip((1, 3, 4), TEXTS, strict=True)
-    ]
-    assert [text for _, text in read(tmp_path / "a.jsonl.gz")] == TEXTS
-    assert read(tmp_path / "a.parquet") == [
-        (f"a.parquet:{i + 1}", text) for i, text in enumerate(TEXTS)
-    ]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS).replace(b"\n", b"\n\n", 1))
+    assert [name for name, _ in read(tmp_path / "a.jsonl")] == [f"a.jsonl:{i}" for i in (1, 3, 4)]
+    write_parquet(tmp_path / "b.parquet", {"content": TEXTS})
     assert [text for _, text in read(tmp_path / "b.parquet", "content")] == TEXTS
 
 
@@ -72,11 +112,12 @@ def test_globs_are_recursive_sorted_and_independent_of_where_the_tree_lies(tmp_p
     )
 
 
-def test_a_folder_is_its_text_files(tmp_path):
+def test_a_folder_is_its_text_files(tmp_path, capsys):
     for name in ("[1]/a.txt", "[1]/b/c.MD", "[1]/image.png", "[1]/.hidden.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert read(tmp_path / "[1]") == [("a.txt", "[1]/a.txt"), ("b/c.MD", "[1]/b/c.MD")]
+    assert "1 of 3 files are not read (1 .png)" in capsys.readouterr().err
 
 
 def test_text_that_is_not_utf8_is_left_out_or_mended_and_named(tmp_path, capsys):
@@ -100,10 +141,10 @@ def test_text_that_is_not_utf8_is_left_out_or_mended_and_named(tmp_path, capsys)
     told = capsys.readouterr().err.splitlines()
     assert (
         len(told) == 2
-        and "left out 4 documents that are not UTF-8" in told[0]
-        and "replaced by U+FFFD in 4 documents" in told[1]
+        and "4 not UTF-8: left out" in told[0]
+        and "4 not UTF-8: bytes replaced by U+FFFD" in told[1]
     )
-    assert all(name in told[0] for name in ("a.txt", "c.jsonl:1", "c.jsonl:2", "d.parquet: row 2"))
+    assert all(name in told[0] for name in ("a.txt", "c.jsonl:1", "c.jsonl:2", "d.parquet:2"))
     with pytest.raises(UserError, match="data.on_bad_text = skip"):
         read(tmp_path / "*")
 
@@ -114,15 +155,37 @@ def test_empty_files_among_others_are_skipped(tmp_path):
     assert read(tmp_path / "*.py") == [("a.py", "x = 1\n")]
 
 
-def test_progress_ends_at_the_size_of_the_source(tmp_path):
-    (tmp_path / "a.txt").write_text("abc")
-    (tmp_path / "b.jsonl").write_bytes(jsonl(TEXTS))
-    (tmp_path / "c.txt").write_text("defg")
-    source = resolve(str(tmp_path / "*"), "text")
-    positions = [d.bytes_read for d in documents(source)]
-    assert positions == sorted(positions) and positions[-1] == source.size == sum(
-        f.size for f in source.files
-    )
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
+def test_a_large_file_is_read_in_parts(tmp_path, monkeypatch, name):
+    """Together the parts are the file; appended lines change the last part alone."""
+    texts = [f"document {i} " * (i % 7) for i in range(60)]
+    path = tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=9)
+    else:
+        path.write_bytes(jsonl(texts))
+    whole = read(path)
+    monkeypatch.setattr(readers, "_PART_BYTES", 400)
+    assert read(path) == whole
+    (file,) = resolve(str(path), "text").files
+    found = parts(file)
+    digests = [part_digest(file, part, "text") for part in found]
+    if name == "a.txt":
+        assert found == [Part(0, file.size)]
+        return
+    assert len(found) > 5 and len(set(digests)) == len(found)
+    for part in found:  # as progress displays show it
+        read_bytes = [record.position for record in read_part(file, part, "text", None)]
+        assert read_bytes == sorted(read_bytes) and 0 < read_bytes[-1] <= file.size
+    if name == "a.jsonl":
+        assert sum(part.stop - part.start for part in found) == file.size
+        path.write_bytes(jsonl(texts) + jsonl(["more"]))
+        (file,) = resolve(str(path), "text").files
+        again = [part_digest(file, part, "text") for part in parts(file)]
+        assert again[: len(found) - 1] == digests[:-1]
+        path.write_bytes(jsonl(texts) + b"broken")
+        with pytest.raises(UserError, match="a.jsonl:61: "):
+            read(path)
 
 
 def test_default_corpus_is_the_standard_library_without_tests_and_build_files():
@@ -211,6 +274,12 @@ BAD = {
         lambda p: p.write_bytes(gzip.compress(jsonl(TEXTS))[:-12]),
         ["damaged gzip"],
     ),
+    "broken.jsonl.zst": (lambda p: p.write_bytes(zst(jsonl(TEXTS))[:-12]), ["damaged zstd"]),
+    "plain.jsonl.zst": (lambda p: p.write_bytes(jsonl(TEXTS)), ["damaged zstd"]),
+    "text.json": (lambda p: p.write_bytes(b"just text"), [":1", "not JSON"]),
+    "cut.json": (lambda p: p.write_bytes(ARRAY[:-3]), [":3", "not JSON", "element 3"]),
+    "open.json": (lambda p: p.write_bytes(ARRAY[:-1]), ["breaks off after element 3"]),
+    "broken.arrow": (lambda p: p.write_bytes(b"nothing of use"), ["not a readable Arrow file"]),
     "plain.jsonl.gz": (lambda p: p.write_bytes(jsonl(TEXTS)), ["damaged gzip"]),
     "broken.parquet": (
         lambda p: p.write_bytes(b"PAR1 nothing of use PAR1"),
@@ -239,7 +308,7 @@ BAD = {
         ["no column 'text'", "did you mean 'texts'"],
     ),
     "type.parquet": (lambda p: write_parquet(p, {"text": [1, 2]}), ["int64", "expected string"]),
-    "null.parquet": (lambda p: write_parquet(p, {"text": ["a", None]}), ["row 2", "NoneType"]),
+    "null.parquet": (lambda p: write_parquet(p, {"text": ["a", None]}), ["row 2", "null"]),
     "empty.parquet": (
         lambda p: write_parquet(p, {"text": pyarrow.array([], pyarrow.string())}),
         ["is empty"],
@@ -277,14 +346,14 @@ def test_paths_that_match_nothing_say_what_is_there(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
     (tmp_path / "nothing").mkdir()
-    for path, parts in {
+    for path, expected in {
         "text/a.txt": ["no 'text'", "did you mean 'texts'"],
         "texts/*.md": ["matches no file", "texts exists but holds nothing that matches"],
         "nothing/": ["a folder without text files", "nothing/**/*.log"],
     }.items():
         with pytest.raises(UserError) as caught:
             resolve(os.path.join(tmp_path, path), "text")
-        for part in [path, *parts]:
+        for part in [path, *expected]:
             assert part in str(caught.value)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.data import fast_bpe
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.inference.streaming import DecodeStream
 
@@ -196,3 +197,53 @@ def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
     assert "fifo.json: cannot be read (a FIFO" in error_of(str(tmp_path / "fifo.json"))
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     assert "expected a JSON object" in error_of(str(tmp_path))
+
+
+def test_no_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
+    """Not even one that the tokenizer does not mark special."""
+    text = "a <think>b</think> <|im_end|> </s> <unk> c"
+    for path in (byte_level, byte_fallback):
+        tokenizer = load_tokenizer(path)
+        added = set(tokenizer._tokenizer.get_added_tokens_decoder())
+        (ids,) = tokenizer.encode_documents([text])
+        assert not added & set(ids[:-1].tolist()) and tokenizer.decode(ids[:-1]) == text
+    think = load_tokenizer(byte_level)._tokenizer.token_to_id("<think>")
+    (ids,) = load_tokenizer(byte_level, None, ["<think>"]).encode_documents([text])
+    assert (ids == think).sum() == 1 and tokenizer.decode(ids[:-1]) != ""
+    special = load_tokenizer(byte_level, None, ["<|im_end|>"])
+    assert special.encode_documents([text])[0].tolist().count(1) == 1
+    for spec, token, expected in (
+        (byte_level, "<thin>", "'<thin>' is not an added token.*did you mean '<think>'"),
+        (byte_level, END_OF_TEXT, "ends documents"),
+        ("bytes", "<think>", "'bytes' has no such tokens"),
+    ):
+        with pytest.raises(UserError, match=f"data.parse_tokens: .*{expected}"):
+            load_tokenizer(spec, None, [token])
+
+
+def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, tmp_path):
+    pytest.importorskip("tiktoken")
+    fast, slow = load_tokenizer(byte_level), load_tokenizer(byte_level).fallback
+    assert "tiktoken" in fast.libraries and "tokenizers" in slow.libraries
+    assert load_tokenizer(byte_fallback).fallback is None  # no byte-level BPE
+    assert load_tokenizer(byte_level, None, ["<think>"]).fallback is None
+    texts = [TEXT, "", TEXT * 9000, "e\u0301 <think> " * 50, *TRAINING]
+    assert len(TEXT * 9000) > 1 << 18  # in parts
+    for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert fast.fingerprint == slow.fingerprint
+    # A vocabulary whose merges are not those that its tokens suggest.
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    content["model"]["merges"] = content["model"]["merges"][:-20]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(fast_bpe.Differs):
+        load_tokenizer(str(tmp_path)).encode_documents(TRAINING)
+
+
+@given(st.lists(any_text, max_size=5))
+@settings(max_examples=50, deadline=None)
+def test_tiktoken_splits_as_the_tokenizer_does(byte_level, texts):
+    pytest.importorskip("tiktoken")
+    tokenizer = load_tokenizer(byte_level)
+    both = zip(tokenizer._encode_fast(texts), tokenizer._encode_slowly(texts), strict=True)
+    assert all(np.array_equal(fast, slow) for fast, slow in both)

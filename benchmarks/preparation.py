@@ -1,0 +1,328 @@
+"""What preparing data costs: tokens per CPU second, memory, two workers against one, kills, an
+appended file, a second row length, opening the index of 15 T tokens; and datatrove's own tokenizing
+step on the same lines, where it is installed.
+
+    python benchmarks/preparation.py --tokenizer=DIR [--megabytes=1000] [--kills=10]
+    python benchmarks/preparation.py --ranks=qwen.tiktoken --tokenizer=DIR   # makes DIR first
+
+The input is made from the Python files of this installation, as .jsonl, .jsonl.gz, .jsonl.zst and
+.parquet. `qwen.tiktoken` is in the package `dashscope`. Each pass runs in a process of its own.
+Speeds depend on what else the machine does; ratios of one run less so.
+"""
+
+import argparse
+import base64
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+
+import pyarrow
+import pyarrow.parquet
+
+from qwen3next_jax.common import digests
+
+_INDEX_SHARDS = 223_000  # of 2^26 tokens: 15 T
+_GROUP_SHARDS = 4
+
+# Runs a pass and prints {"wall", "cpu", "peak_bytes", "tokens", …} as JSON.
+_PASS = """
+import json, resource, sys, time
+from qwen3next_jax.data import preparation, sources, tokens
+from qwen3next_jax.data.store import Store
+path, tokenizer, prepared, workers, length, engine = sys.argv[1:]
+tokenizer = tokens.load_tokenizer(tokenizer)
+if engine == "tokenizers":
+    tokenizer = tokenizer.fallback or tokenizer
+source, store, workers = sources.resolve(path, "text"), Store(prepared), int(workers)
+used = lambda: sum(sum(resource.getrusage(who)[:2])
+                   for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+start, begin = used(), time.perf_counter()
+corpus = preparation.tokenize(source, tokenizer, store, workers=workers)
+found = {"tokens": sum(unit.tokens for unit in corpus.units), "digest": corpus.digest,
+         "library": str(dict(tokenizer.libraries)), "units": len(corpus.units),
+         "wall": time.perf_counter() - begin, "cpu": used() - start}
+if int(length):
+    start, begin = used(), time.perf_counter()
+    recipe = preparation.Recipe(int(length), 0.02, 0)
+    divided = preparation._divided({0: corpus}, {}, tokenizer, recipe, store)
+    rows = preparation.pack(corpus, divided.get(0), recipe, store, workers=workers)
+    found |= {"rows": rows.fingerprint, "pack_wall": time.perf_counter() - begin,
+              "pack_cpu": used() - start}
+found["peak_bytes"] = 1024 * max(resource.getrusage(who).ru_maxrss
+                                 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print(json.dumps(found))
+"""
+
+_OPEN = """
+import json, sys, time
+from qwen3next_jax.data.row_groups import read_metadata
+from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
+import pathlib
+resident = lambda: 4096 * int(open("/proc/self/statm").read().split()[1])
+before, start = resident(), time.perf_counter()
+folders = []
+for folder in sorted(pathlib.Path(sys.argv[1]).glob("rows/*")):
+    content = read_metadata(folder)
+    folders.append(RowFolder(folder, "uint32", tuple(Shard(**s) for s in content["shards"]["train"])))
+reader = RowReader(folders, 4096)
+print(json.dumps({"seconds": time.perf_counter() - start, "rows": len(reader),
+                  "bytes": resident() - before}))
+"""  # noqa: E501
+
+_DATATROVE = """
+import json, resource, sys, time
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+folder, pattern, tokenizer, out = sys.argv[1:]
+used = lambda: sum(sum(resource.getrusage(who)[:2])
+                   for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+start = used()
+step = DocumentTokenizer(out, tokenizer_name_or_path=tokenizer, eos_token="<|endoftext|>",
+                         shuffle_documents=False)
+LocalPipelineExecutor([JsonlReader(folder, glob_pattern=pattern), step], tasks=1,
+                      logging_dir=out + "/logs").run()
+size = sum(p.stat().st_size for p in __import__("pathlib").Path(out).glob("*.ds"))
+print(json.dumps({"tokens": size // 4, "cpu": used() - start}))
+"""
+
+
+def run(program: str, *arguments: object) -> dict:
+    """The JSON that a program prints."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [".", *sys.path]))}
+    environment |= {"TOKENIZERS_PARALLELISM": "false"}  # CPU seconds of one core
+    result = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    if result.returncode:
+        sys.exit(result.stderr[-3000:])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def make_corpus(folder: pathlib.Path, size: int) -> None:
+    """Writes `size` bytes of text: Python files, each with a number of its own."""
+    roots = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
+    files = sorted(path for root in roots for path in pathlib.Path(root).rglob("*.py"))
+    folder.mkdir(parents=True)
+    writers = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
+    per_file = min(size // 8, 150_000_000)
+    texts: list[str] = []
+    written = number = count = 0
+    while written < size:
+        for path in files:
+            text = path.read_text(errors="ignore").replace("\0", "")
+            if text:
+                number += 1
+                texts.append(f"# {number}\n{text}")
+                written += len(texts[-1])
+            if sum(map(len, texts[-1:])) and written - count * per_file >= per_file:
+                _write(folder / f"{count:03d}.{writers[count % len(writers)]}", texts)
+                texts, count = [], count + 1
+            if written >= size:
+                break
+    if texts:
+        _write(folder / f"{count:03d}.jsonl", texts)
+
+
+def _write(path: pathlib.Path, texts: list[str]) -> None:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=2000)
+    elif path.suffix == ".jsonl":
+        path.write_bytes(lines)
+    else:
+        with pyarrow.output_stream(path, {".gz": "gzip", ".zst": "zstd"}[path.suffix]) as stream:
+            stream.write(lines)
+
+
+def make_tokenizer(ranks_file: pathlib.Path, folder: pathlib.Path) -> None:
+    """Writes the tokenizer.json that a file of tiktoken's ranks describes, with Qwen's pattern."""
+    from qwen3next_jax.data.tokens import _byte_characters
+
+    ranks = {}
+    for line in ranks_file.read_bytes().splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
+    characters = _byte_characters()
+
+    def written(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    def pair(token: bytes) -> list[bytes]:
+        """The two tokens that are merged last."""
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            found = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
+            i = found.index(min(found))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return parts
+
+    in_order = sorted(ranks, key=ranks.get)
+    merges = [list(map(written, pair(token))) for token in in_order if len(token) > 1]
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    byte_level["trim_offsets"] = False
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end = flags | {"id": len(ranks), "content": "<|endoftext|>", "special": True}
+    vocab = {written(token): rank for token, rank in ranks.items()}
+    content = {
+        "version": "1.0",
+        "added_tokens": [end],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split | {"invert": False}, byte_level],
+        },
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def contents(folder: pathlib.Path) -> str:
+    """Digest of all units and rows in a folder."""
+    files = sorted(p for kind in ("tokens", "rows") for p in (folder / kind).rglob("*.*"))
+    return digests.sha256_json(
+        [[str(p.relative_to(folder)), digests.sha256_file(p)] for p in files if p.is_file()]
+    )
+
+
+def killed(arguments: list, kills: int, seconds: float) -> int:
+    """Starts a pass and kills it at a random moment, again and again; how often it was killed."""
+    rng, count = random.Random(0), 0
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [".", *sys.path]))}
+    for _ in range(kills):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PASS, *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            process.wait(2 + rng.random() * seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        count += process.wait() == -signal.SIGKILL
+    return count
+
+
+def make_index(folder: pathlib.Path) -> None:
+    """The metadata and (empty, sparse) shards of 15 T tokens in rows of 4,096."""
+    from qwen3next_jax.data.store import write_json
+
+    for group in range(_INDEX_SHARDS // _GROUP_SHARDS):
+        rows = folder / "rows" / f"{group:020x}"
+        rows.mkdir(parents=True)
+        shards = []
+        for number in range(_GROUP_SHARDS):
+            name = f"train-{number:05d}.array_record"
+            os.close(os.open(rows / name, os.O_CREAT))
+            shards.append({"file": name, "rows": (1 << 26) // 4096, "size": 0})
+        content = {"fingerprint": rows.name, "shards": {"train": shards, "heldout": []}}
+        write_json(rows / "metadata.json", content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", type=pathlib.Path, required=True)
+    parser.add_argument("--ranks", type=pathlib.Path)
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--no-index", action="store_true", help="leave out the index of 15 T")
+    args = parser.parse_args()
+    if args.ranks:
+        make_tokenizer(args.ranks, args.tokenizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(args, pathlib.Path(scratch))
+
+
+def measure(args: argparse.Namespace, folder: pathlib.Path) -> None:
+    corpus = folder / "corpus"
+    make_corpus(corpus, args.megabytes * 1_000_000)
+    files = list(corpus.iterdir())
+    size = sum(path.stat().st_size for path in files)
+    print(f"{len(files)} files, {size / 1e6:,.0f} MB on disk, {args.megabytes:,} MB of text")
+    glob, tokenizer = f"{corpus}/*", args.tokenizer
+
+    def one(name: str, workers: int, length: int = 0, engine: str = "") -> dict:
+        return run(_PASS, glob, tokenizer, folder / name, workers, length, engine)
+
+    def speed(found: dict, kind: str = "") -> str:
+        return f"{found['tokens'] / found[kind + 'cpu'] / 1e6:.2f} M tokens per CPU second"
+
+    first = one("one", 1, 4096)
+    print(f"one worker: {speed(first)} with {first['library']}, {first['wall']:.1f} s")
+    print(f"  {first['tokens']:,} tokens in {first['units']} units")
+    print(f"  peak memory of a process {first['peak_bytes'] / 1e6:,.0f} MB")
+    print(f"  packing into rows of 4,096: {speed(first, 'pack_')}, {first['pack_wall']:.1f} s")
+    two = one("two", 2, 4096)
+    ratio = first["wall"] / two["wall"]
+    print(f"two workers: {two['wall']:.1f} s, {ratio:.2f} times as fast: {ratio / 2:.0%} efficient")
+    print(f"  of the same CPU time: {first['cpu'] / two['cpu']:.0%}; {speed(two)}")
+    print(f"  the same bytes: {contents(folder / 'one') == contents(folder / 'two')}")
+    again = one("one", 1, 256)
+    print(
+        f"a second row length (256): {again['cpu']:.1f} s of CPU before packing, then "
+        f"{speed(again, 'pack_')}"
+    )
+    arguments = [glob, tokenizer, folder / "killed", 2, 4096, ""]
+    count = killed(arguments, args.kills, two["wall"] / 3)
+    last = one("killed", 2, 4096)
+    shutil.rmtree(folder / "killed" / ".partial")
+    shutil.rmtree(folder / "one" / "rows")
+    one("one", 1, 4096)
+    print(
+        f"killed {count} times, then {last['wall']:.1f} s more; the same bytes: "
+        f"{contents(folder / 'one') == contents(folder / 'killed')}, the same rows: "
+        f"{first['rows'] == last['rows']}"
+    )
+    lines = (corpus / "000.jsonl").read_bytes()[:10_000_000]
+    (corpus / "appended.jsonl").write_bytes(lines[: lines.rindex(b"\n") + 1])
+    appended = one("one", 1)
+    print(
+        f"an appended file of 10 MB: {appended['cpu']:.1f} s of CPU "
+        f"(the whole corpus: {first['cpu']:.1f} s)"
+    )
+    (corpus / "appended.jsonl").unlink()
+    shutil.copytree(corpus, folder / "small", ignore=lambda _, names: set(names) - {"000.jsonl"})
+    glob = f"{folder}/small/*"
+    fast, slow = one("fast", 1), one("slow", 1, engine="tokenizers")
+    print(f"000.jsonl alone: {speed(fast)}; by tokenizers {speed(slow)}")
+    print(f"  the same tokens: {fast['digest'] == slow['digest']}")
+    try:
+        import datatrove  # noqa: F401
+    except ImportError:
+        print("datatrove is not installed")
+    else:
+        theirs = run(
+            _DATATROVE, folder / "small", "*.jsonl", tokenizer / "tokenizer.json", folder / "dt"
+        )
+        print(f"  by datatrove's DocumentTokenizer {speed(theirs)}")
+    if not args.no_index:
+        make_index(folder / "index")
+        begin = time.perf_counter()
+        opened = run(_OPEN, folder / "index")
+        print(
+            f"opening the index of {opened['rows'] * 4096 / 1e12:.1f} T tokens, {_INDEX_SHARDS:,} "
+            f"shards: {opened['seconds']:.1f} s, {opened['bytes'] / 1e6:,.0f} MB "
+            f"({time.perf_counter() - begin:.1f} s with the process)"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Prepares the data of a run before it starts: tokenizes the files of data.path and packs their
+tokens into rows. It needs no accelerator and does not load JAX.
+
+    qwen3next prepare --config=configs/tiny.py [--workers=N] [--rank=I --of=N]
+
+What is finished is kept in data.prepared_dir and taken by `train.py`; a command that was killed
+continues when it is run again. Many hosts that share that folder prepare together: each runs this
+command with its own --rank (from 0) and the same --of. A host that dies loses the files it was
+at; run the command again, with any number of hosts.
+"""
+
+import pathlib
+
+from absl import flags
+
+from qwen3next_jax.commands import cli
+from qwen3next_jax.common.errors import ExitCode, UserError
+
+get_config = cli.define_config_flag()
+_workers = flags.DEFINE_integer(
+    "workers", None, "processes of this host that work at once (default: its cores)", lower_bound=1
+)
+_rank = flags.DEFINE_integer("rank", 0, "which of the hosts this one is, from 0", lower_bound=0)
+_of = flags.DEFINE_integer("of", 1, "number of hosts that prepare together", lower_bound=1)
+
+
+def main() -> int:
+    from qwen3next_jax.data.pipeline import TrainData, find_sources, source_of
+    from qwen3next_jax.data.preparation import (
+        HELDOUT,
+        TRAIN,
+        Recipe,
+        Share,
+        Unfinished,
+        prepare,
+    )
+    from qwen3next_jax.data.progress import PreparationProgress
+    from qwen3next_jax.runs import preflight
+    from qwen3next_jax.training.stages import resolve_stages
+
+    if _rank.value >= _of.value:
+        raise UserError(
+            f"--rank={_rank.value} --of={_of.value}: expected a rank from 0 to {_of.value - 1}"
+        )
+    config = preflight.with_tokenizer(get_config(), pathlib.Path(), restart=True)
+    share = Share(_rank.value, _of.value)
+    # Stages that differ in something else share their rows.
+    stages = {(stage.data, stage.sequence_length) for stage in resolve_stages(config)}
+    stages = sorted(stages, key=lambda stage: stage[1])
+    for data, length in stages:
+        kind = source_of(data)
+        if not issubclass(kind, TrainData):
+            raise UserError(
+                f"data.source = {data.source!r}: its rows are made while they are read: there is "
+                "nothing to prepare"
+            )
+        tokenizer = kind.tokenizer_of(data, config.model.vocab_size)
+        recipe = Recipe(length, data.heldout_fraction, data.seed)
+        try:
+            with PreparationProgress() as progress:
+                prepared = prepare(
+                    find_sources(data, tokenizer),
+                    tokenizer,
+                    recipe,
+                    data.prepared_dir,
+                    progress,
+                    _workers.value,
+                    share,
+                )
+        except Unfinished as error:
+            print(
+                f"the share of rank {share.rank} is done; {error.missing} of {error.units} units, "
+                "of other ranks, are missing: the last rank to end, or this command once more, "
+                "packs the rows"
+            )
+            continue
+        for one in prepared:
+            total = one.statistics[TRAIN] + one.statistics[HELDOUT]
+            print(
+                f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
+                f"{total.rows:,} rows of {length}; fingerprint {one.fingerprint}"
+            )
+    return ExitCode.DONE

@@ -1,0 +1,37 @@
+"""Shows how far the preparation of data is."""
+
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+
+class PreparationProgress:
+    """Shows how far the tokenizing of each source is: a bar on a terminal, one line elsewhere. A
+    context manager.
+    """
+
+    def __init__(self):
+        self._bars = Progress(
+            TextColumn("preparing {task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            transient=True,
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._tasks and self._bars.console.is_terminal:
+            self._bars.stop()
+
+    def __call__(self, source: str, bytes_read: int, bytes_in_all: int) -> None:
+        if source not in self._tasks:
+            if self._bars.console.is_terminal:
+                self._bars.start()
+            else:
+                print(f"preparing {source} ({bytes_in_all / 1e6:.1f} MB)", flush=True)
+            self._tasks[source] = self._bars.add_task(source, total=bytes_in_all)
+        self._bars.update(self._tasks[source], completed=bytes_read)

@@ -1,0 +1,544 @@
+"""Reads documents out of files: text, JSON, Parquet and Arrow.
+
+`parts` cuts a file into the parts that are tokenized as one unit each; `read_part` streams the
+documents of a part. Every mistake that a file can hold (not UTF-8, JSON without the field, …) is
+one `UserError` that names the file and the place in it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import gzip
+import io
+import json
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+from etils import epath
+
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, error_message, warn
+from qwen3next_jax.data import token_files
+from qwen3next_jax.data.sources import Source, SourceFile, content_digest, is_remote
+
+# Larger files are tokenized in several parts: as many can work at once, and a kill costs one.
+_PART_BYTES = 1 << 27
+
+
+class Part(NamedTuple):
+    """A part of a file, from `start` up to `stop`: bytes of JSON lines, row groups of a Parquet
+    file. Any other file is one part, (0, its size).
+    """
+
+    start: int
+    stop: int
+
+
+class Record(NamedTuple):
+    """A record of a part."""
+
+    number: int  # 0-based line (JSON lines) or row (Parquet) of the part; 0 for text files
+    text: str | None  # always encodable as UTF-8; None for a blank line and what is left out
+    position: int  # bytes of the part read so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    text: str  # never empty, always encodable as UTF-8
+    file: int  # index into Source.files
+    record: int  # 0-based line (JSONL) or row (Parquet) of the file; 0 for text files
+
+
+def documents(source: Source) -> Iterator[Document]:
+    """Streams the documents of `source` in the order of its files, skipping empty ones. A warning
+    counts the records that are left out.
+
+    Raises:
+      UserError: an unreadable file or record, or no text in the whole source.
+    """
+    any_text = False
+    counts: collections.Counter[str] = collections.Counter()
+    first: list[str] = []
+    for index, file in enumerate(source.files):
+        before = 0  # records of the parts before this one
+        for part in parts(file):
+            count = 0
+            bad = BadRecords(source.on_bad_text, source.bad_records)
+            for record in read_part(file, part, source.text_field, bad):
+                count = record.number + 1
+                if record.text:
+                    any_text = True
+                    yield Document(record.text, index, before + record.number)
+            counts += bad.counts
+            first += [describe(source, index, before + number) for number, _ in bad.first]
+            before += count
+    if counts:
+        warn(f"{source.name}: {bad_summary(counts, first[:5])}")
+    if not any_text:
+        raise no_text(source, counts)
+
+
+def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
+    """How many records were bad, by what was wrong with them, and where the first of them are."""
+    what = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+    return f"{sum(counts.values()):,} bad records ({what})" + (
+        f": {', '.join(first)}{', …' * (sum(counts.values()) > len(first))}" if first else ""
+    )
+
+
+def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
+    """The error of a source in which nobody found text."""
+    which = (
+        f"{source.files[0].path} is"
+        if len(source.files) == 1
+        else f"all {len(source.files)} files of {source.name!r} are"
+    )
+    return UserError(f"{which} empty{' but for ' + bad_summary(bad) if bad else ''}: expected text")
+
+
+def parts(file: SourceFile) -> list[Part]:
+    """The parts of a file. Those of a file of JSON lines stay the same when lines are appended to
+    it, but for the last one.
+    """
+    name = file.path.name.lower()
+    if file.size <= _PART_BYTES:
+        return [Part(0, file.size)]
+    with _readable(file.path):
+        if name.endswith((".jsonl", ".ndjson")):
+            return _parts_at_line_ends(file)
+        if name.endswith(".parquet"):
+            return _parts_of_row_groups(file)
+    return [Part(0, file.size)]
+
+
+def _parts_at_line_ends(file: SourceFile) -> list[Part]:
+    edges = [0]
+    with file.path.open("rb") as stream:
+        for nominal in range(_PART_BYTES, file.size, _PART_BYTES):
+            stream.seek(nominal - 1)
+            stream.readline()  # to the end of the line that the last byte before it belongs to
+            if edges[-1] < stream.tell() < file.size:
+                edges.append(stream.tell())
+    return [Part(*edge) for edge in zip(edges, [*edges[1:], file.size], strict=True)]
+
+
+def _parts_of_row_groups(file: SourceFile) -> list[Part]:
+    with file.path.open("rb") as stream, _parquet_errors(file.path):
+        metadata = pyarrow.parquet.ParquetFile(stream).metadata
+        sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    edges, size = [0], 0
+    for group, group_size in enumerate(sizes):
+        if size and size + group_size > _PART_BYTES:
+            edges.append(group)
+            size = 0
+        size += group_size
+    return [Part(*edge) for edge in zip(edges, [*edges[1:], len(sizes)], strict=True)]
+
+
+def kind(file: SourceFile) -> str:
+    """The name of the reader that reads a file, by its ending."""
+    name = file.path.name.lower()
+    tokens = token_files.kind(name)
+    return tokens or next((kind for kind in _READERS if name.endswith(f".{kind}")), "text")
+
+
+def is_whole(file: SourceFile, part: Part) -> bool:
+    return part == (0, file.size)
+
+
+def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
+    """SHA-256 of the bytes of a part: of JSON lines the lines, of a Parquet file the chunks of the
+    column with the text. A remote object is not downloaded: its size and checksum stand for it.
+    """
+    if is_whole(file, part) or is_remote(os.fspath(file.path)):
+        whole = content_digest(file)
+        other = token_files.companion(pathlib.Path(file.path))
+        if other and other.exists():
+            whole = digests.sha256(f"{whole} {digests.sha256_file(other)}")
+        return whole if is_whole(file, part) else digests.sha256(f"{whole} {list(part)}")
+    with as_user_error(f"{file.path}: cannot be read", OSError):
+        if kind(file) != "parquet":
+            return digests.sha256_file(file.path, part.start, part.stop - part.start)
+        chunks = []
+        with file.path.open("rb") as stream, _parquet_errors(file.path):
+            metadata = pyarrow.parquet.ParquetFile(stream).metadata
+            for group in range(part.start, part.stop):
+                columns = [
+                    metadata.row_group(group).column(i)
+                    for i in range(metadata.row_group(group).num_columns)
+                ]
+                chunks += [
+                    (
+                        min(filter(None, (c.dictionary_page_offset, c.data_page_offset))),
+                        c.total_compressed_size,
+                    )
+                    for c in columns
+                    if c.path_in_schema == text_field
+                ]
+        return digests.sha256_json(
+            [digests.sha256_file(file.path, start, size) for start, size in chunks]
+        )
+
+
+def read_part(file: SourceFile, part: Part, text_field: str, bad: "BadRecords") -> Iterator[Record]:
+    """Streams the records of a part, empty ones included.
+
+    Raises:
+      UserError: an unreadable file or record.
+    """
+    read = _READERS.get(kind(file), _read_text)
+    with _readable(file.path):
+        yield from read(file, part, text_field, bad)
+
+
+@contextlib.contextmanager
+def _readable(path: epath.Path) -> Iterator[None]:
+    """Turns an OSError inside the `with` block into a UserError; for a remote path, any error,
+    because every store's library has its own kinds.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_remote(os.fspath(path)):
+            raise
+        raise UserError(f"{path}: cannot be read ({error_message(error)})") from error
+
+
+def _parquet_errors(path: epath.Path) -> contextlib.AbstractContextManager:
+    return as_user_error(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
+
+
+def describe(source: Source, file: int, record: int) -> str:
+    """Where a document is: "dir/part.jsonl:17" (line or row, from 1) or "dir/book.txt"."""
+    label = source.files[file].label
+    return f"{label}:{record + 1}" if kind(source.files[file]) != "text" else label
+
+
+# ---- one reader for each kind of file
+
+
+class BadRecords:
+    """Applies `data.bad_records` and `data.on_bad_text`, and counts the records concerned.
+
+    Attributes:
+      counts: kind of fault ("not UTF-8: left out") → number of records.
+      first: (record, what is wrong) of the first five of the part.
+    """
+
+    def __init__(self, on_bad_text: str, bad_records: str):
+        self._on_bad_text, self._bad_records = on_bad_text, bad_records
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.first: list[tuple[int, str]] = []
+
+    def leave_out(self, number: int, where: object, kind: str, what: str) -> None:
+        """Leaves out record `number`, which is at `where`.
+
+        Raises:
+          UserError: the policy is to stop. The message says `what` is wrong.
+        """
+        if self._bad_records == "stop":
+            raise UserError(f"{where}: {what}; data.bad_records = skip leaves such records out")
+        self._count(number, f"{kind}: left out")
+
+    def mend(self, number: int, where: object, data: bytes, encoding: str, what: str) -> str | None:
+        """The text to use for `data`, which is not in its encoding; None to leave it out.
+
+        Raises:
+          UserError: the policies are to stop.
+        """
+        if self._on_bad_text == "replace":
+            self._count(number, "not UTF-8: bytes replaced by U+FFFD")
+            return data.decode(encoding, "replace")
+        if "skip" not in (self._on_bad_text, self._bad_records):
+            raise UserError(
+                f"{where}: {what}; data.on_bad_text = skip leaves such documents out, replace "
+                "puts U+FFFD there"
+            )
+        self._count(number, "not UTF-8: left out")
+        return None
+
+    def _count(self, number: int, kind: str) -> None:
+        self.counts[kind] += 1
+        if len(self.first) < 5:
+            self.first.append((number, kind))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a record of a part is. It is written out only when something is wrong there."""
+
+    file: SourceFile
+    part: Part
+    number: int
+    field: str = ""
+
+    def __str__(self) -> str:
+        if kind(self.file) == "text":
+            return str(self.file.path)
+        number = _records_before(self.file, self.part) + self.number + 1
+        if kind(self.file) in ("parquet", "arrow"):
+            return f"{self.file.path}: row {number} of column {self.field!r}"
+        where = f"{self.file.path}:{number}"
+        return f"{where}: field {self.field!r}" if self.field else where
+
+
+def _records_before(file: SourceFile, part: Part) -> int:
+    """Lines or rows of the file before the part."""
+    with file.path.open("rb") as stream:
+        if kind(file) == "parquet":
+            metadata = pyarrow.parquet.ParquetFile(stream).metadata
+            return sum(metadata.row_group(i).num_rows for i in range(part.start))
+        if not part.start:
+            return 0
+        count = 0
+        while stream.tell() < part.start:
+            count += stream.read(min(1 << 20, part.start - stream.tell())).count(b"\n")
+        return count
+
+
+def _decoded(data: bytes, bad: BadRecords, where: _Place, start: int = 0) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = (
+            f"not UTF-8 text at byte offset {start + error.start} (0x{data[error.start]:02x}); "
+            f"files that end in {', '.join(f'.{kind}' for kind in _READERS)} are read as such, "
+            "every other file as UTF-8 text"
+        )
+        return bad.mend(where.number, where, data, "utf-8", what)
+
+
+def _checked(text: object, bad: BadRecords, where: _Place) -> str | None:
+    """`text` if it is one that can be tokenized; None if it is left out."""
+    if not isinstance(text, str):
+        what = "null" if text is None else f"of type {type(text).__name__}"
+        bad.leave_out(where.number, where, "no text", f"is {what}: expected a string")
+        return None
+    if "\0" in text:
+        what = f"character {text.index(chr(0))} is NUL, which is no text"
+        bad.leave_out(where.number, where, "NUL", what)
+        return None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = f"half a surrogate pair at character {error.start}"
+        data = text.encode("utf-16-le", "surrogatepass")
+        return bad.mend(where.number, where, data, "utf-16-le", what)
+    return text
+
+
+def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+    del text_field
+    where = _Place(file, part, 0)
+    text = _decoded(file.path.read_bytes(), bad, where)
+    if text is not None:
+        text = _checked(text.removeprefix("\ufeff"), bad, where)
+    yield Record(0, text, file.size)
+
+
+def _read_json_lines(
+    file: SourceFile, part: Part, text_field: str, bad: BadRecords
+) -> Iterator[Record]:
+    with file.path.open("rb") as raw:
+        raw.seek(part.start)
+        stream, is_compressed = _decompressed(raw, file)
+        offset = part.start
+        number = -1
+        try:
+            for number, line in enumerate(stream):
+                if not is_compressed and offset >= part.stop:
+                    return
+                where = _Place(file, part, number)
+                text = _decoded(line, bad, where, offset)
+                if text is not None:
+                    text = _json_text(text.removeprefix("\ufeff"), text_field, bad, where)
+                offset += len(line)
+                del line  # a record may be as large as the memory allows
+                position = raw.tell() if is_compressed else offset
+                yield Record(number, text, min(position, part.stop) - part.start)
+        except _DECOMPRESSION_ERRORS as error:
+            if not is_compressed:
+                raise
+            what = f"damaged {_ending(file)} file ({error_message(error)})"
+            bad.leave_out(number + 1, _Place(file, part, number + 1), "damaged compression", what)
+
+
+_DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)  # OSError: of gzip and of pyarrow
+
+
+def _decompressed(raw: Any, file: SourceFile) -> tuple[Any, bool]:
+    """A stream of lines, and whether `raw` is compressed."""
+    ending = _ending(file)
+    if ending == "gzip":
+        return gzip.open(raw), True
+    if ending == "zstd":
+        return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), 1 << 20), True
+    return raw, False
+
+
+def _ending(file: SourceFile) -> str:
+    name = file.path.name.lower()
+    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else ""
+
+
+def _read_json(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+    """Lines, or one array of records."""
+    with file.path.open("rb") as raw:
+        stream, is_compressed = _decompressed(raw, file)
+        try:
+            first = stream.read(1 << 12)
+            if first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+                yield from _read_array(file, part, first + stream.read(), text_field, bad)
+                return
+        except _DECOMPRESSION_ERRORS as error:
+            if not is_compressed:
+                raise
+            what = f"damaged {_ending(file)} file ({error_message(error)})"
+            bad.leave_out(0, _Place(file, part, 0), "damaged compression", what)
+            return
+    yield from _read_json_lines(file, part, text_field, bad)
+
+
+def _read_array(
+    file: SourceFile, part: Part, data: bytes, text_field: str, bad: BadRecords
+) -> Iterator[Record]:
+    where = _Place(file, part, 0)
+    content = _decoded(data, bad, where)
+    del data
+    if content is None:
+        return
+    decode = json.JSONDecoder().raw_decode
+    number, position = 0, content.index("[") + 1
+    while (found := _NEXT_ELEMENT.match(content, position)) and found[1] != "]":
+        where = _Place(file, part, number)
+        try:
+            _, end = decode(content, found.start(1))
+        except (ValueError, RecursionError) as error:
+            what = f"not JSON from element {number + 1} of the array on ({error})"
+            bad.leave_out(number, where, "broken JSON", what)
+            return
+        text = _json_text(content[found.start(1) : end], text_field, bad, where)
+        number, position = number + 1, end
+        yield Record(number - 1, text, file.size * end // len(content))
+    if not found:
+        what = f"not JSON: the array breaks off after element {number}"
+        bad.leave_out(number, _Place(file, part, number), "broken JSON", what)
+
+
+_NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
+
+
+def _json_text(line: str, field: str, bad: BadRecords, where: _Place) -> str | None:
+    if not line.strip():
+        return None
+    try:
+        record = json_files.parse(line)
+    except ValueError as error:
+        bad.leave_out(where.number, where, "broken JSON", str(error))
+        return None
+    if field not in record:
+        what = (
+            f"no field {field!r}{did_you_mean(field, record)}; it has "
+            f"{', '.join(map(repr, record)) or 'none'}; name the right one with data.text_field"
+        )
+        bad.leave_out(where.number, where, "no such field", what)
+        return None
+    return _checked(record[field], bad, dataclasses.replace(where, field=field))
+
+
+def _read_parquet(
+    file: SourceFile, part: Part, text_field: str, bad: BadRecords
+) -> Iterator[Record]:
+    with file.path.open("rb") as stream, _parquet_errors(file.path):
+        table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
+        _check_column(file, table.schema_arrow, text_field)
+        rows = [
+            table.metadata.row_group(group).num_rows
+            for group in range(table.metadata.num_row_groups)
+        ]
+        groups = range(len(rows)) if is_whole(file, part) else range(part.start, part.stop)
+        count = max(sum(rows[group] for group in groups), 1)
+        size = file.size * count // max(sum(rows), 1)
+        number = 0
+        batches = table.iter_batches(batch_size=256, row_groups=list(groups), columns=[text_field])
+        for batch in batches:
+            for text in _texts(file, part, number, batch.column(0), text_field, bad):
+                number += 1
+                yield Record(number - 1, text, size * number // count)
+
+
+def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+    """A file of Arrow's IPC format, as `datasets` writes it (a stream), or with a footer."""
+    with (
+        file.path.open("rb") as stream,
+        as_user_error(f"{file.path}: not a readable Arrow file", pyarrow.ArrowException, OSError),
+    ):
+        has_footer = stream.read(6) == b"ARROW1"
+        stream.seek(0)
+        table = pyarrow.ipc.open_file(stream) if has_footer else pyarrow.ipc.open_stream(stream)
+        _check_column(file, table.schema, text_field)
+        batches = (
+            (table.get_batch(i) for i in range(table.num_record_batches)) if has_footer else table
+        )
+        number = 0
+        for batch in batches:
+            for text in _texts(file, part, number, batch.column(text_field), text_field, bad):
+                number += 1
+                yield Record(number - 1, text, min(stream.tell(), file.size))
+
+
+def _texts(
+    file: SourceFile,
+    part: Part,
+    number: int,
+    column: pyarrow.Array,
+    text_field: str,
+    bad: BadRecords,
+) -> Iterator[str | None]:
+    """The texts of a column whose first row is record `number` of the part."""
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pyarrow.types.is_string_view(column.type):
+        column = column.cast(pyarrow.large_string())
+    for i, value in enumerate(column):
+        where = _Place(file, part, number + i, text_field)
+        data = value.as_buffer()
+        text = None if data is None else _decoded(data.to_pybytes(), bad, where)
+        yield text if data is not None and text is None else _checked(text, bad, where)
+
+
+def _check_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> None:
+    if schema.names.count(text_field) != 1:
+        which, hint = (
+            ("two columns", "")
+            if text_field in schema.names
+            else ("no column", did_you_mean(text_field, schema.names))
+        )
+        raise UserError(
+            f"{file.path}: {which} {text_field!r}{hint}; it has "
+            f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field"
+        )
+    type_ = schema.field(text_field).type
+    value = type_.value_type if pyarrow.types.is_dictionary(type_) else type_
+    if value not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        raise UserError(f"{file.path}: column {text_field!r} is of type {type_}: expected string")
+
+
+_Reader = Callable[[SourceFile, Part, str, BadRecords], Iterator[Record]]
+# The ending of a file's name → its reader. A file with any other ending is one document of text.
+_READERS: dict[str, _Reader] = {
+    **{f"jsonl{packed}": _read_json_lines for packed in ("", ".gz", ".zst")},
+    **{f"ndjson{packed}": _read_json_lines for packed in ("", ".gz", ".zst")},
+    **{f"json{packed}": _read_json for packed in ("", ".gz", ".zst")},
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}

@@ -1,0 +1,164 @@
+"""Reads documents out of files of tokens that other codebases wrote.
+
+Megatron-LM's `.idx` beside its `.bin`, datatrove's `.ds` beside its `.ds.index`, OLMo's `.npy`
+(tokens alone, with or without NumPy's header) and llm.c's `.bin`. The first two say where
+documents end; in the others the end token does.
+"""
+
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.data.sources import SourceFile, is_remote
+from qwen3next_jax.data.tokens import Tokenizer
+
+_MEGATRON_MAGIC = b"MMIDIDX\0\0"
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+# llm.c: the first of 256 int32 → the type of the tokens behind them.
+_LLM_C_MAGIC = {20240520: "<u2", 20240801: "<u4"}
+_READ_AT_ONCE = 1 << 24  # tokens
+
+
+def kind(name: str) -> str:
+    """The name of the reader of a lower-case file name; "" where it holds no tokens."""
+    endings = {".idx": "megatron", ".ds": "datatrove", ".npy": "olmo", ".bin": "llm.c"}
+    return next((kind for ending, kind in endings.items() if name.endswith(ending)), "")
+
+
+def companion(path: pathlib.Path) -> pathlib.Path | None:
+    """The file that a file of tokens cannot be read without."""
+    if path.name.endswith(".idx"):
+        return path.with_suffix(".bin")
+    return path.with_name(path.name + ".index") if path.name.endswith(".ds") else None
+
+
+def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """Streams (ids of a document without its end token, bytes of the file read so far).
+
+    Raises:
+      UserError: the file is no such file, is cut short, or holds ids that the tokenizer lacks.
+    """
+    path = pathlib.Path(file.path)
+    require(not is_remote(str(file.path)), f"{path}: files of tokens are read from a local disk")
+    other = companion(path)
+    require(other is None or other.exists(), f"{path}: {other} is missing beside it")
+    reader = {"megatron": _megatron, "datatrove": _datatrove, "olmo": _olmo, "llm.c": _llm_c}
+    tokens, ends = reader[kind(path.name.lower())](path, tokenizer)
+    pieces = _at_end_tokens(path, tokens, tokenizer) if ends is None else _at(tokens, ends)
+    for ids, stop in pieces:
+        bad = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
+        if len(bad):
+            raise UserError(
+                f"{path}: token {stop - len(ids) + bad[0]} has id {ids[bad[0]]}: the tokenizer "
+                f"has {tokenizer.vocab_size} ids: name in data.tokenizer the one that wrote it"
+            )
+        if len(ids) and ids[-1] == tokenizer.eos_id:
+            ids = ids[:-1]
+        if (ids == tokenizer.eos_id).any():
+            raise UserError(
+                f"{path}: the end token {tokenizer.eos_id} stands inside of a document that ends "
+                f"with token {stop - 1}: name in data.tokenizer the one that wrote it"
+            )
+        yield ids.astype(np.int32), file.size * stop // len(tokens)
+
+
+def _at(tokens: np.ndarray, ends: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    start = 0
+    for stop in ends.tolist():
+        yield tokens[start:stop], stop
+        start = stop
+
+
+def _at_end_tokens(
+    path: pathlib.Path, tokens: np.ndarray, tokenizer: Tokenizer
+) -> Iterator[tuple[np.ndarray, int]]:
+    start = 0
+    for first in range(0, len(tokens), _READ_AT_ONCE):
+        ends = np.flatnonzero(tokens[first : first + _READ_AT_ONCE] == tokenizer.eos_id) + first
+        for stop in (ends + 1).tolist():
+            yield tokens[start:stop], stop
+            start = stop
+    require(
+        start > 0,
+        f"{path}: the end token {tokenizer.eos_id} is not in it, so nothing says where its "
+        "documents end: name in data.tokenizer the one that wrote it",
+    )
+    if start < len(tokens):
+        yield tokens[start:], len(tokens)
+
+
+def _memory_map(path: pathlib.Path, dtype: str, offset: int = 0) -> np.ndarray:
+    size, item = path.stat().st_size - offset, np.dtype(dtype).itemsize
+    require(
+        size > 0 and size % item == 0,
+        f"{path}: {size} bytes are no whole number of tokens of {item} bytes: it is empty or cut "
+        "short, or of another type",
+    )
+    return np.memmap(path, dtype, "r", offset)
+
+
+def _megatron(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    del tokenizer
+    data = path.read_bytes()
+    require(data[:9] == _MEGATRON_MAGIC, f"{path}: not an index of Megatron-LM")
+    dtype = _MEGATRON_DTYPES.get(data[17] if len(data) > 33 else -1)
+    require(dtype is not None, f"{path}: it says that its tokens are of a type that is no integer")
+    sequences, documents = np.frombuffer(data, "<u8", 2, 18).tolist()
+    need = 34 + 12 * sequences + 8 * documents
+    require(len(data) >= need, f"{path}: cut short: {len(data)} bytes instead of {need}")
+    lengths = np.frombuffer(data, "<i4", sequences, 34).astype(np.int64)
+    firsts = np.frombuffer(data, "<i8", documents, 34 + 12 * sequences)
+    tokens = _memory_map(path.with_suffix(".bin"), dtype)
+    in_all = int(lengths.sum())
+    require(
+        len(tokens) == in_all,
+        f"{path.with_suffix('.bin')}: {len(tokens)} tokens; its index names {in_all}",
+    )
+    after = np.concatenate([[0], np.cumsum(lengths)])
+    return tokens, after[firsts[firsts > 0]]
+
+
+def _datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    tokens = _memory_map(path, "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    ends = np.fromfile(path.with_name(path.name + ".index"), "<u8").astype(np.int64)
+    require(
+        len(ends) > 0 and int(ends[-1]) == len(tokens),
+        f"{path}: {len(tokens)} tokens of {tokens.itemsize} bytes; its index ends at "
+        f"{ends[-1] if len(ends) else 'nothing'}: it is cut short, or of another tokenizer",
+    )
+    return tokens, ends
+
+
+def _olmo(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
+    with path.open("rb") as file:
+        has_header = file.read(6) == b"\x93NUMPY"
+    if not has_header:
+        return _memory_map(path, "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), None
+    try:
+        tokens = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise UserError(f"{path}: not a NumPy file ({error})") from error
+    require(
+        tokens.ndim == 1 and tokens.dtype.kind in "ui",
+        f"{path}: {tokens.dtype} {list(tokens.shape)}: expected integers [n]",
+    )
+    return tokens, None
+
+
+def _llm_c(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
+    del tokenizer
+    header = np.fromfile(path, "<i4", 3)
+    dtype = _LLM_C_MAGIC.get(int(header[0]) if len(header) == 3 else 0)
+    require(
+        dtype is not None,
+        f"{path}: neither a .bin of llm.c (by its first bytes), nor one of Megatron-LM (there is "
+        f"no {path.with_suffix('.idx').name} beside it)",
+    )
+    tokens = _memory_map(path, dtype, 1024)
+    require(
+        len(tokens) == header[2],
+        f"{path}: {len(tokens)} tokens; its header names {header[2]}: cut short",
+    )
+    return tokens, None

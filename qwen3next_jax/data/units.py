@@ -1,0 +1,319 @@
+"""Units: the tokens of one part of one file, made once and shared by all that need them.
+
+A unit is the file `tokens/<key>.tokens` and its manifest `tokens/<key>.json`, which is written
+last. The key is a digest of everything that decides the tokens: the part's bytes, how they are
+read, the tokenizer and the libraries that tokenize. So a unit does not depend on where its file
+lies, on row length, seed or held-out share, nor on who made it.
+
+The file holds all tokens, one document after the other, as little-endian uint16 or uint32, then
+a table with one `DOCUMENT` for each document.
+"""
+
+import array
+import dataclasses
+import hashlib
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.data import fast_bpe, readers, token_files
+from qwen3next_jax.data.readers import BadRecords, Part, Record
+from qwen3next_jax.data.sources import SourceFile
+from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokens import Tokenizer
+
+_FORMAT = 2  # raise it when the same text no longer gives the same unit
+_BATCH_CHARACTERS = 1 << 20  # tokenized at once
+_WRITTEN_AT_ONCE = 1 << 20  # tokens of a document
+
+DOCUMENT = np.dtype(
+    [
+        ("end", "<u8"),  # number of tokens of the unit up to and with this document's end token
+        ("hash", "<u8"),  # of the text; decides whether the document is held out
+        ("bytes", "<u8"),  # of the text as UTF-8
+        ("record", "<u8"),  # its number in the part, see readers.Record
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A part of a file that is to be tokenized.
+
+    Attributes:
+      digest: `readers.part_digest` of the part; "" where nobody has computed it yet.
+    """
+
+    file: SourceFile
+    part: Part
+    text_field: str
+    on_bad_text: str = "stop"
+    bad_records: str = "stop"
+    digest: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        if readers.is_whole(self.file, self.part):
+            return self.file.size
+        if readers.kind(self.file) == "parquet":  # whose parts are counted in row groups
+            return readers._PART_BYTES
+        return self.part.stop - self.part.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """The manifest of a unit."""
+
+    key: str
+    dtype: str  # of the tokens
+    documents: int
+    tokens: int  # with one end-of-document token per document
+    text_bytes: int  # UTF-8
+    records: int  # lines or rows of the part, empty ones included
+    smallest: tuple[int, int]  # (hash, index) of the document with the smallest hash
+    largest_hash: int
+    empty: int  # empty documents
+    bad: dict[str, int]  # kind of fault → records with it, see readers.BadRecords
+    bad_first: tuple[tuple[int, str], ...]  # (record, kind of fault) of the first five
+    content: str  # SHA-256 of the file with the tokens
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file with the tokens."""
+        return self.tokens * np.dtype(self.dtype).itemsize + self.documents * DOCUMENT.itemsize
+
+
+class Changed(UserError):
+    """A file changed while it was read."""
+
+
+def unit_key(job: Job, tokenizer: Tokenizer) -> str:
+    """The key of the unit that `job`, whose digest is known, gives."""
+    kind = readers.kind(job.file)
+    parts: dict[str, Any] = {
+        "format": _FORMAT,
+        "content": job.digest,
+        "kind": kind,
+        "text_field": job.text_field if kind != "text" else "",
+        "on_bad_text": job.on_bad_text,
+        "bad_records": job.bad_records,
+        "tokenizer": tokenizer.fingerprint,
+        "parse_tokens": sorted(tokenizer.parse_tokens),
+        "libraries": {**tokenizer.libraries, "unicodedata": unicodedata.unidata_version},
+    }
+    return digests.sha256_json(parts)[:32]
+
+
+def _name(key: str, suffix: str) -> str:
+    return f"tokens/{key[:2]}/{key}.{suffix}"  # folders of a bearable size
+
+
+def find_unit(store: Store, key: str) -> Unit | None:
+    """The unit with this key; None if nobody has finished it.
+
+    Raises:
+      UserError: its manifest is damaged.
+    """
+    name = _name(key, "json")
+    try:
+        content = store.read_record(name)
+    except FileNotFoundError:
+        return None
+    if content.get("key") != key:
+        raise UserError(
+            f"{store.path(name)}: it is the manifest of {content.get('key')}: it was renamed; "
+            "delete it to have it prepared again"
+        )
+    content["smallest"] = tuple(content["smallest"])
+    content["bad_first"] = tuple((number, kind) for number, kind in content["bad_first"])
+    return Unit(**content)
+
+
+def find_unit_of(store: Store, job: Job, tokenizer: Tokenizer) -> Unit | None:
+    """The unit that `job`, whose digest is known, gives; None if nobody has finished it."""
+    unit = find_unit(store, unit_key(job, tokenizer))
+    if unit is None and tokenizer.fallback:
+        unit = find_unit(store, unit_key(job, tokenizer.fallback))
+    return unit
+
+
+def make_unit(
+    job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None] = lambda _: None
+) -> tuple[str, Unit]:
+    """Makes the unit of `job`, unless somebody has finished it.
+
+    Args:
+      progress: called with the number of bytes of the part read so far.
+
+    Returns:
+      The digest of the part, and the unit.
+
+    Raises:
+      UserError: unreadable input, or a part that changes while it is read.
+    """
+    if not job.digest:
+        digest = readers.part_digest(job.file, job.part, job.text_field)
+        job = dataclasses.replace(job, digest=digest)
+    if unit := find_unit_of(store, job, tokenizer):
+        return job.digest, unit
+    try:
+        return job.digest, _make_unit(job, tokenizer, store, progress)
+    except fast_bpe.Differs:
+        assert tokenizer.fallback
+        return job.digest, _make_unit(job, tokenizer.fallback, store, progress)
+
+
+def _make_unit(
+    job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None]
+) -> Unit:
+    key = unit_key(job, tokenizer)
+    bad = BadRecords(job.on_bad_text, job.bad_records)
+    # uint16 halves the files for vocabularies that fit.
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    ends, hashes, sizes, numbers = (array.array("Q") for _ in range(4))
+    content = hashlib.sha256()
+    count = records = empty = 0
+    with store.new_file(_name(key, "tokens")) as path:
+        with path.open("wb") as file:
+
+            def write(data: bytes) -> None:
+                content.update(data)
+                file.write(data)
+
+            for batch in _encoded(job, tokenizer, bad):
+                records, empty = batch.records, empty + batch.empty
+                for number, text, tokens in batch.documents:
+                    count += len(tokens)
+                    ends.append(count)
+                    hashes.append(text_hash(text))
+                    sizes.append(len(text.encode()))
+                    numbers.append(number)
+                    for start in range(0, len(tokens), _WRITTEN_AT_ONCE):
+                        some = tokens[start : start + _WRITTEN_AT_ONCE]
+                        write(some.astype(dtype).tobytes())
+                progress(batch.position)
+            table = np.zeros(len(ends), DOCUMENT)
+            for field, values in zip(DOCUMENT.names, (ends, hashes, sizes, numbers), strict=True):
+                table[field] = values
+            write(table.tobytes())
+        if readers.part_digest(job.file, job.part, job.text_field) != job.digest:
+            raise Changed(
+                f"{job.file.path}: changed while it was being prepared; its tokens were "
+                "discarded: start again when the file no longer changes"
+            )
+    smallest = int(table["hash"].argmin()) if len(table) else 0
+    unit = Unit(
+        key=key,
+        dtype=dtype.name,
+        documents=len(table),
+        tokens=count,
+        text_bytes=sum(sizes),
+        records=records,
+        smallest=(hashes[smallest], smallest) if len(table) else (2**64, 0),
+        largest_hash=max(hashes, default=-1),
+        empty=empty,
+        bad=dict(bad.counts),
+        bad_first=tuple(bad.first),
+        content=content.hexdigest(),
+    )
+    store.write_record(_name(key, "json"), dataclasses.asdict(unit))
+    return unit
+
+
+class _Batch(NamedTuple):
+    documents: list[tuple[int, str, np.ndarray]]  # (record, text, ids with the end token)
+    records: int  # of the part so far
+    empty: int  # empty documents among them
+    position: int  # bytes of the part read so far
+
+
+def _encoded(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
+    """The documents of a part with their tokens. Of a file of tokens, the text is what they stand
+    for, so that its documents are held out as those of the text are.
+    """
+    if token_files.kind(job.file.path.name.lower()):
+        end = np.array([tokenizer.eos_id], np.int32)
+        for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
+            documents = [(number, tokenizer.decode(ids), np.concatenate([ids, end]))]
+            is_empty = not len(ids)
+            yield _Batch(documents[is_empty:], number + 1, int(is_empty), position)
+        return
+    for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
+        filled = [record for record in batch if record.text]
+        tokens = tokenizer.encode_documents([record.text for record in filled])
+        documents = [(r.number, r.text, ids) for r, ids in zip(filled, tokens, strict=True)]
+        empty = sum(record.text == "" for record in batch)
+        yield _Batch(documents, batch[-1].number + 1, empty, batch[-1].position)
+
+
+def text_hash(text: str) -> int:
+    """64 bits that decide, with `data.heldout_fraction`, whether a document is held out. Texts
+    that differ in white space or in Unicode composition alone have the same.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    is_first = True
+    for piece in _cut_at_spaces(text):
+        words = " ".join(unicodedata.normalize("NFC", piece).split())
+        if words:
+            digest.update(words.encode() if is_first else b" " + words.encode())
+            is_first = False
+    return int.from_bytes(digest.digest(), "big")
+
+
+_SPACE = re.compile(r"\s")
+
+
+def _cut_at_spaces(text: str) -> Iterator[str]:
+    """A long text in pieces that begin with white space, where Unicode composes nothing."""
+    start = 0
+    while len(text) - start > _BATCH_CHARACTERS:
+        space = _SPACE.search(text, start + _BATCH_CHARACTERS // 2)
+        if space is None:
+            break
+        yield text[start : space.start()]
+        start = space.start()
+    yield text[start:]
+
+
+def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
+    batch, characters = [], 0
+    for record in records:
+        batch.append(record)
+        characters += len(record.text or "")
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def open_unit(store: Store, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens [unit.tokens] of a unit, as a memory map, and its `DOCUMENT`s [unit.documents].
+
+    Raises:
+      UserError: the file is missing, or its bytes are not those that the manifest names.
+    """
+    path = store.path(_name(unit.key, "tokens"))
+    manifest = store.path(_name(unit.key, "json"))
+    remedy = f"delete {manifest} to have it prepared again"
+    if not path.exists():
+        raise UserError(f"{path} is missing: {remedy}")
+    if path.stat().st_size != unit.size:
+        raise UserError(
+            f"{path} is damaged (it has {path.stat().st_size} bytes instead of {unit.size}): "
+            f"{remedy}"
+        )
+    if digests.sha256_file(path) != unit.content:
+        raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
+    if not unit.documents:
+        return np.zeros(0, unit.dtype), np.zeros(0, DOCUMENT)
+    dtype = np.dtype(unit.dtype).newbyteorder("<")
+    tokens = np.memmap(path, dtype, "r", shape=(unit.tokens,))
+    table = np.fromfile(path, DOCUMENT, offset=unit.tokens * dtype.itemsize)
+    return tokens, table

@@ -1,0 +1,146 @@
+"""Runs a function over many items in worker processes of this machine.
+
+The workers are plain Python processes that talk through pipes, not `multiprocessing`: a fork
+would copy JAX's threads, and a spawn would run the user's script again. They never import JAX.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from qwen3next_jax.common.child_processes import die_with_parent
+from qwen3next_jax.common.errors import UserError
+
+Progress = Callable[[int], None]
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_all(
+    function: Callable[[Any, Progress], Any],
+    items: Sequence[Any],
+    workers: int,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Iterator[tuple[int, Any]]:
+    """Yields (i, function(items[i], progress of item i)) in the order in which they finish. One
+    worker is this process itself.
+
+    Args:
+      function: it, the items and the results are pickled.
+      progress: called with i and with what the function tells its own `progress`.
+
+    Raises:
+      UserError: the function raised it, or a worker died. The other workers are stopped.
+    """
+    if min(workers, len(items)) <= 1:
+        for i, item in enumerate(items):
+            yield i, function(item, lambda done: progress(i, done))
+        return
+    todo: queue.SimpleQueue = queue.SimpleQueue()
+    for i, item in enumerate(items):
+        todo.put((i, item))
+    messages: queue.SimpleQueue = queue.SimpleQueue()
+    # Started by this thread: Linux kills a child when the thread that started it ends.
+    children = [_start_worker() for _ in range(min(workers, len(items)))]
+    try:
+        for child in children:
+            threading.Thread(
+                target=_feed, args=(child, pickle.dumps(function), todo, messages), daemon=True
+            ).start()
+        missing = len(items)
+        while missing:
+            what, i, value = messages.get()
+            if what == "error":
+                raise value
+            if what == "progress":
+                progress(i, value)
+            else:
+                missing -= 1
+                yield i, value
+    finally:
+        for child in children:
+            child.kill()
+        for child in children:
+            child.wait()
+
+
+def _start_worker() -> subprocess.Popen:
+    code = f"from qwen3next_jax.data import workers; workers._serve({os.getpid()})"
+    # A worker is one core's: the tokenizers library would start a thread for each core in each.
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+
+
+def _feed(
+    child: subprocess.Popen,
+    function: bytes,
+    todo: queue.SimpleQueue,
+    messages: queue.SimpleQueue,
+) -> None:
+    """Gives a worker one item after the other, and passes on what it answers."""
+    assert child.stdin and child.stdout
+    try:
+        child.stdin.write(function)
+        while True:
+            try:
+                i, item = todo.get_nowait()
+            except queue.Empty:
+                return
+            pickle.dump(item, child.stdin)
+            child.stdin.flush()
+            what = "progress"
+            while what == "progress":
+                what, value = pickle.load(child.stdout)
+                messages.put((what, i, value))
+            if what == "error":
+                return
+    except (OSError, EOFError, pickle.UnpicklingError):
+        code = child.wait()
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        message = (
+            f"a worker that prepares data ended {how}: if it was killed for its memory, use fewer "
+            "workers; what is finished stays, so start again"
+        )
+        messages.put(("error", -1, UserError(message)))
+
+
+def _serve(parent: int) -> None:
+    """What a worker process runs."""
+    die_with_parent(parent, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends its workers
+    incoming: BinaryIO = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+
+    def answer(what: str, value: Any) -> None:
+        pickle.dump((what, value), answers)
+        answers.flush()
+
+    function = pickle.load(incoming)
+    with contextlib.suppress(EOFError):
+        while True:
+            item = pickle.load(incoming)
+            try:
+                answer("done", function(item, lambda done: answer("progress", done)))
+            except Exception as error:
+                answer("error", error)

@@ -1,0 +1,684 @@
+"""Preparation in units: what is finished is taken by whoever needs it, kills lose nothing that was
+finished, and the bytes are always the same.
+"""
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import unicodedata
+
+import numpy as np
+import pytest
+import tokenizers
+
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import DataConfig
+from qwen3next_jax.data import (
+    fast_bpe,
+    format_1,
+    pipeline,
+    preparation,
+    readers,
+    row_groups,
+    rows,
+    store,
+    units,
+)
+from qwen3next_jax.data.datatrove_step import PrepareShare
+from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
+from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
+from qwen3next_jax.data.sources import NothingFound, resolve
+from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokens import load_tokenizer
+
+ROOT = pathlib.Path(preparation.__file__).parents[2]
+BYTES = load_tokenizer("bytes")
+RANDOM = np.random.default_rng(0)
+WORDS = ["def", "return", "größe", "x", "\n", "import", "∀", "42"]
+TEXTS = [f"{i}: " + " ".join(RANDOM.choice(WORDS, RANDOM.integers(1, 80))) for i in range(150)]
+
+
+def write_jsonl(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    for i, name in enumerate("abcd"):
+        write_jsonl(tmp_path / "texts" / f"{name}.jsonl", TEXTS[35 * i : 35 * (i + 1)])
+    return f"{tmp_path}/texts/*.jsonl"
+
+
+def run(path, prepared_dir, length=64, fraction=0.1, seed=0, **arguments):
+    recipe = Recipe(length, fraction, seed)
+    return prepare([resolve(path, "text")], BYTES, recipe, prepared_dir, **arguments)[0]
+
+
+def all_rows(prepared):
+    return {
+        side: [tuple(reader[i].tokens.tolist()) for i in range(len(reader))]
+        for side, reader in prepared.rows.items()
+    }
+
+
+def files(folder, *patterns):
+    """Every file but the caches of digests, with its bytes."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(pathlib.Path(folder).rglob("*"))
+        if path.is_file() and path.parent.name != "digests"
+    }
+
+
+@pytest.fixture
+def tokenized(monkeypatch):
+    """The number of records in each part that is tokenized from now on."""
+    found = []
+    encode = type(BYTES).encode_documents
+
+    def counted(self, texts):
+        found.append(len(texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(type(BYTES), "encode_documents", counted)
+    return found
+
+
+# ---- units
+
+
+def test_tokens_are_made_once(texts, tmp_path, tokenized):
+    """Another row length, seed or share shares them; an appended file or line costs its own."""
+    first = run(texts, tmp_path / "p")
+    assert tokenized == [35] * 4
+    others = [
+        run(texts, tmp_path / "p", length=32),
+        run(texts, tmp_path / "p", seed=1),
+        run(texts, tmp_path / "p", fraction=0.2),
+    ]
+    assert tokenized == [35] * 4
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
+    write_jsonl(tmp_path / "texts" / "e.jsonl", TEXTS[140:])
+    appended = run(texts, tmp_path / "p")
+    assert tokenized == [35] * 4 + [10]
+    in_one_go = run(texts, tmp_path / "q")
+    assert all_rows(appended) == all_rows(in_one_go)
+    assert appended.fingerprint == in_one_go.fingerprint
+    assert appended.fingerprint not in (first.fingerprint, *(o.fingerprint for o in others))
+    # Elsewhere, and under another name: the same content.
+    (tmp_path / "texts").rename(tmp_path / "moved")
+    del tokenized[:]
+    moved = run(f"{tmp_path}/moved/*.jsonl", tmp_path / "p")
+    assert tokenized == [] and moved.fingerprint == appended.fingerprint
+    file = tmp_path / "moved" / "b.jsonl"
+    file.write_text(file.read_text().replace("import", "export"))
+    assert run(f"{tmp_path}/moved/*.jsonl", tmp_path / "p").fingerprint != moved.fingerprint
+    assert tokenized == [35]
+
+
+def test_a_large_file_gives_several_units_and_workers_the_same_bytes(texts, tmp_path, monkeypatch):
+    whole = run(texts, tmp_path / "whole")
+    monkeypatch.setattr(readers, "_PART_BYTES", 1500)
+    one = run(texts, tmp_path / "one", workers=1)
+    assert len(list((tmp_path / "one").glob("tokens/*/*.tokens"))) > 8
+    assert all_rows(one) == all_rows(whole)
+    origins = lambda p: [p.rows[TRAIN][i].origins for i in range(len(p.rows[TRAIN]))]
+    assert origins(one) == origins(whole)  # lines are counted over the parts of a file
+    monkeypatch.setattr(preparation, "_BYTES_PER_WORKER", 1)
+    monkeypatch.setattr(preparation, "_TOKENS_PER_WORKER", 1)
+    monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 4000)
+    two = run(texts, tmp_path / "two", workers=2)
+    assert len(two.directories) > 3
+    groups = run(texts, tmp_path / "groups", workers=1)
+    assert files(tmp_path / "two") == files(tmp_path / "groups")
+    pieces = lambda p: sorted(
+        (origin, tuple(row.tokens[row.segment_ids == segment].tolist()))
+        for reader in p.rows.values()
+        for row in (reader[i] for i in range(len(reader)))
+        for segment, origin in enumerate(row.origins, start=1)
+    )
+    total = lambda p: sum(len(tokens) for _, tokens in pieces(p))
+    assert (
+        total(groups)
+        == total(one)
+        == groups.statistics[TRAIN].tokens + (groups.statistics[HELDOUT].tokens)
+    )
+
+
+def test_ranks_share_the_work(texts, tmp_path):
+    with pytest.raises(Unfinished) as unfinished:
+        run(texts, tmp_path / "p", share=Share(0, 3))
+    assert (unfinished.value.missing, unfinished.value.units) == (2, 4)
+    with pytest.raises(Unfinished):
+        run(texts, tmp_path / "p", share=Share(2, 3))
+    run(texts, tmp_path / "p", share=Share(1, 3))  # the last one packs
+    run(texts, tmp_path / "q")
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
+def test_tasks_of_datatrove_share_the_work(texts, tmp_path):
+    config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
+    step = PrepareShare(config, 64)
+    step(None, 1, 3)
+    assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 1
+    try:
+        from datatrove.executor import LocalPipelineExecutor
+    except ImportError:  # the same calls
+        for rank in range(2):
+            step(None, rank, 2)
+    else:
+        LocalPipelineExecutor([step], tasks=2, workers=2, logging_dir=f"{tmp_path}/logs").run()
+    run(texts, tmp_path / "q")
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
+def test_the_text_is_not_needed_any_more(texts, tmp_path, capsys):
+    config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
+    before = TrainData(config, 64, 4)
+    shutil.rmtree(tmp_path / "texts")
+    after = TrainData(config, 64, 4)
+    assert after.fingerprint == before.fingerprint
+    assert after.document_names(0) == before.document_names(0)
+    assert "the text is not there" in capsys.readouterr().err
+    TrainData(config, 32, 4)  # not even for rows of another length
+    with pytest.raises(NothingFound, match="no 'texts'"):
+        TrainData(DataConfig(path=texts, prepared_dir=f"{tmp_path}/other"), 64, 4)
+    next((tmp_path / "p").glob("tokens/*/*.json")).unlink()
+    with pytest.raises(UserError, match="corpora/.*its unit .* is missing"):
+        TrainData(config, 64, 4)
+
+
+def test_digests_of_large_corpora_are_kept_until_a_file_changes(texts, tmp_path, monkeypatch):
+    from qwen3next_jax.data import digest_cache
+
+    monkeypatch.setattr(digest_cache, "_SMALLEST", 0)
+    for file in resolve(texts, "text").files:
+        os.utime(file.path, (1, 1))
+    read, digest = [], readers.part_digest
+    monkeypatch.setattr(
+        readers, "part_digest", lambda f, *rest: read.append(f.label) or digest(f, *rest)
+    )
+    before = run(texts, tmp_path / "p")
+    assert sorted(set(read)) == ["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]
+    del read[:]
+    assert run(texts, tmp_path / "p").fingerprint == before.fingerprint and read == []
+    file = tmp_path / "texts" / "b.jsonl"
+    file.write_text(file.read_text().replace("import", "export"))  # same size, now
+    assert run(texts, tmp_path / "p").fingerprint != before.fingerprint
+    assert set(read) == {"b.jsonl"}
+    del read[:]
+    run(texts, tmp_path / "p")
+    assert set(read) == {"b.jsonl"}  # changed too recently to trust its modification time
+
+
+# ---- the split
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.5, 0.99])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
+    write_jsonl(tmp_path / "few.jsonl", TEXTS[:count])
+    prepared = run(f"{tmp_path}/few.jsonl", tmp_path / "p", fraction=fraction)
+    statistics = prepared.statistics
+    assert statistics[TRAIN].documents and statistics[HELDOUT].documents
+    together = {}
+    for side in (TRAIN, HELDOUT):  # in which order a document is cut into pieces is random
+        reader = prepared.rows[side]
+        for row in (reader[i] for i in range(len(reader))):
+            for segment, (_, record) in enumerate(row.origins, start=1):
+                piece = row.tokens[row.segment_ids == segment]
+                together.setdefault(record, []).extend(piece[piece < 256].tolist())
+    assert [sorted(together[i]) for i in range(count)] == [
+        sorted(t.encode()) for t in TEXTS[:count]
+    ]
+    by_hash = [units.text_hash(text) / 2**64 < fraction for text in TEXTS[:count]]
+    in_all = statistics[TRAIN].documents + statistics[HELDOUT].documents
+    if any(by_hash) and count > 1:
+        assert in_all == count  # none is cut
+    assert sum(s.text_bytes for s in statistics.values()) == sum(
+        len(text.encode()) for text in TEXTS[:count]
+    )
+
+
+def test_a_single_document_gives_its_share_and_one_character_is_too_little(tmp_path):
+    for text, fraction, expected in (("a" * 1000, 0.02, (981, 21)), ("ab", 0.99, (2, 2))):
+        (tmp_path / "book.txt").write_text(text)
+        found = run(f"{tmp_path}/book.txt", tmp_path / "p", fraction=fraction).statistics
+        assert (found[TRAIN].tokens, found[HELDOUT].tokens) == expected
+    (tmp_path / "book.txt").write_text("a")
+    with pytest.raises(UserError, match="book.txt.* at least 2 tokens"):
+        run(f"{tmp_path}/book.txt", tmp_path / "p")
+
+
+def test_variants_of_a_document_land_on_the_same_side_of_all_globs(texts, tmp_path):
+    """The same text, with other white space, or decomposed: in another glob."""
+    for name, change in {
+        "same": lambda text: text,
+        "spaces": lambda text: "\r\n " + text.replace(" ", "\t\n"),
+        "decomposed": lambda text: unicodedata.normalize("NFD", text),
+    }.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", [change(text) for text in TEXTS])
+    globs = [texts, *(f"{tmp_path}/{name}.jsonl" for name in ("same", "spaces", "decomposed"))]
+    prepared = prepare(
+        [resolve(glob, "text") for glob in globs], BYTES, Recipe(64, 0.3, 0), tmp_path / "p"
+    )
+    heldout = []
+    for one in prepared:
+        reader = one.rows[HELDOUT]
+        origins = {o for i in range(len(reader)) for o in reader[i].origins}
+        heldout.append({35 * file + record for file, record in origins})
+    in_first = set(range(140))  # the files of the first glob lack the last texts
+    assert heldout[0] == heldout[1] & in_first and heldout[1] == heldout[2] == heldout[3]
+    assert 20 < len(heldout[0]) < 70
+    assert sum(TEXTS[i] != unicodedata.normalize("NFD", TEXTS[i]) for i in heldout[0]) > 10
+
+
+def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys):
+    trained = next(t for t in TEXTS if units.text_hash(t) / 2**64 > 0.5)
+    heldout = next(t for t in TEXTS if units.text_hash(t) / 2**64 < 0.1)
+    for name, text in (("trained", trained), ("heldout", heldout)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [text])
+    config = DataConfig(
+        path=f"{texts},{tmp_path}/trained.jsonl,{tmp_path}/heldout.jsonl",
+        prepared_dir=f"{tmp_path}/p",
+        heldout_fraction=0.1,
+    )
+    data = TrainData(config, 64, 4)
+    assert "trained.jsonl: too few documents" in capsys.readouterr().err
+    documents = [
+        [p.statistics[side].documents for side in (TRAIN, HELDOUT)] for p in data._prepared
+    ]
+    assert documents[0][1] > 3 and documents[1:] == [[1, 0], [1, 1]]
+    assert len(list(data.heldout())) == -(-data.heldout_rows // 4)
+
+
+# ---- bad records
+
+
+BAD = {
+    "not UTF-8: left out": b'{"text": "\xff"}',
+    "broken JSON: left out": b'{"text": ',
+    "no such field: left out": b'{"texts": "a"}',
+    "no text: left out": b'{"text": null}',
+    "NUL: left out": b'{"text": "a\\u0000b"}',
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
+    good = [json.dumps({"text": text}).encode() for text in TEXTS[:100]]
+    lines = [*good[:70], BAD[kind], b"", b'{"text": ""}', *good[70:]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(UserError, match="a.jsonl:71: "):
+        run(f"{tmp_path}/a.jsonl", tmp_path / "p")
+    config = DataConfig(
+        path=f"{tmp_path}/a.jsonl", prepared_dir=f"{tmp_path}/p", bad_records="skip"
+    )
+    data = TrainData(config, 64, 4)
+    (facts,) = data.describe()["sources"]
+    assert facts["bad_records"] == {kind: 1} and facts["empty_documents"] == 1
+    assert data.describe()["documents"] == 100 and "1 bad records" in data.describe()["title"]
+    assert f"1 bad records (1 {kind}): a.jsonl:71" in capsys.readouterr().err
+    manifest = json.loads(next((tmp_path / "p").glob("tokens/*/*.json")).read_text())
+    assert manifest["bad_first"] == [[70, kind]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, BAD[kind], BAD[kind]]))
+    with pytest.raises(UserError, match="3 bad records.* more than data.bad_records_limit = 0.01"):
+        TrainData(config, 64, 4)
+
+
+def test_what_stands_before_damaged_compression_is_read(tmp_path):
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-1000])
+    config = DataConfig(path=f"{tmp_path}/a.jsonl.gz", prepared_dir=f"{tmp_path}/p")
+    with pytest.raises(UserError, match="a.jsonl.gz.*damaged gzip"):
+        TrainData(config, 64, 4)
+    data = TrainData(dataclasses.replace(config, bad_records="skip"), 64, 4)
+    (facts,) = data.describe()["sources"]
+    assert facts["bad_records"] == {"damaged compression: left out": 1}
+    assert 50 < facts["documents"] < 150
+
+
+# ---- libraries
+
+
+def test_other_rows_give_another_fingerprint(texts, tmp_path, monkeypatch):
+    """As when numpy, grain or array_record is replaced by a version that gives other rows."""
+    config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
+    before = TrainData(config, 64, 4).fingerprint
+    assert TrainData(config, 64, 4).fingerprint == before
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_shuffle_seed", lambda seed, source: 1)
+        assert TrainData(config, 64, 4).fingerprint != before
+    decode = rows.RowReader._decode
+
+    def shifted(*arguments):
+        row = decode(*arguments)
+        return row._replace(tokens=np.roll(row.tokens, 1))
+
+    monkeypatch.setattr(rows.RowReader, "_decode", shifted)
+    assert TrainData(config, 64, 4).fingerprint != before
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.0, 0.3, 0.2), tuple(range(1, 9)), (1e-4, 1)])
+def test_rows_of_streams_are_those_of_the_mix(weights):
+    mix = pipeline.mix_streams(weights)
+    counts = [0] * len(weights)
+    for row in range(400):
+        assert pipeline.rows_of_streams(weights, row) == counts
+        counts[mix[row][0]] += 1
+
+
+# ---- rows of format 1
+
+
+def test_rows_of_format_1_open_and_give_the_same_rows(tmp_path):
+    """A folder as the code of 3f4e1ec wrote it, of the texts that it was made from."""
+    shutil.copytree(ROOT / "tests" / "fixtures" / "prepared_format_1", tmp_path / "p")
+    texts = [f"document {i} " * (1 + i % 5) for i in range(12)]
+    write_jsonl(tmp_path / "texts" / "a.jsonl", texts)
+    config = DataConfig(
+        path=f"{tmp_path}/texts/*.jsonl", prepared_dir=f"{tmp_path}/p", heldout_fraction=0.2
+    )
+    data = TrainData(config, 64, 2)
+    assert data._prepared[0].fingerprint == data._prepared[0].directory.name
+    assert data.fingerprint == (tmp_path / "p" / "fingerprint").read_text().strip()
+    found = digests.sha256(b"".join(next(data.batches(i))["tokens"].tobytes() for i in range(9)))
+    assert found == (tmp_path / "p" / "batches").read_text().strip()
+    assert not (tmp_path / "p" / "tokens").exists()
+    folder = data._prepared[0].directory
+    other = folder.with_name("0" * 20)
+    folder.rename(other)
+    assert TrainData(config, 64, 2).fingerprint != data.fingerprint  # nobody asks for that name
+    other.rename(folder)
+    metadata = folder / "metadata.json"
+    metadata.write_text(metadata.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(UserError, match="metadata.json is damaged"):
+        TrainData(config, 64, 2)
+
+
+# ---- faults
+
+
+def test_killed_preparations_go_on_and_give_the_same_bytes(texts, tmp_path, monkeypatch):
+    """The command, with two workers, killed at random moments; a worker killed; the last time
+    with another number of ranks.
+    """
+    monkeypatch.setattr(readers, "_PART_BYTES", 1500)
+    run(texts, tmp_path / "undisturbed")
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import sys, time\n"
+        "from qwen3next_jax.data import preparation, readers, store, units\n"
+        "from qwen3next_jax.data.tokens import load_tokenizer\n"
+        "readers._PART_BYTES = 1500\n"
+        "preparation._BYTES_PER_WORKER = 1\n"
+        "rename = store.pathlib.Path.replace\n"
+        "source = preparation.sources.resolve(sys.argv[1], 'text')\n"
+        "def slowly(*a):\n    time.sleep(0.1)\n    return rename(*a)\n"
+        "store.pathlib.Path.replace = slowly\n"
+        "preparation.prepare([source], load_tokenizer('bytes'),\n"
+        "    preparation.Recipe(64, 0.1, 0), sys.argv[2], workers=int(sys.argv[3]))\n"
+    )
+    made = lambda: len(list((tmp_path / "p").glob("tokens/*/*.json")))
+    command = [sys.executable, str(slow), texts, str(tmp_path / "p")]
+    rng, kills = random.Random(0), 0
+    for workers in ("1", "2", "1"):
+        before = made()
+        process = subprocess.Popen(
+            [*command, workers], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        while made() < before + 2 and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+    assert kills >= 2 and 4 <= made()
+    with contextlib.suppress(Unfinished):
+        run(texts, tmp_path / "p", share=Share(0, 7))
+    run(texts, tmp_path / "p")
+    for leftover in (tmp_path / "p" / ".partial").iterdir():  # of a process that is no more
+        os.utime(leftover, (1, 1))
+    run(texts, tmp_path / "p")
+    assert files(tmp_path / "p") == files(tmp_path / "undisturbed")
+
+
+def test_leftovers_stay_until_their_lease_has_run_out(texts, tmp_path):
+    run(texts, tmp_path / "p")
+    partial = tmp_path / "p" / ".partial"
+    (partial / "file").write_text("")
+    (partial / "folder").mkdir()
+    (partial / "folder" / "train-00000.array_record").write_text("")
+    run(texts, tmp_path / "p")
+    assert len(list(partial.iterdir())) == 2
+    long_ago = time.time() - store.LEASE_SECONDS - 5
+    os.utime(partial / "file", (long_ago, long_ago))
+    os.utime(partial / "folder", (long_ago, long_ago))  # but a shard was just written to
+    run(texts, tmp_path / "p")
+    assert [path.name for path in partial.iterdir()] == ["folder"]
+    os.utime(partial / "folder" / "train-00000.array_record", (long_ago, long_ago))
+    run(texts, tmp_path / "p")
+    assert not list(partial.iterdir())
+
+
+def test_a_dead_worker_is_named_and_what_is_finished_stays(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "_BYTES_PER_WORKER", 1)
+    (tmp_path / "texts" / "e.jsonl").write_text("broken\n")
+    with pytest.raises(UserError, match="e.jsonl:1: not JSON"):
+        run(texts, tmp_path / "p", workers=2)
+    (tmp_path / "texts" / "e.jsonl").unlink()
+
+    class Fatal(type(BYTES)):
+        def __reduce__(self):  # when a worker unpickles the tokenizer
+            return os._exit, (9,)
+
+    source = resolve(texts, "text")
+    with pytest.raises(UserError, match="worker .* ended with exit code 9.*fewer workers"):
+        prepare([source], Fatal(), Recipe(64, 0.1, 0), tmp_path / "q", workers=2)
+
+
+def test_damaged_units_are_named(texts, tmp_path):
+    run(texts, tmp_path / "p")
+    manifest = next((tmp_path / "p").glob("tokens/*/*.json"))
+    tokens = manifest.with_suffix(".tokens")
+    good, text = tokens.read_bytes(), manifest.read_text()
+    remedy = f"delete {manifest} to have it prepared again"
+    for bad, what in ((good[:-3], "bytes instead of"), (b"x" + good[1:], "another digest")):
+        tokens.write_bytes(bad)
+        with pytest.raises(UserError, match=f"{tokens} is damaged .*{what}.*{remedy}"):
+            run(texts, tmp_path / "p", length=32)
+    tokens.unlink()
+    with pytest.raises(UserError, match=f"{tokens} is missing: {remedy}"):
+        run(texts, tmp_path / "p", length=32)
+    manifest.write_text(text.replace('"documents": 35', '"documents": 34'))  # edited by hand
+    with pytest.raises(UserError, match=f"{manifest} is damaged: delete it"):
+        run(texts, tmp_path / "p", length=32)
+    other = next(m for m in (tmp_path / "p").glob("tokens/*/*.json") if m != manifest)
+    manifest.write_text(other.read_text())
+    with pytest.raises(UserError, match=f"{manifest}: it is the manifest of {other.stem}"):
+        run(texts, tmp_path / "p", length=32)
+    manifest.unlink()
+    run(texts, tmp_path / "p", length=32)
+    assert tokens.read_bytes() == good and manifest.read_text() == text
+
+
+def test_a_full_disk_and_a_file_that_changes_leave_nothing(texts, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
+        patch.setattr(store.durable, "fsync", full)
+        run(texts, tmp_path / "p")
+    assert files(tmp_path / "p") == {}
+    source = resolve(texts, "text")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=".jsonl: changed while"):
+        patch.setattr(
+            units.readers,
+            "read_part",
+            lambda file, *rest: file.path.write_text("{}") and iter(()),
+        )
+        prepare([source], BYTES, Recipe(64, 0.1, 0), tmp_path / "p")
+    assert files(tmp_path / "p") == {}
+
+
+def test_two_preparations_at_once_do_no_harm(texts, tmp_path):
+    def other_process_is_faster(*_):
+        run(texts, tmp_path / "p")
+
+    slow = run(texts, tmp_path / "p", progress=other_process_is_faster)
+    assert all_rows(slow) == all_rows(run(texts, tmp_path / "q"))
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
+def test_rows_of_another_folder_are_refused(texts, tmp_path):
+    first, second = (run(texts, tmp_path / "p", seed=seed).directory for seed in (0, 1))
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    with pytest.raises(UserError, match=f"{first}: it holds, .* {second.name}: the folder was"):
+        run(texts, tmp_path / "p")
+
+
+# ---- the reader
+
+
+def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "_SHARD_BYTES", 2 * 2 * 64)  # two rows each
+    monkeypatch.setattr(rows, "_MOST_OPEN", 8)
+    prepared = run(texts, tmp_path / "p")
+    reader = prepared.rows[TRAIN]
+    assert len(list(prepared.directory.glob("train-*"))) > 50
+    rows._open.clear()
+    descriptors = lambda: len(list(pathlib.Path("/proc/self/fd").iterdir()))
+    before = descriptors()
+    seen = [tuple(reader[i].tokens.tolist()) for i in range(len(reader))]
+    assert 0 < descriptors() - before <= 8
+    assert seen == [tuple(reader[i].tokens.tolist()) for i in range(len(reader))]
+    del reader, prepared
+    assert descriptors() <= before
+
+
+def test_too_many_open_files_is_not_damage(texts, tmp_path):
+    reader = run(texts, tmp_path / "p").rows[TRAIN]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = max(int(p.name) for p in pathlib.Path("/proc/self/fd").iterdir())
+    spare = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 2, limits[1]))
+        try:
+            while True:
+                spare.append(open("/dev/null"))
+        except OSError:
+            pass
+        with pytest.raises(UserError, match="Too many open files.*ulimit -n") as caught:
+            reader[0]
+        assert "damaged" not in str(caught.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in spare:
+            file.close()
+    reader[0]
+
+
+# ---- the command
+
+
+def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_path):
+    script = (
+        "import sys\n"
+        "from qwen3next_jax import __main__\n"
+        "try:\n    __main__.main()\n"
+        "finally:\n    print('with JAX' if 'jax' in sys.modules else 'without JAX')\n"
+    )
+    flags = [
+        f"--config={ROOT}/configs/tiny.py",
+        f"--config.data.path={texts}",
+        f"--config.data.prepared_dir={tmp_path}/p",
+    ]
+
+    def command(*more):
+        return subprocess.run(
+            [sys.executable, "-c", script, "prepare", *flags, *more],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    first = command("--rank=0", "--of=2")
+    assert first.returncode == 0 and "2 of 4 units" in first.stdout, first.stderr
+    done = command("--workers=1")
+    assert done.returncode == 0 and "140 documents" in done.stdout, done.stderr
+    assert "without JAX" in first.stdout and "without JAX" in done.stdout
+    config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.05)
+
+    def never(*_):
+        raise AssertionError("prepared again")
+
+    data = TrainData(config, 256, 4, progress=never)
+    assert data._prepared[0].fingerprint in done.stdout
+    wrong = command("--rank=2", "--of=2")
+    assert wrong.returncode == 2 and "expected a rank from 0 to 1" in wrong.stderr
+    task = command("--config.data.source=mqar", "--config.data.path=")
+    assert task.returncode == 2 and "nothing to prepare" in task.stderr
+
+
+def test_progress_is_reported(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "_BATCH_CHARACTERS", 1000)
+    seen = []
+    run(texts, tmp_path / "p", progress=lambda *figures: seen.append(figures))
+    source = resolve(texts, "text")
+    done = [read for name, read, total in seen if (name, total) == (texts, source.size)]
+    assert len(done) > 10 and done == sorted(done) and done[-1] == source.size
+    assert seen[-1][1] == seen[-1][2] and "rows of 64" in seen[-1][0]
+    assert tokenize(source, BYTES, Store(tmp_path / "p")).digest
+    assert format_1.find(source, BYTES, Recipe(64, 0.1, 0), Store(tmp_path / "p")) is None
+
+
+# ---- two libraries that tokenize
+
+
+def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(texts, tmp_path, monkeypatch):
+    pytest.importorskip("tiktoken")
+    small = tokenizers.Tokenizer(tokenizers.models.BPE())
+    small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    small.train_from_iterator(TEXTS, trainer)
+    small.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert "tiktoken" in tokenizer.libraries
+    source, recipe = resolve(texts, "text"), Recipe(64, 0.1, 0)
+    (fast,) = prepare([source], tokenizer, recipe, tmp_path / "p")
+    (slow,) = prepare([source], tokenizer.fallback, recipe, tmp_path / "q")
+    assert fast.fingerprint == slow.fingerprint
+    compare, calls = type(tokenizer)._compare, []
+
+    def differs_in_the_second_file(self, texts):
+        calls.append(texts)
+        if len(calls) == 2:
+            raise fast_bpe.Differs
+        compare(self, texts)
+
+    monkeypatch.setattr(type(tokenizer), "_compare", differs_in_the_second_file)
+    (mixed,) = prepare([source], tokenizer, recipe, tmp_path / "r")
+    assert mixed.fingerprint == fast.fingerprint and len(calls) == 4
+    prepare([source], tokenizer, recipe, tmp_path / "r")
+    assert len(calls) == 4
+    keys = [{p.name for p in (tmp_path / f).glob("tokens/*/*.json")} for f in ("p", "r")]
+    assert len(keys[0] & keys[1]) == 3 and len(keys[1]) == 4

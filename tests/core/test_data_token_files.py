@@ -1,0 +1,121 @@
+"""Files of tokens that other codebases wrote: the documents and the split of their text, and every
+mistake in one line.
+"""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.data.preparation import prepare, tokenize
+from qwen3next_jax.data.row_groups import Recipe
+from qwen3next_jax.data.sources import resolve
+from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokens import load_tokenizer
+
+BYTES = load_tokenizer("bytes")
+TEXTS = [f"document {i} größe " * (1 + i % 5) for i in range(60)]
+ENCODED = [ids.astype(np.uint16) for ids in BYTES.encode_documents(TEXTS)]
+ALL = np.concatenate(ENCODED)
+
+
+def megatron(folder, sequences=ENCODED, documents=None, dtype=8):
+    lengths = np.array([len(ids) for ids in sequences], np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64) * 2
+    ends = np.arange(len(sequences) + 1) if documents is None else np.array(documents)
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, dtype, len(sequences), len(ends))
+    tables = lengths.tobytes() + starts.tobytes() + ends.astype(np.int64).tobytes()
+    (folder / "a.idx").write_bytes(header + tables)
+    np.concatenate(sequences).tofile(folder / "a.bin")
+
+
+def llm_c(folder, magic=20240520, tokens=ALL):
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, 1, len(ALL)
+    (folder / "a.bin").write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def datatrove(folder):
+    ALL.tofile(folder / "a.ds")
+    np.cumsum([len(ids) for ids in ENCODED]).astype(np.uint64).tofile(folder / "a.ds.index")
+    (folder / "a.ds.metadata").write_text("tokenizer")
+
+
+FORMATS = {
+    "megatron": megatron,
+    "megatron without end tokens": lambda f: megatron(f, [ids[:-1] for ids in ENCODED]),
+    "megatron, documents of two sequences": lambda f: megatron(
+        f,
+        [half for ids in ENCODED for half in (ids[:3], ids[3:])],
+        range(0, 2 * len(ENCODED) + 1, 2),
+    ),
+    "llm.c": llm_c,
+    "llm.c of 32 bits": lambda f: llm_c(f, 20240801, ALL.astype(np.uint32)),
+    "olmo": lambda f: ALL.tofile(f / "a.npy"),
+    "numpy": lambda f: np.save(f / "a.npy", ALL),
+    "datatrove": datatrove,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_give_the_rows_of_their_text(name, tmp_path):
+    (tmp_path / "tokens").mkdir()
+    FORMATS[name](tmp_path / "tokens")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "text.jsonl").write_text(lines)
+    prepared = [
+        prepare([resolve(f"{tmp_path}/{glob}", "text")], BYTES, Recipe(64, 0.2, 0), tmp_path / "p")
+        for glob in ("tokens/*", "text.jsonl")
+    ]
+    assert prepared[0][0].fingerprint == prepared[1][0].fingerprint
+    assert prepared[0][0].statistics == prepared[1][0].statistics
+
+
+def _short(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+MISTAKES = {
+    "no .bin": (megatron, lambda f: (f / "a.bin").unlink(), "a.idx: .*a.bin is missing beside it"),
+    "no index": (datatrove, lambda f: (f / "a.ds.index").unlink(), "a.ds.index is missing"),
+    "odd bytes": (megatron, lambda f: _short(f / "a.bin"), "no whole number of tokens of 2 bytes"),
+    "short index": (megatron, lambda f: _short(f / "a.idx"), "a.idx: cut short"),
+    "no index of Megatron": (megatron, lambda f: (f / "a.idx").write_bytes(b"x"), "not an index"),
+    "floats": (lambda f: megatron(f, dtype=6), lambda f: None, "no integer"),
+    "short": (llm_c, lambda f: (f / "a.bin").write_bytes((f / "a.bin").read_bytes()[:-4]), "names"),
+    "another .bin": (lambda f: ALL.tofile(f / "a.bin"), lambda f: None, "neither a .bin of llm.c"),
+    "short .ds": (datatrove, lambda f: ALL[:-4].tofile(f / "a.ds"), "its index ends at"),
+    "beyond the vocabulary": (
+        lambda f: (np.concatenate([ALL[:100], [300], ALL]).astype(np.uint16)).tofile(f / "a.npy"),
+        lambda f: None,
+        "token 100 has id 300: the tokenizer has 257 ids",
+    ),
+    "no documents": (
+        lambda f: ALL[ALL < 256].tofile(f / "a.npy"),
+        lambda f: None,
+        "the end token 256 is not in it",
+    ),
+    "two in one": (
+        lambda f: megatron(f, [np.concatenate(ENCODED[:2]), *ENCODED[2:]]),
+        lambda f: None,
+        "stands inside of a document",
+    ),
+    "a matrix": (
+        lambda f: np.save(f / "a.npy", np.zeros((2, 2))),
+        lambda f: None,
+        r"float64 \[2, 2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line(name, tmp_path):
+    write, spoil, expected = MISTAKES[name]
+    (tmp_path / "tokens").mkdir()
+    write(tmp_path / "tokens")
+    spoil(tmp_path / "tokens")
+    with pytest.raises(UserError, match=expected) as caught:
+        tokenize(resolve(f"{tmp_path}/tokens/*", "text"), BYTES, Store(tmp_path / "p"))
+    assert "\n" not in str(caught.value)
