@@ -86,36 +86,41 @@ def prepare(
       UserError: unreadable input, too little text, or prepared rows that are damaged.
     """
     parent = pathlib.Path(prepared_dir).expanduser()
-    contents = content_digests(source, parent)
-    key = fingerprint(source, contents, tokenizer, recipe)
+    file_digests = content_digests(source, parent)
+    key = fingerprint(source, file_digests, tokenizer, recipe)
     directory = parent / key
     if not directory.exists():
-        _prepare(source, contents, tokenizer, recipe, directory, progress or (lambda *_: None))
-    content = read_metadata(directory)
+        _prepare(source, file_digests, tokenizer, recipe, directory, progress or (lambda *_: None))
+    metadata = read_metadata(directory)
     # Rows that older code prepared do not record their fingerprint, but these inputs to it.
     recorded = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
     for name, wanted in (recorded | dataclasses.asdict(recipe)).items():
-        if content.get(name, wanted) != wanted:
-            raise _renamed(directory, f"{name} = {content[name]!r}, not {wanted!r}")
-    statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
+        if metadata.get(name, wanted) != wanted:
+            raise _renamed(directory, f"{name} = {metadata[name]!r}, not {wanted!r}")
+    statistics = {split: Statistics(**counts) for split, counts in metadata["statistics"].items()}
     rows = {
-        side: RowReader(
-            directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"]
+        split: RowReader(
+            directory,
+            [Shard(**shard) for shard in shards],
+            metadata["dtype"],
+            metadata["row_length"],
         )
-        for side, shards in content["shards"].items()
+        for split, shards in metadata["shards"].items()
     }
     return Prepared(source, key, directory, statistics, rows)
 
 
-def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
+def fingerprint(
+    source: Source, file_digests: list[str], tokenizer: Tokenizer, recipe: Recipe
+) -> str:
     """Digest (20 hexadecimal digits) of everything that determines the rows: files, the
-    digests of their `contents`, tokenizer, recipe, format.
+    digests of their contents (`file_digests`), tokenizer, recipe, format.
     """
     parts = {
         "format": _FORMAT,
         "files": [
             (file.label, file.size, digest)
-            for file, digest in zip(source.files, contents, strict=True)
+            for file, digest in zip(source.files, file_digests, strict=True)
         ],
         "text_field": source.text_field,
         **({} if source.on_bad_text == "stop" else {"on_bad_text": source.on_bad_text}),
@@ -134,18 +139,17 @@ def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[s
     the whole document.
     """
     counts, characters = {TRAIN: 0, HELDOUT: 0}, 0
-    smallest: tuple[float, Document] | None = (
-        None  # yielded last, when it is known whether both splits have documents
-    )
+    # Yielded last, when it is known whether both splits have documents.
+    smallest: tuple[float, Document] | None = None
     for document in sources.documents(source):
         characters += len(document.text)
         candidate = (_unit_hash(document.text), document)
         if smallest is None or candidate[0] < smallest[0]:
             smallest, candidate = candidate, smallest
         if candidate is not None:
-            side = HELDOUT if candidate[0] < heldout_fraction else TRAIN
-            counts[side] += 1
-            yield side, candidate[1]
+            split = HELDOUT if candidate[0] < heldout_fraction else TRAIN
+            counts[split] += 1
+            yield split, candidate[1]
     assert smallest is not None  # sources.documents raises when there is none
     value, document = smallest
     if value < heldout_fraction and counts[TRAIN]:
@@ -184,7 +188,7 @@ def _cut_in_two(
 
 def _prepare(
     source: Source,
-    contents: list[str],
+    file_digests: list[str],
     tokenizer: Tokenizer,
     recipe: Recipe,
     directory: pathlib.Path,
@@ -200,11 +204,11 @@ def _prepare(
         )
         temporary.mkdir()
     try:
-        content = {"fingerprint": directory.name}
-        content |= _write_rows(source, tokenizer, recipe, temporary, progress)
-        _check_unchanged(source, contents, directory.parent)
+        metadata = {"fingerprint": directory.name}
+        metadata |= _write_rows(source, tokenizer, recipe, temporary, progress)
+        _check_unchanged(source, file_digests, directory.parent)
         (temporary / METADATA).write_text(
-            json.dumps(content | {"digest": digests.sha256_json(content)}, indent=1) + "\n"
+            json.dumps(metadata | {"digest": digests.sha256_json(metadata)}, indent=1) + "\n"
         )
         temporary.rename(directory)
     except OSError as error:
@@ -215,9 +219,9 @@ def _prepare(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_unchanged(source: Source, contents: list[str], prepared_dir: pathlib.Path) -> None:
-    """Raises UserError if a file has changed since its digest in `contents` was taken: its rows
-    would be those of other content.
+def _check_unchanged(source: Source, file_digests: list[str], prepared_dir: pathlib.Path) -> None:
+    """Raises UserError if a file has changed since its digest in `file_digests` was taken: its
+    rows would be those of other content.
     """
     now = (
         sources.resolve(source.name, source.text_field).files
@@ -225,7 +229,7 @@ def _check_unchanged(source: Source, contents: list[str], prepared_dir: pathlib.
         else source.files
     )
     after = {file.label: sources.content_digest(file) for file in now}
-    for file, digest in zip(source.files, contents, strict=True):
+    for file, digest in zip(source.files, file_digests, strict=True):
         if after.get(file.label) != digest:
             # the cached digest may be stale: a file can change and keep its size and time
             (prepared_dir / _DIGESTS).unlink(missing_ok=True)
@@ -262,33 +266,33 @@ def _write_rows(
     length = recipe.row_length
     # uint16 halves the shards for vocabularies that fit.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    writers = {side: RowWriter(directory, side, dtype, length) for side in (TRAIN, HELDOUT)}
-    packers = {side: Packer(length, recipe.seed) for side in (TRAIN, HELDOUT)}
-    counts = {side: dataclasses.asdict(Statistics()) for side in (TRAIN, HELDOUT)}
+    writers = {split: RowWriter(directory, split, dtype, length) for split in (TRAIN, HELDOUT)}
+    packers = {split: Packer(length, recipe.seed) for split in (TRAIN, HELDOUT)}
+    counts = {split: dataclasses.asdict(Statistics()) for split in (TRAIN, HELDOUT)}
 
-    def write(side: str, rows: Iterable[Row]) -> None:
+    def write(split: str, rows: Iterable[Row]) -> None:
         for row in rows:
-            writers[side].write(row)
-            counts[side]["rows"] += 1
-            counts[side]["padding"] += length - sum(len(piece.tokens) for piece in row)
+            writers[split].write(row)
+            counts[split]["rows"] += 1
+            counts[split]["padding"] += length - sum(len(piece.tokens) for piece in row)
 
     read = 0
     for batch in _batched(split_documents(source, recipe.heldout_fraction)):
         encoded = tokenizer.encode_documents([document.text for _, document in batch])
-        for (side, document), tokens in zip(batch, encoded, strict=True):
-            counts[side]["documents"] += 1
-            counts[side]["text_bytes"] += len(document.text.encode())
-            counts[side]["tokens"] += len(tokens)
-            write(side, packers[side].add(tokens, document.file, document.record))
+        for (split, document), tokens in zip(batch, encoded, strict=True):
+            counts[split]["documents"] += 1
+            counts[split]["text_bytes"] += len(document.text.encode())
+            counts[split]["tokens"] += len(tokens)
+            write(split, packers[split].add(tokens, document.file, document.record))
         # the split yields one document late, after others that were read later
         read = max(read, *(document.bytes_read for _, document in batch))
         progress(source.name, read, source.size)
-    for side, packer in packers.items():
-        write(side, packer.finish())
-        counts[side]["cut_documents"] = packer.cut_documents
+    for split, packer in packers.items():
+        write(split, packer.finish())
+        counts[split]["cut_documents"] = packer.cut_documents
     shards = {
-        side: [dataclasses.asdict(shard) for shard in writer.close()]
-        for side, writer in writers.items()
+        split: [dataclasses.asdict(shard) for shard in writer.close()]
+        for split, writer in writers.items()
     }
     return {
         "format": _FORMAT,
@@ -305,8 +309,8 @@ def _write_rows(
 
 def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
     batch, characters = [], 0
-    for side, document in stream:
-        batch.append((side, document))
+    for split, document in stream:
+        batch.append((split, document))
         characters += len(document.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
@@ -326,15 +330,15 @@ def read_metadata(directory: pathlib.Path) -> dict:
     """
     path = directory / METADATA
     try:
-        content = json_files.read(path)
-        intact = content.pop("digest") == digests.sha256_json(content)
+        metadata = json_files.read(path)
+        intact = metadata.pop("digest") == digests.sha256_json(metadata)
     except (OSError, ValueError, KeyError):
         intact = False
     if not intact:
         raise UserError(f"{path} is damaged: delete {directory} to have it prepared again")
-    if content.get("fingerprint", directory.name) != directory.name:
-        raise _renamed(directory, f"the rows of {content['fingerprint']}")
-    return content
+    if metadata.get("fingerprint", directory.name) != directory.name:
+        raise _renamed(directory, f"the rows of {metadata['fingerprint']}")
+    return metadata
 
 
 def _renamed(directory: pathlib.Path, holds: str) -> UserError:
