@@ -42,13 +42,26 @@ def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
 def declared_bounds(cls: type) -> dict[str, str]:
     """{setting: bound} of the config dataclass `cls`, of fields such as
     `window: Annotated[int, "at least 1"]`.
+
+    Raises:
+      UserError: a field declares a bound that is not in BOUNDS.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
-    found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: bound for name, bounds in found.items() for bound in bounds if bound in BOUNDS}
+    found = {}
+    for name, hint in hints.items():
+        for bound in getattr(hint, "__metadata__", ()):
+            require(
+                bound in BOUNDS,
+                f"{cls.__module__}.{cls.__qualname__}.{name}: the bound {bound!r} is not known: "
+                f"expected one of {', '.join(map(repr, BOUNDS))}",
+            )
+            found[name] = bound
+    return found
 
 
 def check_declared_bounds(group: Any, where: str) -> None:
-    """`check_bounds` of the bounds that the fields of `group` declare."""
+    """Checks the settings of `group` against the bounds that its fields declare, as `check_bounds`
+    does.
+    """
     for name, bound in declared_bounds(type(group)).items():
         check_bounds(group, where, {bound: name})

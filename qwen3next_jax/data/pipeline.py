@@ -1,8 +1,8 @@
 """Batches of rows for training and evaluation: the only module that imports grain.
 
-Row i of the endless training stream is a pure function of i. Step s reads the B rows from row
-s·B on; `begin` may shift this start. A run therefore resumes from one integer, the step, for any
-number of processes that share a batch.
+Row i of the endless training stream is a pure function of i. Batch n, counted from 0 in each stage
+of a run, is the B rows from row n·B on; `begin` may shift this start. A run therefore resumes from
+one integer, the step, for any number of processes that share a batch.
 """
 
 import json
@@ -92,7 +92,7 @@ class Data(Protocol):
         """Sets where this stage starts to read, so that it skips what earlier stages have read.
 
         Args:
-          row: step 0 reads the training stream from this row on.
+          row: batch 0 begins with this row of the training stream.
           starts: digest of a mixed stream → the row from which that stream is read; 0 where it
             is absent. A training stream that is a single stream goes by `fingerprint`.
         """
@@ -115,20 +115,20 @@ class Data(Protocol):
         where tokens are not text.
         """
 
-    def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches from `start_step` on; background threads read ahead. `share`: the rows
-        of every batch to read (ascending indices in the batch); None: all.
+    def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
+        """Endless batches from batch `first_batch` on; background threads read ahead. `share`: the
+        rows of every batch to read (ascending indices in the batch); None: all.
         """
         import grain
 
         share = range(self.batch_size) if share is None else share
-        steps = grain.MapDataset.range(start_step, _ENDLESS // self.batch_size)
+        numbers = grain.MapDataset.range(first_batch, _ENDLESS // self.batch_size)
         # batches ahead; threads do not change the order
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         iterator = iter(
-            steps.map(
-                lambda step: self._stack(
-                    [self.row(self._first_of(step) + b) for b in share], len(share)
+            numbers.map(
+                lambda number: self._stack(
+                    [self.row(self._first_row_of(number) + b) for b in share], len(share)
                 )
             ).to_iter_dataset(options)
         )
@@ -151,12 +151,12 @@ class Data(Protocol):
                 [self.heldout_row(start + b) for b in share if start + b < count], len(share)
             )
 
-    def document_names(self, step: int) -> list[list[str]]:
-        """`names` of each of the B rows of `step`."""
-        return [self.names(self._first_of(step) + b) for b in range(self.batch_size)]
+    def document_names(self, number: int) -> list[list[str]]:
+        """`names` of each of the B rows of batch `number`."""
+        return [self.names(self._first_row_of(number) + b) for b in range(self.batch_size)]
 
-    def _first_of(self, step: int) -> int:
-        return self._first_row + step * self.batch_size
+    def _first_row_of(self, number: int) -> int:
+        return self._first_row + number * self.batch_size
 
     def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
         """Stacks `rows`, filled up with empty ones to `count`."""

@@ -253,7 +253,7 @@ def _gather_slice(
     }
     mesh_axes = tuple(axis for axes in split_dims.values() for axis in axes)
 
-    def slice_of_shard(x, start):
+    def replicated_slice(x, start):
         dtype = x.dtype
         unsigned = f"uint{8 * dtype.itemsize}"
         x = jax.lax.bitcast_convert_type(x, unsigned)
@@ -271,6 +271,10 @@ def _gather_slice(
         return jax.lax.bitcast_convert_type(x, dtype)
 
     mapped = jax.shard_map(
-        slice_of_shard, mesh=sharding.mesh, in_specs=(P(*spec), P()), out_specs=P(), check_vma=False
+        replicated_slice,
+        mesh=sharding.mesh,
+        in_specs=(P(*spec), P()),
+        out_specs=P(),
+        check_vma=False,
     )
     return jax.jit(mapped)

@@ -85,9 +85,9 @@ _decode_or_sorted.defvjp(
 
 
 def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
-    """How often each of `experts` occurs in `expert` [Q] (int32), or the sum of `weight` [Q]
-    over its occurrences. A comparison and a sum, which fuse; a scatter-add would run serially on
-    CPU and TPU.
+    """For each expert 0 … `experts` - 1 how often it occurs in `expert` [Q] (int32), or, with
+    `weight` [Q], the sum of the weights where it occurs. A comparison and a sum, which fuse; a
+    scatter-add would run serially on CPU and TPU.
     """
     hit_QE = expert[:, None] == jnp.arange(experts)
     return (

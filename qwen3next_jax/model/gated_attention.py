@@ -1,7 +1,8 @@
 """Gated attention (2505.06708): grouped-query attention whose heads pass an elementwise sigmoid
 gate.
 
-Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width.
+Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width,
+J width of a query and its gate.
 """
 
 import dataclasses
@@ -99,14 +100,14 @@ class GatedAttention(Mixer):
         switch `attention_output_gate`), keys and values [B, T, M, K].
         """
         dtype = x_BTD.dtype
-        query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
-        query_gate_BTNK2 = save_for_backward(
-            constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
+        query_gate_BTNJ = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
+        query_gate_BTNJ = save_for_backward(
+            constrain(query_gate_BTNJ, context.mesh, "batch", context.time, "heads", None)
         )
         q_BTNK, gate_BTNK = (
-            jnp.split(query_gate_BTNK2, 2, axis=-1)
+            jnp.split(query_gate_BTNJ, 2, axis=-1)
             if self.config.attention_output_gate
-            else (query_gate_BTNK2, None)
+            else (query_gate_BTNJ, None)
         )
         k_BTMK = save_for_backward(
             jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))

@@ -110,18 +110,18 @@ class GatedDeltaNet(Recurrent):
         r = c.linear_num_value_heads // c.linear_num_key_heads
         g_BTH = beta_BTH = None
         if c.beta_gate or c.decay_gate:
-            ba_BTGR2 = jnp.einsum(
+            ba_BTGC = jnp.einsum(
                 "btd,dgr->btgr",
                 x_BTD,
                 self.in_proj_ba[...].astype(x_BTD.dtype),
                 preferred_element_type=jnp.float32,
             )
         if c.beta_gate:
-            beta_BTH = jax.nn.sigmoid(ba_BTGR2[..., :r]).reshape(shape)
+            beta_BTH = jax.nn.sigmoid(ba_BTGC[..., :r]).reshape(shape)
         if c.decay_gate:
             decay_rate_H = jnp.exp(self.a_log[...].astype(jnp.float32))
             g_BTH = -decay_rate_H * jax.nn.softplus(
-                ba_BTGR2[..., -r:].reshape(shape) + self.dt_bias[...].astype(jnp.float32)
+                ba_BTGC[..., -r:].reshape(shape) + self.dt_bias[...].astype(jnp.float32)
             )
         return g_BTH, beta_BTH
 

@@ -5,8 +5,8 @@ are one period of the pattern (3 recurrent layers and 1 attention layer in the r
 parameters of all its repeats are stacked, and the period is the body of one `lax.scan`.
 
 Caches are of two kinds (`Mixer.in_place`). A mixer of the one kind gets the caches of all layers
-of its stack and writes into its own: these pass through the scan as its carry. A mixer of the other
-kind gets its own layer's cache: these are the scan's inputs and outputs.
+of its stack and writes into its own: these pass through the scan as its carry (`carried`). A mixer
+of the other kind gets its own layer's cache: these are the scan's inputs and outputs (`scanned`).
 
 Letters: B batch, T time, D model.
 """
@@ -79,29 +79,29 @@ def run_layers(
     if decoding:
         scanned_params = _experts_replaced(scanned_params, lambda p: p.replace(numbers))
     in_place = in_place[single:]
-    slots = [c if whole else None for c, whole in zip(caches[single:], in_place)]
-    states = [None if whole else c for c, whole in zip(caches[single:], in_place)]
+    carried = [c if whole else None for c, whole in zip(caches[single:], in_place)]
+    scanned = [None if whole else c for c, whole in zip(caches[single:], in_place)]
 
     def period(carry, inputs):
-        x_BTD, slots = carry
-        own_params, states, number = inputs
+        x_BTD, carried = carry
+        own_params, scanned, number = inputs
         if decoding:
             own_params = _experts_from(periodic_params, own_params)
-        caches = [slot if whole else state for slot, state, whole in zip(slots, states, in_place)]
+        caches = [c if whole else s for c, s, whole in zip(carried, scanned, in_place)]
         x_BTD, auxes, caches = run(
             graphdefs[single:], own_params, x_BTD, caches, number, looped=not unrolled
         )
-        slots = [c if whole else None for c, whole in zip(caches, in_place)]
-        states = [None if whole else c for c, whole in zip(caches, in_place)]
-        return (x_BTD, slots), (auxes, states)
+        carried = [c if whole else None for c, whole in zip(caches, in_place)]
+        scanned = [None if whole else c for c, whole in zip(caches, in_place)]
+        return (x_BTD, carried), (auxes, scanned)
 
-    (x_BTD, slots), (auxes, states) = jax.lax.scan(
+    (x_BTD, carried), (auxes, scanned) = jax.lax.scan(
         period,
-        (x_BTD, slots),
-        (scanned_params, states, numbers),
+        (x_BTD, carried),
+        (scanned_params, scanned, numbers),
         unroll=repeats if unrolled else 1,
     )
-    caches[single:] = [s if whole else state for s, state, whole in zip(slots, states, in_place)]
+    caches[single:] = [c if whole else s for c, s, whole in zip(carried, scanned, in_place)]
     for repeat in range(repeats):
         for aux in auxes:
             per_layer.append(jax.tree.map(lambda leaf, i=repeat: leaf[i], aux))

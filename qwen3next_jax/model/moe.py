@@ -217,7 +217,7 @@ def _routed_experts(
         logits_RE = _router_logits(x_RD, weights.router)
         if biases.logit is not None:
             logits_RE += biases.logit
-        share_RE, weight_RA, expert_RA = choose(config, logits_RE, biases.choice)
+        share_RE, weight_RA, expert_RA = choose_experts(config, logits_RE, biases.choice)
         choices.append((x_RD, weight_RA.astype(dtype), expert_RA))
         statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, mask_BT))
         logits.append(logits_RE.reshape(*x_BTD.shape[:2], -1))
@@ -267,7 +267,7 @@ def _router_logits(x_RD: jax.Array, router_DE: jax.Array) -> jax.Array:
     return save_for_backward(keeping_inputs(product, x_RD, router_DE))
 
 
-def choose(
+def choose_experts(
     config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chooses each token's experts.

@@ -295,8 +295,8 @@ class Recurrent(Mixer):
         )
 
     def _convolve(self, qkv_BTGC, kernel_WGC, segment_ids, conv_state, context: Context):
-        """Convolution and SiLU of one device's heads → (q, k and v side by side, the state: the
-        last W - 1 inputs, or with `context.return_all_states` those of every token).
+        """Convolution and SiLU of one device's heads → (q, k and v side by side, the state). The
+        state is the last W - 1 inputs; with `context.return_all_states` the state after each token.
         """
         before_and_here_BSGC = None
         if context.return_all_states:

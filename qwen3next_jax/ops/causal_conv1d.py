@@ -131,7 +131,9 @@ def _same_document(ids, width: int, dtype):
 
 
 def _terms(rows, scale, same):
-    """rows[w] * scale[w] for every tap w, zero where the documents differ."""
+    """rows[w] * scale[w] for every tap w, zero where the tap would read another document: where
+    `same` (`_same_document`) is 0. None: the row is one document.
+    """
     return [
         x * y if same is None else x * y * same[w][..., None]
         for w, (x, y) in enumerate(zip(rows, scale))

@@ -314,7 +314,7 @@ def _gpu_product_flops(computation: Computation, instruction: Instruction) -> fl
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether an instruction is a Mosaic kernel, such as a Pallas kernel."""
+    """Whether an instruction is a TPU kernel: one in Mosaic, to which Pallas compiles on TPU."""
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
 
 

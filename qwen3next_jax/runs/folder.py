@@ -1,14 +1,15 @@
 """What a run is: `run.json`, written before its first step and compared at every resume.
 
     WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and
-    every allowed change since WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a
-    file
+                           every allowed change since
+    WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a file
     WORKDIR/before-TIME/   what `--restart` moved out of the way; before-TIME.partial/ while it
-    moves it
+                           moves it
 
 A folder belongs to a run from its first checkpoint or its first event about a step on. Before
-that whatever its run.json says has trained nothing, and the folder is as good as new. After that
-nothing of it may be missing: what a run wrote is never taken for another's, nor written over.
+that, the run that its run.json describes has trained nothing, and another run may take the folder
+as if it were new. After that no file of the run may be missing: what a run wrote is never taken
+for another's, nor written over.
 """
 
 import contextlib
@@ -85,7 +86,8 @@ _UNTRAINED = {
     "spike",
     "profile",
 }
-_WRITTEN = (
+# Names in WORKDIR of what a run writes.
+_RUN_FILES = (
     "run.json",
     "metrics.jsonl",
     "checkpoints",
@@ -469,7 +471,7 @@ def written(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
     same when it is moved.
     """
     found = {}
-    for name in _WRITTEN:
+    for name in _RUN_FILES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             stat = (workdir / name).lstat()
             found[name] = (stat.st_dev, stat.st_ino)

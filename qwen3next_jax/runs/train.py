@@ -332,7 +332,7 @@ def _record_start(
 
 
 def _take_steps(
-    trainer: Trainer, state: State, first_step: int, rewinder: Rewinder, watchdog: Watchdog
+    trainer: Trainer, state: State, steps_taken: int, rewinder: Rewinder, watchdog: Watchdog
 ) -> tuple[int, State, Metrics]:
     """Trains to the last step, or until a hook stops the run, over every rewind. → as
     `Trainer.train`.
@@ -343,7 +343,7 @@ def _take_steps(
     while True:
         try:
             with reports_out_of_memory(lambda: trainer.stage):
-                return trainer.train(state, first_step)
+                return trainer.train(state, steps_taken)
         except Halted as halt:
             watchdog.allow(
                 trainer.run.config.train.compile_timeout, "a rewind or a dump", halt.step
@@ -351,7 +351,7 @@ def _take_steps(
             rewound = rewinder.rewind(halt)
             if rewound is None:
                 raise
-            first_step, state = rewound
+            steps_taken, state = rewound
 
 
 # ---- Hooks

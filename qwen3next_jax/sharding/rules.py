@@ -98,7 +98,7 @@ def check_logical_axes(axes: tuple[str | None, ...]) -> None:
 
 
 def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How a parameter, and its optimizer state, is split between uses.
+    """How the mesh splits a parameter, and its optimizer state, while no computation uses it.
 
     Args:
       declared: its declaration; its axes are those of the last dimensions of `shape`.

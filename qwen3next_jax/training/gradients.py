@@ -34,7 +34,7 @@ def make_gradients(
       stage: the weights of the loss, and the number of micro-batches.
       loss: a function with the arguments and results of `loss.total_loss`.
     """
-    model, train, mesh = run.model, stage.train, run.compute_mesh
+    config, train, mesh = run.model, stage.train, run.compute_mesh
 
     def micro_batch_gradients(params, batch, counts, load=None):
         def loss_share(params):
@@ -49,7 +49,7 @@ def make_gradients(
         features = nnx.merge(run.graphdef, params).features(
             batch["tokens"], batch["segment_ids"], mesh=mesh
         )
-        return expert_load(features, model, counts)
+        return expert_load(features, config, counts)
 
     def accumulated_gradients(params, batch, counts):
         k = stage.micro_batches
@@ -60,20 +60,20 @@ def make_gradients(
             batch,
         )
         load = None
-        if train.balance_loss_weight and model.has_experts:
+        if train.balance_loss_weight and config.has_experts:
             load = _sum_over(micro_batches, lambda b: micro_batch_load(params, b, counts))
         return _sum_over(micro_batches, lambda b: micro_batch_gradients(params, b, counts, load))
 
     def gradients(params: dict, batch: Batch):
-        batch = mask_seen_targets(model, batch)
-        counts: Counts = count_targets(batch, model.mtp_depth)
+        batch = mask_seen_targets(config, batch)
+        counts: Counts = count_targets(batch, config.mtp_depth)
         if stage.micro_batches == 1:
             grads, parts = micro_batch_gradients(params, batch, counts)
         else:
             grads, parts = accumulated_gradients(params, batch, counts)
         if mesh is not None:
             grads = jax.lax.with_sharding_constraint(
-                grads, tree_shardings(run.abstract_state["params"], declared(model), mesh)
+                grads, tree_shardings(run.abstract_state["params"], declared(config), mesh)
             )
         return grads, parts, counts
 

@@ -122,5 +122,5 @@ class PairAttention(GatedAttention):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Scores and their sum: of each query the keys that it sees."""
+        """Two products for each key that a query sees: its score, its value's part of the sum."""
         return 4 * config.num_attention_heads * config.head_dim * cls.pairs(config, length) / length

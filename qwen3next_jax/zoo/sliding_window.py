@@ -135,7 +135,7 @@ class SlidingWindow(BiasedProjections):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Scores and their sum: of each query the keys that it sees."""
+        """Two products for each key that a query sees: its score, its value's part of the sum."""
         s = cls.settings(config)
         window = min(s.window, length)
         keys = sum(

@@ -13,7 +13,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.moe import choose
+from qwen3next_jax.model.moe import choose_experts
 from qwen3next_jax.training.router_bias import update_router_bias
 
 MODEL = ModelConfig(
@@ -76,7 +76,8 @@ def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
     )
     logits[:3] -= 46  # of a sigmoid 1e-20
     shares, weights, experts = map(
-        np.asarray, choose(config, jnp.asarray(logits), jnp.asarray(bias) if biased else None)
+        np.asarray,
+        choose_experts(config, jnp.asarray(logits), jnp.asarray(bias) if biased else None),
     )
     np.testing.assert_allclose(np.sum(shares[3:], axis=1), 1, rtol=1e-6)
     for token in range(40):
@@ -86,7 +87,8 @@ def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
     # scores that vanish: neither 0 / 0 nor a gradient of it
     if config.norm_topk_prob and scoring == "sigmoid" and groups == (1, 1):
         outputs, pullback = jax.vjp(
-            lambda logits: choose(config, logits, jnp.asarray(bias))[:2], jnp.asarray(logits - 200)
+            lambda logits: choose_experts(config, logits, jnp.asarray(bias))[:2],
+            jnp.asarray(logits - 200),
         )
         assert not any(np.any(np.asarray(x) != 0) for x in (*outputs, *pullback(outputs)))
 

@@ -217,7 +217,7 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
             [name[0] for step in range(first, first + 6) for name in read.document_names(step)]
         )
         np.testing.assert_array_equal(
-            next(read.batches(first))["tokens"][0], read.row(read._first_of(first))["tokens"]
+            next(read.batches(first))["tokens"][0], read.row(read._first_row_of(first))["tokens"]
         )
     whole = dataclasses.replace(config, train=dataclasses.replace(train, stages=(), steps=18))
     (plain,) = opened(whole)

@@ -6,11 +6,13 @@ python tests/zoo/test_mixer_settings.py prints the table of docs/mixers.md.
 import dataclasses
 import json
 import pathlib
+from typing import Annotated
 
 import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MixerConfig, ModelConfig, from_dict, to_dict
+from qwen3next_jax.config.bounds import check_declared_bounds
 from qwen3next_jax.config.describe import mixer_settings
 from qwen3next_jax.config.files import apply_overrides
 from qwen3next_jax.config.mixer import _EARLIER_DEFAULTS
@@ -69,6 +71,15 @@ def test_a_value_that_no_mixer_takes(mixer, settings, message):
     mixer_class("sliding_window")  # is there, or the test is skipped
     with pytest.raises(UserError, match=f"model.mixer.{message}"):
         model(mixer, **settings)
+
+
+def test_a_bound_that_is_not_known_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        rate: Annotated[float, "more than 0"] = 1.0
+
+    with pytest.raises(UserError, match="Settings.rate: the bound 'more than 0'"):
+        check_declared_bounds(Settings(), "model.mixer")
 
 
 def test_records_of_earlier_versions_hold_defaults_of_all_mixers():

@@ -246,8 +246,9 @@ class Problem:
         )
 
     def _state_scratch(self) -> list:
-        """Shared memory for every stage's q, k, v or dO, P, inverse, factors and rows; and for the
-        state of every warpgroup.
+        """Shared memory of a pass of the state, in this order. For each stage: q; k; v, or dO in
+        the backward pass; P; both parts of the inverse; the 6 rows of `factors`; the 8 of `rows`.
+        For each warpgroup: its state.
         """
         n, keys = self.stages, tiles(self.stages, width=self.key)
         return [

@@ -1,9 +1,10 @@
 """Decay on both axes of the state, without erasing: S ← Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ,
 chunk by chunk, by plain autodiff.
 
-Values decay by the same ladder as keys: at each level the pairs' products meet values that have
-decayed up to the border, and the result decays on from the border. So a level's matrix is applied
-at once, and no matrix of all pairs exists.
+Values decay by the same levels of row pairs as keys (`ladder`). At each level the pairs' q·k
+multiplies values that have decayed from their row up to the border between the two blocks, and the
+sum then decays from the border to the reading row. So a level's matrix is applied at once, and no
+matrix of all pairs exists.
 
 B batch, H heads, C chunk length, K key width, V value width.
 """
