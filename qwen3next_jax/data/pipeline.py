@@ -1,8 +1,8 @@
 """Batches of rows for training and evaluation: the only module that imports grain.
 
-Row i of the endless training stream is a pure function of i. Step s reads the B rows from row
-s·B on; `begin` may shift this start. A run therefore resumes from one integer, the step, for any
-number of processes that share a batch.
+Row i of the endless training stream is a pure function of i. Batch n = 0, 1, … holds the B rows
+from row n·B on; `begin` may shift this start. A run therefore resumes from one integer, the number
+of steps, for any number of processes that share a batch.
 """
 
 import json
@@ -46,8 +46,9 @@ class Data(Protocol):
     sequence_length: int
     heldout_rows: int
     kinds: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
-    # The streams that the training stream mixes: digest of everything that determines a stream's
-    # rows → its weight. Empty where the training stream is a single stream.
+    # The streams that the training stream mixes: name → weight. The name holds a digest of
+    # everything that determines the rows. A mix may be of one stream; a source that does not mix
+    # (a synthetic task) has none.
     streams: Mapping[str, float] = {}
     _first_row = 0
     _starts: Mapping[str, int] = {}
@@ -90,8 +91,8 @@ class Data(Protocol):
         """Sets where this stage starts to read, so that it skips what earlier stages have read.
 
         Args:
-          row: step 0 reads the training stream from this row on.
-          starts: digest of a mixed stream → the row from which that stream is read; 0 where it
+          row: batch 0 reads the training stream from this row on.
+          starts: name of a mixed stream → the row from which that stream is read; 0 where it
             is absent. A training stream that is a single stream goes by `fingerprint`.
         """
         self._first_row, self._starts = row + starts.get(self.fingerprint, 0), starts
@@ -113,20 +114,20 @@ class Data(Protocol):
         where tokens are not text.
         """
 
-    def batches(self, start_step: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches from `start_step` on; background threads read ahead. `share`: the rows
-        of every batch to read (ascending indices in the batch); None: all.
+    def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
+        """Endless batches, from number `first_batch` on; background threads read ahead. `share`:
+        the rows of every batch to read (ascending indices in the batch); None: all.
         """
         import grain
 
         share = range(self.batch_size) if share is None else share
-        steps = grain.MapDataset.range(start_step, _ENDLESS // self.batch_size)
+        numbers = grain.MapDataset.range(first_batch, _ENDLESS // self.batch_size)
         # batches ahead; threads do not change the order
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         iterator = iter(
-            steps.map(
-                lambda step: self._stack(
-                    [self.row(self._first_of(step) + b) for b in share], len(share)
+            numbers.map(
+                lambda batch: self._stack(
+                    [self.row(self._first_row_of(batch) + b) for b in share], len(share)
                 )
             ).to_iter_dataset(options)
         )
@@ -149,12 +150,12 @@ class Data(Protocol):
                 [self.heldout_row(start + b) for b in share if start + b < count], len(share)
             )
 
-    def document_names(self, step: int) -> list[list[str]]:
-        """`names` of each of the B rows of `step`."""
-        return [self.names(self._first_of(step) + b) for b in range(self.batch_size)]
+    def document_names(self, batch: int) -> list[list[str]]:
+        """`names` of each of the B rows of the batch of this number."""
+        return [self.names(self._first_row_of(batch) + b) for b in range(self.batch_size)]
 
-    def _first_of(self, step: int) -> int:
-        return self._first_row + step * self.batch_size
+    def _first_row_of(self, batch: int) -> int:
+        return self._first_row + batch * self.batch_size
 
     def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
         """Stacks `rows`, filled up with empty ones to `count`."""
@@ -183,7 +184,7 @@ def open_data(
     return source_of(config)(config, sequence_length, batch_size, vocab_size, progress)
 
 
-class TrainData(Data):
+class TextData(Data):
     """Rows of text: the sources of a `DataConfig`, mixed. Every epoch (`rows` rows) shuffles the
     sources anew. The constructor prepares the sources that are not prepared yet. Several
     processes that share `prepared_dir` may prepare at once; letting one go first saves work.
@@ -235,7 +236,7 @@ class TrainData(Data):
 
     @classmethod
     def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
-        if cls is not TrainData:  # a source that extends it may read more
+        if cls is not TextData:  # a source that extends it may read more
             return None
         return (
             "path",
@@ -291,6 +292,10 @@ class TrainData(Data):
             **total,
             "sources": parts,
         }
+
+
+# The old name, from which sources outside this package may derive.
+TrainData = TextData
 
 
 def _files(config: DataConfig) -> list[sources.Source]:

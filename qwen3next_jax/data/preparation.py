@@ -97,12 +97,12 @@ def prepare(
     for name, wanted in (recorded | dataclasses.asdict(recipe)).items():
         if content.get(name, wanted) != wanted:
             raise _renamed(directory, f"{name} = {content[name]!r}, not {wanted!r}")
-    statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
+    statistics = {split: Statistics(**counts) for split, counts in content["statistics"].items()}
     rows = {
-        side: RowReader(
+        split: RowReader(
             directory, [Shard(**shard) for shard in shards], content["dtype"], content["row_length"]
         )
-        for side, shards in content["shards"].items()
+        for split, shards in content["shards"].items()
     }
     return Prepared(source, key, directory, statistics, rows)
 
@@ -143,9 +143,9 @@ def split_documents(source: Source, heldout_fraction: float) -> Iterator[tuple[s
         if smallest is None or candidate[0] < smallest[0]:
             smallest, candidate = candidate, smallest
         if candidate is not None:
-            side = HELDOUT if candidate[0] < heldout_fraction else TRAIN
-            counts[side] += 1
-            yield side, candidate[1]
+            split = HELDOUT if candidate[0] < heldout_fraction else TRAIN
+            counts[split] += 1
+            yield split, candidate[1]
     assert smallest is not None  # sources.documents raises when there is none
     value, document = smallest
     if value < heldout_fraction and counts[TRAIN]:
@@ -262,33 +262,33 @@ def _write_rows(
     length = recipe.row_length
     # uint16 halves the shards for vocabularies that fit.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    writers = {side: RowWriter(directory, side, dtype, length) for side in (TRAIN, HELDOUT)}
-    packers = {side: Packer(length, recipe.seed) for side in (TRAIN, HELDOUT)}
-    counts = {side: dataclasses.asdict(Statistics()) for side in (TRAIN, HELDOUT)}
+    writers = {split: RowWriter(directory, split, dtype, length) for split in (TRAIN, HELDOUT)}
+    packers = {split: Packer(length, recipe.seed) for split in (TRAIN, HELDOUT)}
+    counts = {split: dataclasses.asdict(Statistics()) for split in (TRAIN, HELDOUT)}
 
-    def write(side: str, rows: Iterable[Row]) -> None:
+    def write(split: str, rows: Iterable[Row]) -> None:
         for row in rows:
-            writers[side].write(row)
-            counts[side]["rows"] += 1
-            counts[side]["padding"] += length - sum(len(piece.tokens) for piece in row)
+            writers[split].write(row)
+            counts[split]["rows"] += 1
+            counts[split]["padding"] += length - sum(len(piece.tokens) for piece in row)
 
     read = 0
     for batch in _batched(split_documents(source, recipe.heldout_fraction)):
         encoded = tokenizer.encode_documents([document.text for _, document in batch])
-        for (side, document), tokens in zip(batch, encoded, strict=True):
-            counts[side]["documents"] += 1
-            counts[side]["text_bytes"] += len(document.text.encode())
-            counts[side]["tokens"] += len(tokens)
-            write(side, packers[side].add(tokens, document.file, document.record))
+        for (split, document), tokens in zip(batch, encoded, strict=True):
+            counts[split]["documents"] += 1
+            counts[split]["text_bytes"] += len(document.text.encode())
+            counts[split]["tokens"] += len(tokens)
+            write(split, packers[split].add(tokens, document.file, document.record))
         # the split yields one document late, after others that were read later
         read = max(read, *(document.bytes_read for _, document in batch))
         progress(source.name, read, source.size)
-    for side, packer in packers.items():
-        write(side, packer.finish())
-        counts[side]["cut_documents"] = packer.cut_documents
+    for split, packer in packers.items():
+        write(split, packer.finish())
+        counts[split]["cut_documents"] = packer.cut_documents
     shards = {
-        side: [dataclasses.asdict(shard) for shard in writer.close()]
-        for side, writer in writers.items()
+        split: [dataclasses.asdict(shard) for shard in writer.close()]
+        for split, writer in writers.items()
     }
     return {
         "format": _FORMAT,
@@ -305,8 +305,8 @@ def _write_rows(
 
 def _batched(stream: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
     batch, characters = [], 0
-    for side, document in stream:
-        batch.append((side, document))
+    for split, document in stream:
+        batch.append((split, document))
         characters += len(document.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch

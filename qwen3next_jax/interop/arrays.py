@@ -51,7 +51,7 @@ def make_shards(
     indices: Mapping[jax.Device | None, tuple[slice, ...]],
     read_values: ReadSlice,
 ) -> list[jax.Array]:
-    """Makes the shard `indices[device]` of `parameter` on every such device.
+    """Makes, on every device of `indices`, that device's shard of `parameter`.
 
     Args:
       parameter: the parameter's path, shape and tensors.

@@ -1,14 +1,15 @@
 """What a run is: `run.json`, written before its first step and compared at every resume.
 
     WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and
-    every allowed change since WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a
-    file
+                           every allowed change since
+    WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a file
     WORKDIR/before-TIME/   what `--restart` moved out of the way; before-TIME.partial/ while it
-    moves it
+                           moves it
 
 A folder belongs to a run from its first checkpoint or its first event about a step on. Before
 that whatever its run.json says has trained nothing, and the folder is as good as new. After that
-nothing of it may be missing: what a run wrote is never taken for another's, nor written over.
+a folder whose run.json or checkpoints are missing is refused: what a run wrote is never taken for
+another run's, nor written over.
 """
 
 import contextlib
@@ -285,7 +286,7 @@ def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
     """run.json of a folder in which a run has taken steps, None of any other.
 
     Raises:
-      UserError: it, or the run's other record, is missing.
+      UserError: run.json is missing, or nothing but run.json is there.
     """
     record = (workdir / "run.json").exists()
     if not is_trained(workdir):

@@ -3,7 +3,8 @@ file to loss.
 
     mesh     `sharding.mesh.make_mesh`: the devices, as a grid with named axes
     data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` defines
-             row i of the endless training stream, and step s takes B rows from row s·B on
+             row i of the endless training stream, and batch n holds the B rows from row n·B on;
+             step 1 takes batch 0
     model    `model.Qwen3Next`; its parameters are the "params" of the train state (`state`)
     step     `make_train_step`, below: (state, batch) → (state, metrics), compiled once per stage
     loop     `Trainer.train`, below: the next batch, the step, the hooks
@@ -69,8 +70,9 @@ def make_train_step(
           `run.abstract_state`.
         batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
           sources of data also "target_mask", bool [B, T].
-        metrics: scalars, except expert_load [sparse layers, experts] and grad_norms (before
-          clipping; see `norms_by_layer`).
+        metrics: the parts of the loss (`loss.total_loss`), what the guards saw (`guards.check`),
+          learning_rate, tokens and grad_norm: scalars; expert_load [sparse layers, experts];
+          grad_norms (before clipping; see `norms_by_layer`).
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
@@ -342,23 +344,23 @@ class Trainer:
         """Makes `train` return after the current step."""
         self._stopping = True
 
-    def train(self, state: State, first_step: int = 0) -> tuple[int, State, Metrics]:
+    def train(self, state: State, steps_before: int = 0) -> tuple[int, State, Metrics]:
         """Trains until the last step of the run, or until a hook calls `stop`.
 
         Args:
           state: the train state, which the first step donates.
-          first_step: the number of steps that led to `state`.
+          steps_before: the number of steps that led to `state`.
 
         Returns:
           (number of steps of the run so far, the state after them, the metrics of the last one).
         """
         self._stopping = False
-        self._last_ended = first_step
-        self.clock.restart(first_step)
+        self._last_ended = steps_before
+        self.clock.restart(steps_before)
         metrics: Metrics = {}
-        step = first_step
-        for step in range(first_step + 1, self.run.steps + 1):
-            begins_stage = step == first_step + 1 or step > self.stage.last_step
+        step = steps_before
+        for step in range(steps_before + 1, self.run.steps + 1):
+            begins_stage = step == steps_before + 1 or step > self.stage.last_step
             if begins_stage:
                 batches = self._begin_stage(step, state)
 

@@ -18,7 +18,7 @@ from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import preparation, rows, sources
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.data.preparation import (
     HELDOUT,
     TRAIN,
@@ -51,7 +51,7 @@ def config(tmp_path):
 
 
 def load(config, **changes):
-    return TrainData(DataConfig(**(vars(config) | changes)), T, B)
+    return TextData(DataConfig(**(vars(config) | changes)), T, B)
 
 
 def shards(config):
@@ -219,7 +219,7 @@ def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
     by_hash = [preparation._unit_hash(text) < fraction for text in TEXTS[:count]]
     if any(by_hash) and count > 1:
         assert len(parts[TRAIN]) + len(parts[HELDOUT]) == count  # none is cut
-    data = TrainData(DataConfig(path=f"{tmp_path}/few.jsonl", prepared_dir=f"{tmp_path}/p"), T, B)
+    data = TextData(DataConfig(path=f"{tmp_path}/few.jsonl", prepared_dir=f"{tmp_path}/p"), T, B)
     assert next(data.batches(0))["segment_ids"].any(axis=1).all()
     assert next(data.heldout())["segment_ids"].any()
 
@@ -333,7 +333,7 @@ def test_two_preparations_at_once_do_no_harm(config):
     def other_process_is_faster(*_):
         load(config)
 
-    slow = TrainData(config, T, B, progress=other_process_is_faster)
+    slow = TextData(config, T, B, progress=other_process_is_faster)
     assert_same(take(slow.batches(0), 10), take(load(config).batches(0), 10))
     assert [p.name for p in pathlib.Path(config.prepared_dir).iterdir()] == [
         slow._prepared[0].fingerprint
@@ -451,7 +451,7 @@ def test_rows_go_over_several_shards(config, monkeypatch):
     one = take(load(config).batches(0), 30)
     monkeypatch.setattr(rows, "_SHARD_BYTES", 7 * 2 * T)
     elsewhere = DataConfig(**(vars(config) | {"prepared_dir": config.prepared_dir + "_several"}))
-    several = TrainData(elsewhere, T, B)
+    several = TextData(elsewhere, T, B)
     assert len(shards(elsewhere)) > 5
     assert_same(take(several.batches(0), 30), one)
 
@@ -465,7 +465,7 @@ def test_unusable_places_are_named(config, tmp_path):
     with pytest.raises(UserError, match="absent.*no 'absent'|matches no file"):
         load(config, path=f"{config.path},{tmp_path}/absent/*.txt")
     with pytest.raises(UserError, match="257 ids, the model's vocabulary only 100"):
-        TrainData(config, T, B, vocab_size=100)
+        TextData(config, T, B, vocab_size=100)
 
 
 def test_progress_is_reported(config, monkeypatch):

@@ -31,7 +31,7 @@ def gated_delta_rule(
     erase: bool = True,
     implementation: str | None = None,
     axis_name: str | None = None,
-    each: bool = False,
+    return_all_states: bool = False,
 ):
     """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
 
@@ -67,7 +67,8 @@ def gated_delta_rule(
         then this shard's part, and the segment ids are those of the whole row. `initial_state`
         enters the first shard (other shards ignore theirs, which gets no gradient); `final_state`
         is the row's, the same on every shard.
-      each: for "recurrent" alone: `final_state` is [B, T, H, K, V], the state after each token.
+      return_all_states: for "recurrent" alone: `final_state` is [B, T, H, K, V], the state
+        after each token.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
@@ -104,7 +105,11 @@ def gated_delta_rule(
         return context.gated_delta_rule_over_axis(operator, axis_name, x, initial_state, before)
     if operator.chosen.name == "recurrent":
         return reference.recurrent(
-            x, initial_state, normalize_qk=normalize_qk, erase=erase, return_all_states=each
+            x,
+            initial_state,
+            normalize_qk=normalize_qk,
+            erase=erase,
+            return_all_states=return_all_states,
         )
     return _run(operator, x, initial_state)
 
