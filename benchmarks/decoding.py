@@ -365,7 +365,9 @@ def _replay(args: argparse.Namespace) -> None:
                 positions_BT = i * size + jnp.broadcast_to(
                     jnp.arange(size, dtype=jnp.int32), (batch, size)
                 )
-                hidden_BTD, cache = model.decode(tokens_BT, positions_BT, cache, each=each)
+                hidden_BTD, cache = model.decode(
+                    tokens_BT, positions_BT, cache, return_all_states=each
+                )
                 if each:
                     cache = cache_after_token(model.config, cache, jnp.full(batch, size - 1))
                 return cache, (

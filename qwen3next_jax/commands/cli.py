@@ -263,7 +263,7 @@ def _help_of_settings(width: int) -> list[str]:
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
-    """Lines of `--help`: the name, and the text behind it or below it."""
+    """Lines of `--help`: the name, and the text after it or below it."""
     if len(name) > 22:
         return [
             f"  {name}",
@@ -396,8 +396,8 @@ class Loading(NamedTuple):
 
 @functools.cache  # in one process several commands may ask for the flags
 def define_loading_flags() -> Callable[[], Loading]:
-    """Defines `--step`, `--mesh`, `--dtype` and the flags of `define_launch_flags`; call the
-    result for what they say.
+    """Defines `--step`, `--mesh`, `--dtype` and the flags of `define_launch_flags`. The function
+    that it returns gives their values.
     """
     step = flags.DEFINE_integer(
         "step",

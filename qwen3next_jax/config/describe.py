@@ -1,6 +1,6 @@
 """Lists the settings for `--help`: names, defaults and meanings.
 
-The meaning of a setting is the comment above or behind its field in the config dataclass. It is
+The meaning of a setting is the comment above or after its field in the config dataclass. It is
 written there only, so this file reads it from the source code.
 """
 
@@ -55,7 +55,7 @@ def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
 
 def mixer_settings() -> dict[str, list[Setting]]:
     """{mixer: its settings of the group `model.mixer`} of all mixers of the registry that can be
-    imported and have any; the names are those behind "model.mixer.".
+    imported and have any; the names are those after "model.mixer.".
     """
     found = {}
     for mixer in MIXERS:
@@ -74,7 +74,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Field of `cls` → the comment above or behind it, as one line."""
+    """Field of `cls` → the comment above or after it, as one line."""
     try:
         source = inspect.getsource(cls)
     except OSError:  # an installation without sources

@@ -129,7 +129,7 @@ def parse_flag(text: str, default: Any, where: str) -> Any:
     the result is the text as a FlagText, to be parsed later.
 
     Args:
-      text: the text behind the flag's "=".
+      text: the text after the flag's "=".
       default: the setting's default.
       where: the flag as the user wrote it, for messages.
 

@@ -123,7 +123,7 @@ EVALUATIONS = {
 }
 # Sources of training data, for data.source.
 DATA_SOURCES = {
-    "text": "qwen3next_jax.data.pipeline:TrainData",
+    "text": "qwen3next_jax.data.pipeline:TextData",
     "mqar": "qwen3next_jax.data.synthetic:SyntheticData",
     "induction": "qwen3next_jax.data.synthetic:SyntheticData",
     "copy": "qwen3next_jax.data.synthetic:SyntheticData",

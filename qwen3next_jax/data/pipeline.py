@@ -48,8 +48,9 @@ class Data(Protocol):
     sequence_length: int
     heldout_rows: int
     kinds: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
-    # The streams that the training stream mixes: digest of everything that determines a stream's
-    # rows → its weight. Empty where the training stream is a single stream.
+    # The streams that the training stream mixes: name → weight. The name holds a digest of
+    # everything that determines the rows. A mix may be of one stream; a source that does not mix
+    # (a synthetic task) has none.
     streams: Mapping[str, float] = {}
     _first_row = 0
     _starts: Mapping[str, int] = {}
@@ -185,7 +186,7 @@ def open_data(
     return source_of(config)(config, sequence_length, batch_size, vocab_size, progress)
 
 
-class TrainData(Data):
+class TextData(Data):
     """Rows of text: the sources of a `DataConfig`, mixed. Every epoch (`rows` rows) shuffles the
     sources anew. The constructor prepares the sources that are not prepared yet. Several
     processes that share `prepared_dir` may prepare at once; letting one go first saves work.
@@ -252,7 +253,7 @@ class TrainData(Data):
 
     @classmethod
     def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
-        if cls is not TrainData:  # a source that extends it may read more
+        if cls is not TextData:  # a source that extends it may read more
             return None
         return (
             "path",
@@ -314,6 +315,10 @@ class TrainData(Data):
             **total,
             "sources": parts,
         }
+
+
+# The old name, from which sources outside this package may derive.
+TrainData = TextData
 
 
 def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:

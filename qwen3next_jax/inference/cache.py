@@ -47,8 +47,8 @@ def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> l
     any query can see it.
 
     Args:
-      cache: what `Qwen3Next.decode` returned with `each=True`: caches of kind "state" have the
-        state after every token, [repeats, B, T, …].
+      cache: what `Qwen3Next.decode` returned with `return_all_states=True`: caches of kind
+        "state" have the state after every token, [repeats, B, T, …].
     """
 
     def pick(leaf):  # [repeats, B, T, …]

@@ -243,7 +243,11 @@ def _verify(
     offset_J = jnp.arange(k + 1, dtype=jnp.int32)
     tokens_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
     hidden_BJD, cache = model.decode(
-        tokens_BJ, state.position[:, None] + offset_J, state.cache, mesh=mesh, each=True
+        tokens_BJ,
+        state.position[:, None] + offset_J,
+        state.cache,
+        mesh=mesh,
+        return_all_states=True,
     )
     logits_BJV = model.logits(hidden_BJD)
     if greedy:

@@ -51,7 +51,7 @@ def make_shards(
     indices: Mapping[jax.Device | None, tuple[slice, ...]],
     read_values: ReadSlice,
 ) -> list[jax.Array]:
-    """Makes the shard `indices[device]` of `parameter` on every such device.
+    """Makes, on every device of `indices`, that device's shard of `parameter`.
 
     Args:
       parameter: the parameter's path, shape and tensors.
@@ -206,8 +206,8 @@ def _extend_to_piece(
     dim = len(parameter.declared.stack) + parameter.entry.axes[0]
     start, stop = needed[dim].start, needed[dim].stop
     bytes_per_index = shard_slices.num_elements(needed) * array.dtype.itemsize // (stop - start)
-    longest_stop = start + MAX_PIECE_BYTES // bytes_per_index
-    stop = max(stop, min(array.shape[dim], longest_stop))
+    last_stop = start + MAX_PIECE_BYTES // bytes_per_index
+    stop = max(stop, min(array.shape[dim], last_stop))
     return (*needed[:dim], slice(start, stop), *needed[dim + 1 :])
 
 

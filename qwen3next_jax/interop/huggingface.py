@@ -273,7 +273,8 @@ def read_parameter_slice(
 
 def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
     """Raises UserError unless the checkpoint has the tensors of the parameters `stored`, in the
-    expected shapes, and no other tensors except those of a vision tower.
+    expected shapes, and no other tensors except those of a vision tower, and a head equal to the
+    embedding to which it is tied.
     """
     directory, weights, config = checkpoint.directory, checkpoint.weights, checkpoint.config
     names = weights.names - set(checkpoint.vision_tensors)

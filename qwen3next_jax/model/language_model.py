@@ -176,12 +176,16 @@ class Qwen3Next(nnx.Module):
                 document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
             )
         embedded = self.embed(tokens, mesh)
-        named = (
+        results_are_named = (  # by `ops.blocks.save_for_backward`, of which "kept" makes use
             all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
             and self.config.block.mlp == "swiglu"
             and self.config.moe.experts == "swiglu"
         )
-        remat = "kept" if remat == "none" and named and embedded.dtype.itemsize < 4 else remat
+        remat = (
+            "kept"
+            if remat == "none" and results_are_named and embedded.dtype.itemsize < 4
+            else remat
+        )
         x = self.positions(embedded, context.positions)
         x, per_layer, _ = run_layers(
             self.layers, self.config, x, context, remat=remat, capture=capture
@@ -217,7 +221,7 @@ class Qwen3Next(nnx.Module):
         cache: list,
         segment_ids: jax.Array | None = None,
         mesh: Mesh | None = None,
-        each: bool = False,
+        return_all_states: bool = False,
     ) -> tuple[jax.Array, list]:
         """Continues cached rows by some tokens.
 
@@ -228,13 +232,15 @@ class Qwen3Next(nnx.Module):
           segment_ids: [B, T], 1 for a token, 0 for padding at the end; None: no padding. Padding
             changes no cache entry that a later token can see.
           mesh: divides B over `data` × `expert`; nothing is divided over `context`.
-          each: caches of kind "state" are returned after every token, [repeats, B, T, …]. Needs
-            segment_ids = None.
+          return_all_states: caches of kind "state" are returned after every token,
+            [repeats, B, T, …]. Needs segment_ids = None.
 
         Returns:
           The states [B, T, D] after the final norm; the cache after these tokens.
         """
-        context = Context(positions, segment_ids, mesh=mesh, time=None, return_all_states=each)
+        context = Context(
+            positions, segment_ids, mesh=mesh, time=None, return_all_states=return_all_states
+        )
         x = self.positions(self.embed(tokens, mesh, time=None), positions)
         x, _, cache = run_layers(self.layers, self.config, x, context, cache)
         return self._final(x), cache

@@ -62,10 +62,12 @@ def run_layers(
     # the layers before the period: their stacks hold one layer
     single = sum(len(layers) == 1 for layers in config.stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
-    own = [c if whole else first_of(c) for c, whole in zip(caches, in_place[:single])]
+    own = [c if is_in_place else first_of(c) for c, is_in_place in zip(caches, in_place[:single])]
     x_BTD, per_layer, own = run(graphdefs[:single], first_of(list(params[:single])), x_BTD, own, 0)
     stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
-    caches[:single] = [c if whole else stacked_again(c) for c, whole in zip(own, in_place)]
+    caches[:single] = [
+        c if is_in_place else stacked_again(c) for c, is_in_place in zip(own, in_place)
+    ]
     if single == len(blocks):
         return x_BTD, per_layer, caches
 
@@ -79,20 +81,20 @@ def run_layers(
     if decoding:
         scanned_params = _experts_replaced(scanned_params, lambda p: p.replace(numbers))
     in_place = in_place[single:]
-    carried = [c if whole else None for c, whole in zip(caches[single:], in_place)]
-    scanned = [None if whole else c for c, whole in zip(caches[single:], in_place)]
+    carried = [c if is_in_place else None for c, is_in_place in zip(caches[single:], in_place)]
+    scanned = [None if is_in_place else c for c, is_in_place in zip(caches[single:], in_place)]
 
     def period(carry, inputs):
         x_BTD, carried = carry
         own_params, scanned, number = inputs
         if decoding:
             own_params = _experts_from(periodic_params, own_params)
-        caches = [c if whole else s for c, s, whole in zip(carried, scanned, in_place)]
+        caches = [c if is_in_place else s for c, s, is_in_place in zip(carried, scanned, in_place)]
         x_BTD, auxes, caches = run(
             graphdefs[single:], own_params, x_BTD, caches, number, looped=not unrolled
         )
-        carried = [c if whole else None for c, whole in zip(caches, in_place)]
-        scanned = [None if whole else c for c, whole in zip(caches, in_place)]
+        carried = [c if is_in_place else None for c, is_in_place in zip(caches, in_place)]
+        scanned = [None if is_in_place else c for c, is_in_place in zip(caches, in_place)]
         return (x_BTD, carried), (auxes, scanned)
 
     (x_BTD, carried), (auxes, scanned) = jax.lax.scan(
@@ -101,7 +103,9 @@ def run_layers(
         (scanned_params, scanned, numbers),
         unroll=repeats if unrolled else 1,
     )
-    caches[single:] = [c if whole else s for c, s, whole in zip(carried, scanned, in_place)]
+    caches[single:] = [
+        c if is_in_place else s for c, s, is_in_place in zip(carried, scanned, in_place)
+    ]
     for repeat in range(repeats):
         for aux in auxes:
             per_layer.append(jax.tree.map(lambda leaf, i=repeat: leaf[i], aux))

@@ -147,7 +147,7 @@ def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarr
     Args:
       half: the number of pairs.
       theta: the base of the frequencies.
-      factor: how many times the trained context is reached.
+      factor: how many times as long as the trained context the extended one is.
       context: the trained context, in tokens.
 
     Returns:

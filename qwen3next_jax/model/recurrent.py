@@ -140,7 +140,7 @@ class Recurrent(Mixer):
             erase=self.uses_delta_term(self.config),
             implementation="recurrent" if few_tokens else self.config.named_delta_rule,
             axis_name=heads.axis_name,
-            each=heads.return_all_states,
+            return_all_states=heads.return_all_states,
         )
         return o_BTHV, {"state": final_state}
 

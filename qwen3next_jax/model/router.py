@@ -29,9 +29,9 @@ def over_sum(scores: jax.Array) -> jax.Array:
 
 
 def rank_experts(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
-    """[R, E], by whose largest a token's experts are chosen: the scores themselves; with a bias
-    score + bias, through which no gradient passes; with groups -∞ outside of the groups whose two
-    best experts sum to most (2412.19437, section 2.1.2).
+    """[R, E] numbers of which the largest choose a token's experts: the scores themselves; with a
+    bias, score + bias, through which no gradient passes; with groups, -∞ outside the `topk_group`
+    groups whose two best experts have the largest sums (2412.19437, section 2.1.2).
     """
     rank_RE = score_RE if bias_E is None else jax.lax.stop_gradient(score_RE + bias_E)
     if config.n_group == 1:
@@ -39,5 +39,5 @@ def rank_experts(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | Non
     rank_RGE = rank_RE.reshape(rank_RE.shape[0], config.n_group, -1)
     best_RG = jnp.sum(jax.lax.top_k(rank_RGE, 2)[0], axis=-1)
     _, group_RJ = jax.lax.top_k(best_RG, config.topk_group)
-    is_open_RG = jnp.any(group_RJ[..., None] == jnp.arange(config.n_group), axis=1)
-    return jnp.where(is_open_RG[..., None], rank_RGE, -jnp.inf).reshape(rank_RE.shape)
+    is_chosen_RG = jnp.any(group_RJ[..., None] == jnp.arange(config.n_group), axis=1)
+    return jnp.where(is_chosen_RG[..., None], rank_RGE, -jnp.inf).reshape(rank_RE.shape)

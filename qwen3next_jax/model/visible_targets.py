@@ -35,9 +35,11 @@ def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, A
         )
     if ahead == 0:
         return batch
-    behind = document_positions(jnp.asarray(batch["segment_ids"])) >= ahead
+    after_prefix = document_positions(jnp.asarray(batch["segment_ids"])) >= ahead
     return batch | {
-        "target_mask": behind & batch["target_mask"] if "target_mask" in batch else behind
+        "target_mask": after_prefix & batch["target_mask"]
+        if "target_mask" in batch
+        else after_prefix
     }
 
 
@@ -55,7 +57,7 @@ def check_prefix(config: ModelConfig, length: int) -> None:
     ahead = tokens_seen_ahead(config)
     require(
         ahead in (0, math.inf) or ahead < length,
-        f"{_mask(config)}: a row of {length} tokens (train.sequence_length) has none behind the "
+        f"{_mask(config)}: a row of {length} tokens (train.sequence_length) has none after the "
         f"prefix of {ahead}, and so nothing to predict: expected a prefix of less than {length}",
     )
 

@@ -75,7 +75,8 @@ def causal_conv1d(
 
 
 def _final_state(before, x_BTD, ids, segment_ids, axis_name):
-    """The last W - 1 inputs of the row [B, W - 1, D].
+    """[B, W - 1, D]: the last W - 1 inputs of each row before its padding; zeros for those outside
+    the row's last document.
 
     Args:
       before: [B, W - 1, D], the inputs before the first token.

@@ -2,7 +2,7 @@
 or with its whole state.
 
 The weights alone begin a run like any other: step 0, the data from their first batch. The whole
-state (`train.init_state = "all"`) keeps optimizer and step as well, and reads on behind the rows
+state (`train.init_state = "all"`) keeps optimizer and step as well, and reads on after the rows
 that the parent took, as the stages of a run do (`stages`); where data, batch size and the
 guards' window are the same, every bit is that of the parent's own continuation.
 """
@@ -32,7 +32,9 @@ from qwen3next_jax.training.stages import (
 from qwen3next_jax.training.state import State, abstract_train_state
 
 
-def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple[State, DataCursor]:
+def state_from_parent(
+    run: ResolvedRun, data: Sequence[Data], parent: Parent
+) -> tuple[State, DataCursor]:
     """(the state before the first step of a run that begins with `parent`, read onto the mesh of
     the run; the cursor of that step).
 
@@ -100,7 +102,7 @@ def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> s
     their_cursors = recorded_cursors(read_run(folder), theirs.train.batch_size)
     before, now = _cursors(run.stages, data, parent["step"], their_cursors)
     rows = (
-        "go on behind the rows that it took"
+        "go on after the rows that it took"
         if now.row or now.starts.keys() & {now.fingerprint, *now.streams}
         else ("begin with their first row, as they are others")
     )

@@ -2,7 +2,7 @@
 kept or deleted, read back.
 
 WORKDIR/checkpoints/STEP/     train state after STEP steps, sealed by a manifest of digests (see
-`manifest`)
+                              `manifest`)
 WORKDIR/damaged/              checkpoints that were found damaged on resume
 """
 
@@ -119,10 +119,10 @@ class Checkpoints:
             check_nothing_lost(self.directory.parent)
         return None
 
-    def begin(self, first_step: int) -> None:
-        """Makes room for the checkpoints after `first_step`, the newest good one: what lies
-        there is damaged, and is moved to WORKDIR/damaged; what a killed save left is removed.
-        The folder must be the same one to all processes.
+    def begin(self, newest_good: int) -> None:
+        """Makes room for the checkpoints after step `newest_good`: what lies there is damaged,
+        and is moved to WORKDIR/damaged; what a killed save left is removed. The folder must be the
+        same one to all processes.
         """
 
         def clear() -> None:
@@ -130,7 +130,7 @@ class Checkpoints:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._remove_leftovers()
                 for step in self.steps():
-                    if step > first_step:
+                    if step > newest_good:
                         self._move_aside(step)
             except OSError as error:
                 raise unwritable(self.directory.parent, error) from error

@@ -28,20 +28,21 @@ CELL_WIDTH = 24  # the widest name and value beside each other
 XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure
 
 
-def title(run: ResolvedRun, corpus: str, first_step: int, parent: str = "") -> str:
+def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") -> str:
     """The first line of the display: what a run is and where it runs.
 
     Args:
       corpus: the data in words.
-      parent: the run from which this one begins now, after its `first_step`; "" for none.
+      parent: the run with whose state, after `steps_before` steps, this one begins now; "" for
+        none.
     """
     mesh = run.mesh
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
     start = (
-        f"new run after step {first_step} of {parent}"
+        f"new run after step {steps_before} of {parent}"
         if parent
-        else f"resumed after step {first_step}"
-        if first_step
+        else f"resumed after step {steps_before}"
+        if steps_before
         else "new run"
     )
     kind = mesh.devices.flat[0].device_kind
@@ -59,7 +60,7 @@ class Display:
         self,
         title: str,
         stages: Sequence[ResolvedStage],
-        first_step: int,
+        steps_before: int,
         visible: bool = True,
         console: Console | None = None,
     ):
@@ -83,7 +84,7 @@ class Display:
                 TimeElapsedColumn(),
                 console=self._console,
             )
-            self._task = self._progress.add_task("train", total=self._steps, completed=first_step)
+            self._task = self._progress.add_task("train", total=self._steps, completed=steps_before)
             self._live = Live(
                 console=self._console, refresh_per_second=4, get_renderable=self._render
             )

@@ -38,7 +38,7 @@ def dry_run(
     those of the run; None for all that JAX finds.
 
     Raises:
-      UserError: a mistake that `train` would meet. Two are not looked for: in the text behind
+      UserError: a mistake that `train` would meet. Two are not looked for: in the text after
         the first document of each glob, and in the values of the tensors of `train.init_from`.
     """
     restart = restart or restart_has_begun(workdir)

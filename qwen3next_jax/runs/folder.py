@@ -7,9 +7,9 @@
                            moves it
 
 A folder belongs to a run from its first checkpoint or its first event about a step on. Before
-that, the run that its run.json describes has trained nothing, and another run may take the folder
-as if it were new. After that no file of the run may be missing: what a run wrote is never taken
-for another's, nor written over.
+that whatever its run.json says has trained nothing, and the folder is as good as new. After that
+a folder whose run.json or checkpoints are missing is refused: what a run wrote is never taken for
+another run's, nor written over.
 """
 
 import contextlib
@@ -287,7 +287,7 @@ def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
     """run.json of a folder in which a run has taken steps, None of any other.
 
     Raises:
-      UserError: it, or the run's other record, is missing.
+      UserError: run.json is missing, or nothing but run.json is there.
     """
     record = (workdir / "run.json").exists()
     if not is_trained(workdir):

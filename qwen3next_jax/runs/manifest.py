@@ -2,7 +2,7 @@
 these do not.
 
     FOLDER/manifest.json    {"run": ID, "step": N, "piece": bytes, "files": {relative path:
-    [bytes, [SHA-256 of each piece]]}}
+                            [bytes, [SHA-256 of each piece]]}}
 
 A checkpoint's names its run (the id in run.json) and its step, so that a folder that was renamed
 or copied is not taken for another step's, nor for another run's. It is written last and

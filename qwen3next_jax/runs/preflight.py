@@ -205,7 +205,7 @@ def _check_is_there(init_from: str) -> None:
 
 
 def steps_of_parent(train: TrainConfig) -> int:
-    """Steps that a run has behind it when it begins: those of the run that `train.init_from`
+    """Steps that a run has taken when it begins: those of the run that `train.init_from`
     names, where it takes over the whole state. 0 where that has no checkpoint.
     """
     if not train.init_from or train.init_state != "all":

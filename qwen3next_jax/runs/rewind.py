@@ -42,7 +42,7 @@ class Rewinder:
         self._times: dict[int, int] = {}  # step → rewinds to it
 
     def rewind(self, halt: Halted) -> tuple[int, State] | None:
-        """→ (step, state) of the newest good checkpoint, whose next batch is the one behind the
+        """→ (step, state) of the newest good checkpoint, whose next batch is the one after the
         spike; None where the run must end.
         """
         if not halt.spike or self._run.config.guards.on_spike != "rewind":

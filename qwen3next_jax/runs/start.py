@@ -105,7 +105,7 @@ def start_state(
       UserError: what it names is not what it was, is damaged, or of another structure.
     """
     if parent:
-        return branching.start_state(run, data, parent)
+        return branching.state_from_parent(run, data, parent)
     cursor = DataCursor(data[0].fingerprint, data[0].batch_size)
     init_from = run.config.train.init_from
     if not init_from:

@@ -43,13 +43,13 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: pathlib.Path | None, first_step: int, listeners: Sequence[Listener] = ()
+        self, path: pathlib.Path | None, steps_before: int, listeners: Sequence[Listener] = ()
     ):
         """`path` None writes and tells nothing: the processes of a run other than its first.
 
-        Events after `first_step` are dropped, but for HISTORY: the run that wrote them died, and
-        they are about to be written again. What is known of that run goes into the "start" event
-        (`start`).
+        Events after step `steps_before` are dropped, but for HISTORY: the run that wrote them died,
+        and they are about to be written again. What is known of that run goes into the
+        "start" event (`start`).
         """
         self._path, self._listeners = path, tuple(listeners)
         self._file, self._unwritten = None, b""
@@ -58,8 +58,8 @@ class MetricsFile:
             for _, event in iterate_events(path):
                 end = event.get("time", end)
                 taken = event["step"] if event["event"] == "train" else taken
-            self._before = {"previous_end": end, "lost_steps": max(taken - first_step, 0)}
-            self._keep(first_step)
+            self._before = {"previous_end": end, "lost_steps": max(taken - steps_before, 0)}
+            self._keep(steps_before)
 
     def __enter__(self):
         return self
@@ -71,13 +71,13 @@ class MetricsFile:
             if hasattr(listener, "close"):
                 listener.close()
 
-    def start(self, first_step: int, begun: float, **values: Any) -> None:
+    def start(self, steps_before: int, begun: float, **values: Any) -> None:
         """Writes the "start" event of a process that began at wall time `begun` and goes on
-        after `first_step` steps.
+        after `steps_before` steps.
         """
         if self._path is not None:
             self.write(
-                "start", first_step, time=begun, first_step=first_step, **self._before, **values
+                "start", steps_before, time=begun, first_step=steps_before, **self._before, **values
             )
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -237,21 +237,21 @@ class ReportWriter:
 
 
 def open_metrics(
-    run: ResolvedRun, workdir: pathlib.Path, first_step: int, display: Listener
+    run: ResolvedRun, workdir: pathlib.Path, steps_before: int, display: Listener
 ) -> MetricsFile:
     """The run's metrics.jsonl, shown on `display` and wherever `config.telemetry` says. Only the
     first process writes.
     """
     if jax.process_index():
-        return MetricsFile(None, first_step)
+        return MetricsFile(None, steps_before)
     listeners: list[Listener] = [display]
     config = run.config
     if config.telemetry.tensorboard:
-        listeners.append(TensorBoard(workdir, first_step))
+        listeners.append(TensorBoard(workdir, steps_before))
     if config.telemetry.wandb:
         project = config.telemetry.wandb
         listeners.append(WeightsAndBiases(project, config.name, to_dict(config), workdir))
-    return MetricsFile(workdir / "metrics.jsonl", first_step, [*listeners, ReportWriter(workdir)])
+    return MetricsFile(workdir / "metrics.jsonl", steps_before, [*listeners, ReportWriter(workdir)])
 
 
 def surroundings(mesh: Mesh) -> dict[str, Any]:
@@ -268,11 +268,11 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
 class TensorBoard:
     """Every number of every event as a scalar under WORKDIR/tensorboard, samples as text."""
 
-    def __init__(self, workdir: pathlib.Path, first_step: int):
+    def __init__(self, workdir: pathlib.Path, steps_before: int):
         import tensorboardX  # where it is missing, `preflight` has said so
 
         self._writer = tensorboardX.SummaryWriter(
-            str(workdir / "tensorboard"), purge_step=first_step + 1
+            str(workdir / "tensorboard"), purge_step=steps_before + 1
         )
 
     def __call__(self, event: Event) -> None:
@@ -286,7 +286,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Every number of every event to the W&B project; a resumed run goes on as the same W&B run."""
+    """Sends every number of every event to the W&B project; a resumed run continues its W&B run."""
 
     def __init__(self, project: str, name: str, settings: dict[str, Any], workdir: pathlib.Path):
         """`name` of the run, and its `settings`, for the page of `project`."""

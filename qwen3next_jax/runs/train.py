@@ -264,8 +264,8 @@ class _Start(NamedTuple):
     is_new: bool
 
     @property
-    def is_behind_parent(self) -> bool:
-        """Whether a new run goes on behind the steps of its parent."""
+    def continues_parent(self) -> bool:
+        """Whether a new run goes on after the steps of its parent."""
         return self.is_new and self.step > 0
 
 
@@ -302,8 +302,8 @@ def _first_state(
 
 
 def _title(run: ResolvedRun, data: Sequence[Data], opened: _Opened, start: _Start) -> str:
-    begins_behind = opened.parent["path"] if start.is_behind_parent else ""
-    return title(run, data[0].describe()["title"], start.step, begins_behind)
+    parent = opened.parent["path"] if start.continues_parent else ""
+    return title(run, data[0].describe()["title"], start.step, parent)
 
 
 def _record_start(
@@ -320,7 +320,7 @@ def _record_start(
     if record:
         record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
     broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
-    if start.is_behind_parent:  # from here on the branch does not need its parent
+    if start.continues_parent:  # from here on the branch does not need its parent
         checkpoints.save(start.step, start.state)
         checkpoints.wait()
     if changes:
@@ -332,7 +332,7 @@ def _record_start(
 
 
 def _take_steps(
-    trainer: Trainer, state: State, steps_taken: int, rewinder: Rewinder, watchdog: Watchdog
+    trainer: Trainer, state: State, steps_before: int, rewinder: Rewinder, watchdog: Watchdog
 ) -> tuple[int, State, Metrics]:
     """Trains to the last step, or until a hook stops the run, over every rewind. → as
     `Trainer.train`.
@@ -343,7 +343,7 @@ def _take_steps(
     while True:
         try:
             with reports_out_of_memory(lambda: trainer.stage):
-                return trainer.train(state, steps_taken)
+                return trainer.train(state, steps_before)
         except Halted as halt:
             watchdog.allow(
                 trainer.run.config.train.compile_timeout, "a rewind or a dump", halt.step
@@ -351,7 +351,7 @@ def _take_steps(
             rewound = rewinder.rewind(halt)
             if rewound is None:
                 raise
-            steps_taken, state = rewound
+            steps_before, state = rewound
 
 
 # ---- Hooks
@@ -425,7 +425,7 @@ def _hook_error_policy(
 def _end_of_finished_run(
     run: ResolvedRun, workdir: pathlib.Path, step: int, tokenizer: Tokenizer
 ) -> ExitCode:
-    """Ends a start that finds the run at its last step or behind it; it writes nothing."""
+    """Ends a start that finds the run at its last step or after it; it writes nothing."""
     trouble = broadcast_from_process_0(lambda: _trouble_on_record(workdir, step))
     done = f"{workdir}: already trained to step {step} of {run.steps}."
     return _end_at_last_step(run, workdir, step, trouble, done, tokenizer)

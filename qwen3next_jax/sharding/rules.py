@@ -261,7 +261,7 @@ def tree_shardings(tree: Any, declared: Mapping[str, ShardedParam], mesh: Mesh) 
     """The NamedSharding of every leaf of a train state or of a tree of parameters.
 
     A leaf whose path ends in the path of a parameter (a moment of the optimizer, for example) is
-    split as that parameter. Every device holds all other leaves, such as counters and guards.
+    split as that parameter. Every device holds all other leaves, such as the step and the guards.
 
     Args:
       tree: its leaves are arrays or `jax.ShapeDtypeStruct`s.

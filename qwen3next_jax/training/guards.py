@@ -74,7 +74,7 @@ def check(
     Args:
       config: the settings of the guards.
       guards: the guards before the step.
-      loss, grad_norm: the step's loss and gradient norm, float32 scalars.
+      loss, grad_norm: the step's total loss and gradient norm, float32 scalars.
 
     Returns:
       (skip, new guards, metrics). skip: bool, whether the update is dropped. metrics: `flags`

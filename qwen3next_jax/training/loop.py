@@ -69,8 +69,9 @@ def make_train_step(
           `run.abstract_state`.
         batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
           sources of data also "target_mask", bool [B, T].
-        metrics: scalars, except expert_load [sparse layers, experts] and grad_norms (before
-          clipping; see `norms_by_layer`).
+        metrics: the parts of the loss (`loss.total_loss`), what the guards saw (`guards.check`),
+          learning_rate, tokens and grad_norm: scalars; expert_load [sparse layers, experts];
+          grad_norms (before clipping; see `norms_by_layer`).
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
@@ -342,23 +343,23 @@ class Trainer:
         """Makes `train` return after the current step."""
         self._stopping = True
 
-    def train(self, state: State, steps_taken: int = 0) -> tuple[int, State, Metrics]:
+    def train(self, state: State, steps_before: int = 0) -> tuple[int, State, Metrics]:
         """Trains until the last step of the run, or until a hook calls `stop`.
 
         Args:
           state: the train state, which the first step donates.
-          steps_taken: the number of steps of the run that led to `state`.
+          steps_before: the number of steps of the run that led to `state`.
 
         Returns:
           (number of steps of the run so far, the state after them, the metrics of the last one).
         """
         self._stopping = False
-        self._last_ended = steps_taken
-        self.clock.restart(steps_taken)
+        self._last_ended = steps_before
+        self.clock.restart(steps_before)
         metrics: Metrics = {}
-        step = steps_taken
-        for step in range(steps_taken + 1, self.run.steps + 1):
-            begins_stage = step == steps_taken + 1 or step > self.stage.last_step
+        step = steps_before
+        for step in range(steps_before + 1, self.run.steps + 1):
+            begins_stage = step == steps_before + 1 or step > self.stage.last_step
             if begins_stage:
                 batches = self._begin_stage(step, state)
 

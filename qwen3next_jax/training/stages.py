@@ -172,7 +172,8 @@ class DataCursor(NamedTuple):
       row: the row of the training stream with which the stage begins.
       starts: name of a stream that the run has read → the stream's row with which the stage
         begins.
-      streams: name of a stream in the mix → its weight; {} if the stage reads a single stream.
+      streams: name of a stream in the mix → its weight; {} if the training stream is not a mix
+        (a synthetic task).
     """
 
     fingerprint: str

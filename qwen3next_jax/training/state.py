@@ -38,7 +38,7 @@ def abstract_train_state(
         lambda params: {
             "params": params,
             "opt_state": _optimizer(model, optimizer).init(params),
-            **_counters(guards),
+            **_step_and_guards(guards),
         },
         params,
     )
@@ -75,9 +75,9 @@ def init_state(
     else:
         params = jax.device_put(params, state_shardings["params"])
     init = jax.jit(_optimizer(model, optimizer).init, out_shardings=state_shardings["opt_state"])
-    counters = _counters(guards)
+    step_and_guards = _step_and_guards(guards)
     return {"params": params, "opt_state": init(params)} | jax.device_put(
-        counters, {name: state_shardings[name] for name in counters}
+        step_and_guards, {name: state_shardings[name] for name in step_and_guards}
     )
 
 
@@ -88,5 +88,5 @@ def _optimizer(model: ModelConfig, optimizer: OptimizerConfig) -> optax.Gradient
     return make_optimizer(optimizer, declared(model), optax.constant_schedule(0.0))
 
 
-def _counters(guards: GuardConfig) -> dict:
+def _step_and_guards(guards: GuardConfig) -> dict:
     return {"step": jnp.zeros((), jnp.int32), "guards": init_guards(guards)}

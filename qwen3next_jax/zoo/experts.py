@@ -69,7 +69,7 @@ def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
     count = experts[0].shape[0]
     expert_RA -= jax.lax.axis_index(EXPERT) * count
     here_RA = (expert_RA >= 0) & (expert_RA < count)
-    # Choices of other shards' experts are sorted behind all others, into rows of no group.
+    # Choices of other shards' experts are sorted after all others, into rows of no group.
     expert_RA = jnp.where(here_RA, expert_RA, count)
     part_RD = run(x_RD, jnp.where(here_RA, weight_RA, 0), expert_RA, *experts)
     return jax.lax.psum_scatter(part_RD, EXPERT, tiled=True)

@@ -172,7 +172,7 @@ def convolve_cache(z_BSHV, filter_SHV, positions_BT):
     slots = z_BSHV.shape[1]
     if positions_BT.shape[1] > FEW_TOKENS:
         return jax.vmap(lambda y, at: y[at])(fft_convolution(z_BSHV, filter_SHV), positions_BT)
-    # 0 for slots behind the position
+    # 0 for slots after the position
     backwards = jnp.concatenate([filter_SHV[::-1], jnp.zeros_like(filter_SHV)])
 
     def one(z_SHV, at):

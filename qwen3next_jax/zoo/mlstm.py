@@ -113,7 +113,7 @@ class MLSTM(Recurrent):
 
 
 def mlstm_reference(config, params, x):
-    """As printed, without a stabiliser: e^i itself."""
+    """The equations as the paper prints them: with e^i itself, not e^(i - m)."""
     q, k, v, gate = split_projection(config, params, x)
     i = x @ params["input_proj"] + params["input_bias"]
     f = x @ params["forget_proj"] + params["forget_bias"]

@@ -201,7 +201,7 @@ class T5Bias(Masked):
 
 
 def t5_bucket(distance: jax.Array, buckets: int, largest: int, both_ways: bool) -> jax.Array:
-    """The buckets of distances [...], query - key. Keys behind the query have the second half of
+    """The buckets of distances [...], query - key. Keys after the query have the second half of
     the buckets, or bucket 0.
     """
     if both_ways:

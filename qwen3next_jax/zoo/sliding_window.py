@@ -299,7 +299,7 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
 
 def _rows_of_first(first: First, start_BC, groups, width):
     """k, v [B, C, F, M, K] of the first tokens of each query's document."""
-    # Rows behind the row's end are hidden later: a token that is seen comes before the query.
+    # Rows after the row's end are hidden later: a token that is seen comes before the query.
     index = jnp.clip(start_BC[..., None] + jnp.arange(first.count), 0, first.k.shape[1] - 1)
     flat = index.reshape(index.shape[0], -1, 1, 1)
     return (

@@ -14,7 +14,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import rows
 from qwen3next_jax.data.packing import Packer
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN
 
 T, B = 64, 4
@@ -38,7 +38,7 @@ def config(tmp_path):
 
 
 def load(config, **changes):
-    return TrainData(DataConfig(**(vars(config) | changes)), T, B)
+    return TextData(DataConfig(**(vars(config) | changes)), T, B)
 
 
 def shards(config):
@@ -271,7 +271,7 @@ def test_rows_go_over_several_shards(config, monkeypatch):
     one = take(load(config).batches(0), 30)
     monkeypatch.setattr(rows, "_SHARD_BYTES", 7 * 2 * T)
     elsewhere = DataConfig(**(vars(config) | {"prepared_dir": config.prepared_dir + "_several"}))
-    several = TrainData(elsewhere, T, B)
+    several = TextData(elsewhere, T, B)
     assert len(shards(elsewhere)) > 5
     assert_same(take(several.batches(0), 30), one)
 
@@ -285,4 +285,4 @@ def test_unusable_places_are_named(config, tmp_path):
     with pytest.raises(UserError, match="absent.*no 'absent'|matches no file"):
         load(config, path=f"{config.path},{tmp_path}/absent/*.txt")
     with pytest.raises(UserError, match="257 ids, the model's vocabulary only 100"):
-        TrainData(config, T, B, vocab_size=100)
+        TextData(config, T, B, vocab_size=100)

@@ -13,7 +13,7 @@ import struct
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.pipeline import TextData
 from tests.faults.lab import EVERY, Lab, Trial, attempt, flip_bit, lost_steps, random_bits
 
 # ---- checkpoints
@@ -332,7 +332,7 @@ def plain_hostile(lab: Lab, _: int) -> list[Trial]:
 # ---- data
 
 
-def _prepared(lab: Lab, name: str) -> TrainData:
+def _prepared(lab: Lab, name: str) -> TextData:
     """Rows of a larger corpus: shards come in blocks of 64 KiB, and a small one is mostly
     padding.
     """
@@ -346,10 +346,10 @@ def _prepared(lab: Lab, name: str) -> TrainData:
     config = lab.with_(
         data={"path": str(texts), "prepared_dir": str(lab.folder / "damaged-data" / name)}
     ).data
-    return TrainData(config, 512, 8, 257)
+    return TextData(config, 512, 8, 257)
 
 
-def _rows(data: TrainData) -> list[bytes]:
+def _rows(data: TextData) -> list[bytes]:
     return [
         row.tokens.tobytes() + row.segment_ids.tobytes()
         for p in data._prepared
@@ -425,7 +425,7 @@ def malformed_records(lab: Lab, _: int) -> list[Trial]:
         folder = lab.new_folder()
         (folder / "a.jsonl").write_bytes(good * 5 + record + b"\n" + good * 5)
         try:
-            TrainData(
+            TextData(
                 lab.with_(
                     data={"path": f"{folder}/*.jsonl", "prepared_dir": str(folder / "p")}
                 ).data,

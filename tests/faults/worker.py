@@ -72,7 +72,7 @@ def _train(spec: dict) -> int:
 
 
 def _prepare_faults(spec: dict) -> None:
-    from qwen3next_jax.data.pipeline import TrainData
+    from qwen3next_jax.data.pipeline import TextData
     from qwen3next_jax.runs.checkpoint import Checkpoints
 
     progress = (
@@ -85,7 +85,7 @@ def _prepare_faults(spec: dict) -> None:
     if spec.get("restart") and progress is not None:
         _tell_moves(progress, spec.get("pace", 0))
     marks = {int(index): mark for index, mark in spec.get("poison", {}).items()}
-    batches, save = TrainData.batches, Checkpoints.save
+    batches, save = TextData.batches, Checkpoints.save
 
     def spoiled(self, start, *share):
         for index, batch in zip(itertools.count(start), batches(self, start, *share)):
@@ -103,7 +103,7 @@ def _prepare_faults(spec: dict) -> None:
         os.write(progress, f"save {step}\n".encode())
         return save(self, step, state)
 
-    TrainData.batches = spoiled
+    TextData.batches = spoiled
     if progress is not None:
         Checkpoints.save = told
 

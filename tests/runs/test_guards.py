@@ -26,7 +26,7 @@ from qwen3next_jax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.incidents import read_dump
@@ -79,7 +79,7 @@ def config(tmp_path_factory):
     )
 
 
-BATCHES, MARKS = TrainData.batches, {}
+BATCHES, MARKS = TextData.batches, {}
 
 
 def _spoiled(model, batch, *rest, **named):
@@ -107,7 +107,7 @@ def poisoned(monkeypatch):
     batch inside the compiled step.
     """
     MARKS.clear()
-    monkeypatch.setattr(TrainData, "batches", _marked)
+    monkeypatch.setattr(TextData, "batches", _marked)
     return MARKS.update
 
 
@@ -237,7 +237,7 @@ def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, p
     state = jax.tree.map(jnp.asarray, _state(config, tmp_path / "run", 8))
     run = resolved(rewinding)
     take_step = spoiled_step(run, *run.stages)
-    data = TrainData(config.data, 64, 4, 257)
+    data = TextData(config.data, 64, 4, 257)
     for step, batch in zip(range(9, 17), data.batches(11)):
         state, values = take_step(state, batch)
         assert float(values["loss"]) == _losses(tmp_path / "run")[step]

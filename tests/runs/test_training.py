@@ -135,13 +135,13 @@ def test_a_killed_and_resumed_run_is_bitwise_the_undisturbed_one(config, finishe
     program = f"""
 import json, pathlib, time
 from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.runs.train import train
-def slowly(*arguments, batches=TrainData.batches):  # else it would be over before it is killed
+def slowly(*arguments, batches=TextData.batches):  # else it would be over before it is killed
     for batch in batches(*arguments):
         time.sleep(0.05)
         yield batch
-TrainData.batches = slowly
+TextData.batches = slowly
 config = from_dict(Config, json.load(open({str(tmp_path / "config.json")!r})))
 train(config, pathlib.Path({str(tmp_path / "run")!r}))"""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)

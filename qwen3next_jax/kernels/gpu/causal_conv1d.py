@@ -4,7 +4,7 @@ over the tokens forward, one backward.
 A block of one warpgroup takes 32 tokens of 128 or 256 channels, and each thread one or two of these
 channels. The block computes one token after another and holds the inputs that they share in
 registers, in float32. With its tokens it copies the W - 1 tokens before them, and backward also the
-W - 1 tokens behind them.
+W - 1 tokens after them.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -154,14 +154,14 @@ class _Call:
             [x, before.astype(x.dtype), kernel.astype(jnp.float32)] + [age] * self.has_age,
         )
 
-    def __call__(self, body, name, inputs, outputs, behind: int, interpret: bool):
+    def __call__(self, body, name, inputs, outputs, after: int, interpret: bool):
         """The results of the kernel `body`.
 
         Args:
           inputs: beside those of the forward kernel. outputs: shapes.
-          behind: how many tokens behind a block the kernel reads; 0 forward.
+          after: how many tokens after a block the kernel reads; 0 forward.
         """
-        rows, dtype, backward = TOKENS + behind, self.inputs[0].dtype, behind > 0
+        rows, dtype, backward = TOKENS + after, self.inputs[0].dtype, after > 0
         scratch = [
             plgpu.SMEM((self.width - 1 + rows, self.channels), dtype),
             plgpu.SMEM((rows, self.channels), dtype),
@@ -266,9 +266,9 @@ def _forward(call, *refs):
 
 
 def _backward(call, *refs):
-    """From the last token to the first. It begins with the tokens behind the block, for which only
-    the gradients before the activation are needed. The last block has none: it copies its own last
-    tokens in their place and takes their gradients as zero.
+    """Goes from the last token to the first. It begins with the W - 1 tokens after the block, of
+    which only the gradients of what enters the activation are needed. After the last block there
+    are none: it copies its own last tokens in their place and takes their gradients as zero.
     """
     x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = (
         _refs(call, refs, 2, True)
@@ -277,16 +277,16 @@ def _backward(call, *refs):
     edge, rows = call.width - 1, TOKENS
     copy = call.start_copies(x_gmem, before, age_gmem, xs, ages_ref, arrived)
     copy(dy_gmem.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
-    behind = pl.ds(jnp.minimum(first + rows, call.shape[1] - edge), edge)
-    copy(x_gmem.at[b, behind, channels], xs.at[pl.ds(edge + rows, edge)])
-    copy(dy_gmem.at[b, behind, channels], dys.at[pl.ds(rows, edge)])
+    after = pl.ds(jnp.minimum(first + rows, call.shape[1] - edge), edge)
+    copy(x_gmem.at[b, after, channels], xs.at[pl.ds(edge + rows, edge)])
+    copy(dy_gmem.at[b, after, channels], dys.at[pl.ds(rows, edge)])
     if call.has_age:
         copy(
             age_gmem.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)],
             ages_ref.at[pl.ds(rows, 32)],
         )
     plgpu.barrier_wait(arrived)
-    is_behind = (first + rows < call.shape[1]).astype(jnp.float32)
+    has_tokens_after = (first + rows < call.shape[1]).astype(jnp.float32)
 
     def gradient(r, taps):
         """Of token r, before the activation."""
@@ -303,7 +303,7 @@ def _backward(call, *refs):
     following = ()
     for r in range(rows + edge - 1, rows - 1, -1):
         taps = taps_of(r, inputs)
-        following = (gradient(r, taps) * is_behind, *following)
+        following = (gradient(r, taps) * has_tokens_after, *following)
         inputs = taps[1:]
 
     def step(i, carry):

@@ -139,7 +139,7 @@ class _StatePass:
 
     def first_state(self):
         """The transposed state that enters the piece: this block's value channels by all key
-        channels, float32. For a map zeros, or behind the value's tiles rows of the identity.
+        channels, float32. For a map zeros, or, after the value's tiles, rows of the identity.
         """
         p, c = self.p, self.c
         if not p.computes_maps:
@@ -177,8 +177,8 @@ class _StatePass:
             copy(inverses[0].at[n, b, h], inverses[1].at[slot])
 
     def state_operand(self, state, tile, target, in_flight: int):
-        """The state as a left operand of products, and a function that copies it to `target` in
-        memory, if that is not None.
+        """The state, or backward its gradient, as a left operand of products, and a function that
+        copies it to `target` in memory, if that is not None.
         """
         if not state_in_shared_memory(self.p):
             x = state.astype(jnp.bfloat16)

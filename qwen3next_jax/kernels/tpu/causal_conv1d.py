@@ -3,7 +3,7 @@ forward, one backward.
 
 Products and sums are float32 in registers, one column of lanes after another. A block also reads
 the W - 1 tokens before it, which come as a second block of the same input. Backward it needs
-gradients of the W - 1 tokens behind it; the grid goes from the last block to the first, so they
+gradients of the W - 1 tokens after it; the grid goes from the last block to the first, so they
 stay in VMEM from the previous step.
 
 B batch, T time in blocks of R rows, W kernel width, D channels in blocks of C.

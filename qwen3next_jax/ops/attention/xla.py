@@ -47,7 +47,7 @@ def _query_blocks(q_BTND, groups, size):
 
 def _from_query_blocks(x, t, n):
     """[n, B, M, L, D] → [B, T, N, D]."""
-    count, b, m, rows, d = x.shape
+    count, b, m, _, d = x.shape
     x_BMHTD = blocks.from_chunks(x.reshape(count, b, m, n // m, -1, d), 3, t)
     return x_BMHTD.transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
 

@@ -31,6 +31,7 @@ def gated_delta_rule(
     erase: bool = True,
     implementation: str | None = None,
     axis_name: str | None = None,
+    return_all_states: bool = False,
     each: bool = False,
 ):
     """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
@@ -67,7 +68,9 @@ def gated_delta_rule(
         then this shard's part, and the segment ids are those of the whole row. `initial_state`
         enters the first shard (other shards ignore theirs, which gets no gradient); `final_state`
         is the row's, the same on every shard.
-      each: for "recurrent" alone: `final_state` is [B, T, H, K, V], the state after each token.
+      return_all_states: for "recurrent" alone: `final_state` is [B, T, H, K, V], the state
+        after each token.
+      each: the earlier name of `return_all_states`.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
@@ -82,6 +85,7 @@ def gated_delta_rule(
     (`JAX_DEBUG_NANS=1` for a whole process): a g that is positive, infinite or NaN, and ids out of
     order or after padding, then end the program with a ValueError from a host callback.
     """
+    return_all_states = return_all_states or each
     # NumPy's float64 becomes float32 where x64 is off
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
     _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
@@ -104,7 +108,11 @@ def gated_delta_rule(
         return context.gated_delta_rule_over_axis(operator, axis_name, x, initial_state, before)
     if operator.chosen.name == "recurrent":
         return reference.recurrent(
-            x, initial_state, normalize_qk=normalize_qk, erase=erase, return_all_states=each
+            x,
+            initial_state,
+            normalize_qk=normalize_qk,
+            erase=erase,
+            return_all_states=return_all_states,
         )
     return _run(operator, x, initial_state)
 

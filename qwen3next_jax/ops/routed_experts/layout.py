@@ -189,7 +189,7 @@ def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
     tiles_E = jnp.maximum(-(-count_E // size), 1)
     tile_ends_E = jnp.cumsum(tiles_E)
     tile_starts_E = tile_ends_E - tiles_E
-    # The padding of an expert's last tile is sorted behind its choices, so that the sort makes the
+    # The padding of an expert's last tile is sorted after its choices, so that the sort makes the
     # layout. Padding has numbers from Q on, and weight 0.
     padding_EM = jnp.where(
         jnp.arange(size) < (tiles_E * size - count_E)[:, None],
@@ -320,7 +320,7 @@ def _for_experts_beyond(plan: _Plan, body, carry):
 
 
 class _ChoicesBeyond(NamedTuple):
-    """The choices of a step of the loop. Entries behind the expert's last choice have weight 0 and
+    """The choices of a step of the loop. Entries after the expert's last choice have weight 0 and
     any token, and scatters drop them.
     """
 
