@@ -135,7 +135,7 @@ def opened(run):
 def begun(config, mesh=None):
     """→ (its first state, the cursor of its first step)."""
     run = resolved(config, mesh)
-    parent = preflight.find_parent(config, pathlib.Path("nowhere"))
+    parent = preflight.find_parent(config.train, config.optimizer, pathlib.Path("nowhere"))
     return start_state(run, opened(run), parent)
 
 
@@ -233,7 +233,7 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
     if when == "as it is digested":
         monkeypatch.setattr(manifest, "find_damage", digested)
     with pytest.raises(UserError, match=f"checkpoints/{BRANCHED}: ") as told:
-        found = preflight.find_parent(config, tmp_path / "nowhere")
+        found = preflight.find_parent(config.train, config.optimizer, tmp_path / "nowhere")
         run = resolved(config)
         if when == "before it is read":
             happens()
@@ -284,7 +284,7 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
     os.truncate(max((theirs / "checkpoints" / "30").rglob("d/*")), 1)
     for init_from, says in ((theirs, True), (f"{theirs}@20", False)):
         config = with_(train={"init_from": str(init_from)})
-        found = preflight.find_parent(config, tmp_path)
+        found = preflight.find_parent(config.train, config.optimizer, tmp_path)
         run = resolved(config)
         text = branching.describe(run, opened(run), found)
         assert found["step"] == 20 and "step 20" in text and ("step 30" in text) == says
@@ -328,9 +328,8 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
         ("unknown", None),
     ):
         parent = {"path": f"{tmp_path}/{folder}"}
-        begins = with_(train={"init_from": parent["path"]})
         expected = {} if folder == "unknown" else {"source": source}
-        assert find_source(begins, parent, "") == expected
+        assert find_source(parent["path"], parent, "") == expected
     shutil.rmtree(tmp_path / "first")
     for folder, source in (
         ("second", {"path": f"{tmp_path}/hf", "form": "qwen3_5"}),
@@ -363,7 +362,7 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
             lambda: preflight.check(
                 dataclasses.replace(CONFIG, model=wider, train=begins), tmp_path / "new"
             ),
-            lambda: evaluate._config_of_run(dataclasses.replace(CONFIG, model=wider), folder),
+            lambda: evaluate._check_same_weights(wider, bound, folder),
         ):
             with (
                 contextlib.nullcontext()
@@ -431,7 +430,8 @@ def test_a_run_from_before_versions_is_told_by_its_commit(
         return "" if known else None
 
     def check(code, trains=in_weights):
-        versions.check_versions(tmp_path, record | {"code": code}, config, trains)
+        continued = config.optimizer if trains else None
+        versions.check_versions(tmp_path, record | {"code": code}, config.model, continued)
 
     monkeypatch.setattr(versions, "git", git)
     monkeypatch.setattr(registry, "_trusted", set())
@@ -468,11 +468,11 @@ def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_
 ):
     """Although its parent has saved later ones since."""
     config = with_(train={"init_from": str(parent)})
-    assert preflight.find_parent(config, tmp_path)["step"] == STEPS
+    assert preflight.find_parent(config.train, config.optimizer, tmp_path)["step"] == STEPS
     # a record of older code has no id of the parent, and still is that of the same one
     older = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent)}
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
     for begun in (older, older | {"run": "0"}):
         write_run(tmp_path, {"parent": begun})
-        found = preflight.find_parent(config, tmp_path)
+        found = preflight.find_parent(config.train, config.optimizer, tmp_path)
         assert found["step"] == BRANCHED and found.keys() == begun.keys()

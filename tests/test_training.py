@@ -333,7 +333,7 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
 
     def taken(config, workdir=tmp_path / "new"):
         preflight.check(config, workdir)
-        name = preflight.with_tokenizer(config, workdir).data.tokenizer
+        name = preflight.with_tokenizer(config.data, config.train.init_from, workdir).tokenizer
         return load_tokenizer(name).fingerprint
 
     bytes_, model = load_tokenizer("bytes"), load_trained(finished)[0]
@@ -421,7 +421,7 @@ def test_a_damaged_checkpoint_is_told_and_passed_over(config, finished, tmp_path
     _damage(tmp_path / "run" / "checkpoints" / "20", how)
     with pytest.raises(UserError, match="checkpoints/20: damaged"):
         load_trained(tmp_path / "run", step=20)
-    assert load_trained(tmp_path / "run")[2] == 10
+    assert load_trained(tmp_path / "run").step == 10
     assert "checkpoints/20 is passed over" in capsys.readouterr().err
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -52,7 +51,7 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
         "or begin a new --workdir",
     )
     preflight.compare_structure(run.model, theirs.model, config.train.init_from)
-    check_parent_versions(folder, record, config)
+    check_parent_versions(folder, record, run.model.mtp_depth, config.train.init_state)
     takes_all = config.train.init_state == "all"
     if takes_all:  # the guards' window may be another one here
         wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)
@@ -72,14 +71,24 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
     return state, now
 
 
-def check_parent_versions(folder: pathlib.Path, record: dict[str, Any], config: Config) -> None:
-    """Raises UserError unless what a run of `config` takes over of the run in `folder`, whose
-    run.json holds `record`, was trained with the mathematics that this code has.
+def check_parent_versions(
+    folder: pathlib.Path, record: dict[str, Any], mtp_depth: int, init_state: str
+) -> None:
+    """Checks that this code has the mathematics with which a parent was trained.
+
+    Args:
+      folder: the folder of the parent.
+      record: the content of the parent's run.json.
+      mtp_depth: `model.mtp_depth` of the run that begins.
+      init_state: `train.init_state` of that run.
+
+    Raises:
+      UserError: a module that the run takes over has another version here.
     """
     theirs = config_of(record, folder)
-    depth = min(theirs.model.mtp_depth, config.model.mtp_depth)
-    taken = dataclasses.replace(theirs, model=dataclasses.replace(theirs.model, mtp_depth=depth))
-    check_versions(folder, record, taken, trains=config.train.init_state == "all")
+    shared_depth = min(theirs.model.mtp_depth, mtp_depth)
+    model = dataclasses.replace(theirs.model, mtp_depth=shared_depth)
+    check_versions(folder, record, model, theirs.optimizer if init_state == "all" else None)
 
 
 def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> str:

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
-from qwen3next_jax.config import CheckpointConfig, Config
+from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
@@ -384,7 +384,6 @@ class Trained(NamedTuple):
     """
 
     model: Qwen3Next
-    config: Config
     step: int
     digest: str
 
@@ -406,7 +405,7 @@ def load_trained(
     """
     record = read_run(workdir) if record is None else record
     config = config_of(record, workdir)
-    check_versions(workdir, record, config)
+    check_versions(workdir, record, config.model)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
         # What has this digest is loaded, and it is a checkpoint of the run that `record` is of.
@@ -440,4 +439,4 @@ def load_trained(
         for i, leaf in enumerate(leaves):
             leaves[i] = jax.device_put(jax.device_get(leaf))
     digest = digest or manifest.digest(where)  # of one that was sealed since
-    return Trained(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), config, step, digest)
+    return Trained(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), step, digest)

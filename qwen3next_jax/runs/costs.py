@@ -1,11 +1,12 @@
 """What a run costs, counted from its settings: nothing is computed."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from qwen3next_jax.config import Config, ModelConfig
+from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
-from qwen3next_jax.training.stages import resolve_stages
+from qwen3next_jax.training.stages import ResolvedStage
 
 _CACHE_LENGTH = 1024  # the attention cache grows linearly; this length shows by how much
 
@@ -23,16 +24,15 @@ class Costs(NamedTuple):
     state_bytes: float
 
 
-def count_costs(config: Config) -> Costs:
-    stages = resolve_stages(config)
+def count_costs(model: ModelConfig, stages: Sequence[ResolvedStage]) -> Costs:
     tokens = sum(stage.tokens_per_step * stage.steps for stage in stages)
     flops = sum(
-        flops_per_token(config.model, stage.sequence_length) * stage.tokens_per_step * stage.steps
+        flops_per_token(model, stage.sequence_length) * stage.tokens_per_step * stage.steps
         for stage in stages
     )
-    cache = cache_bytes(config.model, 1, _CACHE_LENGTH)
+    cache = cache_bytes(model, 1, _CACHE_LENGTH)
     return Costs(
-        parameters=parameter_counts(config.model).total,
+        parameters=parameter_counts(model).total,
         tokens=tokens,
         flops_per_token=flops / tokens,
         cache_bytes_per_token=cache["slots"] / _CACHE_LENGTH,

@@ -49,7 +49,7 @@ def dry_run(
         return ExitCode.DONE
     train = run.config.train
     step = 0 if restart else _newest_step(workdir)
-    parent = preflight.find_parent(run.config, workdir, restart)
+    parent = preflight.find_parent(train, run.config.optimizer, workdir, restart)
     taken = parent["step"] if parent and train.init_state == "all" else step
     for line in partial_ablations(run.model):
         print(line)

@@ -189,7 +189,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     record = json.loads((folder / "dump.json").read_text())
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
     config = from_dict(Config, record["config"])
-    check_versions(folder, record, config, trains=True)
+    check_versions(folder, record, config.model, config.optimizer)
     run = resolve_run(config, single_device_mesh())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
     batch = dict(np.load(folder / "batch.npz"))

@@ -74,7 +74,7 @@ def load_model(
             config.parallel.mesh,
             devices,
         )
-        model, config, step, identity = load_trained(folder, step, places, record)
+        model, step, identity = load_trained(folder, step, places, record)
         own = folder / "tokenizer"
         data = dataclasses.replace(config.data, tokenizer=str(own)) if own.exists() else config.data
         tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)

@@ -13,7 +13,6 @@ import pathlib
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config import Config
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import config_of, read_run, run_id, trained_run
 from qwen3next_jax.runs.preflight import Parent, names_run
@@ -56,14 +55,13 @@ def began_with(path: str | pathlib.Path) -> Origin:
         )
 
 
-def find_source(config: Config, parent: Parent | None, files: str) -> dict[str, Any]:
+def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, Any]:
     """{"source": …} as the run.json of a new run holds it; {} where nobody knows any more.
 
     Args:
       parent: the run that it begins with, if it begins with one.
       files: `stamp_hf` of the Hugging Face directory that it begins with, if it does.
     """
-    init_from = config.train.init_from
     if not init_from:
         return {"source": None}
     if parent is None:
@@ -79,11 +77,10 @@ def find_source(config: Config, parent: Parent | None, files: str) -> dict[str, 
     return {"source": directory and {"path": str(directory.absolute()), "form": form}}
 
 
-def stamp_of_files(config: Config) -> str:
+def stamp_of_files(init_from: str) -> str:
     """`stamp_hf` of the Hugging Face directory that a run begins with; "" where it begins with
     none.
     """
-    init_from = config.train.init_from
     if not init_from or names_run(init_from):
         return ""
     from qwen3next_jax.interop.huggingface import stamp_hf

@@ -13,7 +13,14 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
 from qwen3next_jax.common.rooms import require_room
-from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig, TrainConfig
+from qwen3next_jax.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TelemetryConfig,
+    TrainConfig,
+)
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.synthetic import TaskTokens
@@ -75,11 +82,13 @@ def check(
     restart = restart or restart_has_begun(workdir)
     if not restart:
         check_settings(workdir, config)
-    config = with_tokenizer(config, workdir, restart)
+    data = with_tokenizer(config.data, config.train.init_from, workdir, restart)
+    config = dataclasses.replace(config, data=data)
     # a run that goes on needs it no more
     if config.train.init_from and (restart or not saved_steps(workdir)):
         init_from = config.train.init_from
-        check_structure(config.model, init_from, find_parent(config, workdir, restart))
+        parent = find_parent(config.train, config.optimizer, workdir, restart)
+        check_structure(config.model, init_from, parent)
         compare_tokens(config.data, config.model.vocab_size, init_from)
     for data, length in dict.fromkeys(
         (stage.data, stage.sequence_length) for stage in resolve_stages(config)
@@ -87,22 +96,29 @@ def check(
         source_of(data).check(data, length, config.model.vocab_size)
 
 
-def with_tokenizer(config: Config, workdir: pathlib.Path, restart: bool = False) -> Config:
-    """`config` with the tokenizer for which data.tokenizer = "" stands: a run that goes on keeps
-    its own, one that begins with a model takes that model's, any other takes bytes.
+def with_tokenizer(
+    data: DataConfig, init_from: str, workdir: pathlib.Path, restart: bool = False
+) -> DataConfig:
+    """Returns `data` with the tokenizer that data.tokenizer = "" means: a resumed run has its own
+    tokenizer, a run that begins with a model takes that of the model, any other run takes bytes.
+
+    Args:
+      init_from: `train.init_from`.
+      workdir: the folder of the run.
+      restart: whether the run starts anew, whatever `workdir` holds.
 
     Raises:
-      UserError: the model in `train.init_from` brings none.
+      UserError: the Hugging Face directory `init_from` has no tokenizer.json.
     """
-    if config.data.tokenizer or config.data.source != "text":
-        return config
+    if data.tokenizer or data.source != "text":
+        return data
     if before := None if restart else trained_run(workdir):
         name, own = read_config(workdir).data.tokenizer or "bytes", workdir / "tokenizer"
         if own.exists() and not _gives(name, before["tokenizer"]):
             name = str(own)
     else:
-        name = tokenizer_of_model(config.train.init_from)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
+        name = tokenizer_of_model(init_from)
+    return dataclasses.replace(data, tokenizer=name)
 
 
 def _gives(name: str, fingerprint: str) -> bool:
@@ -215,7 +231,9 @@ def steps_of_parent(train: TrainConfig) -> int:
     return max(saved_steps(path), default=0) if step is None else step
 
 
-def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) -> Parent | None:
+def find_parent(
+    train: TrainConfig, optimizer: OptimizerConfig, workdir: pathlib.Path, restart: bool = False
+) -> Parent | None:
     """The run that `train.init_from` names; None where it names none, and where the run in
     `workdir` has a checkpoint of its own. A run that was killed before its first one begins with
     the step that it began with, whatever its parent has saved since.
@@ -225,7 +243,7 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
       `train.init_state` says. Of a checkpoint's files
         the sizes are looked at; their digests when it is read.
     """
-    train, where = config.train, f"train.init_from = {config.train.init_from}"
+    where = f"train.init_from = {train.init_from}"
     if not train.init_from or not restart and saved_steps(workdir):
         return None
     _check_is_there(train.init_from)
@@ -275,9 +293,9 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
     require(damage is None, f"{where}: {folder}: damaged: {damage}")
     if train.init_state == "all":
         require(
-            theirs.optimizer.name == config.optimizer.name,
+            theirs.optimizer.name == optimizer.name,
             f"{where}: its optimizer.name is {theirs.optimizer.name!r}, here it is "
-            f"{config.optimizer.name!r}, which cannot go on with "
+            f"{optimizer.name!r}, which cannot go on with "
             "that one's state: set the one to the other, or train.init_state = 'weights'",
         )
         require(

@@ -1,5 +1,6 @@
 """How a run starts: what is checked before any data are prepared, and its first state."""
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -36,15 +37,19 @@ def prepare_start(
     begins = restart or not saved_steps(workdir)
     if not begins:
         record = read_run(workdir)
-        check_versions(workdir, record, config_of(record, workdir), trains=True)
-    elif parent := preflight.find_parent(config, workdir, restart):
+        trained = config_of(record, workdir)
+        check_versions(workdir, record, trained.model, trained.optimizer)
+    elif parent := preflight.find_parent(config.train, config.optimizer, workdir, restart):
         folder = pathlib.Path(parent["path"])
-        branching.check_parent_versions(folder, read_run(folder), config)
-    config = preflight.with_tokenizer(config, workdir, restart)
+        branching.check_parent_versions(
+            folder, read_run(folder), config.model.mtp_depth, config.train.init_state
+        )
+    init_from = config.train.init_from
+    data = preflight.with_tokenizer(config.data, init_from, workdir, restart)
+    config = dataclasses.replace(config, data=data)
     run = resolve_run(config, mesh)
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)
     check_evaluations(config.eval, run.model, tokenizer)
-    init_from = config.train.init_from
     if init_from and begins and not preflight.names_run(init_from):
         require_room("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.huggingface import check_hf

@@ -227,14 +227,14 @@ def _open_folder(
     """
     config = run.config
     begins = broadcast_from_process_0(lambda: restart or not saved_steps(workdir))
-    files = run_on_all(lambda: origin.stamp_of_files(config) if begins else "")
+    files = run_on_all(lambda: origin.stamp_of_files(config.train.init_from) if begins else "")
 
     def open_folder():
         if restart:
             move_aside(workdir)
-        parent = preflight.find_parent(config, workdir)
+        parent = preflight.find_parent(config.train, config.optimizer, workdir)
         origin.check_recorded_files(workdir, files)
-        source = origin.find_source(config, parent, files) if begins else {}
+        source = origin.find_source(config.train.init_from, parent, files) if begins else {}
         fingerprints = [rows.fingerprint for rows in data]
         tokens = data[0].tokenizer.fingerprint
         return parent, *open_run(workdir, config, fingerprints, tokens, parent, source)

@@ -7,18 +7,27 @@ keeps the settings it was begun with.
 """
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
-from qwen3next_jax.config import FULL, LINEAR, Config, OptimizerConfig, to_dict
+from qwen3next_jax.config import (
+    FULL,
+    LINEAR,
+    Config,
+    OptimizerConfig,
+    ProfileConfig,
+    Stage,
+    TrainConfig,
+    to_dict,
+)
 from qwen3next_jax.config.files import UserInput, names_in_code
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.training.stages import STAGE_SETTINGS, resolve_stages
+from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
 # Setting → (whether a run of this configuration reads it, why it does not).
 _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
@@ -91,8 +100,9 @@ def unread(config: Config) -> dict[str, str]:
             for name in flatten(to_dict(config.data))
             if name not in (*read, "source", "seed")
         }
-    found |= _of_profile(config)
-    return found | _of_stages(config, found.get("data.weights"))
+    found |= _unread_by_profile(config.profile, config.train)
+    resolved = resolve_stages(config)
+    return found | _unread_by_stages(config.train.stages, resolved, found.get("data.weights"))
 
 
 def by_layers(config: Config) -> dict[str, str]:
@@ -195,41 +205,49 @@ def values(config: Config) -> dict[str, Any]:
     return found
 
 
-def _of_profile(config: Config) -> dict[str, str]:
-    """The settings of a profile of steps that the run does not take, as its parent took them."""
-    if not config.profile.steps:
+def _unread_by_profile(profile: ProfileConfig, train: TrainConfig) -> dict[str, str]:
+    """The settings of a profile whose steps the parent took, not this run → why."""
+    if not profile.steps:
         return {}
-    taken = preflight.steps_of_parent(config.train)
-    if taken < config.profile.range[-1]:
+    taken = preflight.steps_of_parent(train)
+    if taken < profile.range[-1]:
         return {}
     why = f"the run begins after step {taken} (train.init_from)"
     return dict.fromkeys(("profile.steps", "profile.memory"), why)
 
 
-def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
-    """Of the settings that a stage may have: those that it does not read, and those of the run
-    that no stage reads. `no_weights`: why the data have no weights, if they have none.
+def _unread_by_stages(
+    stages: Sequence[Stage], resolved: Sequence[ResolvedStage], no_weights: str | None
+) -> dict[str, str]:
+    """The settings of a stage that the stage does not read, and the settings of the run that no
+    stage reads → why.
+
+    Args:
+      stages: `train.stages`.
+      resolved: these stages with the values of all settings; the whole run if there are none.
+      no_weights: why nothing reads `data.weights`; None if something reads it.
     """
-    resolved = resolve_stages(config)
-    stages = config.train.stages
     found = {}
-    for i, (stage, one) in enumerate(zip(stages, resolved)):
-        why = _of_schedule(one.optimizer) | ({"weights": no_weights} if no_weights else {})
+    for i, (stage, resolved_stage) in enumerate(zip(stages, resolved)):
+        why = _unread_by_schedule(resolved_stage.optimizer)
+        if no_weights:
+            why["weights"] = no_weights
         found |= {
             f"train.stages[{i}].{name}": why[name]
             for name in why
             if getattr(stage, name) is not None
         }
-    begins = {one.steps_before: stage for one, stage in zip(resolved, stages)}
+    by_first_step = {one.steps_before: stage for one, stage in zip(resolved, stages)}
     for group, names in STAGE_SETTINGS.items():
         for name in names:
-            # the stages whose value is the run's; a schedule is that of the stage it began with
+            # The stages that do not override the run's value. The stage with which a schedule
+            # begins sets the schedule of the stages after it.
             readers = []
             for one in resolved:
                 begin = one.schedule_start if group == "optimizer" else one.steps_before
-                if not stages or getattr(begins[begin], name) is None:
+                if not stages or getattr(by_first_step[begin], name) is None:
                     readers.append(one)
-            reasons = [_of_schedule(one.optimizer).get(name) for one in readers]
+            reasons = [_unread_by_schedule(one.optimizer).get(name) for one in readers]
             if not readers:
                 found[f"{group}.{name}"] = "every stage of train.stages has its own"
             elif group == "optimizer" and all(reasons):
@@ -237,8 +255,8 @@ def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
     return found
 
 
-def _of_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
-    """What the schedule does not read → why."""
+def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
+    """The settings that the learning-rate schedule does not read → why."""
     schedule = optimizer.schedule
     why, found = f"the schedule is {schedule!r}", {}
     if schedule != "warmup_stable_decay":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.version import git
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import ModelConfig, OptimizerConfig
 from qwen3next_jax.config.registry import is_trusted
 
 
@@ -31,20 +31,19 @@ class _Change(NamedTuple):
     trust: str
     commit: str
     in_weights: bool
-    affects: Callable[[Config], bool]
+    affects: Callable[[ModelConfig, OptimizerConfig | None], bool]
 
 
-def _mtp_layer_is(mixer: str) -> Callable[[Config], bool]:
-    return lambda config: config.model.mtp_depth > 0 and config.model.full_mixer == mixer
+def _mtp_layer_is(mixer: str) -> Callable[[ModelConfig, OptimizerConfig | None], bool]:
+    return lambda model, optimizer: model.mtp_depth > 0 and model.full_mixer == mixer
 
 
-def _splits_heads_side_by_side(config: Config) -> bool:
+def _splits_heads_side_by_side(model: ModelConfig, optimizer: OptimizerConfig) -> bool:
     """Whether Muon takes heads alone that lie side by side in a part of a parameter."""
     from qwen3next_jax.model import declared
 
-    optimizer = config.optimizer
     return (optimizer.name, optimizer.muon.per_head) == ("muon", True) and any(
-        part.heads > 1 for parameter in declared(config.model).values() for part in parameter.parts
+        part.heads > 1 for parameter in declared(model).values() for part in parameter.parts
     )
 
 
@@ -55,7 +54,7 @@ _CHANGES = (
         "gdn2",
         "c4831c447c9daa4279017641b02c9c77a02be147",
         True,
-        lambda config: "gdn2" in {name for name, _ in config.model.layer_kinds},
+        lambda model, optimizer: "gdn2" in {name for name, _ in model.layer_kinds},
     ),
     *(
         _Change(
@@ -74,7 +73,10 @@ _CHANGES = (
 
 
 def check_versions(
-    where: pathlib.Path, record: Mapping[str, Any], config: Config, trains: bool = False
+    where: pathlib.Path,
+    record: Mapping[str, Any],
+    model: ModelConfig,
+    optimizer: OptimizerConfig | None = None,
 ) -> None:
     """Raises UserError where a run was trained with another version of its model's mathematics
     than this code has, or with code of which nobody can say it.
@@ -82,15 +84,16 @@ def check_versions(
     Args:
       where: the folder of the record, for messages.
       record: "versions" and "code", as run.json and the dump of a step hold them.
-      config: of the recorded run.
-      trains: whether its training goes on, so that the optimizer's mathematics counts as well.
+      model: the model of the recorded run.
+      optimizer: the optimizer with which the training of the recorded run continues; its
+        mathematics is checked too. None: only the weights are used.
     """
     from qwen3next_jax.model.block import versions
 
     code = record.get("code", "unknown")
     advice = "use the run with that code, or train anew in another --workdir"
     recorded = record.get("versions")
-    for name, version in versions(config.model).items():
+    for name, version in versions(model).items():
         theirs = (recorded or {}).get(name, 1)
         require(
             theirs == version,
@@ -100,7 +103,9 @@ def check_versions(
     if recorded:  # by code that is newer than all of _CHANGES
         return
     for change in _CHANGES:
-        if not (change.in_weights or trains) or not change.affects(config):
+        if optimizer is None and not change.in_weights:
+            continue
+        if not change.affects(model, optimizer):
             continue
         is_older = _is_older(str(code), change.commit)
         if is_older is None and is_trusted(change.trust):

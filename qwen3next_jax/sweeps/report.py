@@ -8,10 +8,11 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from qwen3next_jax.common.figures import Figure
+from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.runs.costs import count_costs
+from qwen3next_jax.training.stages import resolve_stages
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
     Result,
@@ -78,7 +79,8 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
 
 
 def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
-    budgets = {count_costs(result.point.config).tokens for result in results}
+    configs = [result.point.config for result in results]
+    budgets = {count_costs(c.model, resolve_stages(c)).tokens for c in configs}
     tokens = " and ".join(f"{budget / 1e6:.3g} M" for budget in sorted(budgets))
     match = ""
     if sweep.match:
@@ -114,7 +116,7 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
     "loss/64-127"), the chart has a line for each: the colour shows the place, the dashes show the
     values of the other axes.
     """
-    kinds: dict[tuple[str, bool, Figure], list[tuple[str, str]]] = {}
+    kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():
         kind, _, place = name.partition("/")
         kinds.setdefault((kind, bool(place), metric), []).append((name, place))
