@@ -36,7 +36,7 @@ from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight,
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
 from qwen3next_jax.runs.load import load_model
-from qwen3next_jax.runs.origin import Origin, began_with, find_source
+from qwen3next_jax.runs.origin import Origin, find_origin, find_source
 from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
@@ -124,7 +124,7 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0
     same(saved(tmp_path / "branch", STEPS), trained)
     assert read_run(tmp_path / "branch")["parent"] == record
-    assert began_with(tmp_path / "branch") == Origin(None)
+    assert find_origin(tmp_path / "branch") == Origin(None)
 
 
 def opened(run):
@@ -307,7 +307,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     record("third", "3", "second", run="2")
     record("from older", "4", "older", manifest=digests.sha256("{}")[:20])
     for folder in ("first", "third", "from older"):
-        assert began_with(tmp_path / folder).directory == tmp_path / "hf"
+        assert find_origin(tmp_path / folder).directory == tmp_path / "hf"
 
     record("replaced", "5", "first", run="another")
     record("unknown", "6", "older")
@@ -320,7 +320,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     ways = {"replaced": "first", "unknown": "older", "moved": "moved", "of files": "files"}
     for folder, named in (ways | {"one": "one", "two": "two"}).items():
         with pytest.raises(UserError, match=f"{tmp_path}/{named}: .*--source"):
-            began_with(tmp_path / folder)
+            find_origin(tmp_path / folder)
 
     for folder, source in (
         ("first", {"path": f"{tmp_path}/hf", "form": ""}),
@@ -337,7 +337,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     ):
         write_run(tmp_path / folder, read_run(tmp_path / folder) | {"source": source})
         directory = source and tmp_path / "hf"
-        assert began_with(tmp_path / folder) == Origin(directory, source["form"] if source else "")
+        assert find_origin(tmp_path / folder) == Origin(directory, source["form"] if source else "")
 
 
 def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are_read(

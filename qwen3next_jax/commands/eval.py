@@ -48,11 +48,11 @@ def main() -> int:
     # Imported here: the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.commands.evaluate import evaluate
     from qwen3next_jax.evals.evaluation import EvalOptions
-    from qwen3next_jax.runs.load import joined
+    from qwen3next_jax.runs.load import join_processes
 
-    with joined(loading.launch, workdir):
+    with join_processes(loading.launch, workdir):
         if config:
-            unread.check(config, given, workdir, find=unread.by_layers)
+            unread.check(config, given, workdir, find=unread.unread_by_layers)
         return evaluate(
             config,
             workdir,

@@ -53,7 +53,7 @@ def main() -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # uses no accelerator of this machine
-    unread.check(whole, given, find=unread.by_layers)
+    unread.check(whole, given, find=unread.unread_by_layers)
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 

@@ -35,9 +35,9 @@ def main() -> int:
     config, launch = get_config(goes_on=goes_on), get_launch()
     workdir = get_workdir(config.name)
     if get_max_restarts() and not _dry_run.value:
-        from qwen3next_jax.runs.folder import written
+        from qwen3next_jax.runs.folder import run_files
 
-        find_run = functools.partial(written, workdir) if _restart.value else None
+        find_run = functools.partial(run_files, workdir) if _restart.value else None
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs import unread
 
@@ -52,7 +52,7 @@ def main() -> int:
     from qwen3next_jax.processes import distributed
 
     with distributed.distributed_run(launch, config.parallel, to_dict(config)):
-        unread.check(config, given, workdir, _restart.value, unread.by_layers)
+        unread.check(config, given, workdir, _restart.value, unread.unread_by_layers)
         if _dry_run.value:
             from qwen3next_jax.runs.dry_run import dry_run
 

@@ -98,7 +98,7 @@ def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> s
         return "making the first state"
     beginning = f"the Hugging Face directory {config.train.init_from}"
     if parent:
-        older = preflight.passed_over(config.train.init_from, parent)
+        older = preflight.describe_damaged_checkpoints(config.train.init_from, parent)
         beginning = f"{parent['path']} after step {parent['step']}{older}"
     tokens = compare_tokens(config.data, run.model.vocab_size, config.train.init_from)
     text = f"beginning with {beginning}, reading {tokens}: its weights"

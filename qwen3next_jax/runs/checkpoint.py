@@ -28,12 +28,12 @@ from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
-    check_nothing_lost,
+    check_checkpoints_not_lost,
     config_of,
     read_run,
     run_id,
     saved_steps,
-    unwritable,
+    not_writable,
 )
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -116,7 +116,7 @@ class Checkpoints:
             warn(f"{self.directory / str(step)} is passed over: {damage}")
             self._events.append(("damaged", step, {"reason": damage}))
         if self._keep is not None:
-            check_nothing_lost(self.directory.parent)
+            check_checkpoints_not_lost(self.directory.parent)
         return None
 
     def begin(self, first_step: int) -> None:
@@ -133,7 +133,7 @@ class Checkpoints:
                     if step > first_step:
                         self._move_aside(step)
             except OSError as error:
-                raise unwritable(self.directory.parent, error) from error
+                raise not_writable(self.directory.parent, error) from error
 
         broadcast_from_process_0(clear)
 
@@ -188,7 +188,7 @@ class Checkpoints:
             known = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
         # The folder may be another run's, which deletes old checkpoints while this one reads.
-        before = manifest.stamp(where)
+        before = manifest.file_stats(where)
         found = manifest.digest(where)
         if digest is not None and not (found or "").startswith(digest):
             raise UserError(
@@ -201,7 +201,7 @@ class Checkpoints:
         try:
             state = read_arrays(where, abstract_state, whole)
         finally:  # whatever the reader made of files that changed under its hands
-            if manifest.stamp(where) != before:
+            if manifest.file_stats(where) != before:
                 raise UserError(
                     f"{where}: removed or replaced while it was read: start again, with a "
                     "checkpoint that stays (the run that wrote it deletes old ones)"
@@ -377,7 +377,7 @@ def with_keys_of(restored: Any, pattern: Any) -> Any:
     return restored
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """A model from a checkpoint of a run.
 
     digest: of the checkpoint's manifest, and so of the weights.
@@ -393,7 +393,7 @@ def load_trained(
     step: int | None = None,
     mesh: Mesh | None = None,
     record: dict[str, Any] | None = None,
-) -> Trained:
+) -> TrainedModel:
     """A run's newest checkpoint, or the one after `step` steps.
 
     Args:
@@ -439,4 +439,4 @@ def load_trained(
         for i, leaf in enumerate(leaves):
             leaves[i] = jax.device_put(jax.device_get(leaf))
     digest = digest or manifest.digest(where)  # of one that was sealed since
-    return Trained(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), step, digest)
+    return TrainedModel(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), step, digest)

@@ -40,7 +40,7 @@ def count_costs(model: ModelConfig, stages: Sequence[ResolvedStage]) -> Costs:
     )
 
 
-def model_amount(model: ModelConfig, sequence_length: int, what: str) -> float:
+def model_size(model: ModelConfig, sequence_length: int, what: str) -> float:
     """How many "parameters" a model has, or "flops" per token of rows of this length."""
     if what == "parameters":
         return parameter_counts(model).total

@@ -17,10 +17,10 @@ from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import restart_has_begun
+from qwen3next_jax.runs.folder import is_restart_unfinished
 from qwen3next_jax.runs.memory import check_state_fits, device_bytes, gigabytes
 from qwen3next_jax.runs.start import prepare_start
-from qwen3next_jax.runs.telemetry import memory
+from qwen3next_jax.runs.telemetry import device_memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -41,7 +41,7 @@ def dry_run(
       UserError: a mistake that `train` would meet. Two are not looked for: in the text behind
         the first document of each glob, and in the values of the tensors of `train.init_from`.
     """
-    restart = restart or restart_has_begun(workdir)
+    restart = restart or is_restart_unfinished(workdir)
     mesh = make_mesh(config.parallel, devices)
     run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
     data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size))
@@ -85,7 +85,7 @@ def _print_devices(run: ResolvedRun) -> None:
         "optimizer state": device_bytes(opt_state),
         "gradients": device_bytes(params),
     }
-    limit = memory()[1]
+    limit = device_memory()[1]
     print(
         "Memory of a device: "
         + ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
@@ -128,7 +128,7 @@ def _describe_beginning(run: ResolvedRun, parent: preflight.Parent | None) -> st
     train = run.config.train
     model = train.init_from
     if parent:
-        older = preflight.passed_over(train.init_from, parent)
+        older = preflight.describe_damaged_checkpoints(train.init_from, parent)
         model = (
             f"{parent['path']}, step {parent['step']}{older}, "
             f"train.init_state = {train.init_state!r}"

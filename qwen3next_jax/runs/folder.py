@@ -138,7 +138,7 @@ class RunLock:
             self._workdir.mkdir(parents=True, exist_ok=True)
             self._file = (self._workdir / "lock").open("a")
         except OSError as error:
-            raise unwritable(self._workdir, error) from error
+            raise not_writable(self._workdir, error) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -195,7 +195,7 @@ def open_run(
     data = [{"fingerprint": fingerprint} for fingerprint in data_fingerprints]
     now = {
         "format": _FORMAT,
-        "config": _plain(config),
+        "config": _as_json(config),
         "data": data,
         "tokenizer": tokenizer_fingerprint,
         "code": code_version(),
@@ -226,7 +226,7 @@ def check_settings(workdir: pathlib.Path, config: Config) -> None:
     before data are opened.
     """
     if (before := trained_run(workdir)) is not None:
-        _checked_changes(workdir, before, {"config": _plain(config)})
+        _checked_changes(workdir, before, {"config": _as_json(config)})
 
 
 def is_trained(workdir: pathlib.Path) -> bool:
@@ -244,20 +244,20 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
     """
     folder = workdir / "checkpoints"
     return (
-        sorted(int(p.name) for p in folder.iterdir() if names_step(p.name))
+        sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
         if folder.is_dir()
         else []
     )
 
 
-def names_step(name: str) -> bool:
+def is_step_name(name: str) -> bool:
     """Whether a folder of this name holds what was saved after a step: digits, as Python writes
     a number (neither "007" nor "²").
     """
     return re.fullmatch("0|[1-9][0-9]{0,17}", name) is not None
 
 
-def check_nothing_lost(workdir: pathlib.Path) -> None:
+def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
     """Raises UserError where a run without a whole checkpoint has had one: to begin again would
     write over its record.
     """
@@ -319,7 +319,7 @@ def _checked_changes(
         from_dict(Config, before["config"], where),
         max(saved_steps(workdir), default=0),
     )
-    before = before | {"config": _plain(trained)}
+    before = before | {"config": _as_json(trained)}
     if "data" in now:  # of the stages that have begun
         cursors = recorded_cursors(before, trained.train.batch_size)
         pairs = [
@@ -330,7 +330,8 @@ def _checked_changes(
         old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         before, now = before | {"data": old_data}, now | {"data": new_data}
     old, new = (
-        flatten(_by_number({name: record.get(name) for name in now})) for record in (before, now)
+        flatten(_with_numbered_stages({name: record.get(name) for name in now}))
+        for record in (before, now)
     )
     changes = [
         Change(name, old.get(name), new.get(name))
@@ -361,7 +362,7 @@ def _checked_changes(
     return changes
 
 
-def _by_number(record: dict[str, Any]) -> dict[str, Any]:
+def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
     """`record` with the stages' settings, where they are given, as leaves of their own."""
     train = record["config"]["train"]
     stages = {
@@ -398,8 +399,8 @@ def _check_stages(
             raise UserError(f"{where}, not {new[i].steps}: give it as many at least")
         for name, was, becomes in zip(
             ("schedule_start", *itertools.chain(*STAGE_SETTINGS.values())),
-            _settings(stage),
-            _settings(new[i]),
+            _stage_settings(stage),
+            _stage_settings(new[i]),
         ):
             if was != becomes and f"config.train.{name}" not in MAY_CHANGE:
                 raise UserError(
@@ -408,7 +409,7 @@ def _check_stages(
                 )
 
 
-def _settings(stage: ResolvedStage) -> list[Any]:
+def _stage_settings(stage: ResolvedStage) -> list[Any]:
     return [
         stage.schedule_start,
         *(
@@ -427,7 +428,7 @@ def move_aside(workdir: pathlib.Path) -> None:
       UserError: the folder cannot be written to, or a file would take the place of another one.
     """
     partial = _partial_move(workdir)
-    if partial is None and not written(workdir):
+    if partial is None and not run_files(workdir):
         return
     try:
         if partial is None:
@@ -437,7 +438,7 @@ def move_aside(workdir: pathlib.Path) -> None:
             partial = workdir / (name + _PARTIAL)
             partial.mkdir()
             fsync(workdir)
-        for name in written(workdir):
+        for name in run_files(workdir):
             require(
                 not os.path.lexists(partial / name),
                 f"{workdir}: {name} is there, and in {partial.name} as well, where a restart moves "
@@ -448,10 +449,10 @@ def move_aside(workdir: pathlib.Path) -> None:
         partial.rename(workdir / partial.name.removesuffix(_PARTIAL))
         fsync(workdir)
     except OSError as error:
-        raise unwritable(workdir, error) from error
+        raise not_writable(workdir, error) from error
 
 
-def restart_has_begun(workdir: pathlib.Path) -> bool:
+def is_restart_unfinished(workdir: pathlib.Path) -> bool:
     """Whether a process was killed while it moved a run aside. What is left in the folder belongs
     to that run: the next start moves it as well, whether it is told to restart or not.
     """
@@ -464,7 +465,7 @@ def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
     return min(found, default=None)
 
 
-def written(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
+def run_files(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
     """Name of each file or folder of a run in `workdir` → its device and inode, which stay the
     same when it is moved.
     """
@@ -560,17 +561,17 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise unwritable(workdir, error) from error
+        raise not_writable(workdir, error) from error
 
 
-def unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
+def not_writable(workdir: pathlib.Path, error: OSError) -> UserError:
     """What to raise where the run's folder cannot be written to."""
     return UserError(
         f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
     )
 
 
-def _plain(config: Config) -> dict[str, Any]:
+def _as_json(config: Config) -> dict[str, Any]:
     plain = json.loads(json.dumps(to_dict(config)))
     plain["model"]["layer_types"] = list(config.model.pattern)  # however the file spells it
     return plain

@@ -67,7 +67,7 @@ def load_model(
     if (folder / "run.json").exists():
         record = read_run(folder)
         config = config_of(record, folder)
-        places = _mesh(
+        places = _make_mesh(
             f"{path}: the mesh of its run does not fit here",
             config.model,
             mesh,
@@ -92,7 +92,7 @@ def load_model(
             )
         tokenizer = folder / "tokenizer.json"
         config = read_hf_config(folder)
-        places = _mesh(str(path), config, mesh, MeshConfig(), devices)
+        places = _make_mesh(str(path), config, mesh, MeshConfig(), devices)
         identity = stamp_hf(folder)  # before they are read: if they change now, it is not theirs
         model = load_hf(folder, dtype or config.dtype, places)
         found = (
@@ -104,7 +104,7 @@ def load_model(
 
 
 @contextlib.contextmanager
-def joined(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
+def join_processes(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
     """Joins the other processes of a command that loads the model at `path`; the first of them
     alone prints.
     """
@@ -126,7 +126,7 @@ def joined(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
             yield
 
 
-def _mesh(
+def _make_mesh(
     where: str,
     model: ModelConfig,
     given: MeshConfig | None,

@@ -109,7 +109,7 @@ def digest(directory: pathlib.Path) -> str | None:
         return None
 
 
-def stamp(directory: pathlib.Path) -> list[tuple] | None:
+def file_stats(directory: pathlib.Path) -> list[tuple] | None:
     """Which files lie in the folder: another list once one of them was replaced, rewritten or
     removed; None where the folder is gone. It reads no file.
     """

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, out_of_memory
-from qwen3next_jax.runs.telemetry import memory
+from qwen3next_jax.runs.telemetry import device_memory
 from qwen3next_jax.training.stages import ResolvedStage
 from qwen3next_jax.training.state import State
 
@@ -25,7 +25,7 @@ def check_state_fits(state: State) -> None:
     """Raises a UserError where the train state alone is larger than a device's memory. (A step
     also takes gradients and activations: what passes here may still be too large.)
     """
-    needed, limit, where = device_bytes(state), memory()[1], "a device"
+    needed, limit, where = device_bytes(state), device_memory()[1], "a device"
     if jax.local_devices()[0].platform == "cpu":  # its devices share the memory of their host
         needed *= jax.local_device_count()
         limit, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import config_of, read_run, run_id, trained_run
-from qwen3next_jax.runs.preflight import Parent, names_run
+from qwen3next_jax.runs.preflight import Parent, is_run
 
 
 class Origin(NamedTuple):
@@ -27,7 +27,7 @@ class Origin(NamedTuple):
     form: str = ""
 
 
-def began_with(path: str | pathlib.Path) -> Origin:
+def find_origin(path: str | pathlib.Path) -> Origin:
     """With what the model in `path`, a run or a Hugging Face directory, began.
 
     Raises:
@@ -70,18 +70,18 @@ def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, 
         path, form = str(pathlib.Path(init_from).absolute()), read_hf_config(init_from).hf_form
         return {"source": {"path": path, "form": form, "files": files}}
     try:
-        origin = began_with(parent["path"])
+        origin = find_origin(parent["path"])
     except UserError:
         return {}
     directory, form = origin
     return {"source": directory and {"path": str(directory.absolute()), "form": form}}
 
 
-def stamp_of_files(init_from: str) -> str:
+def stamp_init_from(init_from: str) -> str:
     """`stamp_hf` of the Hugging Face directory that a run begins with; "" where it begins with
     none.
     """
-    if not init_from or names_run(init_from):
+    if not init_from or is_run(init_from):
         return ""
     from qwen3next_jax.interop.huggingface import stamp_hf
 

@@ -32,7 +32,7 @@ from qwen3next_jax.runs.folder import (
     is_trained,
     read_config,
     read_run,
-    restart_has_begun,
+    is_restart_unfinished,
     run_id,
     saved_steps,
     trained_run,
@@ -79,7 +79,7 @@ def check(
     require_path(f"--workdir={workdir}", workdir.absolute() / "checkpoints" / ("0" * 200))
     if records:
         _check_packages(config.telemetry)
-    restart = restart or restart_has_begun(workdir)
+    restart = restart or is_restart_unfinished(workdir)
     if not restart:
         check_settings(workdir, config)
     data = with_tokenizer(config.data, config.train.init_from, workdir, restart)
@@ -114,14 +114,14 @@ def with_tokenizer(
         return data
     if before := None if restart else trained_run(workdir):
         name, own = read_config(workdir).data.tokenizer or "bytes", workdir / "tokenizer"
-        if own.exists() and not _gives(name, before["tokenizer"]):
+        if own.exists() and not _has_fingerprint(name, before["tokenizer"]):
             name = str(own)
     else:
         name = tokenizer_of_model(init_from)
     return dataclasses.replace(data, tokenizer=name)
 
 
-def _gives(name: str, fingerprint: str) -> bool:
+def _has_fingerprint(name: str, fingerprint: str) -> bool:
     """Whether `name` is still that of the tokenizer with this fingerprint."""
     try:
         return load_tokenizer(name).fingerprint == fingerprint
@@ -139,8 +139,8 @@ def tokenizer_of_model(init_from: str) -> str:
     if not init_from:
         return "bytes"
     _check_is_there(init_from)
-    path, _ = _split(init_from)
-    if names_run(init_from):
+    path, _ = _split_step(init_from)
+    if is_run(init_from):
         own, name = path / "tokenizer", read_config(path).data.tokenizer
         return str(own) if own.exists() else name or "bytes"
     file = path / "tokenizer.json"
@@ -160,7 +160,7 @@ def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
     Raises:
       UserError: both stand for text, and not for the same.
     """
-    path, _ = _split(init_from)
+    path, _ = _split_step(init_from)
     ours = source_of(data).tokenizer_of(data, vocab_size)
     if (path / "run.json").exists():
         theirs = read_run(path)["tokenizer"]
@@ -196,9 +196,9 @@ def _check_packages(telemetry: TelemetryConfig) -> None:
                 importlib.import_module(package)
 
 
-def names_run(init_from: str) -> bool:
+def is_run(init_from: str) -> bool:
     """Whether `train.init_from` is a run, not a Hugging Face directory."""
-    path, step = _split(init_from)
+    path, step = _split_step(init_from)
     return step is not None or (path / "run.json").exists()
 
 
@@ -208,7 +208,7 @@ def _check_is_there(init_from: str) -> None:
     """
     where = f"train.init_from = {init_from}"
     require_path(where, init_from)
-    path, step = _split(init_from)
+    path, step = _split_step(init_from)
     if step is not None and "://" not in init_from:
         require(path.is_dir(), f"{where}: there is no folder {path}")
         return
@@ -227,7 +227,7 @@ def steps_of_parent(train: TrainConfig) -> int:
     if not train.init_from or train.init_state != "all":
         return 0
     require_path(f"train.init_from = {train.init_from!r}", train.init_from)
-    path, step = _split(train.init_from)
+    path, step = _split_step(train.init_from)
     return max(saved_steps(path), default=0) if step is None else step
 
 
@@ -247,8 +247,8 @@ def find_parent(
     if not train.init_from or not restart and saved_steps(workdir):
         return None
     _check_is_there(train.init_from)
-    path, step = _split(train.init_from)
-    if not names_run(train.init_from):
+    path, step = _split_step(train.init_from)
+    if not is_run(train.init_from):
         require(
             train.init_state == "weights",
             f"{where}: a Hugging Face directory has no optimizer state: set train.init_state = "
@@ -312,11 +312,11 @@ def find_parent(
     }
 
 
-def passed_over(init_from: str, parent: Parent) -> str:
+def describe_damaged_checkpoints(init_from: str, parent: Parent) -> str:
     """What to say of newer checkpoints of `parent` that are damaged, where `train.init_from`
     names no step and so means the newest one; else nothing.
     """
-    path, step = _split(init_from)
+    path, step = _split_step(init_from)
     if step is not None:
         return ""
     found = {
@@ -329,7 +329,7 @@ def passed_over(init_from: str, parent: Parent) -> str:
     )
 
 
-def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
+def _split_step(init_from: str) -> tuple[pathlib.Path, int | None]:
     """RUN@STEP → (RUN, STEP); (RUN, None) where no step is named, or a folder has that very
     name.
     """

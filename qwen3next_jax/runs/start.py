@@ -50,7 +50,7 @@ def prepare_start(
     run = resolve_run(config, mesh)
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)
     check_evaluations(config.eval, run.model, tokenizer)
-    if init_from and begins and not preflight.names_run(init_from):
+    if init_from and begins and not preflight.is_run(init_from):
         require_room("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.huggingface import check_hf
 
@@ -58,7 +58,7 @@ def prepare_start(
     return run
 
 
-def check_settings_alone(config: Config) -> None:
+def check_without_devices(config: Config) -> None:
     """Checks what depends on the settings and the data's files alone: no folder of a run, no
     devices.
 

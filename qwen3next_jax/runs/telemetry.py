@@ -168,7 +168,7 @@ class Throughput:
         """
         speed = steps * self._stage.tokens_per_step / seconds
         flops = speed * self._flops_per_token
-        used, limit = memory()
+        used, limit = device_memory()
         bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
         stage = {"stage": self._stage.name} if self._stage.name else {}
         return (
@@ -188,7 +188,7 @@ class Throughput:
         )
 
 
-def memory() -> tuple[int, int | None]:
+def device_memory() -> tuple[int, int | None]:
     """(largest use of this process's fullest device so far, that device's memory) in bytes; on a
     platform without such figures (CPU) the process's largest resident memory, and None.
     """
@@ -254,7 +254,7 @@ def open_metrics(
     return MetricsFile(workdir / "metrics.jsonl", first_step, [*listeners, ReportWriter(workdir)])
 
 
-def surroundings(mesh: Mesh) -> dict[str, Any]:
+def describe_environment(mesh: Mesh) -> dict[str, Any]:
     """What a "start" event says about where the run runs."""
     return {
         "hosts": jax.process_count(),

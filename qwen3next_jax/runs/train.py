@@ -37,7 +37,7 @@ from qwen3next_jax.runs.folder import (
     move_aside,
     open_run,
     read_run,
-    restart_has_begun,
+    is_restart_unfinished,
     saved_steps,
     write_run_record,
 )
@@ -46,7 +46,7 @@ from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
 from qwen3next_jax.runs.start import prepare_start, start_state
-from qwen3next_jax.runs.telemetry import MetricsFile, open_metrics, surroundings
+from qwen3next_jax.runs.telemetry import MetricsFile, open_metrics, describe_environment
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.loop import (
@@ -92,7 +92,7 @@ def train(
       UserError: a mistake in what the user gave.
     """
     begun = time.time()
-    restart = restart or restart_has_begun(workdir)
+    restart = restart or is_restart_unfinished(workdir)
 
     # ---- Mesh
     mesh = make_mesh(config.parallel, devices)
@@ -126,7 +126,7 @@ def train(
             Watchdog(workdir, jax.process_index()) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
-            metrics.start(start.step, begun, **surroundings(run.mesh))
+            metrics.start(start.step, begun, **describe_environment(run.mesh))
             _record_start(workdir, opened, start, tokenizer, checkpoints, metrics, display)
 
             # ---- Hooks
@@ -227,7 +227,7 @@ def _open_folder(
     """
     config = run.config
     begins = broadcast_from_process_0(lambda: restart or not saved_steps(workdir))
-    files = run_on_all(lambda: origin.stamp_of_files(config.train.init_from) if begins else "")
+    files = run_on_all(lambda: origin.stamp_init_from(config.train.init_from) if begins else "")
 
     def open_folder():
         if restart:

@@ -105,7 +105,7 @@ def unread(config: Config) -> dict[str, str]:
     return found | _unread_by_stages(config.train.stages, resolved, found.get("data.weights"))
 
 
-def by_layers(config: Config) -> dict[str, str]:
+def unread_by_layers(config: Config) -> dict[str, str]:
     """As `unread`: what mixers and evaluations would read."""
     from qwen3next_jax.model.block import unread_by_mixers
 
@@ -120,7 +120,7 @@ def by_layers(config: Config) -> dict[str, str]:
     return found
 
 
-Find = Callable[[Config], dict[str, str]]
+Finder = Callable[[Config], dict[str, str]]
 
 
 def check(
@@ -128,7 +128,7 @@ def check(
     given: UserInput | None,
     workdir: pathlib.Path | None = None,
     restart: bool = False,
-    find: Find = unread,
+    find: Finder = unread,
 ) -> None:
     """Raises UserError where a new run is given a setting that it does not read, or that leaves
     it nothing to train on. A run that has begun goes on with the settings it has.
@@ -139,20 +139,20 @@ def check(
       restart: whether what is in `workdir` is moved away.
       find: `unread` or `by_layers`.
     """
-    begun = _begun(workdir, restart)
+    begun = _resumed_config(workdir, restart)
     check_targets(config, begun)
     if given is None:
         return
-    settings, before = values(config), values(begun) if begun else {}
-    for name, why in refused(config, given, find).items():
+    settings, before = settings_by_name(config), settings_by_name(begun) if begun else {}
+    for name, why in find_refused(config, given, find).items():
         require(name in before and before[name] == settings[name], why)
 
 
-def refused(config: Config, given: UserInput, find: Find) -> dict[str, str]:
+def find_refused(config: Config, given: UserInput, find: Finder) -> dict[str, str]:
     """The given settings that a run of `config` does not read, by their names → what is wrong. A
     default is not refused.
     """
-    settings, found = values(config), {}
+    settings, found = settings_by_name(config), {}
     changed = {
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
@@ -193,7 +193,7 @@ def check_targets(config: Config, begun: Config | None = None) -> None:
         check_prefix(config.model, stage.sequence_length)
 
 
-def values(config: Config) -> dict[str, Any]:
+def settings_by_name(config: Config) -> dict[str, Any]:
     """Every setting by its dotted name, those that stages set included."""
     found = flatten(to_dict(config))
     for i, stage in enumerate(config.train.stages):
@@ -266,7 +266,7 @@ def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
     return found
 
 
-def _begun(workdir: pathlib.Path | None, restart: bool) -> Config | None:
+def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
     """The configuration of the run in `workdir`, where one has begun there."""
     if workdir is None or restart or not (workdir / "run.json").exists():
         return None
@@ -276,4 +276,4 @@ def _begun(workdir: pathlib.Path | None, restart: bool) -> Config | None:
         return None
 
 
-DEFAULTS = values(Config())
+DEFAULTS = settings_by_name(Config())

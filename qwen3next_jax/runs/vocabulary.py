@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from qwen3next_jax.runs.folder import restart_has_begun, trained_run
+from qwen3next_jax.runs.folder import is_restart_unfinished, trained_run
 
 
 def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = None) -> None:
@@ -25,7 +25,7 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
     data = values.get("data", {})
     if model.get("vocab_size") != 0 or data.get("source", "text") != "text":
         return
-    begun = trained_run(workdir) if workdir and not restart_has_begun(workdir) else None
+    begun = trained_run(workdir) if workdir and not is_restart_unfinished(workdir) else None
     if begun is not None:
         trained = begun["config"]["model"]
         model["vocab_size"] = trained["vocab_size"]

@@ -12,7 +12,6 @@ from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.runs.costs import count_costs
-from qwen3next_jax.training.stages import resolve_stages
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
     Result,
@@ -28,6 +27,7 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
+from qwen3next_jax.training.stages import resolve_stages
 
 # field of `Costs` → its name on the page
 COSTS = {
