@@ -1,4 +1,4 @@
-"""What a run costs, counted from its settings: nothing is computed."""
+"""Counts parameters, FLOPs and cache sizes of a run from its settings, without running the model."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,13 +8,18 @@ from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.training.stages import ResolvedStage
 
-_CACHE_LENGTH = 1024  # the attention cache grows linearly; this length shows by how much
+_CACHE_LENGTH = 1024  # tokens; the attention cache grows linearly, so any length gives its rate
 
 
 class Costs(NamedTuple):
-    """parameters: all of them. tokens: of the whole run, padding included. flops_per_token:
-    forward and backward, the mean over these tokens. cache_bytes_per_token and state_bytes: what
-    decoding keeps of one row.
+    """Costs of a run.
+
+    Attributes:
+      parameters: number of all parameters.
+      tokens: number of tokens of the whole run, padding included.
+      flops_per_token: FLOPs of forward and backward pass, averaged over these tokens.
+      cache_bytes_per_token: bytes by which the attention cache of one row grows per token.
+      state_bytes: bytes of the recurrent state of one row.
     """
 
     parameters: int
@@ -25,6 +30,7 @@ class Costs(NamedTuple):
 
 
 def count_costs(model: ModelConfig, stages: Sequence[ResolvedStage]) -> Costs:
+    """Counts the costs of training `model` in `stages` and of decoding with it."""
     tokens = sum(stage.tokens_per_step * stage.steps for stage in stages)
     flops = sum(
         flops_per_token(model, stage.sequence_length) * stage.tokens_per_step * stage.steps
@@ -41,7 +47,12 @@ def count_costs(model: ModelConfig, stages: Sequence[ResolvedStage]) -> Costs:
 
 
 def model_size(model: ModelConfig, sequence_length: int, what: str) -> float:
-    """How many "parameters" a model has, or "flops" per token of rows of this length."""
+    """Number of parameters of a model, or its FLOPs per token (forward and backward).
+
+    Args:
+      sequence_length: tokens per row.
+      what: "parameters" or "flops".
+    """
     if what == "parameters":
         return parameter_counts(model).total
     return flops_per_token(model, sequence_length)

@@ -1,6 +1,4 @@
-"""`train.py --dry-run`: everything of a start that can be checked, and what the run would take.
-Nothing is written.
-"""
+"""`train.py --dry-run`: checks the start of a run and prints its size, without writing anything."""
 
 import pathlib
 from collections.abc import Sequence
@@ -34,12 +32,19 @@ def dry_run(
     *,
     devices: Sequence[Any] | None = None,
 ) -> ExitCode:
-    """Prints parameters, memory, data, tokens, FLOPs and where the run would start. `devices`:
-    those of the run; None for all that JAX finds.
+    """Prints parameters, memory, data, tokens, FLOPs and the first step of the run.
+
+    Args:
+      workdir: the folder of the run.
+      restart: whether the run starts anew, whatever `workdir` holds.
+      devices: the devices of the run; None: all that JAX finds.
+
+    Returns:
+      The exit code.
 
     Raises:
-      UserError: a mistake that `train` would meet. Two are not looked for: in the text behind
-        the first document of each glob, and in the values of the tensors of `train.init_from`.
+      UserError: `train` would raise it too. This function reads only the first document of each
+        glob and no values of the tensors in `train.init_from`; errors there remain for `train`.
     """
     restart = restart or is_restart_unfinished(workdir)
     mesh = make_mesh(config.parallel, devices)
@@ -57,20 +62,20 @@ def dry_run(
     print(f"Data: {data}")
     _print_stages(run, taken)
     if step:
-        begin = f"after step {step}"
+        first = f"after step {step}"
     elif not train.init_from:
-        begin = f"from random weights (train.seed = {train.seed})"
+        first = f"with random weights (train.seed = {train.seed})"
     else:
-        begin = _describe_beginning(run, parent)
-    done = "nothing is left to do " if step >= run.steps else ""
-    print(f"Start in {workdir}: {done}{begin}. Nothing has been written")
-    # Last: what a run would take is worth knowing where it does not fit.
+        first = _describe_init_from(run, parent)
+    finished = "no step remains " if step >= run.steps else ""
+    print(f"Start in {workdir}: {finished}{first}. Nothing has been written")
+    # This check is the last, so that a run that does not fit prints its size first.
     check_state_fits(run.abstract_state)
     return ExitCode.DONE
 
 
 def _print_devices(run: ResolvedRun) -> None:
-    """Parameters, devices, the compiler's options and memory."""
+    """Prints parameters, devices, the compiler's options and the memory of the state."""
     params, opt_state = run.abstract_state["params"], run.abstract_state["opt_state"]
     kind = run.mesh.devices.flat[0].device_kind
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -91,13 +96,13 @@ def _print_devices(run: ResolvedRun) -> None:
         + ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
         + f": {gigabytes(sum(sizes.values()))}"
         + (f" of {gigabytes(limit)}" if limit else "")
-        + ". Left out: activations, which grow with its tokens in a micro-batch, and what the "
-        "program needs besides (qwen3next plan compiles the real step)"
+        + ". This leaves out activations, which grow with the tokens per device and micro-batch, "
+        "and the program's buffers (qwen3next plan compiles the real step)"
     )
 
 
 def _print_stages(run: ResolvedRun, taken: int) -> None:
-    """Tokens and FLOPs of every stage that is not over after `taken` steps."""
+    """Prints tokens and FLOPs of every stage that does not end within the first `taken` steps."""
     total = 0.0
     for stage in run.stages:
         first = max(stage.steps_before, taken)
@@ -123,8 +128,8 @@ def _print_stages(run: ResolvedRun, taken: int) -> None:
         print(f"Together: {tokens:,} tokens, {total:.4g} FLOPs in {run.steps - taken:,} steps")
 
 
-def _describe_beginning(run: ResolvedRun, parent: preflight.Parent | None) -> str:
-    """What a new run begins with, where `train.init_from` names it."""
+def _describe_init_from(run: ResolvedRun, parent: preflight.Parent | None) -> str:
+    """Describes the model in `train.init_from` with which a new run begins."""
     train = run.config.train
     model = train.init_from
     if parent:
@@ -134,25 +139,25 @@ def _describe_beginning(run: ResolvedRun, parent: preflight.Parent | None) -> st
             f"train.init_state = {train.init_state!r}"
         )
     tokens = preflight.compare_tokens(run.config.data, run.model.vocab_size, train.init_from)
-    return f"from {model}, reading {tokens}"
+    return f"with {model}, reading {tokens}"
 
 
 def _describe_data(config: DataConfig, vocab_size: int) -> str:
-    """What there is to train on."""
+    """Describes the training data, and reads the first document of each glob."""
     if config.source != "text":
-        return f"{config.source}, made as it is read"
+        return f"{config.source}, generated during training"
     tokenizer = source_of(config).tokenizer_of(config, vocab_size)
-    found = [
+    resolved = [
         sources.resolve(glob, config.text_field, config.on_bad_text)
         for glob in config.globs or ("",)
     ]
-    for source in found:
+    for source in resolved:
         next(sources.documents(source))
     return (
-        f"{sum(len(source.files) for source in found):,} files, "
-        f"{gigabytes(sum(source.size for source in found))}, tokenizer of "
+        f"{sum(len(source.files) for source in resolved):,} files, "
+        f"{gigabytes(sum(source.size for source in resolved))}, tokenizer of "
         f"{tokenizer.vocab_size:,} tokens; the first document of "
-        f"{'each glob' if len(found) > 1 else 'it'} has been read"
+        f"{'each glob' if len(resolved) > 1 else 'it'} has been read"
     )
 
 

@@ -180,7 +180,7 @@ def train(
             f"Interrupted: saved after step {step} of {run.steps} in {workdir}. The same "
             "command goes on from there.",
         )
-    heldout = evaluation.heldout_figure if evaluation else "not evaluated"
+    heldout = evaluation.heldout_text if evaluation else "not evaluated"
     done = f"Trained {step} steps: held-out {heldout}."
     return _end_at_last_step(run, workdir, step, trouble, done, tokenizer)
 
@@ -239,7 +239,7 @@ def _open_folder(
         tokens = data[0].tokenizer.fingerprint
         return parent, *open_run(workdir, config, fingerprints, tokens, parent, source)
 
-    parent, record, changes = broadcast_from_process_0(lambda: lock.held(open_folder))
+    parent, record, changes = broadcast_from_process_0(lambda: lock.run_locked(open_folder))
     check_shared_folder(workdir, config.parallel.start_timeout)
     return _Opened(parent, files, record, changes)
 

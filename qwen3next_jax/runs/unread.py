@@ -1,9 +1,9 @@
-"""Settings that a user gives and that change nothing in the run, which is refused.
+"""Finds settings that have no effect on a run, and refuses them if the user gave them.
 
-A setting is only refused where a user gives it for a new run: on the command line, in a sweep, or
-in the config file itself. What a config file holds for its own model may lose its meaning by
-another setting (experts' sizes where the command line asks for none), and a run that has begun
-keeps the settings it was begun with.
+A setting is refused only if the user gives it for a new run: on the command line, in a sweep, or in
+the code of the config file. A setting of the config file may lose its effect because the command
+line overrides another one (experts' sizes after `model.num_experts = 0`); that is allowed. A resumed
+run may keep all its settings.
 """
 
 import pathlib
@@ -29,8 +29,8 @@ from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
-# Setting → (whether a run of this configuration reads it, why it does not).
-_READ: dict[str, tuple[Callable[[Config], bool], str]] = {
+# Setting → (whether a run of this configuration reads it, the reason if it does not).
+_CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.linear_mixer": (
         lambda c: LINEAR in c.model.pattern,
         f"no layer of the pattern is {LINEAR!r}",
@@ -59,7 +59,7 @@ _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
         (lambda c: c.model.num_experts > 0, "the model has no experts (model.num_experts = 0)"),
     ),
     "model.intermediate_size": (lambda c: c.model.has_dense_mlps, "every layer has experts"),
-    # A weight of 0 says what is the case.
+    # A weight of 0 is true without experts, so it is allowed.
     "train.balance_loss_weight": (
         lambda c: c.model.has_experts or not c.train.balance_loss_weight,
         "no layer has experts",
@@ -89,10 +89,13 @@ _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
 
 
 def unread(config: Config) -> dict[str, str]:
-    """Settings that change nothing in a run of `config` → why. "train.stages[1].schedule" is one
-    of a stage. Needs no JAX; `by_layers` knows the rest.
+    """Returns the settings that have no effect on a run of `config`, each with the reason. A setting
+    of a stage is named "train.stages[1].schedule".
+
+    This function does not import JAX; `unread_by_layers` finds the settings of mixers and
+    evaluations.
     """
-    found = {name: why for name, (reads, why) in _READ.items() if not reads(config)}
+    found = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
     read = source_of(config.data).settings(config.data)
     if read is not None:
         found |= {
@@ -106,7 +109,9 @@ def unread(config: Config) -> dict[str, str]:
 
 
 def unread_by_layers(config: Config) -> dict[str, str]:
-    """As `unread`: what mixers and evaluations would read."""
+    """Returns the settings of mixers and evaluations that have no effect on a run of `config`, each
+    with the reason. It imports JAX.
+    """
     from qwen3next_jax.model.block import unread_by_mixers
 
     found = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
@@ -130,63 +135,73 @@ def check(
     restart: bool = False,
     find: Finder = unread,
 ) -> None:
-    """Raises UserError where a new run is given a setting that it does not read, or that leaves
-    it nothing to train on. A run that has begun goes on with the settings it has.
+    """Checks that a new run has tokens to train on and that the user's settings have an effect. A
+    resumed run may keep the settings in its run.json.
 
     Args:
-      given: what the user gives; None: any settings may be without use.
-      workdir: the folder of the run, where it has one.
-      restart: whether what is in `workdir` is moved away.
-      find: `unread` or `by_layers`.
+      given: the settings that the user gave; None: settings may have no effect.
+      workdir: the folder of the run; None: it has none.
+      restart: whether the run starts anew, whatever `workdir` holds.
+      find: `unread` or `unread_by_layers`.
+
+    Raises:
+      UserError: names the first setting without effect, or the reason why there are no tokens.
     """
-    begun = _resumed_config(workdir, restart)
-    check_targets(config, begun)
+    resumed = _resumed_config(workdir, restart)
+    check_targets(config, resumed)
     if given is None:
         return
-    settings, before = settings_by_name(config), settings_by_name(begun) if begun else {}
-    for name, why in find_refused(config, given, find).items():
-        require(name in before and before[name] == settings[name], why)
+    settings = settings_by_name(config)
+    recorded = settings_by_name(resumed) if resumed else {}
+    for name, message in find_refused(config, given, find).items():
+        require(name in recorded and recorded[name] == settings[name], message)
 
 
 def find_refused(config: Config, given: UserInput, find: Finder) -> dict[str, str]:
-    """The given settings that a run of `config` does not read, by their names → what is wrong. A
-    default is not refused.
+    """Returns the settings that the user gave and that have no effect on a run of `config`, each
+    with an error message. Settings with their default value are allowed.
     """
     settings, found = settings_by_name(config), {}
     changed = {
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
-    in_file, alone = frozenset(), {}
+    names_in_file, unread_in_file = frozenset(), {}
     if given.file_config and changed:
-        in_file, alone = names_in_code(given.file), find(given.file_config)
+        names_in_file, unread_in_file = names_in_code(given.file), find(given.file_config)
     for name, why in changed.items():
         if name.partition("[")[0] in given.overrides:
             where = ""
-        elif name.rpartition(".")[2] in in_file and name in alone:
+        elif name.rpartition(".")[2] in names_in_file and name in unread_in_file:
             where = f"{given.file}: "
         else:
             continue
         found[name] = (
-            f"{where}{name} = {settings[name]!r} changes nothing in this run, as {why}: leave it "
-            "out"
+            f"{where}{name} = {settings[name]!r} has no effect on this run, because {why}: leave "
+            "it out"
         )
     return found
 
 
-def check_targets(config: Config, begun: Config | None = None) -> None:
-    """Raises UserError where there is nothing to train on, or not what was named. `begun`: the
-    run that goes on; what it has is left to it.
+def check_targets(config: Config, resumed: Config | None = None) -> None:
+    """Checks that `data.path` names files and that every row has tokens to predict.
+
+    Args:
+      resumed: the configuration in run.json of a resumed run, whose settings are allowed; None: the
+        run is new.
+
+    Raises:
+      UserError: `data.path` has no glob, or the prefix of a mask is as long as a row.
     """
     data = config.data
     require(
-        bool(data.globs) or not data.path or bool(begun and begun.data.path == data.path),
+        bool(data.globs) or not data.path or bool(resumed and resumed.data.path == data.path),
         f"data.path = {data.path!r}: it names no file: expected comma-separated globs, or '' for "
         "Python's standard library",
     )
     mixer = config.model.mixer
-    if not mixer or (begun and begun.model.mixer == mixer):
+    if not mixer or (resumed and resumed.model.mixer == mixer):
         return
-    # the mixers are asked, and JAX is imported, only where they have settings
+    # This import loads JAX, so it happens only if mixers have settings.
     from qwen3next_jax.model.visible_targets import check_prefix
 
     for stage in resolve_stages(config):
@@ -194,7 +209,7 @@ def check_targets(config: Config, begun: Config | None = None) -> None:
 
 
 def settings_by_name(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name, those that stages set included."""
+    """Returns every setting by its dotted name, with the settings that stages override."""
     found = flatten(to_dict(config))
     for i, stage in enumerate(config.train.stages):
         found |= {
@@ -267,12 +282,12 @@ def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
 
 
 def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
-    """The configuration of the run in `workdir`, where one has begun there."""
+    """The configuration of the run in `workdir`; None if the run is new."""
     if workdir is None or restart or not (workdir / "run.json").exists():
         return None
     try:
         return read_config(workdir)
-    except UserError:  # which is told where the folder is opened
+    except UserError:  # `open_run` raises it again later
         return None
 
 
