@@ -31,8 +31,8 @@ _dry_run = flags.DEFINE_boolean(
 
 
 def main() -> int:
-    goes_on = not _restart.value
-    config, launch = get_config(goes_on=goes_on), get_launch()
+    may_resume = not _restart.value
+    config, launch = get_config(may_resume=may_resume), get_launch()
     workdir = get_workdir(config.name)
     if get_max_restarts() and not _dry_run.value:
         from qwen3next_jax.runs.folder import run_files
@@ -41,7 +41,7 @@ def main() -> int:
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs import unread
 
-    given = None if _allow_unread.value else cli.given_settings(goes_on)
+    given = None if _allow_unread.value else cli.given_settings(may_resume)
     unread.check(config, given, workdir, _restart.value)
     # Several processes make this check together, later, so that all of them report its result.
     if launch is None:

@@ -1,6 +1,6 @@
 """Writes, verifies, deletes and reads the checkpoints of a run.
 
-    WORKDIR/checkpoints/STEP/   train state after STEP steps, with a manifest of digests (`manifest`)
+    WORKDIR/checkpoints/STEP/   train state after STEP steps, with a manifest (`runs.manifest`)
     WORKDIR/damaged/            checkpoints that a resume found damaged
 
 Orbax writes in the background. A checkpoint is complete once it has its manifest.
@@ -209,8 +209,8 @@ class Checkpoints:
         actual_digest = manifest.digest(where)
         if digest is not None and not (actual_digest or "").startswith(digest):
             raise UserError(
-                f"{where}: not the checkpoint with the digest {digest} that this run found before: it "
-                "was removed or replaced since: put it back, or start in a new --workdir from a "
+                f"{where}: not the checkpoint with the digest {digest} that this run found before: "
+                "removed or replaced since: put it back, or start in a new --workdir from a "
                 "checkpoint that is not deleted"
             )
         if (step, actual_digest) != self._verified and (damage := self._find_damage(step)):
@@ -220,8 +220,8 @@ class Checkpoints:
         finally:  # this error replaces whatever error the changed files caused in the reader
             if manifest.file_stats(where) != before:
                 raise UserError(
-                    f"{where}: removed or replaced while it was read: start again from a checkpoint "
-                    "that is not deleted (the run that wrote it deletes old ones)"
+                    f"{where}: removed or replaced while it was read: start again from a "
+                    "checkpoint that is not deleted (the run that wrote it deletes old ones)"
                 )
         # Older manifests have no step, so the state itself is compared.
         if "step" in state and (saved_step := int(state["step"])) != step:
@@ -393,8 +393,8 @@ def with_text_keys(state: Any) -> Any:
 
 
 def with_keys_of(restored: Any, pattern: Any) -> Any:
-    """Undoes `with_text_keys`: returns the values of `restored` under the keys of `pattern`. It goes
-    by key, because as text "10" sorts before "2", so the leaves have another order.
+    """Undoes `with_text_keys`: returns the values of `restored` under the keys of `pattern`.
+    It goes by key, because as text "10" sorts before "2", so the leaves have another order.
     """
     if type(pattern) is dict:
         return {key: with_keys_of(restored[str(key)], value) for key, value in pattern.items()}

@@ -1,4 +1,4 @@
-"""Counts parameters, FLOPs and cache sizes of a run from its settings, without running the model."""
+"""Counts parameters, FLOPs and cache sizes of a run from its settings; the model does not run."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -422,7 +422,8 @@ def _check_stages(
         ends = new[i].last_step
         if is_over and ends != stage.last_step:
             raise UserError(
-                f"{where}, not {new[i].steps}: train.stages[{i}].steps = {stage.steps} cannot change"
+                f"{where}, not {new[i].steps}: train.stages[{i}].steps = {stage.steps} "
+                "cannot change"
             )
         if not is_over and i + 1 < len(new) and ends < step:
             raise UserError(f"{where}, not {new[i].steps}: give it at least that many")
@@ -433,8 +434,8 @@ def _check_stages(
         ):
             if old_value != new_value and f"config.train.{name}" not in MAY_CHANGE:
                 raise UserError(
-                    f"{where} with {name} = {old_value!r}, not {new_value!r}: give another --workdir, or "
-                    "the old value"
+                    f"{where} with {name} = {old_value!r}, not {new_value!r}: give another "
+                    "--workdir, or the old value"
                 )
 
 

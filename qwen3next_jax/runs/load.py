@@ -59,8 +59,8 @@ def load_model(
       step: of a run, number of steps after which the checkpoint was saved; None: the newest.
       mesh: sizes of the mesh's axes; None: those of the run, and for a Hugging Face directory all
         devices as `data`.
-      dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None: that of its
-        config.json. The parameters of a run are float32.
+      dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None: that
+        of its config.json. The parameters of a run are float32.
       devices: the devices of the mesh; None: all that JAX finds.
 
     Raises:
@@ -98,7 +98,8 @@ def load_model(
         tokenizer_file = folder / "tokenizer.json"
         config = read_hf_config(folder)
         param_mesh = _make_mesh(str(path), config, mesh, MeshConfig(), devices)
-        # The digest comes before the read: if a file changes meanwhile, it belongs to the old files.
+        # The stamp is read first. If a file changes before the weights are read, the stamp is that
+        # of the old file.
         identity = stamp_hf(folder)
         model = load_hf(folder, dtype or config.dtype, param_mesh)
         tokenizer = None

@@ -36,7 +36,7 @@ def check_state_fits(state: State) -> None:
         raise UserError(
             f"the parameters and the optimizer's state take {gigabytes(needed)}, and {where} has "
             f"{gigabytes(limit)}: split them over more devices (parallel.mesh), or make the model "
-            "smaller; qwen3next plan shows how much memory a step needs on each device of a topology"
+            "smaller; qwen3next plan shows the memory of a step on each device of a topology"
         )
 
 

@@ -1,8 +1,8 @@
 """The origin of a run's model, through all its parents: a Hugging Face directory or random weights.
 An export has the file format of the Hugging Face directory.
 
-The "source" in `run.json` records it, so the parents need not be kept. It is null for random weights,
-otherwise
+The "source" in `run.json` records it, so the parents need not be kept. It is null for random
+weights, otherwise
 
     path     the path of the Hugging Face directory
     form     its format, a value of `model.hf_form`

@@ -347,8 +347,8 @@ def describe_damaged_checkpoints(init_from: str, parent: Parent) -> str:
 
 
 def _split_step(init_from: str) -> tuple[pathlib.Path, int | None]:
-    """Splits RUN@STEP into (RUN, STEP). Without @STEP, or if a folder is called RUN@STEP, the second
-    value is None.
+    """Splits RUN@STEP into (RUN, STEP). Without @STEP, or if a folder is called RUN@STEP, the
+    second value is None.
     """
     match = re.fullmatch(r"(.+)@([0-9]{1,18})", init_from)
     if match is None or pathlib.Path(init_from).exists():

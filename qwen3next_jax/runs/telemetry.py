@@ -29,8 +29,8 @@ from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
 
-# Events about a process rather than a step. They stay in the file when a run repeats the steps after
-# a checkpoint.
+# Events about a process rather than a step. They stay in the file when a run repeats the steps
+# after a checkpoint.
 HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "changed")
 
 

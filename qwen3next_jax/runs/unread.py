@@ -2,8 +2,8 @@
 
 A setting is refused only if the user gives it for a new run: on the command line, in a sweep, or in
 the code of the config file. A setting of the config file may lose its effect because the command
-line overrides another one (experts' sizes after `model.num_experts = 0`); that is allowed. A resumed
-run may keep all its settings.
+line overrides another one (experts' sizes after `model.num_experts = 0`); that is allowed. A
+resumed run may keep all its settings.
 """
 
 import pathlib
@@ -89,8 +89,8 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
 
 
 def unread(config: Config) -> dict[str, str]:
-    """Returns the settings that have no effect on a run of `config`, each with the reason. A setting
-    of a stage is named "train.stages[1].schedule".
+    """Returns the settings that have no effect on a run of `config`, each with the reason. A
+    setting of a stage is named "train.stages[1].schedule".
 
     This function does not import JAX; `unread_by_layers` finds the settings of mixers and
     evaluations.

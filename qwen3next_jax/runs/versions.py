@@ -119,9 +119,9 @@ def check_versions(
         require(
             is_older is not None,
             f"{where}: unknown whether it was trained with the mathematics that {change.name} has "
-            f"here: its record has no versions, and this checkout's history lacks its code ({code}) "
-            f"or the change (commit {change.commit[:12]}). If its code is newer than that commit, "
-            f"give --trust={change.trust}; otherwise {advice}",
+            "here: its record has no versions, and this checkout's history lacks its code "
+            f"({code}) or the change (commit {change.commit[:12]}). If its code is newer than that "
+            f"commit, give --trust={change.trust}; otherwise {advice}",
         )
         require(
             not is_older,

@@ -7,8 +7,8 @@ from qwen3next_jax.runs.folder import is_restart_unfinished, trained_run
 
 
 def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = None) -> None:
-    """Sets `model.vocab_size` and `model.eos_token_id` if `model.vocab_size` is 0 and the run trains
-    on text.
+    """Sets `model.vocab_size` and `model.eos_token_id` if `model.vocab_size` is 0 and the run
+    trains on text.
 
     A resumed run keeps the values in its run.json, without opening its tokenizer or parent. For a
     new run they come from the tokenizer `data.tokenizer`, or, if that is "", from the tokenizer of
@@ -19,8 +19,8 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
       workdir: the folder of a run that may resume; None: the run is new.
 
     Raises:
-      UserError: the tokenizer cannot be loaded, `train.init_from` does not exist, or a record of the
-        run in `workdir` is missing.
+      UserError: the tokenizer cannot be loaded, `train.init_from` does not exist, or a record of
+        the run in `workdir` is missing.
     """
     model = values.get("model", {})
     data = values.get("data", {})
