@@ -180,7 +180,7 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
     "init_from, change, message",
     [
         ("{}/nowhere@10", {}, "there is no folder .*nowhere"),
-        ("{}/nowhere", {}, "it is no folder here: expected a run"),
+        ("{}/nowhere", {}, "it does not exist here: expected a run"),
         ("{}@15", {}, "it has no checkpoint of step 15; saved steps: 10, 20, 30"),
         (
             "{}@20",
@@ -192,7 +192,7 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
             {"optimizer": {"name": "muon"}},
             "its optimizer.name is 'adamw', here it is 'muon'",
         ),
-        ("{}", {}, "train.steps = 30 is the total, of which 30 are taken"),
+        ("{}", {}, "train.steps = 30 includes the 30 steps"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_read(

@@ -492,22 +492,22 @@ def is_restart_unfinished(workdir: pathlib.Path) -> bool:
 
 def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
     """The folder of an unfinished `move_aside`; None if there is none."""
-    found = [
+    partial_moves = [
         path for path in workdir.glob(f"before-*{_PARTIAL}") if _PARTIAL_NAME.fullmatch(path.name)
     ]
-    return min(found, default=None)
+    return min(partial_moves, default=None)
 
 
 def run_files(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
     """Maps the name of each file or folder of a run in `workdir` to its device and inode, which do
     not change when it is moved.
     """
-    found = {}
+    identities = {}
     for name in _RUN_FILES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             stat = (workdir / name).lstat()
-            found[name] = (stat.st_dev, stat.st_ino)
-    return found
+            identities[name] = (stat.st_dev, stat.st_ino)
+    return identities
 
 
 def read_config(workdir: pathlib.Path) -> Config:

@@ -44,7 +44,7 @@ class Halted(Exception):
     """The guards ended the run at `step`.
 
     Attributes:
-      reason: the reason in words.
+      reason: why the guards ended it, as text.
       spike: whether a loss spike ended the run.
       state: the train state before `step`; later steps updated no parameter.
     """

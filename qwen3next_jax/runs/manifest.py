@@ -95,8 +95,8 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
     for name, size in sizes.items():
         if name not in present:
             return f"{name} is missing"
-        if (found := present[name].stat().st_size) != size:
-            return f"{name} has {found} bytes instead of {size}"
+        if (actual_size := present[name].stat().st_size) != size:
+            return f"{name} has {actual_size} bytes instead of {size}"
     if extra := sorted(present.keys() - sizes.keys()):
         return f"{extra[0]} was added to it"
     if not sizes_only:
@@ -128,10 +128,10 @@ def file_stats(directory: pathlib.Path) -> list[tuple] | None:
     any. The list changes if a file is replaced, rewritten or removed. None if there is no folder.
     """
     try:
-        found = [(f, f.stat()) for f in sorted(directory.rglob("*"))]
+        stats = [(f, f.stat()) for f in sorted(directory.rglob("*"))]
     except OSError:  # it is being removed
         return None
-    return [(str(f), s.st_ino, s.st_size, s.st_mtime_ns) for f, s in found] or None
+    return [(str(f), s.st_ino, s.st_size, s.st_mtime_ns) for f, s in stats] or None
 
 
 def _files(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -147,9 +147,9 @@ def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
     """Yields (name, first byte, SHA-256) of every piece in order; one thread per core reads."""
     pieces = [(name, start) for name, size in sizes.items() for start in _pieces(size, piece)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda p: digests.sha256_file(directory / p[0], p[1], piece), pieces)
+        results = pool.map(lambda p: digests.sha256_file(directory / p[0], p[1], piece), pieces)
         try:
-            for (name, start), digest in zip(pieces, found, strict=True):
+            for (name, start), digest in zip(pieces, results, strict=True):
                 yield name, start, digest
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
@@ -282,14 +283,7 @@ def find_parent(
     if step is None:
         step = recorded.get("step")
     if step is None:
-        step = next(
-            (
-                s
-                for s in reversed(saved)
-                if manifest.find_damage(path / "checkpoints" / str(s), True, theirs_id) is None
-            ),
-            None,
-        )
+        step = _newest_complete_step(path, saved, theirs_id)
         require(
             step is not None,
             f"{where}: it has no valid checkpoint yet (its checkpoint.every = "
@@ -327,6 +321,17 @@ def find_parent(
         # The recorded parent of a run that older code began has no id, and gets none here.
         **({"run": theirs_id} if theirs_id and (not recorded or "run" in recorded) else {}),
     }
+
+
+def _newest_complete_step(workdir: pathlib.Path, steps: Sequence[int], run: str) -> int | None:
+    """The largest of `steps` whose checkpoint in `workdir` belongs to `run` and has files of the
+    right sizes; None if there is none.
+    """
+    for step in reversed(steps):
+        folder = workdir / "checkpoints" / str(step)
+        if manifest.find_damage(folder, sizes_only=True, run=run) is None:
+            return step
+    return None
 
 
 def describe_damaged_checkpoints(init_from: str, parent: Parent) -> str:
@@ -389,13 +394,13 @@ def compare_structure(model: ModelConfig, source_model: ModelConfig, init_from: 
             and (name != "intermediate_size" or model.has_dense_mlps)
             and (name not in EXPERT_SETTINGS or model.has_experts)
         ):
-            wanted, found = (
+            ours, theirs = (
                 c.mixers if name == "layer_types" else getattr(c, name)
                 for c in (model, source_model)
             )
             raise UserError(
-                f"train.init_from = {init_from}: its {name} is {found}, model.{name} "
-                f"= {wanted}; set it to that value"
+                f"train.init_from = {init_from}: its {name} is {theirs}, model.{name} "
+                f"= {ours}; set model.{name} to its value"
             )
     if model.mtp_depth and not source_model.mtp_depth:
         raise UserError(

@@ -34,8 +34,8 @@ def prepare_start(
       UserError: names the first mistake.
     """
     preflight.check(config, workdir, restart, records=is_process_0())
-    begins = restart or not saved_steps(workdir)
-    if not begins:
+    is_new = restart or not saved_steps(workdir)
+    if not is_new:
         record = read_run(workdir)
         trained = config_of(record, workdir)
         check_versions(workdir, record, trained.model, trained.optimizer)
@@ -50,7 +50,7 @@ def prepare_start(
     run = resolve_run(config, mesh)
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)
     check_evaluations(config.eval, run.model, tokenizer)
-    if init_from and begins and not preflight.is_run(init_from):
+    if init_from and is_new and not preflight.is_run(init_from):
         require_room("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.huggingface import check_hf
 

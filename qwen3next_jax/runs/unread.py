@@ -95,17 +95,19 @@ def unread(config: Config) -> dict[str, str]:
     This function does not import JAX; `unread_by_layers` finds the settings of mixers and
     evaluations.
     """
-    found = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
+    unread_settings = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
     read = source_of(config.data).settings(config.data)
     if read is not None:
-        found |= {
+        unread_settings |= {
             f"data.{name}": f"data.source = {config.data.source!r} does not read it"
             for name in flatten(to_dict(config.data))
             if name not in (*read, "source", "seed")
         }
-    found |= _unread_by_profile(config.profile, config.train)
+    unread_settings |= _unread_by_profile(config.profile, config.train)
     resolved = resolve_stages(config)
-    return found | _unread_by_stages(config.train.stages, resolved, found.get("data.weights"))
+    return unread_settings | _unread_by_stages(
+        config.train.stages, resolved, unread_settings.get("data.weights")
+    )
 
 
 def unread_by_layers(config: Config) -> dict[str, str]:
@@ -114,15 +116,15 @@ def unread_by_layers(config: Config) -> dict[str, str]:
     """
     from qwen3next_jax.model.block import unread_by_mixers
 
-    found = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
+    unread_settings = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
     suites = [resolve(EVALUATIONS, name, "eval.suites").settings for name in config.eval.suites]
     if None not in suites:
-        found |= {
+        unread_settings |= {
             f"eval.{name}": f"no evaluation of eval.suites = {config.eval.suites} reads it"
             for name in ("suite_lengths", "suite_pairs")
             if not any(name in read for read in suites)
         }
-    return found
+    return unread_settings
 
 
 Finder = Callable[[Config], dict[str, str]]
@@ -130,7 +132,7 @@ Finder = Callable[[Config], dict[str, str]]
 
 def check(
     config: Config,
-    given: UserInput | None,
+    user_input: UserInput | None,
     workdir: pathlib.Path | None = None,
     restart: bool = False,
     find: Finder = unread,
@@ -139,7 +141,7 @@ def check(
     resumed run may keep the settings in its run.json.
 
     Args:
-      given: the settings that the user gave; None: settings may have no effect.
+      user_input: the settings that the user gave; None: settings may have no effect.
       workdir: the folder of the run; None: it has none.
       restart: whether the run starts anew, whatever `workdir` holds.
       find: `unread` or `unread_by_layers`.
@@ -149,37 +151,37 @@ def check(
     """
     resumed = _resumed_config(workdir, restart)
     check_targets(config, resumed)
-    if given is None:
+    if user_input is None:
         return
     settings = settings_by_name(config)
     recorded = settings_by_name(resumed) if resumed else {}
-    for name, message in find_refused(config, given, find).items():
+    for name, message in find_refused(config, user_input, find).items():
         require(name in recorded and recorded[name] == settings[name], message)
 
 
-def find_refused(config: Config, given: UserInput, find: Finder) -> dict[str, str]:
+def find_refused(config: Config, user_input: UserInput, find: Finder) -> dict[str, str]:
     """Returns the settings that the user gave and that have no effect on a run of `config`, each
     with an error message. Settings with their default value are allowed.
     """
-    settings, found = settings_by_name(config), {}
+    settings, messages = settings_by_name(config), {}
     changed = {
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
     names_in_file, unread_in_file = frozenset(), {}
-    if given.file_config and changed:
-        names_in_file, unread_in_file = names_in_code(given.file), find(given.file_config)
+    if user_input.file_config and changed:
+        names_in_file, unread_in_file = names_in_code(user_input.file), find(user_input.file_config)
     for name, why in changed.items():
-        if name.partition("[")[0] in given.overrides:
+        if name.partition("[")[0] in user_input.overrides:
             where = ""
         elif name.rpartition(".")[2] in names_in_file and name in unread_in_file:
-            where = f"{given.file}: "
+            where = f"{user_input.file}: "
         else:
             continue
-        found[name] = (
+        messages[name] = (
             f"{where}{name} = {settings[name]!r} has no effect on this run, because {why}: leave "
             "it out"
         )
-    return found
+    return messages
 
 
 def check_targets(config: Config, resumed: Config | None = None) -> None:
@@ -210,14 +212,14 @@ def check_targets(config: Config, resumed: Config | None = None) -> None:
 
 def settings_by_name(config: Config) -> dict[str, Any]:
     """Returns every setting by its dotted name, with the settings that stages override."""
-    found = flatten(to_dict(config))
+    settings = flatten(to_dict(config))
     for i, stage in enumerate(config.train.stages):
-        found |= {
+        settings |= {
             f"train.stages[{i}].{name}": value
             for name, value in vars(stage).items()
             if value is not None
         }
-    return found
+    return settings
 
 
 def _unread_by_profile(profile: ProfileConfig, train: TrainConfig) -> dict[str, str]:
@@ -242,12 +244,12 @@ def _unread_by_stages(
       resolved: these stages with the values of all settings; the whole run if there are none.
       no_weights: why nothing reads `data.weights`; None if something reads it.
     """
-    found = {}
+    unread_settings = {}
     for i, (stage, resolved_stage) in enumerate(zip(stages, resolved)):
         why = _unread_by_schedule(resolved_stage.optimizer)
         if no_weights:
             why["weights"] = no_weights
-        found |= {
+        unread_settings |= {
             f"train.stages[{i}].{name}": why[name]
             for name in why
             if getattr(stage, name) is not None
@@ -264,21 +266,21 @@ def _unread_by_stages(
                     readers.append(one)
             reasons = [_unread_by_schedule(one.optimizer).get(name) for one in readers]
             if not readers:
-                found[f"{group}.{name}"] = "every stage of train.stages has its own"
+                unread_settings[f"{group}.{name}"] = "every stage of train.stages has its own"
             elif group == "optimizer" and all(reasons):
-                found[f"{group}.{name}"] = reasons[0]
-    return found
+                unread_settings[f"{group}.{name}"] = reasons[0]
+    return unread_settings
 
 
 def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
     """The settings that the learning-rate schedule does not read → why."""
     schedule = optimizer.schedule
-    why, found = f"the schedule is {schedule!r}", {}
+    why, unread_settings = f"the schedule is {schedule!r}", {}
     if schedule != "warmup_stable_decay":
-        found["decay_fraction"] = why
+        unread_settings["decay_fraction"] = why
     if schedule == "constant":
-        found["final_fraction"] = why
-    return found
+        unread_settings["final_fraction"] = why
+    return unread_settings
 
 
 def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
